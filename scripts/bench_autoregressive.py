@@ -1,0 +1,82 @@
+"""Compares the autoregressive loop with Hugging Face `generate`: greedy, batch 1, float32, the same model and prompts.
+
+    python scripts/bench_autoregressive.py checkpoints/pystdlib-8l [--prompts 12 --new 96 --threads 2]
+
+The two run interleaved, prompt by prompt and in alternating order: a drifting machine hurts both alike. Printed:
+the median over prompts of the ratio of their rates, with its 95 % interval (order statistics).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from scipy.stats import binom
+from transformers import GenerationConfig
+
+from spectrain.decoding import TargetModel, generate, load_target
+from spectrain.methods.autoregressive import Autoregressive
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", help="folder or Hugging Face id")
+    parser.add_argument("--prompts", type=int, default=12, help="timed prompts; two more warm up")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new", type=int, default=96, help="new tokens of each prompt; EOS is ignored")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    target = load_target(options.target, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.prompts + 2, options.prompt_tokens)
+    prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
+
+    ratios, rates = [], []
+    for index, prompt in enumerate(prompts):
+        runs = [loop_s, hugging_face_s] if index % 2 else [hugging_face_s, loop_s]
+        seconds = {run: run(target, prompt, options.new) for run in runs}
+        if index >= 2:
+            ratios.append(seconds[hugging_face_s] / seconds[loop_s])
+            rates.append((options.new / seconds[loop_s], options.new / seconds[hugging_face_s]))
+    low, high = median_interval(ratios)
+    ours, theirs = (statistics.median(column) for column in zip(*rates, strict=True))
+    print(
+        f"{options.target}: {options.prompts} random prompts of {options.prompt_tokens} tokens, {options.new} new, "
+        f"float32, greedy, batch 1, {options.threads} threads\n"
+        f"loop {ours:.1f} tokens/s, Hugging Face generate {theirs:.1f} tokens/s (medians); "
+        f"ratio {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+    )
+
+
+def loop_s(target: TargetModel, prompt: list[int], n_new: int) -> float:
+    started = time.perf_counter()
+    generation = generate(target, Autoregressive(), [prompt], n_new, stop_token_ids=())[0]
+    elapsed_s = time.perf_counter() - started
+    assert len(generation.tokens) == n_new
+    return elapsed_s
+
+
+def hugging_face_s(target: TargetModel, prompt: list[int], n_new: int) -> float:
+    never = target.vocab_size  # an EOS that no text holds; None would be replaced by the model's own
+    config = GenerationConfig(do_sample=False, max_new_tokens=n_new, eos_token_id=never, pad_token_id=0)
+    tokens = torch.tensor([prompt])
+    started = time.perf_counter()
+    with torch.inference_mode():
+        output = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+    elapsed_s = time.perf_counter() - started
+    assert output.shape[1] == len(prompt) + n_new, output.shape
+    return elapsed_s
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """95 % interval of the median from order statistics, without an assumption about the distribution."""
+    ordered = sorted(values)
+    skipped = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
+    return ordered[skipped], ordered[-1 - skipped]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The decoding loop: one lossless loop for every method, batch first. See `loop.py`."""
+
+from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.fingerprint import fingerprint
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.loading import load_target
+from spectrain.decoding.loop import generate
+from spectrain.decoding.sampling import Sampling
+from spectrain.decoding.target import TargetModel, TargetOutput
+from spectrain.decoding.tree import DraftTree, Source
+from spectrain.decoding.verify import Verified, verify
+
+__all__ = [
+    "Context",
+    "DraftTree",
+    "Drafter",
+    "Generation",
+    "KVCache",
+    "Sampling",
+    "Source",
+    "TargetModel",
+    "TargetOutput",
+    "Verified",
+    "fingerprint",
+    "generate",
+    "load_target",
+    "verify",
+]

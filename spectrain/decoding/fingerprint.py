@@ -1,0 +1,58 @@
+"""A short name for a target and its tokenizer, so that a drafter or a store made for another one is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SAMPLES = 256  # values read of each parameter
+SHAPE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """16 hex digits over architecture, parameter shapes, a sample of the weights, and the tokenizer's vocabulary.
+
+    Weights are compared as bfloat16, so a bfloat16 file has one fingerprint whatever dtype it was loaded in. Equal on
+    every machine; device and attention implementation do not count.
+    """
+    config = model.config.get_text_config()
+    digest = hashlib.sha256()
+    digest.update(_canonical([config.model_type, {key: getattr(config, key, None) for key in SHAPE_KEYS}]))
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(_canonical([name, list(parameter.shape)]))
+        digest.update(_sample(parameter).tobytes())
+    if tokenizer is not None:
+        digest.update(_canonical([sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), _merges(tokenizer)]))
+    return digest.hexdigest()[:16]
+
+
+def _sample(parameter: Tensor):
+    flat = parameter.detach().reshape(-1)
+    stride = max(1, flat.numel() // SAMPLES)
+    values = flat[::stride][:SAMPLES].to("cpu", torch.bfloat16)
+    return values.view(torch.int16).numpy().astype("<i2")
+
+
+def _merges(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The merge rules of a BPE tokenizer, each as "left right"; file formats differ in how they write the pair."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    merges = json.loads(backend.to_str())["model"].get("merges", []) if backend is not None else []
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
+def _canonical(value) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

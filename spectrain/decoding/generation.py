@@ -1,0 +1,102 @@
+"""One prompt's continuation: what is kept while it grows, when it ends, what it cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+STAGES = ("draft", "forward", "verify", "commit", "other")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt's continuation and what it cost.
+
+    Times are wall seconds. `elapsed_s` runs from joining the batch to leaving it. `prefill_s` and `time_s` are the
+    row's share, 1/n of what its batch of n spent: over all rows they add up to the time of the whole run.
+    """
+
+    tokens: list[int]  # without the prompt; ends with the EOS where one was drawn
+    finish_reason: str  # "eos", "stop" or "length"
+    target_forwards: int  # after prefill
+    accepted: list[int]  # drafted tokens emitted in each step; tokens cut by EOS or length are not counted
+    drafted: list[int]  # nodes drafted in each step: no root, no probe
+    sources: list[int]  # Source of each token
+    elapsed_s: float
+    prefill_s: float
+    time_s: dict[str, float]  # by STAGES
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ends a text besides its length."""
+
+    eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def cut(self, before: list[int], new: list[int]) -> tuple[list[int], str | None]:
+        """Cuts new tokens behind the first that ends the text. Returns them and the reason, None to go on."""
+        end, reason = len(new), None
+        for i, token in enumerate(new):
+            if token in self.stop_ids:
+                end, reason = i + 1, "eos" if token in self.eos_ids else "stop"
+                break
+        if self.stop_strings and self._in_text(before, new[:end]):
+            end = next(i for i in range(1, end + 1) if self._in_text(before, new[:i]))
+            reason = "stop"
+        return new[:end], reason
+
+    def _in_text(self, before: list[int], new: list[int]) -> bool:
+        # A token is at least a byte, so this tail is longer than any stop string that ends in a new token.
+        tail = 4 * max(map(len, self.stop_strings)) + 8
+        text = self.tokenizer.decode((before[-tail:] if tail else []) + new)
+        return any(stop in text for stop in self.stop_strings)
+
+
+class Clock:
+    """Shares time among the rows of a batch: what passes between two laps belongs to the active rows in equal parts."""
+
+    def __init__(self) -> None:
+        self.shares = dict.fromkeys(STAGES, 0.0)  # seconds that a row present from the start would have been given
+        self.now = time.perf_counter()
+
+    def lap(self, stage: str, n_rows: int) -> None:
+        """Gives the time since the last lap to a stage, shared by the n active rows."""
+        self.shares[stage] += self.restart() / n_rows
+
+    def restart(self) -> float:
+        """Seconds since the last lap, which the caller accounts for."""
+        before, self.now = self.now, time.perf_counter()
+        return self.now - before
+
+
+@dataclass
+class Row:
+    """A prompt being continued."""
+
+    prompt_index: int
+    joined_s: float
+    prefill_s: float = 0.0
+    shares_at_start: dict[str, float] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def generation(self, clock: Clock) -> Generation:
+        return Generation(
+            tokens=self.tokens,
+            finish_reason=self.finish_reason,
+            target_forwards=len(self.accepted),
+            accepted=self.accepted,
+            drafted=self.drafted,
+            sources=self.sources,
+            elapsed_s=clock.now - self.joined_s,
+            prefill_s=self.prefill_s,
+            time_s={stage: clock.shares[stage] - self.shares_at_start[stage] for stage in STAGES},
+        )

@@ -1,0 +1,227 @@
+"""The decoding loop of every method: propose a tree, one target forward, verify, commit (methods.md, section 0).
+
+    generations = generate(load_target("checkpoints/pystdlib-8l"), Speculative(draft), prompts, max_new_tokens=64)
+
+Continuous batching: `batch_size` slots are kept filled from the list of prompts; a row that ends leaves at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.generation import Clock, Ending, Generation, Row
+from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
+from spectrain.decoding.target import TargetModel
+from spectrain.decoding.tree import DraftTree, Source
+from spectrain.decoding.verify import Verified, verify
+from spectrain.errors import UserError
+
+OnTokens = Callable[[int, list[int], list[int]], None]  # (prompt index, new tokens, source of each)
+
+
+@torch.inference_mode()
+def generate(
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    seed: int = 0,
+    batch_size: int | None = 1,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_strings: Sequence[str] = (),
+    on_tokens: OnTokens | None = None,
+    cache_block_tokens: int = 256,
+) -> list[Generation]:
+    """Continues each prompt with the target's own law, whatever the drafter guesses.
+
+    Args:
+        target: the model whose text this is.
+        drafter: the method.
+        prompts: token ids.
+        max_new_tokens: most tokens of a continuation.
+        sampling: None is greedy.
+        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch.
+        batch_size: rows decoded together; None: all prompts.
+        stop_token_ids: end a text; None: the target's EOS ids, (): nothing does.
+        stop_strings: end a text with the token that completes one; needs the target's tokenizer.
+        on_tokens: called after each step, for each row.
+        cache_block_tokens: the caches grow by this many.
+
+    Returns:
+        One Generation a prompt, in the order of the prompts.
+
+    Raises:
+        UserError: a prompt is empty, too long for the target, or no text of its vocabulary.
+    """
+    _check(target, prompts, max_new_tokens, batch_size, stop_strings)
+    if not prompts:
+        return []
+    sampling = sampling or Sampling()
+    n_slots = min(batch_size or len(prompts), len(prompts))
+    ending = Ending(
+        eos_ids=frozenset(target.eos_ids),
+        stop_ids=frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids),
+        stop_strings=tuple(stop_strings),
+        tokenizer=target.tokenizer,
+    )
+    target = target.with_capture(drafter.capture_layers)
+    batch = _Batch(target, drafter, KVCache(n_slots, cache_block_tokens), Context(sampling, target.device, n_slots))
+    batch.ending, batch.on_tokens = ending, on_tokens
+    drafter.start(target, batch.cache)
+
+    generations: list[Generation | None] = [None] * len(prompts)
+    waiting = 0
+    while waiting < len(prompts) or batch.rows:
+        joining = range(waiting, min(waiting + n_slots - len(batch.rows), len(prompts)))
+        if joining:
+            waiting = joining.stop
+            ended = batch.join(joining, [prompts[i] for i in joining], max_new_tokens, seed)
+        else:
+            ended = batch.step()
+        for row in ended:
+            generations[row.prompt_index] = row.generation(batch.clock)
+    return generations
+
+
+def _check(target: TargetModel, prompts, max_new_tokens: int, batch_size: int | None, stop_strings) -> None:
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1; raise max_new_tokens")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size={batch_size} must be at least 1; raise batch_size")
+    if stop_strings and target.tokenizer is None:
+        raise UserError("stop_strings need the target's tokenizer; load the target with one, or use stop_token_ids")
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UserError(f"prompt {index} is empty; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= target.vocab_size:
+            raise UserError(
+                f"prompt {index} holds token id {max(prompt)}, but the target's vocabulary has {target.vocab_size}; "
+                "tokenize it with the target's tokenizer"
+            )
+        if len(prompt) + max_new_tokens > target.max_positions:
+            raise UserError(
+                f"prompt {index} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, but the target's "
+                f"context holds {target.max_positions}; shorten the prompt or lower max_new_tokens"
+            )
+
+
+class _Batch:
+    """The active rows. Cache, context, drafter and `rows` agree on the order; all of them free a row by swapping."""
+
+    ending: Ending
+    on_tokens: OnTokens | None = None
+
+    def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache, context: Context):
+        self.target, self.drafter, self.cache, self.context = target, drafter, cache, context
+        self.rows: list[Row] = []
+        self.clock = Clock()
+
+    def join(self, indices: range, prompts: list[Sequence[int]], max_new_tokens: int, seed: int) -> list[Row]:
+        """Reads prompts into new rows at the end and draws their first tokens. Returns the rows that ended there."""
+        joined_s = self.clock.now
+        context, first = self.context, len(self.rows)
+        new = range(first, first + len(prompts))
+        lengths = [len(prompt) for prompt in prompts]
+        tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : lengths[row]] = torch.tensor(prompt)
+        generators = [row_generator(seed, index) for index in indices]
+        context.append(prompts, max_new_tokens, generators)
+        output = self.target.prefill(tokens.to(context.device), lengths, self.cache, new)
+        last_logits = output.logits[:, 0]
+        uniforms = None
+        if not context.sampling.greedy:
+            uniforms = draw_uniforms(generators, [1] * len(prompts), context.device)[:, 0]
+        roots, _ = context.sampling.draw(last_logits, uniforms)
+        context.root(new, roots, last_logits)
+        self.drafter.prefill(context, output, new)
+
+        share_s = self.clock.restart() / len(prompts)
+        self.rows += [Row(index, joined_s, share_s, dict(self.clock.shares)) for index in indices]
+        return self._emit(new, [[token] for token in roots.tolist()], [[int(Source.ROOT)]] * len(prompts))
+
+    def step(self) -> list[Row]:
+        """One step for all rows. Returns the rows that ended."""
+        context, clock, n_rows = self.context, self.clock, len(self.rows)
+        tree = self.drafter.propose(context)
+        clock.lap("draft", n_rows)
+        output = self.target.score(tree, self.cache)
+        clock.lap("forward", n_rows)
+        verified = verify(tree, output.logits, context.sampling, context.generators)
+        step = _read_back(tree, verified)
+        clock.lap("verify", n_rows)
+        self.cache.commit(verified.path if step.moves else None, [len(tokens) for tokens in step.emitted])
+        rows = torch.arange(n_rows, device=context.device)
+        last_logits = output.logits[:, 0] if tree.shape[1] == 1 else output.logits[rows, verified.last]
+        context.advance(step.emitted, verified.bonus, last_logits)
+        clock.lap("commit", n_rows)
+        self.drafter.observe(context, tree, output, verified)
+        clock.lap("draft", n_rows)
+        for row, drafted in zip(self.rows, step.drafted, strict=True):
+            row.drafted.append(drafted)
+        return self._emit(range(n_rows), step.emitted, step.sources)
+
+    def _emit(self, rows: range, emitted: list[list[int]], sources: list[list[int]]) -> list[Row]:
+        """Gives each row its new tokens, cut where its text ends, and lets the ended rows go."""
+        ended = []
+        for index, tokens, origins in zip(rows, emitted, sources, strict=True):
+            row = self.rows[index]
+            room = self.context.room[index] + len(tokens)  # before these tokens
+            kept, row.finish_reason = self.ending.cut(row.tokens, tokens[:room])
+            if row.finish_reason is None and len(kept) == room:
+                row.finish_reason = "length"
+            if row.tokens:  # the first token is prefill's
+                row.accepted.append(min(len(kept), len(tokens) - 1))
+            row.tokens += kept
+            row.sources += origins[: len(kept)]
+            if self.on_tokens is not None:
+                self.on_tokens(row.prompt_index, kept, origins[: len(kept)])
+            if row.finish_reason is not None:
+                ended.append(index)
+        left = [self._leave(index) for index in reversed(ended)]
+        self.clock.lap("other", max(1, len(self.rows) + len(left)))
+        return left
+
+    def _leave(self, index: int) -> Row:
+        for part in (self.cache, self.context, self.drafter):
+            part.free(index)
+        row = self.rows[index]
+        self.rows[index] = self.rows[-1]
+        self.rows.pop()
+        return row
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step's result on the host, one list a row."""
+
+    emitted: list[list[int]]  # accepted tokens, then the bonus
+    sources: list[list[int]]
+    drafted: list[int]
+    moves: bool  # some accepted path is not 0, 1, 2, ..
+
+
+def _read_back(tree: DraftTree, verified: Verified) -> _Step:
+    """Brings a step to the host: one transfer, the only point where the loop waits for the device."""
+    n_nodes = tree.shape[1]
+    if n_nodes == 1:
+        bonus = verified.bonus.tolist()
+        return _Step([[token] for token in bonus], [[int(Source.ROOT)]] * len(bonus), [0] * len(bonus), False)
+    path = verified.path.clamp_min(0)
+    counts = torch.stack([verified.accepted, verified.bonus, tree.drafted.sum(-1)], dim=1)
+    packed = torch.cat([counts, verified.path, tree.tokens.gather(1, path), tree.source.gather(1, path)], dim=1)
+    emitted, sources, drafted, moves = [], [], [], False
+    for accepted, bonus, n_drafted, *rest in packed.tolist():
+        nodes, tokens, origins = rest[:n_nodes], rest[n_nodes : 2 * n_nodes], rest[2 * n_nodes :]
+        emitted.append([*tokens[1 : accepted + 1], bonus])
+        sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
+        drafted.append(n_drafted)
+        moves = moves or nodes[: accepted + 1] != list(range(accepted + 1))
+    return _Step(emitted, sources, drafted, moves)

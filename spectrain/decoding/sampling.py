@@ -1,0 +1,115 @@
+"""How a token is chosen from logits: one set of options for target and drafter alike (methods.md, section 1).
+
+Randomness is one CPU generator a row, and a row takes from it only for itself: its sample does not depend on its
+neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).
+
+Letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, top-k, top-p and min-p, applied in Hugging Face's order. The default is greedy decoding."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or above; raise sampling.temperature")
+        if self.top_k < 0:
+            raise UserError(f"top_k={self.top_k} must be 0 (off) or above; raise sampling.top_k")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must lie in (0, 1], 1 is off; change sampling.top_p")
+        if not 0 <= self.min_p < 1:
+            raise UserError(f"min_p={self.min_p} must lie in [0, 1), 0 is off; change sampling.min_p")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """Turns logits [..., V] of any dtype into the probabilities [..., V] float32 that tokens are drawn from.
+
+        Tokens that tie with the last one kept are kept too, whatever their order. Greedy gives a one-hot row.
+        """
+        logits = logits.float()
+        if self.greedy:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = logits / self.temperature
+        top_k = min(self.top_k, logits.shape[-1])
+        if top_k:
+            kept = logits.topk(top_k).values  # [..., top_k], descending
+            logits = logits.masked_fill(logits < kept[..., -1:], -torch.inf)
+        probs = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered = probs.topk(top_k).values if top_k else probs.sort(descending=True).values
+            before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens
+            last_kept = (before < self.top_p).sum(-1, keepdim=True).clamp_min(1) - 1
+            probs = _renormalised(probs, probs >= ordered.gather(-1, last_kept))
+        if self.min_p:
+            probs = _renormalised(probs, probs >= self.min_p * probs.amax(-1, keepdim=True))
+        return probs
+
+    def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Draws a token a row.
+
+        Args:
+            logits: [B, V].
+            uniforms: [B] float32 in [0, 1); not read when greedy.
+
+        Returns:
+            The tokens [B] int64, and the probabilities [B, V] they were drawn from (None when greedy).
+        """
+        if self.greedy:
+            return logits.argmax(-1), None
+        probs = self.warp(logits)
+        return draw_token(probs, uniforms), probs
+
+
+def _renormalised(probs: Tensor, keep: Tensor) -> Tensor:
+    probs = probs * keep
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draws from rows of weights [B, V] float32 that need not sum to one; uniforms [B] in [0, 1). Returns [B] int64.
+
+    A token of weight 0 is never drawn: the first index whose cumulative sum is *above* the threshold has weight, and
+    the threshold stays below the total, since float32 uniforms end at 1 - 2^-24.
+    """
+    cumulative = weights.cumsum(-1)
+    threshold = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+
+
+def row_generator(seed: int, prompt_index: int) -> torch.Generator:
+    """The generator of one prompt. torch seeds by 32 bits, so the pair is mixed by a bijection of 32 bits (murmur3's
+    finaliser): the prompts of a run never share a stream, and neighbouring ones are unrelated."""
+    mixed = (seed * 0x9E3779B1 + prompt_index) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return torch.Generator().manual_seed(mixed ^ (mixed >> 16))
+
+
+def draw_uniforms(
+    generators: Sequence[torch.Generator], counts: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Takes counts[b] numbers from each row's generator. Returns [B, max(counts)] float32 in [0, 1), padded with 0."""
+    uniforms = torch.zeros(len(generators), max(counts))
+    for row, (generator, count) in enumerate(zip(generators, counts, strict=True)):
+        if count:
+            torch.rand(count, generator=generator, out=uniforms[row, :count])
+    return uniforms.to(device)

@@ -1,0 +1,301 @@
+"""A Hugging Face causal LM as the loop uses it: prefill, tree scoring, and captured block inputs.
+
+Any full-attention decoder of transformers works unmodified: it takes a ready 4-D mask, explicit position ids and our
+`KVCache`. Loading is in `loading.py`.
+
+Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C captured layers, D hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.tree import DraftTree
+from spectrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward of the target gives."""
+
+    logits: Tensor  # [B, N, V] in the model's dtype; after a prefill [R, 1, V], of each prompt's last token
+    captured: (
+        Tensor | None
+    )  # [B, N, C, D], likewise, inputs of the blocks `capture_layers`; after a prefill [R, T, C, D]
+    positions: Tensor  # [B, N] int64 position ids; after a prefill [R, T]
+
+
+@dataclass(frozen=True)
+class Features:
+    """What training reads of the target, without logits."""
+
+    captured: Tensor | None  # [B, T, C, D] inputs of the blocks `capture_layers`
+    final_hidden: Tensor  # [B, T, D] what the unembedding takes: the last block's output after the final norm
+
+
+class TargetModel:
+    """A causal LM behind the three calls that decoding and training need.
+
+    Args:
+        model: any full-attention Hugging Face causal LM, loaded with `attn_implementation="sdpa"`.
+        tokenizer: its tokenizer, where text is read or written.
+        capture_layers: indices of the blocks whose inputs every forward returns.
+        prefill_chunk: prompt tokens of one forward; bounds the memory of long prompts.
+
+    Raises:
+        UserError: the model has other than full attention, or takes no position ids.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        capture_layers: Sequence[int] = (),
+        prefill_chunk: int = 512,
+    ):
+        check_supported(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.capture_layers = tuple(capture_layers)
+        self.prefill_chunk = prefill_chunk
+        self._blocks = find_blocks(model)
+        for layer in self.capture_layers:
+            if not 0 <= layer < len(self._blocks):
+                raise UserError(f"capture layer {layer} must be a block of the target, 0..{len(self._blocks) - 1}")
+
+    def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
+        """The same model, capturing other layers."""
+        if tuple(capture_layers) == self.capture_layers:
+            return self
+        return TargetModel(self.model, self.tokenizer, capture_layers, self.prefill_chunk)
+
+    @property
+    def config(self):
+        return self.model.config
+
+    @property
+    def n_layer(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence in tokens; models without a limit give a number no one reaches."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a text, of the generation config where it has any."""
+        for config in (self.model.generation_config, self.config):
+            ids = getattr(config, "eos_token_id", None)
+            if ids is not None:
+                return (ids,) if isinstance(ids, int) else tuple(ids)
+        return ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in and logits come out."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def forward(self, tokens: Tensor) -> TargetOutput:
+        """Plain causal forward without a cache, for training and teacher forcing. tokens: [B, T] int64.
+
+        Returns logits [B, T, V] and captured [B, T, C, D]. The caller decides about gradients. No mask is built: sdpa
+        runs with `is_causal`, memory linear in T.
+        """
+        logits, captured = self._run(tokens, use_cache=False)
+        return TargetOutput(logits, captured, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+
+    def features(self, tokens: Tensor) -> Features:
+        """Plain causal forward of tokens [B, T] int64 that stops short of the logits (one position's are formed)."""
+        final: list[Tensor] = []
+
+        def keep_hidden(module: nn.Module, args: tuple) -> tuple:
+            final.append(args[0])
+            return (args[0][:, :1], *args[1:])
+
+        with _removing(self.model.get_output_embeddings().register_forward_pre_hook(keep_hidden)):
+            _, captured = self._run(tokens, use_cache=False)
+        return Features(captured, final[0])
+
+    @property
+    def unembedding(self) -> Tensor:
+        """[V, D]: `final_hidden @ unembedding.T` are the logits (of models without output bias or soft-capping)."""
+        return self.model.get_output_embeddings().weight
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range) -> TargetOutput:
+        """Reads prompts into the rows `rows` of the cache, new rows at its end.
+
+        Args:
+            tokens: [R, T] int64, padded on the right with any valid id.
+            lengths: tokens of each prompt.
+            cache: its other rows stay as they are.
+            rows: where the prompts go; starts at `cache.n_rows`.
+
+        Returns:
+            Logits [R, 1, V] of each prompt's last token ([R, T, V] is never formed) and captured [R, T, C, D], whose
+            entries past a row's length mean nothing.
+        """
+        assert rows.start == cache.n_rows, (rows, cache.n_rows)
+        assert len(rows) == len(lengths) == tokens.shape[0]
+        n_rows, n_tokens = tokens.shape
+        last = torch.tensor(lengths, device=tokens.device) - 1
+        positions = torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1)
+        logits, captured = None, []
+        for start in range(0, n_tokens, self.prefill_chunk):
+            stop = min(start + self.prefill_chunk, n_tokens)
+            cache.begin(rows, [start] * n_rows, stop - start)
+            # In the first chunk plain causality holds, so sdpa needs no mask; padding is to the right of every token.
+            mask = None if start == 0 else _causal_mask(stop - start, stop, tokens.device)
+            piece, states = self._run(
+                tokens[:, start:stop],
+                keep=(last - start).clamp(0, stop - start - 1),
+                position_ids=positions[:, start:stop],
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            here = ((last >= start) & (last < stop))[:, None, None]
+            logits = piece if logits is None else torch.where(here, piece, logits)
+            captured.append(states)
+        cache.lengths.extend(lengths)
+        return TargetOutput(logits, torch.cat(captured, dim=1) if self.capture_layers else None, positions)
+
+    def score(self, tree: DraftTree, cache: KVCache) -> TargetOutput:
+        """Scores every node of every row's tree in one forward, behind the row's committed tokens.
+
+        The nodes' K and V are left in the cache for `cache.commit`. Returns logits [B, N, V], captured [B, N, C, D].
+        """
+        n_rows, n_nodes = tree.shape
+        starts = cache.lengths
+        used = cache.begin(range(n_rows), starts, n_nodes)
+        alike = min(starts) == max(starts)
+        positions = tree.depth + (starts[0] if alike else torch.tensor(starts, device=tree.tokens.device)[:, None])
+        if n_nodes > 1:  # a drafter that ignores `room` may guess past the context; those guesses are cut on emission
+            positions = positions.clamp_max(self.max_positions - 1)
+        mask = None if alike and n_nodes == 1 else tree_mask(tree, starts, used)
+        logits, captured = self._run(
+            tree.tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+        return TargetOutput(logits, captured, positions)
+
+    def _run(self, tokens: Tensor, keep: Tensor | None = None, **inputs) -> tuple[Tensor, Tensor | None]:
+        """One call of the model. `keep` [B]: the only position of each row to compute logits for.
+
+        Hooks live for this call only, so the user's model carries nothing of ours.
+        """
+        found: dict[int, Tensor] = {}
+        with ExitStack() as hooks:
+            for layer in self.capture_layers:
+                hook = partial(_capture, found, layer)
+                hooks.enter_context(_removing(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)))
+            if keep is not None:
+                hook = partial(_keep_position, keep)
+                hooks.enter_context(_removing(self.model.get_output_embeddings().register_forward_pre_hook(hook)))
+            logits = self.model(input_ids=tokens, **inputs).logits
+        if not self.capture_layers:
+            return logits, None
+        return logits, torch.stack([found[layer].to(tokens.device) for layer in self.capture_layers], dim=2)
+
+
+def _removing(handle) -> ExitStack:
+    stack = ExitStack()
+    stack.callback(handle.remove)
+    return stack
+
+
+def _capture(found: dict[int, Tensor], layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    found[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _keep_position(keep: Tensor, module: nn.Module, args: tuple) -> tuple:
+    hidden = args[0]  # [R, T, D]
+    keep = keep.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1])
+    return (hidden.gather(1, keep), *args[1:])
+
+
+def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+    """[1, 1, n_queries, n_keys] bool for the last n_queries of n_keys positions."""
+    mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries)
+    return mask[None, None]
+
+
+def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
+    """What each node attends to: the row's committed tokens, its ancestors and itself.
+
+    Args:
+        tree: nodes stand at slots starts[b] + i.
+        starts: committed tokens of each row.
+        used: slots that attention reads.
+
+    Returns:
+        [B, 1, N, used] bool.
+    """
+    n_rows, n_nodes = tree.shape
+    device = tree.tokens.device
+    if min(starts) == max(starts):
+        if tree.is_chain:
+            return _causal_mask(n_nodes, used, device)
+        committed = torch.ones(n_rows, n_nodes, starts[0], dtype=torch.bool, device=device)
+        return torch.cat([committed, tree.ancestors], dim=2)[:, None]
+    first = torch.tensor(starts, device=device)[:, None]
+    committed = torch.arange(used, device=device) < first  # [B, used]
+    mask = committed[:, None].repeat(1, n_nodes, 1)
+    slots = first + torch.arange(n_nodes, device=device)
+    return mask.scatter_(2, slots[:, None].expand(-1, n_nodes, -1), tree.ancestors)[:, None]
+
+
+def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder blocks, whatever the architecture calls it (`layers`, `h`, ...)."""
+    n_layer = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layer]
+    if not lists:
+        raise UserError(f"{type(model).__name__} has no list of {n_layer} decoder blocks; choose a decoder-only model")
+    return lists[0]
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises UserError for what the loop cannot run: anything but decoders with full attention and position ids."""
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
+        raise UserError(f"{name} is no causal language model; choose a decoder-only target")
+    layer_type = unsupported_layer_type(config)
+    if layer_type is None and getattr(model, "_is_stateful", False):
+        layer_type = "linear_attention"
+    if layer_type is not None:
+        raise UserError(f"{name} has layers of type {layer_type}; choose a target with full_attention only")
+    if config._attn_implementation != "sdpa":
+        raise UserError(
+            f'{name} was loaded with attn_implementation="{config._attn_implementation}", tree masks need "sdpa"; '
+            'load it with attn_implementation="sdpa"'
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{name} takes no position_ids, which trees need; choose a target with RoPE")
+
+
+def unsupported_layer_type(config) -> str | None:
+    """The first layer type other than full attention that a Hugging Face config names, or None."""
+    config = config.get_text_config()
+    for layer_type in getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ():
+        if layer_type not in ("full_attention", "global"):
+            return layer_type
+    window = getattr(config, "sliding_window", None)
+    if window and not getattr(config, "layer_types", None) and getattr(config, "use_sliding_window", True):
+        return f"sliding_attention (sliding_window={window})"
+    return None

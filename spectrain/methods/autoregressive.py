@@ -1,0 +1,13 @@
+"""Plain decoding, one token a step, through the same loop: the baseline that every speedup refers to."""
+
+from __future__ import annotations
+
+from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.tree import DraftTree
+
+
+class Autoregressive(Drafter):
+    """Proposes nothing: the target scores the root alone."""
+
+    def propose(self, context: Context) -> DraftTree:
+        return DraftTree.root_only(context.roots)

@@ -1,0 +1,116 @@
+"""Vanilla speculative decoding: a small model drafts a chain (Leviathan 2023, Chen 2023; methods.md, section 2).
+
+Letters: n active rows, R new rows, T tokens fed, gamma draft length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.target import TargetModel, TargetOutput
+from spectrain.decoding.tree import DraftTree
+from spectrain.decoding.verify import Verified
+from spectrain.errors import UserError
+
+
+class Speculative(Drafter):
+    """Drafts gamma tokens a step for all rows at once, from any causal LM of the target's vocabulary.
+
+    Args:
+        draft_model: the small model, with its tokenizer where the target has one.
+        gamma: drafted tokens a step; fewer where a row has less room.
+    """
+
+    def __init__(self, draft_model: TargetModel, gamma: int = 4):
+        if gamma < 1:
+            raise UserError(f"gamma={gamma} must be at least 1; raise method.gamma")
+        self.draft_model = draft_model
+        self.gamma = self.max_new_nodes = gamma
+        self.cache: KVCache | None = None
+        self.vocab_size = draft_model.vocab_size
+        self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
+
+    def start(self, target: TargetModel, cache: KVCache) -> None:
+        if self._fits is None or self._fits.tokenizer is not target.tokenizer:
+            check_tokenizers(target, self.draft_model)
+        self._fits = target
+        self.vocab_size = target.vocab_size
+        self.cache = KVCache(cache.max_rows, cache.block_tokens)
+
+    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        lengths = [context.n_tokens[row] - 1 for row in rows]
+        prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
+        self.draft_model.prefill(prompts, lengths, self.cache, rows)
+
+    def propose(self, context: Context) -> DraftTree:
+        gammas = [min(self.gamma, room - 1) for room in context.room]
+        steps = max(gammas)
+        if steps < 1:
+            return DraftTree.root_only(context.roots)
+        tokens, probs = [], []
+        logits = self._feed(self._unseen(context))
+        for step in range(1, steps + 1):
+            active = [gamma >= step for gamma in gammas]
+            token, q = context.draw(self._in_target_vocabulary(logits).to(context.device), active)
+            tokens.append(token)
+            probs.append(q)
+            if step < steps:  # the last token is not fed: its K and V are made up for if it is accepted
+                logits = self._feed(DraftTree.root_only(token.to(self.draft_model.device)))
+        ragged = min(gammas) < steps
+        lengths = torch.tensor(gammas, device=context.device) if ragged else None
+        q = None if context.sampling.greedy else probs
+        return DraftTree.chain(context.roots, torch.stack(tokens, dim=1), lengths, q)
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
+        # What the cache holds behind the accepted tokens was rejected. The new root is not in it, and after a fully
+        # accepted chain neither is the token before: `_unseen` then feeds two.
+        known = [n_tokens - 1 for n_tokens in context.n_tokens]
+        self.cache.truncate([min(length, limit) for length, limit in zip(self.cache.lengths, known, strict=True)])
+
+    def free(self, row: int) -> None:
+        self.cache.free(row)
+
+    def _unseen(self, context: Context) -> DraftTree:
+        """Each row's tokens that the draft cache lacks, the root last, as a ragged chain."""
+        device = self.draft_model.device
+        missing = [total - seen for total, seen in zip(context.n_tokens, self.cache.lengths, strict=True)]
+        if max(missing) == 1:
+            return DraftTree.root_only(context.roots.to(device))
+        tokens = torch.zeros(len(missing), max(missing), dtype=torch.int64)
+        for row, (seen, count) in enumerate(zip(self.cache.lengths, missing, strict=True)):
+            tokens[row, :count] = context.tokens[row, seen : seen + count]
+        tokens = tokens.to(device)
+        return DraftTree.chain(tokens[:, 0], tokens[:, 1:], torch.tensor(missing, device=device) - 1)
+
+    def _feed(self, chain: DraftTree) -> Tensor:
+        """Runs the draft model on a chain a row and keeps it. Returns the logits [n, V] at the end of each chain."""
+        output = self.draft_model.score(chain, self.cache)
+        if chain.shape[1] == 1:
+            self.cache.commit(None, [1] * chain.shape[0])
+            return output.logits[:, 0]
+        counts = chain.valid.sum(-1)
+        self.cache.commit(None, counts.tolist())
+        return output.logits[torch.arange(len(counts), device=counts.device), counts - 1]
+
+    def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
+        """Equal tokenizers may come with embeddings padded to other sizes: cuts, or adds tokens of probability 0."""
+        extra = self.vocab_size - logits.shape[-1]
+        return logits if extra == 0 else torch.nn.functional.pad(logits, (0, extra), value=-torch.inf)
+
+
+def check_tokenizers(target: TargetModel, draft_model: TargetModel) -> None:
+    """Raises UserError unless both models mean the same text by a token id."""
+    if target.tokenizer is not None and draft_model.tokenizer is not None:
+        if target.tokenizer.get_vocab() != draft_model.tokenizer.get_vocab():
+            raise UserError(
+                f"the draft model's tokenizer ({len(draft_model.tokenizer)} tokens) differs from the target's "
+                f"({len(target.tokenizer)} tokens); choose a draft model of the target's family"
+            )
+    elif target.vocab_size != draft_model.vocab_size:
+        raise UserError(
+            f"the draft model's vocabulary has {draft_model.vocab_size} tokens, the target's {target.vocab_size}; "
+            "choose a draft model with the target's tokenizer"
+        )

@@ -1,0 +1,183 @@
+"""`method=spire`: a chain of `gamma` tokens from a SPIRe drafter (methods.md section 4).
+
+The drafter never reads the context again: of the target's captured block inputs it projects K/V for the sinks and the
+window only, into a ring of slots a row. A draft step attends to those slots; it writes the memory of the token it just
+read at that token's slot. After verification the slots of the root and of the accepted tokens are overwritten with K/V
+of the target's activations; slots of rejected tokens lie ahead of the next root and are never seen before they are
+overwritten.
+
+Letters: n rows, R new rows, C draft blocks, D hidden size, S slots, W window, g drafted tokens, A accepted path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.errors import UserError
+from spectrain.models.spire import KeysValues, SpireDrafter
+from spectrain.models.spire_rollout import chunk_tokens, windowed_states
+
+
+class Spire(Drafter):
+    """Drafts with a `SpireDrafter`.
+
+    Args:
+        drafter: trained for the target at hand.
+        gamma: draft tokens a step; None takes the k it was trained with.
+
+    Raises:
+        UserError: gamma is larger than the window.
+    """
+
+    def __init__(self, drafter: SpireDrafter, gamma: int | None = None) -> None:
+        config = drafter.config
+        self.drafter = drafter
+        self.gamma = self.max_new_nodes = gamma or config.k
+        if not 1 <= self.gamma <= config.window_tokens:
+            raise UserError(f"gamma={gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
+        self.capture_layers = config.target_layers if config.target_activations else ()
+
+    def start(self, target: TargetModel, cache: KVCache) -> None:
+        shape = self.drafter.config.shape
+        if target.vocab_size != shape.vocab_size or target.config.hidden_size != shape.hidden_size:
+            raise UserError(
+                f"the SPIRe drafter was made for a target of vocabulary {shape.vocab_size} and width "
+                f"{shape.hidden_size}, not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
+            )
+        self.drafter.to(device=target.device, dtype=target.dtype).eval()
+        self.slots = SlotStore(self.drafter, self.gamma, cache.max_rows)
+
+    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        lengths = [context.n_tokens[row] - 1 for row in rows]
+        if self.capture_layers:
+            memories = [output.captured[:, :, i] for i in range(len(self.capture_layers))]
+            self.slots.fill(memories, lengths, rows)
+
+    def propose(self, context: Context) -> DraftTree:
+        if not self.capture_layers:
+            self._read_context(context)
+        positions = context.lengths - 1  # [n] of the roots
+        tokens, drafted, probs = context.roots, [], []
+        for step in range(min(self.gamma, max(context.room) - 1)):
+            logits = self._step(tokens, positions + step)
+            tokens, q = context.draw(logits)
+            drafted.append(tokens)
+            probs.append(q)
+        if not drafted:
+            return DraftTree.root_only(context.roots)
+        return DraftTree.chain(
+            context.roots, torch.stack(drafted, dim=1), probs=None if probs[0] is None else probs
+        )
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
+        if not self.capture_layers:
+            return
+        path = verified.path[:, : self.gamma + 1]  # [n, A]
+        nodes = path.clamp_min(0)
+        positions = output.positions.gather(1, nodes).masked_fill(path < 0, -1)
+        index = nodes[:, :, None].expand(-1, -1, output.captured.shape[-1])
+        memories = [output.captured[:, :, i].gather(1, index) for i in range(len(self.capture_layers))]
+        self.slots.write_memories(memories, positions, slice(0, context.n_rows))
+
+    def free(self, row: int) -> None:
+        self.slots.free(row)
+
+    def _step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Reads one token a row, [n], at positions [n]; returns logits [n, V] of the next."""
+        rope = self.drafter.rope(positions[:, None])
+        past, seen = self.slots.read(positions)
+        hidden, memories = self.drafter.step(self.drafter.embed_tokens(tokens[:, None]), rope, past, seen)
+        self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
+        return self.drafter.lm_head(hidden[:, 0])
+
+    def _read_context(self, context: Context) -> None:
+        """Without target activations: the drafter reads each row's text up to its root by itself.
+
+        An ablation, so simple rather than fast: the whole text each step.
+        """
+        config = self.drafter.config
+        for row in range(context.n_rows):
+            length = context.n_tokens[row] - 1
+            chunk = chunk_tokens(config, length)
+            tokens = context.tokens[row, :length].to(context.device)
+            padded = torch.nn.functional.pad(tokens, (0, -length % chunk))[None]
+            _, every = windowed_states(self.drafter, self.drafter.embed_tokens(padded), chunk)
+            kept = torch.arange(length, device=context.device)[None]
+            self.slots.clear(row)
+            read = [KeysValues(kv.keys[:, :, :length], kv.values[:, :, :length]) for kv in every]
+            self.slots.write(read, kept, slice(row, row + 1))
+
+
+class SlotStore:
+    """K/V of the sinks and of the last positions, of each row and draft block, in slots found by position.
+
+    Position p stands at slot p where it is a sink, else at slot s + p mod (W + g). The last slot takes what is to be
+    thrown away. `positions` [rows, S] int64 says what stands where, -1 nothing.
+    """
+
+    def __init__(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> None:
+        self.drafter, self.config = drafter, drafter.config
+        shape, weight = self.config.shape, drafter.norm.weight
+        self.ring_tokens = self.config.window_tokens + gamma
+        n_slots = self.config.sink_tokens + self.ring_tokens + 1
+        size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
+        self.stores = [KeysValues(weight.new_zeros(size), weight.new_zeros(size)) for _ in drafter.blocks]
+        self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=weight.device)
+        self.n_rows = 0
+
+    def fill(self, memories: list[Tensor], lengths: list[int], rows: range) -> None:
+        """New rows `rows`: projects the memories [R, T, D] of their prompts, sinks and window only."""
+        device = self.positions.device
+        last = torch.tensor(lengths, device=device)[:, None]
+        near = last - self.ring_tokens + torch.arange(self.ring_tokens, device=device)  # [R, W + g]
+        sinks = torch.arange(self.config.sink_tokens, device=device).expand(len(lengths), -1)
+        near = near.masked_fill(near < self.config.sink_tokens, -1)  # a sink is not taken twice
+        positions = torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
+        index = positions.clamp_min(0)[:, :, None].expand(-1, -1, memories[0].shape[-1])
+        self.positions[rows.start : rows.stop] = -1
+        self.n_rows = rows.stop
+        self.write_memories([m.gather(1, index) for m in memories], positions, slice(rows.start, rows.stop))
+
+    def write_memories(self, memories: list[Tensor], positions: Tensor, rows: slice) -> None:
+        """Projects memories [n, P, D], one tensor a draft block, and stores them; position -1 is thrown away."""
+        rope = self.drafter.rope(positions.clamp_min(0))
+        projected = [
+            block.keys_values(memory.to(block.input_layernorm.weight.dtype), rope)
+            for block, memory in zip(self.drafter.blocks, memories, strict=True)
+        ]
+        self.write(projected, positions, rows)
+
+    def write(self, keys_values: list[KeysValues], positions: Tensor, rows: slice) -> None:
+        """Stores K/V [n, H_kv, P, D_head] of positions [n, P] in rows `rows`."""
+        n_sinks = self.config.sink_tokens
+        slots = torch.where(positions < n_sinks, positions, n_sinks + positions % self.ring_tokens)
+        slots = slots.masked_fill(positions < 0, self.positions.shape[1] - 1)
+        self.positions[rows].scatter_(1, slots, positions)
+        for store, new in zip(self.stores, keys_values, strict=True):
+            index = slots[:, None, :, None].expand_as(new.keys)
+            store.keys[rows].scatter_(2, index, new.keys)
+            store.values[rows].scatter_(2, index, new.values)
+
+    def read(self, queries: Tensor) -> tuple[list[KeysValues], Tensor]:
+        """All slots, and which of them the queries at positions [n] see: [n, 1, 1, S + 1] bool, themselves last."""
+        n_rows = len(queries)
+        positions, t = self.positions[:n_rows], queries[:, None]
+        near = (positions > t - self.config.window_tokens) | (positions < self.config.sink_tokens)
+        seen = near & (positions >= 0) & (positions < t)
+        seen = torch.nn.functional.pad(seen, (0, 1), value=True)[:, None, None]
+        return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores], seen
+
+    def clear(self, row: int) -> None:
+        self.positions[row] = -1
+        self.n_rows = max(self.n_rows, row + 1)
+
+    def free(self, row: int) -> None:
+        """A row ended: the last one moves into its place."""
+        last = self.n_rows - 1
+        if row != last:
+            self.positions[row] = self.positions[last]
+            for store in self.stores:
+                store.keys[row], store.values[row] = store.keys[last], store.values[last]
+        self.n_rows = last

@@ -1,0 +1,113 @@
+"""Pruned initialisation: a SPIRe drafter from the target's own modules (methods.md section 4, paper section 3.2).
+
+Embedding, the last `n_layer` blocks, final norm and unembedding are copied. Also says which targets are Llama-like
+enough, by looking for the very modules that are copied.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from spectrain.errors import UserError
+from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
+NEEDED = {
+    "RoPE": ("model.rotary_emb",),
+    "RMSNorm": ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"),
+    "separate attention projections": tuple(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"),
+    "a gated MLP": tuple(f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")),
+}
+
+
+def shape_of(target: PreTrainedModel) -> LlamaShape:
+    """The dimensions of a Llama-like target.
+
+    Raises:
+        UserError: names what the target lacks.
+    """
+    config = target.config
+    modules = dict(target.named_modules())
+    for part, names in NEEDED.items():
+        if any(name not in modules for name in names):
+            raise UserError(
+                f"target {config.model_type} has no {part}; SPIRe needs a Llama-like target "
+                f"({', '.join(LLAMA_LIKE)}), choose one or train +exp=vanilla"
+            )
+    if config.model_type not in LLAMA_LIKE:
+        raise UserError(
+            f"target of type {config.model_type} is not computed like Llama; SPIRe supports {', '.join(LLAMA_LIKE)}, "
+            "choose one of them or train +exp=vanilla"
+        )
+    attention, mlp = modules["model.layers.0.self_attn"], modules["model.layers.0.mlp"]
+    return LlamaShape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        n_head=config.num_attention_heads,
+        n_kv_head=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        hidden_act=config.hidden_act,
+        rope_parameters=dict(config.rope_parameters),
+        max_positions=config.max_position_embeddings,
+        qkv_bias=attention.q_proj.bias is not None,
+        output_bias=attention.o_proj.bias is not None,
+        mlp_bias=mlp.gate_proj.bias is not None,
+        qk_norm=hasattr(attention, "q_norm"),
+        tie_embeddings=target.get_output_embeddings().weight is target.get_input_embeddings().weight,
+    )
+
+
+def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
+    """Indices of the target's last `n_layer` blocks.
+
+    Raises:
+        UserError: the target has fewer.
+    """
+    n_target = target.config.num_hidden_layers
+    if not 1 <= n_layer <= n_target:
+        raise UserError(f"n_layer={n_layer} must be 1..{n_target}, the number of the target's blocks")
+    return tuple(range(n_target - n_layer, n_target))
+
+
+def new_drafter(target: PreTrainedModel, config: SpireConfig, init: str) -> SpireDrafter:
+    """A drafter to train, in float32.
+
+    Args:
+        target: the model to draft for.
+        config: made with `shape_of(target)`.
+        init: "pruned" copies the target's modules, "random" draws them as the target's family does (std 0.02).
+
+    Raises:
+        UserError: an unknown `init`.
+    """
+    if init not in ("pruned", "random"):
+        raise UserError(f"init={init} is unknown; choose pruned or random")
+    drafter = SpireDrafter(config)
+    if init == "random":
+        drafter.apply(lambda module: _draw(module, target.config.initializer_range))
+    else:
+        copy_target(drafter, target)
+    return drafter
+
+
+def copy_target(drafter: SpireDrafter, target: PreTrainedModel) -> None:
+    """Copies embedding, blocks `target_layers`, final norm and unembedding; every parameter must find its place."""
+    body = target.model
+    drafter.embed_tokens.load_state_dict(body.embed_tokens.state_dict())
+    for block, layer in zip(drafter.blocks, drafter.config.target_layers, strict=True):
+        block.load_state_dict(copy.deepcopy(body.layers[layer].state_dict()))
+    drafter.norm.load_state_dict(body.norm.state_dict())
+    drafter.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
+
+
+def _draw(module: nn.Module, std: float) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        torch.nn.init.normal_(module.weight, std=std)
+        if getattr(module, "bias", None) is not None:
+            torch.nn.init.zeros_(module.bias)

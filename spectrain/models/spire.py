@@ -1,0 +1,254 @@
+"""The SPIRe drafter (Neelam et al. 2025, methods.md section 4): sparse KV, pruned initialisation, recurrent feedback.
+
+A stack of the target's own blocks that attends to *memories*. The memory of a context token is the target's activation
+(the input of the target block that the draft block was copied from), so context costs K/V projections only. The memory
+of a drafted token is a learnt mix of the draft's own activations,
+
+    m_t^i = sum_l softmax(w_i)_l x_t^l,   l = 0 (embedding) .. n_layer.
+
+Attention is sparse: the first `sink_tokens` positions and the last `window_tokens` (t - window + 1 .. t), in training
+(`SpireDrafter.rollout`) as in decoding (`spectrain.methods.spire`), which both go through `SpireBlock.forward`.
+
+Letters: B rows, L row tokens, k rollout depth, c chunks of a row, n queries of a call, P past keys, H heads, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spectrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    rope_parameters: dict
+    max_positions: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+
+
+@dataclass(frozen=True)
+class SpireConfig:
+    """Everything that fixes a drafter's computation; saved as `config.json` beside its weights.
+
+    Args:
+        shape: dimensions, those of the target.
+        target_layers: blocks of the target that the draft blocks stand for, in order; their inputs are the memories.
+        k: draft tokens of a training rollout, and the default draft length.
+        window_tokens: positions t - window + 1 .. t that a query sees.
+        sink_tokens: first positions of the text, always seen.
+        feedback: memories of drafted tokens mix all layers; False: each block's own input, as in a Transformer.
+        target_activations: memories of context tokens are the target's; False: the drafter reads the context itself.
+    """
+
+    shape: LlamaShape
+    target_layers: tuple[int, ...]
+    k: int = 4
+    window_tokens: int = 64
+    sink_tokens: int = 1
+    feedback: bool = True
+    target_activations: bool = True
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.sink_tokens < 0 or not self.target_layers:
+            raise UserError(f"k={self.k}, sink_tokens={self.sink_tokens}, n_layer={self.n_layer}: give k and n_layer >= 1")
+        if self.k > self.window_tokens:
+            raise UserError(
+                f"k={self.k} is larger than window_tokens={self.window_tokens}: a draft must see its own first token; "
+                "raise window_tokens or lower k"
+            )
+        if self.feedback and not self.target_activations:
+            raise UserError(
+                "target_activations=false needs feedback=false: feedback over the context would have to be computed "
+                "token by token"
+            )
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.target_layers)
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys (rotated) and values of one block."""
+
+    keys: Tensor  # [R, H_kv, P, D_head]
+    values: Tensor  # [R, H_kv, P, D_head]
+
+    @staticmethod
+    def cat(parts: list[KeysValues]) -> KeysValues:
+        return KeysValues(torch.cat([p.keys for p in parts], 2), torch.cat([p.values for p in parts], 2))
+
+
+class SpireBlock(nn.Module):
+    """One decoder block whose keys may come from elsewhere than its input. Parameter names are Hugging Face's."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        d, d_q, d_kv = shape.hidden_size, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+        self.shape = shape
+        self.input_layernorm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(d, d_q, bias=shape.qkv_bias),
+                "k_proj": nn.Linear(d, d_kv, bias=shape.qkv_bias),
+                "v_proj": nn.Linear(d, d_kv, bias=shape.qkv_bias),
+                "o_proj": nn.Linear(d_q, d, bias=shape.output_bias),
+            }
+        )
+        if shape.qk_norm:
+            self.self_attn["q_norm"] = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
+            self.self_attn["k_norm"] = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(d, shape.intermediate_size, bias=shape.mlp_bias),
+                "up_proj": nn.Linear(d, shape.intermediate_size, bias=shape.mlp_bias),
+                "down_proj": nn.Linear(shape.intermediate_size, d, bias=shape.mlp_bias),
+            }
+        )
+        self.activation = ACT2FN[shape.hidden_act]
+
+    def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
+        """K and V of memories [R, P, D] at the positions of `rope`; memories pass the block's input norm."""
+        return self._keys_values(self.input_layernorm(memories), rope)
+
+    def _keys_values(self, normed: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
+        keys = self._heads("k_proj", normed)
+        if self.shape.qk_norm:
+            keys = self.self_attn["k_norm"](keys)
+        values = self._heads("v_proj", normed)
+        return KeysValues(_rotate(keys, rope).to(values.dtype), values)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor) -> tuple[Tensor, KeysValues]:
+        """One block over n queries, whose own keys come after the past ones.
+
+        Args:
+            x: [R, n, D].
+            rope: cos and sin at the queries' positions, each [R or 1, n, D_head].
+            past: keys of earlier positions, [R, H_kv, P, D_head].
+            mask: [R or 1, 1, n, P + n] bool, True where a query sees a key; the diagonal is the query's own key.
+
+        Returns:
+            The block's output [R, n, D], and K/V of its input (the queries' own keys).
+        """
+        normed = self.input_layernorm(x)
+        queries = self._heads("q_proj", normed)
+        if self.shape.qk_norm:
+            queries = self.self_attn["q_norm"](queries)
+        own = self._keys_values(normed, rope)
+        every = KeysValues.cat([past, own])
+        repeats = self.shape.n_head // self.shape.n_kv_head
+        keys, values = (t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (every.keys, every.values))
+        queries = _rotate(queries, rope).to(values.dtype)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [R, H, n, D_head]
+        x = x + self.self_attn["o_proj"](attended.transpose(1, 2).flatten(2))
+        normed = self.post_attention_layernorm(x)
+        gated = self.activation(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
+        return x + self.mlp["down_proj"](gated), own
+
+    def _heads(self, name: str, x: Tensor) -> Tensor:  # [R, n, D] -> [R, H, n, D_head]
+        return self.self_attn[name](x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+
+def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding; x [R, H, n, D_head], cos and sin [R or 1, n, D_head]."""
+    cos, sin = (part[:, None] for part in rope)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class SpireDrafter(nn.Module):
+    """Embedding, `n_layer` blocks, final norm, unembedding, and the feedback weights.
+
+    The rollout that trains it is in `spectrain.models.spire_rollout`.
+    """
+
+    FEEDBACK_START = 4.0  # softmax([4, 0, 0]) gives the block's own input 96 % of its memory at the start
+
+    def __init__(self, config: SpireConfig) -> None:
+        super().__init__()
+        shape = config.shape
+        self.config = config
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.blocks = nn.ModuleList(SpireBlock(shape) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        if shape.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        if config.feedback:  # w [n_layer, n_layer + 1]; w[i, i] weighs block i's own input
+            start = self.FEEDBACK_START * torch.eye(config.n_layer, config.n_layer + 1)
+            self.feedback_weight = nn.Parameter(start)
+        self.rotary = LlamaRotaryEmbedding(_rotary_config(shape))
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [R, n, D_head] float32 at positions [R, n]."""
+        return self.rotary(self.norm.weight.new_empty(0, dtype=torch.float32), positions)
+
+    def memories(self, states: list[Tensor]) -> list[Tensor]:
+        """What each block attends to for the tokens whose states these are.
+
+        Args:
+            states: x^0 (embedding output) .. x^n_layer, each [R, n, D].
+
+        Returns:
+            m^i for i = 0 .. n_layer - 1, each [R, n, D].
+        """
+        if not self.config.feedback:
+            return states[: self.config.n_layer]
+        weights = self.feedback_weight.softmax(dim=-1)  # [n_layer, n_layer + 1]
+        stacked = torch.stack(states)  # [n_layer + 1, R, n, D]
+        return list(torch.tensordot(weights.to(stacked.dtype), stacked, dims=1))
+
+    def step(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor
+    ) -> tuple[Tensor, list[KeysValues]]:
+        """All blocks over tokens that do not see one another.
+
+        Args:
+            x: [R, n, D] embeddings.
+            rope: at the tokens' positions.
+            past: of each block, keys of earlier positions.
+            mask: [R or 1, 1, n, P + n] bool, see `SpireBlock.forward`.
+
+        Returns:
+            The final hidden state [R, n, D] (normed), and the K/V by which later tokens see these: of their memories.
+        """
+        states, owns = [x], []
+        for block, keys_values in zip(self.blocks, past, strict=True):
+            x, own = block(x, rope, keys_values, mask)
+            states.append(x)
+            owns.append(own)
+        if self.config.feedback:
+            owns = [block.keys_values(m, rope) for block, m in zip(self.blocks, self.memories(states), strict=True)]
+        return self.norm(x), owns
+
+
+def _rotary_config(shape: LlamaShape) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.n_head,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters=dict(shape.rope_parameters),
+    )

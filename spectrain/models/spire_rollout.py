@@ -1,0 +1,153 @@
+"""The k-step training rollout of SPIRe, all L / k blocks of a row at once (methods.md section 4).
+
+A row of L tokens is cut into blocks of k. Pass j runs token j of every block, teacher forced: its keys are the target's
+activations of everything before its block (under sink and window), the memories of the block's earlier tokens, and its
+own input. k passes over L / k queries each cost the arithmetic of one ordinary forward.
+
+So that no L x L mask is ever built, blocks are grouped into chunks at least as long as the window: the queries of a
+chunk see only the sinks, the chunk before, their own chunk, and their own block. Memory is linear in L.
+
+Letters: as in `spire.py`; C tokens a chunk, c chunks a row, n = C / k blocks of a chunk, s sinks, W window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.models.spire import KeysValues, SpireConfig, SpireDrafter
+
+
+def rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None) -> Tensor:
+    """The drafter's final hidden states after each token, as decoding would compute them from its block's root.
+
+    Args:
+        drafter: the model.
+        tokens: [B, L] int64. Token t stands at position t.
+        captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None where the drafter does not
+            use target activations.
+
+    Returns:
+        [B, L, D]: entry t predicts token t + 1. Multiply by the unembedding for logits.
+    """
+    config = drafter.config
+    chunk = chunk_tokens(config, tokens.shape[1])
+    n_tokens = tokens.shape[1]
+    missing = -n_tokens % chunk  # queries past the end are computed and cut; keys past it no real query sees
+    x = drafter.embed_tokens(F.pad(tokens, (0, missing)))  # [B, L, D]
+    if not config.target_activations:
+        return windowed_forward(drafter, x, chunk)[:, :n_tokens]
+    assert captured is not None and captured.shape[2] == config.n_layer, "rollout needs the target's block inputs"
+    captured = F.pad(captured, (0, 0, 0, 0, 0, missing))
+    n_rows, n_padded = x.shape[:2]
+    n_chunks, n_blocks = n_padded // chunk, chunk // config.k
+    positions = torch.arange(n_padded, device=x.device)
+    cos, sin = drafter.rope(positions[None])  # [1, L, D_head]
+
+    past = []  # of each block of the model, [B * c, H_kv, s + 2C, D_head]: context as the target saw it
+    for i, block in enumerate(drafter.blocks):
+        context = block.keys_values(captured[:, :, i].to(x.dtype), (cos, sin))
+        past.append(_around(context, chunk, config.sink_tokens, own=True))
+
+    by_pass = x.view(n_rows * n_chunks, n_blocks, config.k, -1)
+    ropes = [part.view(n_chunks, n_blocks, config.k, -1).repeat(n_rows, 1, 1, 1) for part in (cos, sin)]
+    hidden = []
+    for j in range(config.k):
+        mask = _rollout_mask(config, j, n_chunks, chunk, x.device).repeat(n_rows, 1, 1)[:, None]
+        rope = (ropes[0][:, :, j], ropes[1][:, :, j])
+        state, memories = drafter.step(by_pass[:, :, j], rope, past, mask)
+        hidden.append(state)
+        if j + 1 < config.k:
+            past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]
+    return torch.stack(hidden, dim=2).reshape(n_rows, n_padded, -1)[:, :n_tokens]
+
+
+def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
+    """Tokens a chunk: a multiple of k, at least the window, at most the row."""
+    wanted = min(config.window_tokens, n_tokens)
+    return config.k * max(1, -(-wanted // config.k))
+
+
+def windowed_forward(drafter: SpireDrafter, x: Tensor, chunk: int) -> Tensor:
+    """The drafter as an ordinary sparse Transformer over its own activations (`target_activations=false`).
+
+    Args:
+        x: [B, L, D] embeddings, L a multiple of `chunk`, which is at least the window or the whole row.
+
+    Returns:
+        Final hidden states [B, L, D].
+    """
+    hidden, _ = windowed_states(drafter, x, chunk)
+    return hidden
+
+
+def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tensor, list[KeysValues]]:
+    """As `windowed_forward`, and of each block the K/V of all tokens, [B, H_kv, L, D_head]."""
+    n_rows, n_tokens = x.shape[:2]
+    n_chunks = n_tokens // chunk
+    rope = drafter.rope(torch.arange(n_tokens, device=x.device)[None])
+    in_chunks = tuple(part.view(n_chunks, chunk, -1).repeat(n_rows, 1, 1) for part in rope)
+    mask = _windowed_mask(drafter.config, n_chunks, chunk, x.device).repeat(n_rows, 1, 1)[:, None]
+    every = []
+    for block in drafter.blocks:
+        every.append(block.keys_values(x, rope))
+        past = _around(every[-1], chunk, drafter.config.sink_tokens, own=False)
+        x, _ = block(x.reshape(n_rows * n_chunks, chunk, -1), in_chunks, past, mask)
+        x = x.view(n_rows, n_tokens, -1)
+    return drafter.norm(x), every
+
+
+def _around(context: KeysValues, chunk: int, n_sinks: int, own: bool) -> KeysValues:
+    """Keys that the queries of each chunk may see: sinks, the chunk before and (`own`) the chunk itself.
+
+    context: [B, H_kv, L, D_head]. Returns [B * c, H_kv, s + C or 2C, D_head].
+    """
+
+    def gather(t: Tensor) -> Tensor:
+        n_rows, n_heads, n_tokens, d_head = t.shape
+        n_chunks = n_tokens // chunk
+        chunks = t.view(n_rows, n_heads, n_chunks, chunk, d_head)
+        before = F.pad(chunks[:, :, :-1], (0, 0, 0, 0, 1, 0))
+        sinks = t[:, :, None, :n_sinks].expand(-1, -1, n_chunks, -1, -1)
+        parts = torch.cat([sinks, before, chunks] if own else [sinks, before], dim=3)
+        return parts.transpose(1, 2).flatten(0, 1)
+
+    return KeysValues(gather(context.keys), gather(context.values))
+
+
+def _key_positions(n_chunks: int, chunk: int, n_sinks: int, own: bool, device: torch.device) -> Tensor:
+    """Positions of the keys that `_around` gathers, [c, s + C or 2C]; negative before the text."""
+    starts = torch.arange(n_chunks, device=device)[:, None] * chunk
+    sinks = torch.arange(n_sinks, device=device).expand(n_chunks, -1)
+    near = starts - chunk + torch.arange(2 * chunk if own else chunk, device=device)
+    return torch.cat([sinks, near], dim=1)
+
+
+def _sees(config: SpireConfig, keys: Tensor, queries: Tensor, before: Tensor) -> Tensor:
+    """Which keys of `_around` a query may see: inside its window, or a sink that has left the window.
+
+    A sink inside the window stands among the near keys as well, and counts there. keys: [c, K] positions; queries, and
+    the position `before` which a key must stand: [c, n]. Returns [c, n, K] bool.
+    """
+    keys, queries, before = keys[:, None], queries[..., None], before[..., None]
+    inside = keys > queries - config.window_tokens
+    is_sink_slot = torch.arange(keys.shape[-1], device=keys.device) < config.sink_tokens
+    return (inside ^ is_sink_slot) & (keys >= 0) & (keys < before)
+
+
+def _rollout_mask(config: SpireConfig, j: int, n_chunks: int, chunk: int, device: torch.device) -> Tensor:
+    """What token j of each block sees: [c, n, s + 2C + n * (j + 1)] bool (context, then its block, itself last)."""
+    n_blocks = chunk // config.k
+    roots = torch.arange(n_chunks * n_blocks, device=device).view(n_chunks, n_blocks) * config.k
+    keys = _key_positions(n_chunks, chunk, config.sink_tokens, own=True, device=device)
+    context = _sees(config, keys, roots + j, before=roots)
+    own_block = torch.eye(n_blocks, dtype=torch.bool, device=device).repeat(1, j + 1)
+    return torch.cat([context, own_block.expand(n_chunks, -1, -1)], dim=2)
+
+
+def _windowed_mask(config: SpireConfig, n_chunks: int, chunk: int, device: torch.device) -> Tensor:
+    """Ordinary sparse causal attention: [c, C, s + C + C] bool (sinks, chunk before, own chunk)."""
+    queries = torch.arange(n_chunks * chunk, device=device).view(n_chunks, chunk)
+    keys = _key_positions(n_chunks, chunk, config.sink_tokens, own=True, device=device)
+    return _sees(config, keys, queries, before=queries + 1)

@@ -1,0 +1,128 @@
+"""MixedLoss (methods.md section 4, paper section 3.4), without ever holding all logits.
+
+    MixedLoss = omega * CE(p, q) - (1 - omega) * alpha,    alpha = sum_v min(p_v, q_v)
+
+alpha is the probability that a token drawn from q is accepted. Hidden states are turned into logits a chunk of positions
+at a time, forward and gradient in one visit, so that memory does not grow with L x V; the gradient is
+
+    d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
+
+Letters: N positions (B x L, flattened), D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError
+
+LOSSES = ("mixed", "distill", "hard")
+CHUNK_POSITIONS = 1024
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What the drafter is compared with: the target's final hidden states and unembedding, never its logits."""
+
+    hidden: Tensor  # [N, D_target]
+    unembedding: Tensor  # [V, D_target]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """A loss and what it is made of."""
+
+    loss: Tensor  # scalar float32, with gradient
+    cross_entropy: Tensor  # scalar float32, nats: CE(p, q), or of the data under "hard"
+    alpha: Tensor  # [N] float32: acceptance probability at each position
+
+
+def drafter_loss(
+    kind: str, omega: float, hidden: Tensor, unembedding: Tensor, teacher: Teacher, next_tokens: Tensor
+) -> LossParts:
+    """The training loss of a drafter, averaged over positions.
+
+    Args:
+        kind: "mixed"; "distill" (omega = 1); "hard" (cross-entropy on the data).
+        omega: share of the cross-entropy in "mixed", 0 to 1.
+        hidden: [N, D] the drafter's final hidden states.
+        unembedding: [V, D] its unembedding.
+        teacher: the target at the same positions.
+        next_tokens: [N] int64, the data's next token; -100 where there is none (read by "hard" only).
+
+    Raises:
+        UserError: unknown kind, or omega outside 0..1.
+    """
+    if kind not in LOSSES:
+        raise UserError(f"loss={kind} is unknown; choose {', '.join(LOSSES)}")
+    if not 0 <= omega <= 1:
+        raise UserError(f"omega={omega} must lie between 0 and 1")
+    weights = {"mixed": (omega, 1 - omega), "distill": (1.0, 0.0), "hard": (1.0, 0.0)}[kind]
+    hard = next_tokens if kind == "hard" else None
+    loss, cross_entropy, alpha = _ChunkedLoss.apply(
+        hidden, unembedding, teacher.hidden, teacher.unembedding, hard, weights
+    )
+    return LossParts(loss, cross_entropy, alpha)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Computes the gradient with the loss, chunk by chunk; backward only scales it."""
+
+    @staticmethod
+    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights):  # noqa: PLR0913
+        needs_grad = hidden.requires_grad or unembedding.requires_grad
+        n_positions = hidden.shape[0]
+        n_hard = int((hard >= 0).sum()) if hard is not None else n_positions
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if needs_grad else None
+        cross_entropy = hidden.new_zeros((), dtype=torch.float32)
+        alphas = []
+        for start in range(0, n_positions, CHUNK_POSITIONS):
+            part = slice(start, start + CHUNK_POSITIONS)
+            logits = hidden[part] @ unembedding.T
+            p = (teacher_hidden[part] @ teacher_unembedding.T).float().softmax(dim=-1)  # [n, V]
+            labels = None if hard is None else hard[part]
+            ce, alpha, grad_logits = _chunk(logits.float(), p, labels, weights, needs_grad)
+            cross_entropy += ce.sum() / n_hard
+            alphas.append(alpha)
+            if needs_grad:
+                grad_logits = (grad_logits / n_hard).to(logits.dtype)
+                grad_hidden[part] = grad_logits @ unembedding
+                grad_unembedding += grad_logits.T @ hidden[part].to(logits.dtype)
+        alpha = torch.cat(alphas)
+        if needs_grad:
+            ctx.save_for_backward(grad_hidden, grad_unembedding.to(unembedding.dtype))
+        ctx.mark_non_differentiable(cross_entropy, alpha)
+        return weights[0] * cross_entropy - weights[1] * alpha.mean(), cross_entropy, alpha
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_):
+        grad_hidden, grad_unembedding = ctx.saved_tensors
+        return grad_hidden * grad_loss, grad_unembedding * grad_loss, None, None, None, None
+
+
+def _chunk(
+    logits: Tensor, p: Tensor, labels: Tensor | None, weights: tuple[float, float], needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross-entropy [n], alpha [n] and, per position, the gradient of the weighted loss by the logits [n, V]."""
+    log_q = logits.log_softmax(dim=-1)
+    q = log_q.exp()
+    alpha = torch.minimum(p, q).sum(dim=-1)
+    if labels is None:
+        cross_entropy = -(p * log_q).sum(dim=-1)
+    else:
+        kept = labels >= 0
+        cross_entropy = -log_q.gather(-1, labels.clamp_min(0)[:, None])[:, 0] * kept
+    if not needs_grad:
+        return cross_entropy, alpha, None
+    if labels is None:
+        grad = weights[0] * (q - p)
+    else:
+        grad = q.scatter_add(-1, labels.clamp_min(0)[:, None], -torch.ones_like(q[:, :1])) * kept[:, None] * weights[0]
+    if weights[1]:
+        mass = q * (q < p)  # q_v m_v
+        grad -= weights[1] * (mass - q * mass.sum(dim=-1, keepdim=True))
+    return cross_entropy, alpha, grad

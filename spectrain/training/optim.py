@@ -1,0 +1,105 @@
+"""Optimizers and learning-rate schedule.
+
+`MuonAdamW` steps weight matrices with Muon and everything else with AdamW as *one* optimizer, so that Lightning's
+clipping, accumulation and checkpoints work as usual. Muon: Jordan et al. 2024; the update is scaled as AdamW's
+(`match_rms_adamw`, Moonlight 2025), so one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from spectrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """What the `optimizer` node of an experiment says."""
+
+    name: str = "adamw"  # adamw | muon (matrices by Muon, the rest by AdamW)
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 50
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adamw", "muon"):
+            raise UserError(f"optimizer.name={self.name} is unknown; choose adamw or muon")
+
+
+class MuonAdamW(Optimizer):
+    """Muon for the matrices and AdamW for the rest, stepped together; both share this object's groups and state."""
+
+    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], settings: OptimizerSettings) -> None:
+        self._muon = Muon(
+            matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = AdamW(others, lr=settings.lr, weight_decay=0.0, betas=settings.betas)
+        super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        self._muon.param_groups, self._adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self._muon.state = self._adamw.state = self.state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._muon.step()
+        self._adamw.step()
+        return loss
+
+
+def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings) -> Optimizer:
+    """The optimizer over all parameters that require gradients.
+
+    Embeddings, norms, biases and feedback weights are not decayed; embeddings are never given to Muon.
+    """
+    trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    matrices = [p for name, p in trainable if p.ndim == 2 and not _is_lookup(name)]
+    others = [p for name, p in trainable if p.ndim != 2 or _is_lookup(name)]
+    if settings.name == "muon":
+        return MuonAdamW(matrices, others, settings)
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas)
+
+
+def _is_lookup(name: str) -> bool:
+    """Whether a matrix is read by row (embedding, unembedding, feedback weights): no Muon, no decay."""
+    return any(part in name for part in ("embed", "lm_head", "feedback"))
+
+
+def warmup_then_linear(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
+    """Learning rate: up linearly over the warm-up, then down linearly to zero at `total_steps`."""
+    warmup_steps = min(warmup_steps, max(1, total_steps // 10))
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+
+    return LambdaLR(optimizer, factor)
+
+
+def lightning_optimizers(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, total_steps: int
+) -> dict:
+    """What a LightningModule's `configure_optimizers` returns: optimizer and a schedule stepped every batch."""
+    optimizer = build_optimizer(named_parameters, settings)
+    schedule = warmup_then_linear(optimizer, settings.warmup_steps, total_steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

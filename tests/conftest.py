@@ -1,0 +1,87 @@
+"""Tiny random Hugging Face models of five families: float32, seeded, on the CPU.
+
+Weights are large, so that the argmax depends on the context and logits are far apart: a wrong mask, position or cache
+slot then changes the text, and rounding does not.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from spectrain.decoding import TargetModel
+
+VOCAB_SIZE = 61
+EOS_ID = 3
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": 0,
+    "attn_implementation": "sdpa",
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
+    "llama_gqa": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8}),
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
+    "gemma": (GemmaForCausalLM, GemmaConfig, {"num_key_value_heads": 1, "head_dim": 8}),
+}
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **overrides) -> PreTrainedModel:
+    """A random model of a family; `overrides` go to its config."""
+    model_class, config_class, options = FAMILIES[family]
+    torch.manual_seed(seed)
+    return model_class(config_class(**{**COMMON, **options, **overrides})).eval().requires_grad_(False)
+
+
+def noisy_copy(model: PreTrainedModel, scale: float = 0.05, seed: int = 0) -> PreTrainedModel:
+    """The model with relative noise on every weight: it agrees with the original often, but not always."""
+    noisy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in noisy.parameters():
+        weight.mul_(1 + scale * torch.randn(weight.shape, generator=generator))
+    return noisy
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Prompts of the given lengths, without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family_target(request) -> TargetModel:
+    """A target of each family in turn."""
+    return TargetModel(tiny_model(request.param))
+
+
+@pytest.fixture
+def llama_target() -> TargetModel:
+    return TargetModel(tiny_model("llama"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,109 @@
+"""The cache holds, row by row, what a fresh prefill of the committed tokens would hold."""
+
+import pytest
+import torch
+
+from spectrain.decoding import DraftTree, KVCache, TargetModel
+from tests.conftest import random_prompts
+from tests.decoding.reference import cached_states, random_parents, tree_of
+
+
+def prefilled(target: TargetModel, prompts: list[list[int]], block_tokens: int = 8, max_rows: int = 4) -> KVCache:
+    cache = KVCache(max_rows, block_tokens)
+    width = max(map(len, prompts))
+    tokens = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+    target.prefill(tokens, [len(prompt) for prompt in prompts], cache, range(cache.n_rows, cache.n_rows + len(prompts)))
+    return cache
+
+
+def assert_row_holds(target: TargetModel, cache: KVCache, row: int, tokens: list[int]) -> None:
+    assert cache.lengths[row] == len(tokens)
+    fresh = prefilled(target, [tokens])
+    for got, expected in zip(cached_states(cache, row), cached_states(fresh, 0), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_commit_of_tree_paths_equals_fresh_prefill(family_target):
+    prompts = random_prompts([5, 13, 9])
+    cache = prefilled(family_target, prompts)
+    #   0 - 1 - 3 - 6      row 0 keeps 0 2 4 5, row 1 the root, row 2 0 1 3 6
+    #    \ 2 - 4 - 5
+    tokens = random_prompts([7, 7, 7], seed=1)
+    tree = tree_of(tokens, [[-1, 0, 0, 1, 2, 4, 3]] * 3)
+    family_target.score(tree, cache)
+    cache.commit(torch.tensor([[0, 2, 4, 5, -1], [0, -1, -1, -1, -1], [0, 1, 3, 6, -1]]), [4, 1, 4])
+    for row, path in enumerate(([0, 2, 4, 5], [0], [0, 1, 3, 6])):
+        assert_row_holds(family_target, cache, row, prompts[row] + [tokens[row][node] for node in path])
+
+
+def test_many_random_commits_across_growth_equal_fresh_prefill(llama_target):
+    generator = torch.Generator().manual_seed(3)
+    texts = random_prompts([3, 6])
+    cache = prefilled(llama_target, texts, block_tokens=4)
+    for _ in range(8):
+        parents = [random_parents(6, generator) for _ in texts]
+        tokens = torch.randint(4, 60, (2, 6), generator=generator).tolist()
+        tree = tree_of(tokens, parents)
+        llama_target.score(tree, cache)
+        path = tree.path_to(torch.randint(6, (2,), generator=generator))
+        counts = (path >= 0).sum(-1).tolist()
+        cache.commit(path, counts)
+        for row, count in enumerate(counts):
+            texts[row] = texts[row] + [tokens[row][node] for node in path[row, :count].tolist()]
+    assert cache.capacity >= 20
+    for row, text in enumerate(texts):
+        assert_row_holds(llama_target, cache, row, text)
+
+
+def test_chain_commit_moves_nothing_and_cuts_the_rest(llama_target):
+    (prompt,) = random_prompts([4])
+    cache = prefilled(llama_target, [prompt])
+    llama_target.score(DraftTree.chain(torch.tensor([7]), torch.tensor([[8, 9, 10]])), cache)
+    cache.commit(None, [2])
+    assert_row_holds(llama_target, cache, 0, [*prompt, 7, 8])
+
+
+@pytest.mark.parametrize("freed", [0, 1, 2])
+def test_free_moves_the_last_row_into_the_place(llama_target, freed):
+    prompts = random_prompts([5, 20, 11])
+    cache = prefilled(llama_target, prompts)
+    cache.free(freed)
+    prompts[freed] = prompts[-1]
+    prompts.pop()
+    assert cache.n_rows == 2
+    for row, prompt in enumerate(prompts):
+        assert_row_holds(llama_target, cache, row, prompt)
+
+
+def test_a_new_row_joins_while_others_are_under_way(llama_target):
+    prompts = random_prompts([5, 9])
+    cache = prefilled(llama_target, prompts)
+    (new,) = random_prompts([30], seed=5)
+    llama_target.prefill(torch.tensor([new]), [30], cache, range(2, 3))
+    for row, prompt in enumerate([*prompts, new]):
+        assert_row_holds(llama_target, cache, row, prompt)
+
+
+def test_capacity_grows_by_blocks_and_is_reported(llama_target):
+    cache = prefilled(llama_target, random_prompts([17]), block_tokens=8, max_rows=2)
+    assert cache.capacity == 24
+    # 3 layers x (K and V) x 2 rows x 4 heads x 24 slots x 8 wide x 4 bytes
+    assert cache.cache_bytes == 3 * 2 * 2 * 4 * 24 * 8 * 4
+
+
+def test_read_gathers_slots(llama_target):
+    cache = prefilled(llama_target, random_prompts([9, 6]))
+    slots = torch.tensor([[0, 7, 3], [5, 0, 1]])
+    keys, values = cache.read(1, slots)
+    for row in range(2):
+        assert torch.equal(keys[row], cache.layers[1].keys[row][:, slots[row]])
+        assert torch.equal(values[row], cache.layers[1].values[row][:, slots[row]])
+
+
+def test_truncate_forgets_the_end(llama_target):
+    prompts = random_prompts([9, 6])
+    cache = prefilled(llama_target, prompts)
+    cache.truncate([4, 6])
+    assert_row_holds(llama_target, cache, 0, prompts[0][:4])
+    with pytest.raises(AssertionError):
+        cache.truncate([5, 6])

@@ -1,0 +1,105 @@
+"""Sampled text has the target's own law: the first three tokens against exact enumeration, by chi-square.
+
+A thousand rows with equal prompts and different generators are decoded as one batch. The same test must fail for
+verifiers that are wrong in the usual ways.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from spectrain.decoding import Drafter, DraftTree, Sampling, TargetModel, Verified, generate, loop, verify
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.speculative import Speculative
+from tests.conftest import tiny_model
+from tests.decoding.reference import ScriptedDrafter
+
+ALPHA = 1e-4
+VOCAB_SIZE = 4
+PROMPT = [1, 3, 0, 2]
+N_SAMPLES = 4000
+SAMPLINGS = {"plain": Sampling(temperature=1.2), "warped": Sampling(temperature=1.5, top_k=3, top_p=0.95, min_p=0.02)}
+TINY = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "hidden_size": 16, "initializer_range": 0.15}
+
+
+@lru_cache
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama", seed=4, **TINY))
+
+
+def same_tree_always(context, row) -> list[tuple[int, int]]:
+    """0 and 1 under the root, 2 and 0 under the first of them, 1 under that 2: branching, deterministic."""
+    return [(0, 0), (1, 0), (2, 1), (0, 1), (1, 3)]
+
+
+DRAFTERS = {
+    "autoregressive": Autoregressive,
+    "speculative": lambda: Speculative(TargetModel(tiny_model("llama", seed=9, **TINY)), gamma=3),
+    "tree": lambda: ScriptedDrafter(same_tree_always),
+}
+
+
+def exact_law(sampling: Sampling) -> np.ndarray:
+    """[V, V, V] probabilities of the first three tokens, from plain forwards of every prefix."""
+    law = np.ones((VOCAB_SIZE,) * 3)
+    for prefix in itertools.chain.from_iterable(itertools.product(range(VOCAB_SIZE), repeat=n) for n in range(3)):
+        logits = target().model(torch.tensor([PROMPT + list(prefix)])).logits[0, -1]
+        step = sampling.warp(logits).numpy().astype(np.float64)
+        law[prefix] *= step.reshape(-1, *[1] * (2 - len(prefix)))
+    return law
+
+
+def p_value(drafter: Drafter, sampling: Sampling, seed: int = 0) -> float:
+    """Chi-square of the loop's samples against the exact law; 0 where an impossible text was emitted."""
+    n_new = 5  # longer than what is judged, so that the third token can stand inside a draft
+    generations = generate(
+        target(), drafter, [PROMPT] * N_SAMPLES, n_new, sampling, seed=seed, batch_size=1000, stop_token_ids=()
+    )
+    counts = np.zeros((VOCAB_SIZE,) * 3)
+    for generation in generations:
+        counts[tuple(generation.tokens[:3])] += 1
+    expected = exact_law(sampling) * N_SAMPLES
+    np.testing.assert_allclose(expected.sum(), N_SAMPLES, rtol=1e-6)
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected < 5  # one cell together
+    if expected[rare].sum() >= 5:
+        return chisquare(
+            [*counts[~rare], counts[rare].sum()], [*expected[~rare], expected[rare].sum()], sum_check=False
+        ).pvalue
+    return chisquare(counts[~rare], expected[~rare] / expected[~rare].sum() * counts[~rare].sum()).pvalue
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_first_three_tokens_have_the_law_of_the_target(method, sampling):
+    assert p_value(DRAFTERS[method](), sampling) > ALPHA
+
+
+def redraws_the_bonus(tree, logits, sampling, generators) -> Verified:
+    """Draws the bonus anew from p: not from the residual of a chain, and not the token that left a deterministic tree
+    (as REST's reference does)."""
+    verified = verify(tree, logits, sampling, generators)
+    p_last = sampling.warp(logits[torch.arange(len(verified.last)), verified.last])
+    return Verified(verified.path, verified.accepted, torch.multinomial(p_last, 1)[:, 0])
+
+
+def accepts_too_readily(tree, logits, sampling, generators) -> Verified:
+    halved = None if tree.probs is None else tree.probs / 2
+    return verify(DraftTree(tree.tokens, tree.parents, tree.source, halved, None, True), logits, sampling, generators)
+
+
+@pytest.mark.parametrize(
+    ("method", "biased"),
+    [("speculative", redraws_the_bonus), ("speculative", accepts_too_readily), ("tree", redraws_the_bonus)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_biased_verifier_fails_the_same_test(method, biased, monkeypatch):
+    monkeypatch.setattr(loop, "verify", biased)
+    assert p_value(DRAFTERS[method](), SAMPLINGS["plain"]) < ALPHA

@@ -1,0 +1,108 @@
+"""Loading from a folder, and one sentence for each thing that can be wrong with it."""
+
+import json
+
+import pytest
+import torch
+
+from spectrain.decoding import load_target
+from spectrain.errors import UserError
+from tests.conftest import tiny_model
+from tests.decoding.test_loop import word_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_loaded_target_is_frozen_and_ready(folder):
+    target = load_target(folder, device="cpu", capture_layers=[1])
+    assert target.dtype == torch.float32
+    assert not target.model.training
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert target.tokenizer.decode([4, 5]) == "w4 w5"
+    assert target.forward(torch.tensor([[4, 5]])).captured.shape == (1, 2, 1, 32)
+    assert load_target(folder, dtype="bfloat16", device="cpu").dtype == torch.bfloat16
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def corrupt_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def encoder(folder):
+    edit_config(folder, model_type="t5", architectures=["T5ForConditionalGeneration"])
+
+
+def window(folder):
+    edit_config(folder, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16)
+
+
+def hybrid(folder):
+    layers = ["full_attention", "linear_attention", "full_attention"]
+    edit_config(folder, model_type="qwen3_next", architectures=["Qwen3NextForCausalLM"], layer_types=layers)
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def no_tokenizer(folder):
+    for path in folder.glob("token*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (no_config, "no config.json"),
+        (no_weights, "weight file|could not be loaded"),
+        (corrupt_weights, "missing or corrupt weight file"),
+        (encoder, "no causal language model"),
+        (window, r"sliding_attention \(sliding_window=16\)"),
+        (hybrid, "linear_attention"),
+        (broken_config, "config.json that transformers cannot read"),
+        (no_tokenizer, "no tokenizer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_spoilt_folder_is_named_with_the_reason(folder, spoil, reason):
+    spoil(folder)
+    with pytest.raises(UserError, match=reason) as raised:
+        load_target(folder, device="cpu")
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_folder():
+    with pytest.raises(UserError, match="does not exist"):
+        load_target("./no/such/folder")
+
+
+def test_hub_id_without_a_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="no network"):
+        load_target("nobody/nothing")
+
+
+@pytest.mark.parametrize("option", [{"dtype": "int3"}, {"parallel": "magic"}], ids=str)
+def test_unknown_option_lists_the_known_ones(folder, option):
+    with pytest.raises(UserError, match="must be one of"):
+        load_target(folder, **option)

@@ -1,0 +1,250 @@
+"""The loop emits the target's own greedy text, ends where it must, and accounts for every token."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from spectrain.decoding import Sampling, Source, TargetModel, generate
+from spectrain.errors import UserError
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.speculative import Speculative
+from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
+from tests.decoding.reference import (
+    ScriptedDrafter,
+    greedy_by_full_forwards,
+    greedy_by_hugging_face,
+    oracle_script,
+)
+
+N_NEW = 30
+LENGTHS = [5, 17, 1, 40, 9, 23, 3]  # more prompts than slots: rows join while others are under way
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request):
+    """A model, its target, prompts, and the greedy texts that two independent programs give."""
+    model = tiny_model(request.param)
+    prompts = random_prompts(LENGTHS)
+    texts = [greedy_by_full_forwards(model, prompt, N_NEW, (EOS_ID,)) for prompt in prompts]
+    assert texts == [greedy_by_hugging_face(model, prompt, N_NEW) for prompt in prompts]
+    assert len({token for text in texts for token in text}) > 15  # no loop of a few tokens
+    return TargetModel(model, prefill_chunk=16), prompts, texts
+
+
+DRAFTERS = {
+    "autoregressive": lambda model: Autoregressive(),
+    "same model": lambda model: Speculative(TargetModel(model), gamma=4),
+    "noisy copy": lambda model: Speculative(TargetModel(noisy_copy(model)), gamma=4),
+    "other model": lambda model: Speculative(TargetModel(tiny_model("llama", seed=1)), gamma=3),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_text_is_the_targets_own(family, drafter, batch_size):
+    target, prompts, texts = family
+    generations = generate(
+        target, DRAFTERS[drafter](target.model), prompts, N_NEW, batch_size=batch_size, cache_block_tokens=8
+    )
+    assert [generation.tokens for generation in generations] == texts
+    for generation in generations:
+        assert generation.finish_reason == ("eos" if generation.tokens[-1] == EOS_ID else "length")
+
+
+def branching_oracle(continuations):
+    """The true chain hidden behind wrong siblings, so that every accepted path has to be moved in the cache."""
+    chain = oracle_script(continuations, gamma=3)
+
+    def script(context, row):
+        nodes, parent = [], 0
+        for token, _ in chain(context, row):
+            nodes += [((token + 1) % 61, parent), ((token + 2) % 61, parent), (token, parent)]
+            parent = len(nodes)
+        return nodes
+
+    return script
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_greedy_text_through_branching_trees(family, batch_size):
+    target, prompts, texts = family
+    drafter = ScriptedDrafter(branching_oracle({tuple(p): t for p, t in zip(prompts, texts, strict=True)}))
+    generations = generate(target, drafter, prompts, N_NEW, batch_size=batch_size, cache_block_tokens=8)
+    assert [generation.tokens for generation in generations] == texts
+    full = [g for g in generations if g.finish_reason == "length"]
+    assert full
+    for generation in full:
+        assert generation.accepted[:-1] == [3] * (generation.target_forwards - 1)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A target, a prompt, and its greedy text, whose first tokens are all different."""
+    model = tiny_model("llama")
+    for seed in range(20):
+        (prompt,) = random_prompts([6], seed)
+        text = greedy_by_full_forwards(model, prompt, 20)
+        if len(set(text[:8])) == 8:
+            return TargetModel(model), prompt, text
+    raise AssertionError("no such prompt")
+
+
+def oracle(prompt: list[int], text: list[int], gamma: int) -> ScriptedDrafter:
+    return ScriptedDrafter(oracle_script({tuple(prompt): text}, gamma))
+
+
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 5])
+def test_nothing_follows_eos_inside_an_accepted_block(llama, position):
+    target, prompt, text = llama
+    eos = text[position]
+    # Prefill emits text[0]; with 4 drafts a step the first block is text[1..4] and the bonus text[5].
+    streamed = []
+    (generation,) = generate(
+        target,
+        oracle(prompt, text, 4),
+        [prompt],
+        20,
+        stop_token_ids=[eos],
+        on_tokens=lambda i, t, s: streamed.extend(t),
+    )
+    assert generation.tokens == text[: position + 1] == streamed
+    assert generation.finish_reason == "stop"
+    assert generation.target_forwards == (0 if position == 0 else 1)
+    assert generation.accepted == ([] if position == 0 else [min(position, 4)])  # cut tokens are not counted
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 4, 5, 6, 7])
+def test_length_is_cut_inside_an_accepted_block(llama, max_new_tokens):
+    target, prompt, text = llama
+    (generation,) = generate(target, oracle(prompt, text, 4), [prompt], max_new_tokens, stop_token_ids=())
+    assert generation.tokens == text[:max_new_tokens]
+    assert generation.finish_reason == "length"
+    assert generation.target_forwards == (0 if max_new_tokens == 1 else 1 if max_new_tokens <= 6 else 2)
+    assert sum(generation.accepted) + generation.sources.count(Source.ROOT) == max_new_tokens
+
+
+def test_the_whole_context_can_be_filled_by_a_drafter_that_ignores_the_room():
+    model = tiny_model("llama", max_position_embeddings=16)
+    prompt = random_prompts([6])[0]
+    text = greedy_by_full_forwards(model, prompt, 10)
+    (generation,) = generate(TargetModel(model), oracle(prompt, [*text, *range(9)], 6), [prompt], 10, stop_token_ids=())
+    assert generation.tokens == text
+
+
+def test_eos_of_the_generation_config_is_reported_as_eos(llama):
+    target, prompt, text = llama
+    target.model.generation_config.eos_token_id = [text[2], 60]
+    try:
+        (generation,) = generate(target, Autoregressive(), [prompt], 20)
+    finally:
+        target.model.generation_config.eos_token_id = EOS_ID
+    assert (generation.tokens, generation.finish_reason) == (text[:3], "eos")
+
+
+def test_sources_steps_and_drafts_are_recorded(llama):
+    target, prompt, text = llama
+    wrong_third = [*text[:3], (text[3] + 1) % 61, *text[4:]]
+    (generation,) = generate(target, oracle(prompt, wrong_third, 4), [prompt], 8, stop_token_ids=())
+    # Step 1 drafts 1 2 x 4, takes 1 2 and the bonus 3; step 2 drafts 4..7 of which all are taken and the bonus is cut.
+    assert generation.tokens == text[:8]
+    assert generation.drafted == [4, 4]
+    assert generation.accepted == [2, 4]
+    root, taken = Source.ROOT, Source.INPUT
+    assert generation.sources == [root, taken, taken, root, taken, taken, taken, taken]
+
+
+def test_tokens_stream_as_they_are_emitted(llama):
+    target, _, _ = llama
+    prompts = random_prompts([4, 9, 2, 5])
+    seen = {index: ([], []) for index in range(4)}
+
+    def collect(index, tokens, sources):
+        seen[index][0].extend(tokens)
+        seen[index][1].extend(sources)
+
+    drafter = Speculative(TargetModel(noisy_copy(target.model)))
+    generations = generate(target, drafter, prompts, 12, batch_size=2, on_tokens=collect)
+    assert [seen[i] for i in range(4)] == [(g.tokens, g.sources) for g in generations]
+
+
+@pytest.mark.parametrize("drafter", ["autoregressive", "noisy copy"])
+def test_a_sample_does_not_depend_on_the_batch(llama, drafter):
+    target, _, _ = llama
+    prompts = random_prompts(LENGTHS)
+    sampling = Sampling(temperature=1.0, top_k=20)
+    alone, together = (
+        generate(target, DRAFTERS[drafter](target.model), prompts, 14, sampling, seed=3, batch_size=batch_size)
+        for batch_size in (1, 5)
+    )
+    assert [g.tokens for g in alone] == [g.tokens for g in together]
+    other_seed = generate(target, DRAFTERS[drafter](target.model), prompts, 14, sampling, seed=4, batch_size=5)
+    assert [g.tokens for g in alone] != [g.tokens for g in other_seed]
+
+
+def test_shares_of_time_add_up_to_the_run(llama, monkeypatch):
+    ticks = []
+
+    def one_second_later() -> float:
+        ticks.append(1.0 + len(ticks))
+        return ticks[-1]
+
+    monkeypatch.setattr("spectrain.decoding.generation.time.perf_counter", one_second_later)
+    generations = generate(llama[0], Autoregressive(), random_prompts([4, 9, 2]), 10, batch_size=2, stop_token_ids=())
+    assert sum(g.prefill_s + sum(g.time_s.values()) for g in generations) == pytest.approx(ticks[-1] - ticks[0])
+    assert max(g.elapsed_s for g in generations) < ticks[-1] - ticks[0]  # the third row joined later
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_stop_string_ends_the_text_with_the_token_that_completes_it(llama):
+    target, prompt, text = llama
+    target = TargetModel(target.model, word_tokenizer())
+    stop = f"w{text[2]} w{text[3]}"  # spans two tokens of one accepted block
+    (generation,) = generate(
+        target, oracle(prompt, text, 6), [prompt], 20, stop_token_ids=(), stop_strings=["absent", stop]
+    )
+    assert generation.tokens == text[:4]
+    assert generation.finish_reason == "stop"
+
+
+def test_no_prompts_no_generations(llama):
+    assert generate(llama[0], Autoregressive(), [], 5) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompts": [[4], []]}, "prompt 1 is empty"),
+        ({"prompts": [[4] * 250]}, "250 tokens and max_new_tokens=10, but the target's context holds 256"),
+        ({"prompts": [[4, 61]]}, "token id 61, but the target's vocabulary has 61"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"stop_strings": ["x"]}, "tokenizer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_impossible_request_is_one_sentence(llama, change, reason):
+    request = {"prompts": [[4, 5]], "max_new_tokens": 10, **change}
+    with pytest.raises(UserError, match=reason):
+        generate(llama[0], Autoregressive(), **request)
+
+
+def test_one_drafter_serves_many_runs(llama):
+    target, _, _ = llama
+    drafter = Speculative(TargetModel(noisy_copy(target.model)))
+    prompts = random_prompts([4, 9, 2])
+    first = generate(target, drafter, prompts, 12, batch_size=3)
+    again = generate(target, drafter, prompts, 12, batch_size=1)
+    assert [g.tokens for g in first] == [g.tokens for g in again]
+    assert [g.accepted for g in first] == [g.accepted for g in again]
+
+
+def test_generation_leaves_no_gradients_and_no_random_state(llama):
+    before = torch.get_rng_state()
+    generate(llama[0], Autoregressive(), [[4, 5]], 5, Sampling(temperature=1.0))
+    assert torch.equal(before, torch.get_rng_state())

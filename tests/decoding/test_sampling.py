@@ -1,0 +1,81 @@
+"""Warping against Hugging Face's own processors; draws by hand."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from spectrain.decoding.sampling import Sampling, draw_token, draw_uniforms, row_generator
+from spectrain.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 1.5, "min_p": 0.1},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 1.0, "top_k": 1000},
+    ],
+    ids=str,
+)
+def test_warp_equals_hugging_face(options):
+    logits = 3 * torch.randn(16, 61, generator=torch.Generator().manual_seed(1))
+    scores = TemperatureLogitsWarper(options["temperature"])(None, logits)
+    for key, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        if key in options:
+            scores = warper(options[key])(None, scores)
+    torch.testing.assert_close(Sampling(**options).warp(logits), scores.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+def test_warp_is_float32_and_keeps_leading_dimensions():
+    probs = Sampling(temperature=1.0, top_p=0.9).warp(torch.randn(2, 3, 11).bfloat16())
+    assert probs.shape == (2, 3, 11)
+    assert probs.dtype == torch.float32
+
+
+def test_greedy_warp_is_one_hot_at_the_argmax():
+    assert Sampling().warp(torch.tensor([[0.1, 2.0, -1.0]])).tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_tokens_that_tie_with_the_last_one_kept_are_kept():
+    probs = Sampling(temperature=1.0, top_k=2).warp(torch.tensor([[2.0, 1.0, 1.0, 0.0]]))
+    assert (probs[0] > 0).tolist() == [True, True, True, False]
+
+
+def test_draw_inverts_the_cumulative_distribution():
+    weights = torch.tensor([[0.0, 2.0, 0.0, 6.0, 0.0]]).expand(4, -1)  # cumulative 0, 2, 2, 8, 8
+    uniforms = torch.tensor([0.0, 0.2499, 0.25, 1 - 2**-24])
+    assert draw_token(weights, uniforms).tolist() == [1, 1, 3, 3]
+
+
+def test_draw_never_takes_a_token_without_weight():
+    weights = torch.rand(2000, 300, generator=torch.Generator().manual_seed(0))
+    weights[:, 200:] = 0
+    largest = torch.full((2000,), 1 - 2**-24)
+    assert int(draw_token(weights, largest).max()) < 200
+
+
+def test_neighbouring_prompts_draw_independently():
+    pairs = torch.stack(
+        [torch.rand(2, generator=row_generator(seed, index)) for seed in range(2) for index in range(2000)]
+    )
+    cells = (pairs * 4).long()
+    successive = cells[:-1, 0] * 4 + cells[1:, 0]  # first draws of prompts i and i + 1
+    assert chisquare(torch.bincount(successive, minlength=16).numpy()).pvalue > 1e-4
+    assert pairs[:, 0].unique().numel() > 3990
+
+
+def test_a_row_without_need_keeps_its_randomness():
+    generators = [row_generator(0, index) for index in range(2)]
+    drawn = draw_uniforms(generators, [0, 3])
+    assert drawn[0].tolist() == [0, 0, 0]
+    assert torch.equal(draw_uniforms(generators[:1], [2])[0], torch.rand(2, generator=row_generator(0, 0)))
+
+
+@pytest.mark.parametrize("option", [{"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"min_p": 1.0}], ids=str)
+def test_impossible_option_is_named(option):
+    with pytest.raises(UserError, match=next(iter(option))):
+        Sampling(**option)

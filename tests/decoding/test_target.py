@@ -1,0 +1,149 @@
+"""Forwards of trees, chunked prefill and captured states against the plain Hugging Face model."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding.target import check_supported, find_blocks
+from spectrain.errors import UserError
+from tests.conftest import random_prompts, tiny_model
+from tests.decoding.reference import random_parents, tree_of
+
+
+def pad(prompts: list[list[int]]) -> torch.Tensor:
+    width = max(map(len, prompts))
+    return torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+
+
+@pytest.mark.parametrize("lengths", [[11], [6, 6], [5, 19, 1]], ids=str)
+def test_tree_forward_equals_separate_forwards_of_its_paths(family_target, lengths):
+    generator = torch.Generator().manual_seed(0)
+    prompts = random_prompts(lengths)
+    target = family_target.with_capture([0, 2])
+    cache = KVCache(len(lengths), block_tokens=4)
+    target.prefill(pad(prompts), lengths, cache, range(len(lengths)))
+    tree = tree_of(random_prompts([9] * len(lengths), seed=1), [random_parents(9, generator) for _ in lengths])
+    output = target.score(tree, cache)
+    for row, prompt in enumerate(prompts):
+        for node in range(9):
+            path = torch.nonzero(tree.ancestors[row, node])[:, 0]
+            text = torch.tensor([prompt + tree.tokens[row, path].tolist()])
+            plain = target.model(text, output_hidden_states=True)
+            torch.testing.assert_close(output.logits[row, node], plain.logits[0, -1], rtol=1e-4, atol=1e-4)
+            for place, layer in enumerate((0, 2)):
+                expected = plain.hidden_states[layer][0, -1]
+                torch.testing.assert_close(output.captured[row, node, place], expected, rtol=1e-4, atol=1e-4)
+            assert int(output.positions[row, node]) == text.shape[1] - 1
+
+
+@pytest.mark.parametrize("lengths", [[7, 7], [3, 12]], ids=str)
+def test_ragged_chain_forward_equals_plain_forward(family_target, lengths):
+    prompts = random_prompts(lengths)
+    cache = KVCache(2, block_tokens=4)
+    family_target.prefill(pad(prompts), lengths, cache, range(2))
+    chain = DraftTree.chain(torch.tensor([5, 6]), torch.tensor([[7, 8, 9], [10, 0, 0]]), torch.tensor([3, 1]))
+    logits = family_target.score(chain, cache).logits
+    for row, tail in enumerate(([5, 7, 8, 9], [6, 10])):
+        plain = family_target.model(torch.tensor([prompts[row] + tail])).logits[0, -len(tail) :]
+        torch.testing.assert_close(logits[row, : len(tail)], plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [4, 5, 64])
+def test_ragged_prefill_in_chunks_equals_plain_forward(family_target, chunk):
+    lengths = [3, 17, 8]
+    prompts = random_prompts(lengths)
+    target = TargetModel(family_target.model, capture_layers=[1], prefill_chunk=chunk)
+    output = target.prefill(pad(prompts), lengths, KVCache(3), range(3))
+    assert output.logits.shape == (3, 1, target.vocab_size)
+    assert output.captured.shape == (3, 17, 1, 32)
+    for row, prompt in enumerate(prompts):
+        plain = target.model(torch.tensor([prompt]), output_hidden_states=True)
+        torch.testing.assert_close(output.logits[row, 0], plain.logits[0, -1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            output.captured[row, : len(prompt), 0], plain.hidden_states[1][0], rtol=1e-4, atol=1e-4
+        )
+
+
+def test_forward_equals_the_model_and_builds_no_mask(family_target, monkeypatch):
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    tokens = torch.tensor(random_prompts([20, 20]))
+    plain = family_target.model(tokens, output_hidden_states=True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    output = family_target.with_capture([2, 1]).forward(tokens)
+    assert masks == [None] * 3
+    torch.testing.assert_close(output.logits, plain.logits)
+    torch.testing.assert_close(output.captured, torch.stack([plain.hidden_states[2], plain.hidden_states[1]], dim=2))
+
+
+def test_nothing_is_left_on_the_model(llama_target):
+    target = llama_target.with_capture([0, 1])
+    target.prefill(torch.tensor([[4, 5, 6]]), [3], KVCache(1), range(1))
+    assert not any(module._forward_pre_hooks for module in target.model.modules())
+
+
+def test_capture_is_none_when_not_asked(llama_target):
+    assert llama_target.forward(torch.tensor([[4, 5]])).captured is None
+
+
+def test_positions_past_the_context_do_not_crash(llama_target):
+    target = TargetModel(tiny_model("llama", max_position_embeddings=8))
+    cache = KVCache(1)
+    target.prefill(torch.tensor(random_prompts([6])), [6], cache, range(1))
+    output = target.score(DraftTree.chain(torch.tensor([5]), torch.tensor([[6, 7, 8, 9]])), cache)
+    assert output.positions.tolist() == [[6, 7, 7, 7, 7]]
+
+
+def test_properties_come_from_the_config(llama_target):
+    assert (llama_target.vocab_size, llama_target.max_positions, llama_target.eos_ids) == (61, 256, (3,))
+    assert llama_target.n_layer == 3
+    assert find_blocks(llama_target.model) is llama_target.model.model.layers
+
+
+def test_capture_layer_out_of_range_is_refused(llama_target):
+    with pytest.raises(UserError, match=r"capture layer 3 .* 0\.\.2"):
+        llama_target.with_capture([3])
+
+
+SMALL = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: MistralForCausalLM(mistral(sliding_window=4)), "sliding_attention"),
+        (lambda: MambaForCausalLM(MambaConfig(**SMALL)), "linear_attention"),
+        (lambda: tiny_model("llama", attn_implementation="eager"), 'attn_implementation="sdpa"'),
+        (
+            lambda: BertModel(BertConfig(**SMALL, num_attention_heads=2, intermediate_size=8)),
+            "no causal language model",
+        ),
+    ],
+    ids=["window", "mamba", "eager", "encoder"],
+)
+def test_other_than_full_attention_is_refused_by_name(build, reason):
+    with pytest.raises(UserError, match=reason):
+        TargetModel(build())
+
+
+def mistral(sliding_window: int | None) -> MistralConfig:
+    return MistralConfig(
+        **SMALL, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2, sliding_window=sliding_window
+    )
+
+
+def test_mistral_without_window_is_supported():
+    check_supported(MistralForCausalLM(mistral(sliding_window=None)))

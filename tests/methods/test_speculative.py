@@ -1,0 +1,86 @@
+"""The drafted chain: its own cache, ragged catch-up, and the check of the vocabulary."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from spectrain.decoding import KVCache, Sampling, TargetModel, generate
+from spectrain.errors import UserError
+from spectrain.methods.speculative import Speculative
+from tests.conftest import noisy_copy, random_prompts, tiny_model
+from tests.decoding.reference import cached_states
+from tests.decoding.test_loop import word_tokenizer
+
+
+def test_a_drafter_equal_to_the_target_is_always_accepted(llama_target):
+    drafter = Speculative(llama_target, gamma=3)
+    for sampling in (Sampling(), Sampling(temperature=1.0, top_p=0.9)):
+        generations = generate(llama_target, drafter, random_prompts([5, 8]), 14, sampling, stop_token_ids=())
+        for generation in generations:
+            # 1 + 4 + 4 + 4 tokens; for the last one there is no room to draft.
+            assert generation.accepted == [3, 3, 3, 0]
+            assert generation.drafted == [3, 3, 3, 0]
+
+
+class Watched(Speculative):
+    """Compares the draft cache after each step with a fresh prefill of the same text."""
+
+    checked = 0
+    fed_two = 0
+
+    def observe(self, context, tree, output, verified):
+        super().observe(context, tree, output, verified)
+        for row in range(context.n_rows):
+            length = self.cache.lengths[row]
+            missing = context.n_tokens[row] - length
+            assert missing in (1, 2)
+            self.fed_two += missing == 2
+            fresh = KVCache(1)
+            self.draft_model.prefill(context.tokens[[row], :length], [length], fresh, range(1))
+            for got, expected in zip(cached_states(self.cache, row), cached_states(fresh, 0), strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+            self.checked += 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
+def test_draft_cache_holds_the_committed_text_in_a_ragged_batch(llama_target, sampling):
+    drafter = Watched(TargetModel(noisy_copy(llama_target.model)), gamma=3)
+    generate(llama_target, drafter, random_prompts([5, 17, 1, 9]), 15, sampling, batch_size=3, cache_block_tokens=8)
+    assert drafter.checked > 15
+    assert 0 < drafter.fed_two < drafter.checked  # both kinds of catch-up occurred
+
+
+def test_rows_with_little_room_draft_less(llama_target):
+    generations = generate(llama_target, Speculative(llama_target, gamma=8), random_prompts([5]), 6, stop_token_ids=())
+    assert generations[0].drafted == [4]  # five tokens after the first: four drafts and the bonus
+    assert len(generations[0].tokens) == 6
+
+
+def test_padded_embeddings_of_the_same_tokenizer_are_cut_or_filled():
+    prompts = random_prompts([5, 9])
+    for draft_vocab, target_vocab in ((64, 61), (61, 64)):
+        target = TargetModel(tiny_model("llama", vocab_size=target_vocab), word_tokenizer())
+        draft = TargetModel(tiny_model("qwen3", seed=2, vocab_size=draft_vocab), word_tokenizer())
+        for sampling in (Sampling(), Sampling(temperature=1.0)):
+            generations = generate(target, Speculative(draft), prompts, 10, sampling, batch_size=2)
+            assert all(0 <= token < target_vocab for g in generations for token in g.tokens)
+
+
+def test_other_vocabulary_is_refused():
+    target = TargetModel(tiny_model("llama"))
+    draft = TargetModel(tiny_model("llama", vocab_size=50))
+    with pytest.raises(UserError, match="vocabulary has 50 tokens, the target's 61"):
+        generate(target, Speculative(draft), [[4]], 5)
+
+
+def test_other_tokenizer_is_refused():
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"v{i}": i for i in range(61)}, "v0")))
+    model = tiny_model("llama")
+    with pytest.raises(UserError, match="tokenizer"):
+        generate(TargetModel(model, word_tokenizer()), Speculative(TargetModel(model, other)), [[4]], 5)
+
+
+def test_gamma_below_one_is_refused(llama_target):
+    with pytest.raises(UserError, match="gamma=0"):
+        Speculative(llama_target, gamma=0)

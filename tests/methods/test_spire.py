@@ -1,0 +1,123 @@
+"""`method=spire`: decoding computes what training trained, and stays lossless."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified, generate
+from spectrain.errors import UserError
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.spire import Spire
+from spectrain.models.spire_rollout import rollout
+from tests.conftest import EOS_ID, VOCAB_SIZE, random_prompts, tiny_model
+from tests.models.test_spire import make
+
+
+class ForcedContext(Context):
+    """A context whose draws are the next tokens of a given sequence; keeps the logits it was asked about."""
+
+    def __init__(self, sequences: torch.Tensor, lengths: list[int]):
+        super().__init__(Sampling(), max_rows=len(lengths))
+        self.sequences, self.asked = sequences, []
+        self.append([s[:n].tolist() for s, n in zip(sequences, lengths, strict=True)], 99, [None] * len(lengths))
+        self.root(range(len(lengths)), self.following(0), torch.zeros(len(lengths), VOCAB_SIZE))
+
+    def following(self, ahead: int) -> torch.Tensor:
+        index = torch.tensor(self.n_tokens) + ahead
+        return self.sequences[torch.arange(len(index)), index]
+
+    def draw(self, logits, active=None):
+        self.asked.append(logits)
+        return self.following(len(self.asked) - 1), None
+
+
+@pytest.mark.parametrize("options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}], ids=str)
+def test_decoding_equals_the_training_rollout(options):
+    """Two rows of different length, two rounds each: after prefill, and after a step whose path was accepted in part."""
+    target, drafter = make(**options)
+    k, lengths = 4, [24, 12]  # both roots begin a block; longer than the window of 8
+    sequences = torch.randint(4, VOCAB_SIZE, (2, 40))
+    expected = drafter.lm_head(rollout(drafter, sequences, target.features(sequences).captured))
+    method, cache = Spire(drafter), KVCache(max_rows=2, block_tokens=16)
+    context = ForcedContext(sequences, lengths)
+    method.start(target, cache)
+    padded = sequences[:, : max(lengths)]
+    method.prefill(context, target.prefill(padded, lengths, cache, range(2)), range(2))
+    for round_ in range(2):
+        context.asked = []
+        tree = method.propose(context)
+        for step, logits in enumerate(context.asked):
+            for row, length in enumerate(lengths):
+                place = expected[row, length + k * round_ + step]
+                torch.testing.assert_close(logits[row].softmax(-1), place.softmax(-1), atol=1e-5, rtol=0)
+        assert len(context.asked) == k
+        # Root and three drafts accepted, one rejected: the next root begins the next block.
+        output = target.score(tree, cache)
+        path = torch.tensor([[0, 1, 2, 3, -1]]).expand(2, -1)
+        verified = Verified(path, torch.tensor([3, 3]), context.following(3))
+        cache.commit(None, [k, k])
+        context.advance(
+            [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)],
+            verified.bonus,
+            output.logits[:, 3],
+        )
+        method.observe(context, tree, output, verified)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"family": "llama_gqa"}, {"family": "qwen3"}, {"feedback": False, "target_activations": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_greedy_output_equals_the_target_s_own(options, batch_size):
+    """Five ragged prompts, rows joining and leaving, several cache growths."""
+    target, drafter = make(**options)
+    prompts = random_prompts([3, 17, 1, 9, 30])
+    arguments = {"max_new_tokens": 40, "stop_token_ids": (EOS_ID,)}
+    expected = generate(target, Autoregressive(), prompts, **arguments)
+    found = generate(target, Spire(drafter), prompts, batch_size=batch_size, cache_block_tokens=16, **arguments)
+    assert [g.tokens for g in found] == [g.tokens for g in expected]
+    assert [g.finish_reason for g in found] == [g.finish_reason for g in expected]
+
+
+def test_drafts_are_accepted_when_the_drafter_is_the_target():
+    """A drafter of all the target's blocks, a window over everything: its first guess is the target's own argmax only
+    where the root's own keys do not matter; more than none must be accepted, and the output is still exact."""
+    target, drafter = make(window_tokens=64, feedback=False)
+    (generation,) = generate(target, Spire(drafter), random_prompts([12]), 60, stop_token_ids=())
+    assert sum(generation.accepted) > 0
+    assert len(generation.tokens) == 60
+
+
+def test_gamma_longer_than_the_window_is_refused():
+    _, drafter = make()
+    with pytest.raises(UserError, match="gamma=9 must be 1..window_tokens=8"):
+        Spire(drafter, gamma=9)
+
+
+def test_a_drafter_of_another_target_is_refused():
+    _, drafter = make()
+    other = TargetModel(tiny_model("llama", hidden_size=64))
+    with pytest.raises(UserError, match="made for a target of vocabulary 61 and width 32"):
+        generate(other, Spire(drafter), [[5, 6]], 4)
+
+
+def test_slots_hold_sinks_and_window_only():
+    _, drafter = make()
+    method = Spire(drafter)
+    method.start(SimpleNamespace(**_facts(drafter)), KVCache(max_rows=2))
+    assert method.slots.positions.shape == (2, 1 + (8 + 4) + 1)  # sink, window + gamma, one to throw away into
+
+
+def _facts(drafter) -> dict:
+    shape = drafter.config.shape
+    return {
+        "vocab_size": shape.vocab_size,
+        "config": SimpleNamespace(hidden_size=shape.hidden_size),
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+    }

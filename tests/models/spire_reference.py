@@ -1,0 +1,87 @@
+"""SPIRe's drafter written slowly from the definition (methods.md section 4): one token, one key at a time.
+
+It shares nothing with `spectrain.models.spire` but the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spectrain.models.spire import SpireBlock, SpireDrafter
+
+
+def slow_rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None, k: int | None = None) -> Tensor:
+    """Final hidden states [L, D] of one row: token t in the block that begins at t - t % k."""
+    k = k or drafter.config.k
+    hidden, memories = [], {}
+    for t in range(len(tokens)):
+        root = t - t % k
+        states = [drafter.embed_tokens.weight[tokens[t]]]
+        for i, block in enumerate(drafter.blocks):
+            keys = {p: captured[p, i] if p < root else memories[p, i] for p in seen(drafter, t)}
+            keys[t] = states[i]  # the diagonal: its own input, not its memory
+            states.append(slow_block(block, states[i], t, keys))
+        for i in range(drafter.config.n_layer):
+            memories[t, i] = slow_memory(drafter, states, i)
+        hidden.append(rms(states[-1], drafter.norm.weight, drafter.config.shape.rms_norm_eps))
+    return torch.stack(hidden)
+
+
+def seen(drafter: SpireDrafter, t: int) -> list[int]:
+    """Positions before t under sinks and window."""
+    config = drafter.config
+    return [p for p in range(t) if p < config.sink_tokens or p > t - config.window_tokens]
+
+
+def slow_memory(drafter: SpireDrafter, states: list[Tensor], i: int) -> Tensor:
+    if not drafter.config.feedback:
+        return states[i]
+    exps = [torch.exp(drafter.feedback_weight[i, layer]) for layer in range(len(states))]
+    return sum(e * x for e, x in zip(exps, states, strict=True)) / sum(exps)
+
+
+def slow_block(block: SpireBlock, x: Tensor, t: int, inputs: dict[int, Tensor]) -> Tensor:
+    """One block at position t, whose keys come from `inputs` by position."""
+    shape, attention = block.shape, block.self_attn
+
+    def heads(name: str, value: Tensor, position: int) -> Tensor:
+        normed = rms(value, block.input_layernorm.weight, shape.rms_norm_eps)
+        out = (normed @ attention[f"{name}_proj"].weight.T).view(-1, shape.head_dim)
+        if name == "v":
+            return out
+        if shape.qk_norm:
+            out = rms(out, attention[f"{name}_norm"].weight, shape.rms_norm_eps)
+        return rotate(out, position, shape)
+
+    query = heads("q", x, t)
+    out = []
+    for head in range(shape.n_head):
+        kv_head = head * shape.n_kv_head // shape.n_head
+        scores = {p: query[head] @ heads("k", v, p)[kv_head] / shape.head_dim**0.5 for p, v in inputs.items()}
+        weights = torch.softmax(torch.stack(list(scores.values())), dim=0)
+        out.append(sum(w * heads("v", v, p)[kv_head] for w, (p, v) in zip(weights, inputs.items(), strict=True)))
+    x = x + torch.cat(out) @ attention["o_proj"].weight.T
+    normed = rms(x, block.post_attention_layernorm.weight, shape.rms_norm_eps)
+    gate = torch.nn.functional.silu(normed @ block.mlp["gate_proj"].weight.T)
+    return x + (gate * (normed @ block.mlp["up_proj"].weight.T)) @ block.mlp["down_proj"].weight.T
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
+
+
+def rotate(x: Tensor, position: int, shape) -> Tensor:
+    """Rotary embedding of heads [H, D_head] at one position, with Hugging Face's frequencies."""
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.n_head,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters=dict(shape.rope_parameters),
+    )
+    angles = position * LlamaRotaryEmbedding(config).inv_freq  # [D_head / 2]
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)

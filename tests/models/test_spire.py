@@ -1,0 +1,170 @@
+"""The SPIRe drafter: the batched rollout against the definition, its start against the target, its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+from spectrain.decoding import TargetModel
+from spectrain.errors import UserError
+from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.models.spire_rollout import rollout
+from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.models.spire_reference import slow_rollout
+
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def make(family: str = "llama", init: str = "pruned", **options) -> tuple[TargetModel, SpireDrafter]:
+    """A tiny target of this family, which captures what the drafter needs, and a drafter with uneven feedback."""
+    model = tiny_model(family)
+    options = {"k": 4, "window_tokens": 8, "sink_tokens": 1, **options}
+    config = SpireConfig(shape_of(model), last_layers(model, 2), **options)
+    drafter = new_drafter(model, config, init)
+    if config.feedback:
+        with torch.no_grad():
+            drafter.feedback_weight.copy_(torch.tensor([[0.7, -0.2, 0.4], [0.1, 0.9, -0.5]]))
+    return TargetModel(model, capture_layers=config.target_layers), drafter.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"feedback": False},
+        {"sink_tokens": 3, "k": 3, "window_tokens": 5},
+        {"sink_tokens": 0, "window_tokens": 4},
+        {"k": 1},
+        {"window_tokens": 100},
+        {"family": "llama_gqa"},
+        {"family": "qwen3"},
+    ],
+    ids=str,
+)
+def test_batched_rollout_equals_the_definition(options):
+    target, drafter = make(**options)
+    drafter.double()  # rounding must not hide a wrong key
+    tokens = torch.randint(0, VOCAB_SIZE, (2, 27))  # longer than windows, no multiple of k or of a chunk
+    captured = target.features(tokens).captured.double()
+    batched = rollout(drafter, tokens, captured)
+    for row in range(2):
+        torch.testing.assert_close(batched[row], slow_rollout(drafter, tokens[row], captured[row]), atol=1e-6, rtol=1e-6)
+
+
+def test_rollout_without_target_activations_is_a_sparse_transformer():
+    """With one block as long as the row and no feedback, every key is the drafter's own input: the definition's own
+    ordinary Transformer."""
+    _, drafter = make(feedback=False, target_activations=False)
+    drafter.double()
+    tokens = torch.randint(0, VOCAB_SIZE, (1, 21))
+    hidden = rollout(drafter, tokens, None)
+    expected = slow_rollout(drafter, tokens[0], None, k=21)
+    torch.testing.assert_close(hidden[0], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_first_step_of_a_pruned_drafter_equals_the_target_s_own_modules():
+    """Root embedding in; K/V of earlier positions from the target's block inputs, of the root from its own x."""
+    target, drafter = make(feedback=False, window_tokens=64, k=4)
+    model, length = target.model, 13
+    tokens = torch.randint(0, VOCAB_SIZE, (1, length))
+    captured = target.features(tokens).captured
+    root = length - 1  # 12: a multiple of k, so the last token is the root of a block
+    x = model.model.embed_tokens(tokens[:, root:])
+    positions = torch.arange(length)[None]
+    cos, sin = model.model.rotary_emb(x, positions)
+    for i, layer_index in enumerate(drafter.config.target_layers):
+        layer = model.model.layers[layer_index]
+        attention = layer.self_attn
+        inputs = layer.input_layernorm(torch.cat([captured[:, :root, i], x], dim=1))
+        projected = [getattr(attention, f"{n}_proj")(inputs) for n in "qkv"]
+        query, key, value = (t.view(1, length, -1, attention.head_dim).transpose(1, 2) for t in projected)
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        key, value = (repeat_kv(t, attention.num_key_value_groups) for t in (key, value))
+        weights = (query[:, :, -1:] @ key.transpose(2, 3) * attention.scaling).softmax(-1)
+        x = x + attention.o_proj((weights @ value).transpose(1, 2).flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    expected = model.lm_head(model.model.norm(x))[0, 0]
+    hidden = rollout(drafter, tokens, captured)
+    torch.testing.assert_close(drafter.lm_head(hidden[0, root]), expected, **TOLERANCE)
+
+
+def test_target_s_activation_of_the_root_does_not_leak():
+    target, drafter = make()
+    tokens = torch.randint(0, VOCAB_SIZE, (1, 24))
+    captured = target.features(tokens).captured
+    changed = captured.clone()
+    changed[:, 20:] += 1.0  # the root of the last block and everything after it
+    torch.testing.assert_close(rollout(drafter, tokens, changed), rollout(drafter, tokens, captured))
+
+
+def test_feedback_starts_as_the_block_s_own_input():
+    model = tiny_model("llama")
+    config = SpireConfig(shape_of(model), last_layers(model, 2))
+    weights = new_drafter(model, config, "pruned").feedback_weight.softmax(-1)
+    assert torch.equal(weights.argmax(-1), torch.tensor([0, 1]))
+    assert (weights.diagonal() > 0.95).all()
+
+
+def test_memory_of_training_grows_linearly_in_the_row():
+    """No L x L mask and no L x L score survives: bytes kept for the backward pass double with the row."""
+    target, drafter = make(window_tokens=16)
+    drafter.requires_grad_(True)
+
+    def kept(n_tokens: int) -> int:
+        sizes = {}
+        tokens = torch.randint(0, VOCAB_SIZE, (1, n_tokens))
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            hidden = rollout(drafter, tokens, target.features(tokens).captured)  # noqa: F841  keeps the graph alive
+        return sum(sizes.values())
+
+    first, second, third = kept(64), kept(128), kept(256)
+    assert 1.8 < second / first < 2.05
+    assert 1.8 < third / second < 2.05
+
+
+def test_gradient_reaches_every_parameter():
+    target, drafter = make()
+    drafter.requires_grad_(True)
+    tokens = torch.randint(0, VOCAB_SIZE, (1, 24))
+    drafter.lm_head(rollout(drafter, tokens, target.features(tokens).captured)).log_softmax(-1)[..., 5].sum().backward()
+    without = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+def test_targets_that_are_not_llama_like_are_named():
+    with pytest.raises(UserError, match="gpt_neox has no RoPE|gpt_neox has no"):
+        shape_of(tiny_model("gpt_neox"))
+    with pytest.raises(UserError, match="gemma is not computed like Llama"):
+        shape_of(tiny_model("gemma"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 9}, "k=9 is larger than window_tokens=8"),
+        ({"target_activations": False}, "target_activations=false needs feedback=false"),
+        ({"k": 0}, "k=0"),
+    ],
+)
+def test_impossible_configs_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        make(**options)
+
+
+def test_more_layers_than_the_target_has_are_refused():
+    with pytest.raises(UserError, match="n_layer=4 must be"):
+        last_layers(tiny_model("llama"), 4)
+
+
+def test_random_init_shares_nothing_with_the_target():
+    target, drafter = make(init="random")
+    assert not torch.equal(drafter.embed_tokens.weight, target.model.model.embed_tokens.weight)
+    with pytest.raises(UserError, match="init=warm"):
+        new_drafter(target.model, drafter.config, "warm")
