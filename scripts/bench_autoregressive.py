@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", help="folder or Hugging Face id")
     parser.add_argument("--prompts", type=int, default=12, help="timed prompts; two more warm up")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new", type=int, default=96, help="new tokens of each prompt; EOS is ignored")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

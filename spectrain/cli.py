@@ -1,4 +1,4 @@
-"""What every command shares: where `conf/` lies, short overrides, and user errors as one sentence.
+"""What every command shares: where `conf/` lies, short overrides, errors as one sentence, targets and methods.
 
 `target=<folder or hub id>` is short for `target.path=...`; the same holds for the other names of `SHORTHANDS`, unless
 the value names a file of that Hydra group (`corpus=stdlib`).
@@ -6,17 +6,27 @@ the value names a file of that Hydra group (`corpus=stdlib`).
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+import transformers
 from omegaconf import DictConfig
 
+from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
 from spectrain.errors import UserError
+from spectrain.models.artifacts import newest_artifact
 
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 PACKAGE = Path(__file__).resolve().parent
-SHORTHANDS = {"target": "target.path", "corpus": "corpus.path", "drafter": "drafter.path"}
+FREE_TEXT = ("prompt",)
+SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
 
 def conf_dir() -> Path:
@@ -41,8 +51,16 @@ def expand_shorthands(arguments: list[str]) -> list[str]:
         is_option = (conf_dir() / key / f"{value}.yaml").is_file()
         if equals and key in SHORTHANDS and value not in ("", "null") and not is_option:
             argument = f"{SHORTHANDS[key]}={value}"
+        elif equals and key in FREE_TEXT:
+            argument = f"{key}={quoted(value)}"
         expanded.append(argument)
     return expanded
+
+
+def quoted(text: str) -> str:
+    """Text as Hydra's override grammar takes it whole: parentheses, colons and dollars are its syntax otherwise."""
+    text = text.replace("${", "\\${")  # no interpolation
+    return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ("\\" + m[2] if m[2] else ""), text) + '"'
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
@@ -50,9 +68,10 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def guarded(cfg: DictConfig) -> None:
+            quiet_libraries()
             try:
                 main(cfg)
-            except UserError as error:
+            except UserError as error:  # exit code 2, as of any command that was used wrongly
                 print(f"error: {error}", file=sys.stderr)
                 raise SystemExit(2) from None
 
@@ -63,3 +82,39 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         return run
 
     return decorate
+
+
+def quiet_libraries() -> None:
+    """Leaves the terminal to the command: no tips, device reports and weight-loading bars of the libraries."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+
+def open_target(cfg: DictConfig) -> TargetModel:
+    """The target of a config's `target` node; a bare name may be a bundled checkpoint."""
+    path = cfg.target.path
+    return load_target(bundled_folder(path) or path, cfg.target.dtype, cfg.target.device, cfg.target.parallel)
+
+
+def build_method(method: DictConfig, target: TargetModel, drafter: str | None) -> Drafter:
+    """A method of `conf/method/` for this target.
+
+    A yaml's `_target_` is a `build(target, ...)`; `_artifact_` says that it also takes the folder of a trained
+    drafter of that kind, by default the newest fitting one below `checkpoints/`.
+
+    Raises:
+        UserError: the drafter is missing, does not fit, or is not taken.
+    """
+    options = dict(method)
+    kind = options.pop("_artifact_", None)
+    if kind is None:
+        if drafter is not None:
+            raise UserError(f"drafter={drafter} is given, but this method takes none; remove drafter=")
+        return hydra.utils.get_method(options.pop("_target_"))(target, **options)
+    if drafter is None:
+        drafter = str(newest_artifact(CHECKPOINTS, kind, fingerprint(target.model, target.tokenizer)))
+        log.info("drafter: %s", drafter)
+    return hydra.utils.get_method(options.pop("_target_"))(target, drafter, **options)

@@ -1,10 +1,10 @@
 """Run folders: one a resolved config, so that the same command finds its own interrupted run.
 
-    runs/spire-1f0c93ab/
-        config.yaml        the resolved config
-        checkpoints/       last.ckpt, written every few minutes and at an interruption
-        metrics/0/metrics.csv   every logged number, a folder an attempt
-        result.json        written last: the run is finished
+runs/spire-1f0c93ab/
+    config.yaml        the resolved config
+    checkpoints/       last.ckpt, written every few minutes and at an interruption
+    metrics/0/metrics.csv   every logged number, a folder an attempt
+    result.json        written last: the run is finished
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,40 +25,49 @@ NOT_HASHED = ("run_dir", "fresh", "logger", "out")  # they do not change what is
 
 @dataclass(frozen=True)
 class RunFolder:
-    """An open run: a new one, or an interrupted one that goes on."""
+    """A run that may begin: a new one, or an interrupted one that goes on."""
 
     path: Path
+    config: dict  # resolved
+    fresh: bool
 
     @classmethod
-    def open(cls, cfg: DictConfig) -> RunFolder:
-        """Makes or finds the folder of this config.
+    def find(cls, cfg: DictConfig) -> RunFolder:
+        """The folder of this config. Writes nothing.
 
         Raises:
-            UserError: the run is finished already, or the folder belongs to another config.
+            UserError: the run is finished already, or the folder holds something else.
         """
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        hashed = {key: value for key, value in resolved.items() if key not in NOT_HASHED}
-        digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:8]
-        run = cls(Path(cfg.run_dir or f"runs/{cfg.kind}-{digest}"))
-        if cfg.fresh and run.config_file.is_file():
-            shutil.rmtree(run.path)
+        digest = hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()[:8]
+        run = cls(Path(cfg.run_dir or f"runs/{cfg.kind}-{digest}"), resolved, cfg.fresh)
         if run.config_file.is_file():
-            before = OmegaConf.to_container(OmegaConf.load(run.config_file))
-            differing = [key for key in hashed if before.get(key) != hashed[key]]
-            if differing:
-                raise UserError(
-                    f"run_dir={run.path} holds a run of another config (differs in {', '.join(differing)}); "
-                    "give another run_dir or fresh=true"
-                )
-            if run.result_file.is_file():
-                raise UserError(
-                    f"this run is finished ({run.path}); change an option, or repeat it from nothing with fresh=true"
-                )
+            if not run.fresh:
+                run._refuse_other()
         elif run.path.exists() and any(run.path.iterdir()):
             raise UserError(f"run_dir={run.path} is not empty and holds no run; give another run_dir")
-        run.path.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(OmegaConf.create(resolved), run.config_file)
         return run
+
+    def _refuse_other(self) -> None:
+        before = _hashed(OmegaConf.to_container(OmegaConf.load(self.config_file)))
+        ours = _hashed(self.config)
+        differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
+        if differing:
+            raise UserError(
+                f"run_dir={self.path} holds a run of another config (differs in {', '.join(differing)}); "
+                "give another run_dir or fresh=true"
+            )
+        if self.result_file.is_file():
+            raise UserError(
+                f"this run is finished ({self.path}); change an option, or repeat it from nothing with fresh=true"
+            )
+
+    def begin(self) -> None:
+        """Makes the folder and keeps the config; with `fresh`, throws the earlier run away first."""
+        if self.fresh and self.config_file.is_file():
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.create(self.config), self.config_file)
 
     @property
     def name(self) -> str:
@@ -82,7 +92,11 @@ class RunFolder:
         temporary.rename(self.result_file)
 
 
-def write_folder(destination: Path, write: callable) -> None:
+def _hashed(config: dict) -> dict:
+    return {key: value for key, value in config.items() if key not in NOT_HASHED}
+
+
+def write_folder(destination: Path, write: Callable[[Path], object]) -> None:
     """Fills a folder through `write(folder)` so that it appears whole or not at all.
 
     Raises:

@@ -158,9 +158,7 @@ class _Batch:
         step = _read_back(tree, verified)
         clock.lap("verify", n_rows)
         self.cache.commit(verified.path if step.moves else None, [len(tokens) for tokens in step.emitted])
-        rows = torch.arange(n_rows, device=context.device)
-        last_logits = output.logits[:, 0] if tree.shape[1] == 1 else output.logits[rows, verified.last]
-        context.advance(step.emitted, verified.bonus, last_logits)
+        context.advance(step.emitted, verified.bonus, verified.last_logits(output.logits))
         clock.lap("commit", n_rows)
         self.drafter.observe(context, tree, output, verified)
         clock.lap("draft", n_rows)
@@ -175,7 +173,7 @@ class _Batch:
             row = self.rows[index]
             room = self.context.room[index] + len(tokens)  # before these tokens
             kept, row.finish_reason = self.ending.cut(row.tokens, tokens[:room])
-            if row.finish_reason is None and len(kept) == room:
+            if row.finish_reason is None and len(kept) >= room:
                 row.finish_reason = "length"
             if row.tokens:  # the first token is prefill's
                 row.accepted.append(min(len(kept), len(tokens) - 1))

@@ -185,11 +185,10 @@ class TargetModel:
         n_rows, n_nodes = tree.shape
         starts = cache.lengths
         used = cache.begin(range(n_rows), starts, n_nodes)
-        alike = min(starts) == max(starts)
-        positions = tree.depth + (starts[0] if alike else torch.tensor(starts, device=tree.tokens.device)[:, None])
+        positions = torch.tensor(starts, device=tree.tokens.device)[:, None]
         if n_nodes > 1:  # a drafter that ignores `room` may guess past the context; those guesses are cut on emission
-            positions = positions.clamp_max(self.max_positions - 1)
-        mask = None if alike and n_nodes == 1 else tree_mask(tree, starts, used)
+            positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
+        mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
         logits, captured = self._run(
             tree.tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )

@@ -31,6 +31,10 @@ class Verified:
         """[B] int64: the last node of each path, whose logits the bonus was drawn from."""
         return self.path.gather(1, self.accepted[:, None])[:, 0]
 
+    def last_logits(self, logits: Tensor) -> Tensor:
+        """Of logits [B, N, V] those that the bonus was drawn from, [B, V]."""
+        return logits[:, 0] if logits.shape[1] == 1 else _at(logits, self.last)
+
 
 def verify(
     tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator] | None = None

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree
+
+
+def build(target: TargetModel) -> Autoregressive:
+    return Autoregressive()
 
 
 class Autoregressive(Drafter):

@@ -10,10 +10,24 @@ from torch import Tensor
 
 from spectrain.decoding.drafter import Context, Drafter
 from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
 from spectrain.errors import UserError
+from spectrain.methods.draft_chain import draft_chain
+
+
+def build(target: TargetModel, drafter: str, gamma: int = 4) -> Speculative:
+    """The method from a Hugging Face folder or id, loaded as the target is.
+
+    Raises:
+        UserError: it cannot be loaded, or its tokenizer differs from the target's.
+    """
+    dtype = str(target.dtype).removeprefix("torch.")
+    draft_model = load_target(drafter, dtype=dtype, device=str(target.device))
+    check_tokenizers(target, draft_model)
+    return Speculative(draft_model, gamma)
 
 
 class Speculative(Drafter):
@@ -46,23 +60,13 @@ class Speculative(Drafter):
         self.draft_model.prefill(prompts, lengths, self.cache, rows)
 
     def propose(self, context: Context) -> DraftTree:
-        gammas = [min(self.gamma, room - 1) for room in context.room]
-        steps = max(gammas)
-        if steps < 1:
-            return DraftTree.root_only(context.roots)
-        tokens, probs = [], []
-        logits = self._feed(self._unseen(context))
-        for step in range(1, steps + 1):
-            active = [gamma >= step for gamma in gammas]
-            token, q = context.draw(self._in_target_vocabulary(logits).to(context.device), active)
-            tokens.append(token)
-            probs.append(q)
-            if step < steps:  # the last token is not fed: its K and V are made up for if it is accepted
-                logits = self._feed(DraftTree.root_only(token.to(self.draft_model.device)))
-        ragged = min(gammas) < steps
-        lengths = torch.tensor(gammas, device=context.device) if ragged else None
-        q = None if context.sampling.greedy else probs
-        return DraftTree.chain(context.roots, torch.stack(tokens, dim=1), lengths, q)
+        return draft_chain(
+            context,
+            self.gamma,
+            first=lambda: self._logits(self._unseen(context), context),
+            # The last token is not fed: its K and V are made up for if it is accepted.
+            step=lambda tokens, i: self._logits(DraftTree.root_only(tokens.to(self.draft_model.device)), context),
+        )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
         # What the cache holds behind the accepted tokens was rejected. The new root is not in it, and after a fully
@@ -94,6 +98,9 @@ class Speculative(Drafter):
         counts = chain.valid.sum(-1)
         self.cache.commit(None, counts.tolist())
         return output.logits[torch.arange(len(counts), device=counts.device), counts - 1]
+
+    def _logits(self, chain: DraftTree, context: Context) -> Tensor:
+        return self._in_target_vocabulary(self._feed(chain)).to(context.device)
 
     def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
         """Equal tokenizers may come with embeddings padded to other sizes: cuts, or adds tokens of probability 0."""

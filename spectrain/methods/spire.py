@@ -11,13 +11,22 @@ Letters: n rows, R new rows, C draft blocks, D hidden size, S slots, W window, g
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.errors import UserError
+from spectrain.methods.draft_chain import draft_chain
+from spectrain.models.artifacts import load_spire
 from spectrain.models.spire import KeysValues, SpireDrafter
 from spectrain.models.spire_rollout import chunk_tokens, windowed_states
+
+
+def build(target: TargetModel, drafter: str | Path, gamma: int | None = None) -> Spire:
+    """The method from an exported drafter; raises UserError where it was trained for another target."""
+    return Spire(load_spire(Path(drafter), fingerprint(target.model, target.tokenizer)), gamma)
 
 
 class Spire(Drafter):
@@ -43,8 +52,8 @@ class Spire(Drafter):
         shape = self.drafter.config.shape
         if target.vocab_size != shape.vocab_size or target.config.hidden_size != shape.hidden_size:
             raise UserError(
-                f"the SPIRe drafter was made for a target of vocabulary {shape.vocab_size} and width "
-                f"{shape.hidden_size}, not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
+                f"the SPIRe drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, not "
+                f" {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
         self.drafter.to(device=target.device, dtype=target.dtype).eval()
         self.slots = SlotStore(self.drafter, self.gamma, cache.max_rows)
@@ -58,17 +67,12 @@ class Spire(Drafter):
     def propose(self, context: Context) -> DraftTree:
         if not self.capture_layers:
             self._read_context(context)
-        positions = context.lengths - 1  # [n] of the roots
-        tokens, drafted, probs = context.roots, [], []
-        for step in range(min(self.gamma, max(context.room) - 1)):
-            logits = self._step(tokens, positions + step)
-            tokens, q = context.draw(logits)
-            drafted.append(tokens)
-            probs.append(q)
-        if not drafted:
-            return DraftTree.root_only(context.roots)
-        return DraftTree.chain(
-            context.roots, torch.stack(drafted, dim=1), probs=None if probs[0] is None else probs
+        roots = context.lengths - 1  # [n] positions
+        return draft_chain(
+            context,
+            self.gamma,
+            first=lambda: self._step(context.roots, roots),
+            step=lambda tokens, i: self._step(tokens, roots + i),
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:

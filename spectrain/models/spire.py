@@ -28,7 +28,7 @@ from spectrain.errors import UserError
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms."""
+    """Dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms."""
 
     vocab_size: int
     hidden_size: int
@@ -71,7 +71,9 @@ class SpireConfig:
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.sink_tokens < 0 or not self.target_layers:
-            raise UserError(f"k={self.k}, sink_tokens={self.sink_tokens}, n_layer={self.n_layer}: give k and n_layer >= 1")
+            raise UserError(
+                f"k={self.k}, sink_tokens={self.sink_tokens}, n_layer={self.n_layer}: give k and n_layer >= 1"
+            )
         if self.k > self.window_tokens:
             raise UserError(
                 f"k={self.k} is larger than window_tokens={self.window_tokens}: a draft must see its own first token; "
@@ -140,7 +142,9 @@ class SpireBlock(nn.Module):
         values = self._heads("v_proj", normed)
         return KeysValues(_rotate(keys, rope).to(values.dtype), values)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor) -> tuple[Tensor, KeysValues]:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor
+    ) -> tuple[Tensor, KeysValues]:
         """One block over n queries, whose own keys come after the past ones.
 
         Args:
@@ -217,8 +221,7 @@ class SpireDrafter(nn.Module):
         if not self.config.feedback:
             return states[: self.config.n_layer]
         weights = self.feedback_weight.softmax(dim=-1)  # [n_layer, n_layer + 1]
-        stacked = torch.stack(states)  # [n_layer + 1, R, n, D]
-        return list(torch.tensordot(weights.to(stacked.dtype), stacked, dims=1))
+        return [sum(w * x for w, x in zip(row, states, strict=True)) for row in weights]
 
     def step(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor

@@ -38,7 +38,7 @@ def rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None) -> T
     x = drafter.embed_tokens(F.pad(tokens, (0, missing)))  # [B, L, D]
     if not config.target_activations:
         return windowed_forward(drafter, x, chunk)[:, :n_tokens]
-    assert captured is not None and captured.shape[2] == config.n_layer, "rollout needs the target's block inputs"
+    assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
     captured = F.pad(captured, (0, 0, 0, 0, 0, missing))
     n_rows, n_padded = x.shape[:2]
     n_chunks, n_blocks = n_padded // chunk, chunk // config.k

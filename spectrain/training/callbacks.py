@@ -1,14 +1,19 @@
-"""What every training shows and guards: throughput and a stop at the first loss that is not a number."""
+"""What every training shows and guards: throughput, progress without a terminal, interruption, a bad loss."""
 
 from __future__ import annotations
 
+import logging
+import signal
 import time
+from pathlib import Path
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from spectrain.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class TokensPerSecond(Callback):
@@ -28,6 +33,56 @@ class TokensPerSecond(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._last_s = None  # validation is not training time
+
+
+class ProgressLines(Callback):
+    """A line every `every_steps` steps with step, metrics and time left: the progress bar of a log file."""
+
+    def __init__(self, every_steps: int = 25) -> None:
+        self.every_steps = every_steps
+        self._start: tuple[int, float] | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
+        step, now_s = trainer.global_step, time.perf_counter()
+        if self._start is None:
+            self._start = (step, now_s)
+        elif step % self.every_steps == 0 and step > self._start[0]:
+            left_s = (now_s - self._start[1]) / (step - self._start[0]) * (trainer.max_steps - step)
+            metrics = "  ".join(f"{k} {float(v):.5g}" for k, v in trainer.progress_bar_metrics.items())
+            log.info("step %d/%d  %s  %.0f s left", step, trainer.max_steps, metrics, left_s)
+
+
+class SaveOnInterrupt(Callback):
+    """Ctrl-C or SIGTERM: finishes the step, saves, and exits with 130 or 143, so that the same command goes on exactly.
+
+    Saving inside a step, where the signal struck, could catch an optimizer half stepped.
+    """
+
+    def __init__(self, checkpoint_file: Path) -> None:
+        self.checkpoint_file = checkpoint_file
+        self._received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self._received is not None:  # asked twice: leave at once, the periodic checkpoint remains
+            raise SystemExit(128 + number)
+        self._received = number
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
+        if self._received is None:
+            return
+        trainer.save_checkpoint(self.checkpoint_file)
+        log.info("interrupted at step %d and saved; the same command goes on from here", trainer.global_step)
+        raise SystemExit(128 + self._received)
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
 
 
 class StopOnBadLoss(Callback):

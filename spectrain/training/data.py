@@ -73,6 +73,7 @@ class PackedRowsData(LightningDataModule):
     def __init__(self, train: Tensor, held_out: Tensor, batch_size: int, seed: int, val_rows: int = 32) -> None:
         super().__init__()
         self.train, self.held_out = train, held_out[:val_rows]
+        self.contexts = held_out[val_rows:].tolist() or held_out.tolist()  # what tau is measured on
         self.batch_size, self.seed = batch_size, seed
 
     def train_dataloader(self) -> ResumableLoader:

@@ -2,8 +2,8 @@
 
     MixedLoss = omega * CE(p, q) - (1 - omega) * alpha,    alpha = sum_v min(p_v, q_v)
 
-alpha is the probability that a token drawn from q is accepted. Hidden states are turned into logits a chunk of positions
-at a time, forward and gradient in one visit, so that memory does not grow with L x V; the gradient is
+alpha is the probability that a token drawn from q is accepted. Hidden states become logits a chunk of positions at a
+time, forward and gradient in one visit, so that memory does not grow with L x V; the gradient is
 
     d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
 
@@ -24,6 +24,30 @@ CHUNK_POSITIONS = 1024
 
 
 @dataclass(frozen=True)
+class LossSettings:
+    """Which loss.
+
+    Args:
+        kind: "mixed"; "distill" (omega = 1); "hard" (cross-entropy on the data).
+        omega: share of the cross-entropy in "mixed", 0 to 1.
+    """
+
+    kind: str = "mixed"
+    omega: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOSSES:
+            raise UserError(f"loss={self.kind} is unknown; choose {', '.join(LOSSES)}")
+        if not 0 <= self.omega <= 1:
+            raise UserError(f"omega={self.omega} must lie between 0 and 1")
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Of the cross-entropy and of -alpha."""
+        return (self.omega, 1 - self.omega) if self.kind == "mixed" else (1.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Teacher:
     """What the drafter is compared with: the target's final hidden states and unembedding, never its logits."""
 
@@ -41,29 +65,20 @@ class LossParts:
 
 
 def drafter_loss(
-    kind: str, omega: float, hidden: Tensor, unembedding: Tensor, teacher: Teacher, next_tokens: Tensor
+    settings: LossSettings, hidden: Tensor, unembedding: Tensor, teacher: Teacher, next_tokens: Tensor
 ) -> LossParts:
     """The training loss of a drafter, averaged over positions.
 
     Args:
-        kind: "mixed"; "distill" (omega = 1); "hard" (cross-entropy on the data).
-        omega: share of the cross-entropy in "mixed", 0 to 1.
+        settings: which loss.
         hidden: [N, D] the drafter's final hidden states.
         unembedding: [V, D] its unembedding.
         teacher: the target at the same positions.
         next_tokens: [N] int64, the data's next token; -100 where there is none (read by "hard" only).
-
-    Raises:
-        UserError: unknown kind, or omega outside 0..1.
     """
-    if kind not in LOSSES:
-        raise UserError(f"loss={kind} is unknown; choose {', '.join(LOSSES)}")
-    if not 0 <= omega <= 1:
-        raise UserError(f"omega={omega} must lie between 0 and 1")
-    weights = {"mixed": (omega, 1 - omega), "distill": (1.0, 0.0), "hard": (1.0, 0.0)}[kind]
-    hard = next_tokens if kind == "hard" else None
+    hard = next_tokens if settings.kind == "hard" else None
     loss, cross_entropy, alpha = _ChunkedLoss.apply(
-        hidden, unembedding, teacher.hidden, teacher.unembedding, hard, weights
+        hidden, unembedding, teacher.hidden, teacher.unembedding, hard, settings.weights
     )
     return LossParts(loss, cross_entropy, alpha)
 
@@ -72,7 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradient with the loss, chunk by chunk; backward only scales it."""
 
     @staticmethod
-    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights):  # noqa: PLR0913
+    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights):
         needs_grad = hidden.requires_grad or unembedding.requires_grad
         n_positions = hidden.shape[0]
         n_hard = int((hard >= 0).sum()) if hard is not None else n_positions

@@ -37,9 +37,7 @@ class MuonAdamW(Optimizer):
     """Muon for the matrices and AdamW for the rest, stepped together; both share this object's groups and state."""
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], settings: OptimizerSettings) -> None:
-        self._muon = Muon(
-            matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
-        )
+        self._muon = Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
         self._adamw = AdamW(others, lr=settings.lr, weight_decay=0.0, betas=settings.betas)
         super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
         self._share()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule
@@ -12,16 +10,8 @@ from torch import Tensor
 from spectrain.decoding.target import TargetModel
 from spectrain.models.spire import SpireDrafter
 from spectrain.models.spire_rollout import rollout
-from spectrain.training.losses import LossParts, Teacher, drafter_loss
+from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import OptimizerSettings, lightning_optimizers
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """Which loss: "mixed", "distill" or "hard"; omega weighs the cross-entropy of "mixed"."""
-
-    kind: str = "mixed"
-    omega: float = 0.5
 
 
 class SpireTraining(LightningModule):
@@ -59,10 +49,8 @@ class SpireTraining(LightningModule):
         hidden = rollout(self.drafter, tokens, features.captured)
         teacher = Teacher(features.final_hidden.flatten(0, 1), self.target.unembedding)
         next_tokens = F.pad(tokens[:, 1:], (0, 1), value=-100).flatten()
-        settings = self.loss_settings
-        return drafter_loss(
-            settings.kind, settings.omega, hidden.flatten(0, 1), self.drafter.lm_head.weight, teacher, next_tokens
-        )
+        unembedding = self.drafter.lm_head.weight
+        return drafter_loss(self.loss_settings, hidden.flatten(0, 1), unembedding, teacher, next_tokens)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
         parts = self.parts(tokens)

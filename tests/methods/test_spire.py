@@ -36,7 +36,7 @@ class ForcedContext(Context):
 
 @pytest.mark.parametrize("options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}], ids=str)
 def test_decoding_equals_the_training_rollout(options):
-    """Two rows of different length, two rounds each: after prefill, and after a step whose path was accepted in part."""
+    """Two rows of different length, two rounds: after prefill, and after a step that accepted part of the path."""
     target, drafter = make(**options)
     k, lengths = 4, [24, 12]  # both roots begin a block; longer than the window of 8
     sequences = torch.randint(4, VOCAB_SIZE, (2, 40))
@@ -102,7 +102,7 @@ def test_gamma_longer_than_the_window_is_refused():
 def test_a_drafter_of_another_target_is_refused():
     _, drafter = make()
     other = TargetModel(tiny_model("llama", hidden_size=64))
-    with pytest.raises(UserError, match="made for a target of vocabulary 61 and width 32"):
+    with pytest.raises(UserError, match="for a target of vocabulary 61 and width 32"):
         generate(other, Spire(drafter), [[5, 6]], 4)
 
 

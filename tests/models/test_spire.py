@@ -50,7 +50,9 @@ def test_batched_rollout_equals_the_definition(options):
     captured = target.features(tokens).captured.double()
     batched = rollout(drafter, tokens, captured)
     for row in range(2):
-        torch.testing.assert_close(batched[row], slow_rollout(drafter, tokens[row], captured[row]), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            batched[row], slow_rollout(drafter, tokens[row], captured[row]), atol=1e-6, rtol=1e-6
+        )
 
 
 def test_rollout_without_target_activations_is_a_sparse_transformer():
@@ -139,7 +141,7 @@ def test_gradient_reaches_every_parameter():
 
 
 def test_targets_that_are_not_llama_like_are_named():
-    with pytest.raises(UserError, match="gpt_neox has no RoPE|gpt_neox has no"):
+    with pytest.raises(UserError, match="target gpt_neox has no"):
         shape_of(tiny_model("gpt_neox"))
     with pytest.raises(UserError, match="gemma is not computed like Llama"):
         shape_of(tiny_model("gemma"))

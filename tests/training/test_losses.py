@@ -7,7 +7,7 @@ import torch
 
 from spectrain.errors import UserError
 from spectrain.training import losses
-from spectrain.training.losses import Teacher, drafter_loss
+from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 
 
 def plain_loss(kind, omega, hidden, unembedding, teacher, labels):
@@ -28,14 +28,16 @@ def make_batch(n: int = 7, d: int = 5, v: int = 11):
     return hidden, unembedding, Teacher(torch.randn(n, 6), torch.randn(v, 6)), labels
 
 
-@pytest.mark.parametrize(("kind", "omega"), [("mixed", 0.5), ("mixed", 0.0), ("mixed", 1.0), ("distill", 0.5), ("hard", 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "omega"), [("mixed", 0.5), ("mixed", 0.0), ("mixed", 1.0), ("distill", 0.5), ("hard", 0.5)]
+)
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_value_and_gradient_equal_autograd_s(kind, omega, chunk, monkeypatch):
     monkeypatch.setattr(losses, "CHUNK_POSITIONS", chunk)
     hidden, unembedding, teacher, labels = make_batch()
     expected = plain_loss(kind, omega, hidden, unembedding, teacher, labels)
     expected_grads = torch.autograd.grad(expected, [hidden, unembedding])
-    found = drafter_loss(kind, omega, hidden, unembedding, teacher, labels)
+    found = drafter_loss(LossSettings(kind, omega), hidden, unembedding, teacher, labels)
     grads = torch.autograd.grad(found.loss, [hidden, unembedding])
     torch.testing.assert_close(found.loss, expected)
     torch.testing.assert_close(grads, expected_grads)
@@ -45,7 +47,7 @@ def test_alpha_is_the_overlap_of_p_and_q():
     """p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): they share 1/4 + 1/4 + 1/4."""
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     one = torch.ones(1, 1)
-    parts = drafter_loss("mixed", 0.5, one, q.log()[:, None], Teacher(one, p.log()[:, None]), torch.tensor([-100]))
+    parts = drafter_loss(LossSettings(), one, q.log()[:, None], Teacher(one, p.log()[:, None]), torch.tensor([-100]))
     assert parts.alpha.item() == pytest.approx(0.75)
     entropy = -(p * q.log()).sum().item()
     assert parts.cross_entropy.item() == pytest.approx(entropy)
@@ -54,13 +56,12 @@ def test_alpha_is_the_overlap_of_p_and_q():
 
 def test_equal_distributions_are_always_accepted():
     hidden, unembedding = torch.randn(4, 5), torch.randn(9, 5)
-    parts = drafter_loss("mixed", 0.5, hidden, unembedding, Teacher(hidden, unembedding), torch.zeros(4).long())
+    parts = drafter_loss(LossSettings(), hidden, unembedding, Teacher(hidden, unembedding), torch.zeros(4).long())
     torch.testing.assert_close(parts.alpha, torch.ones(4))
 
 
 def test_unknown_loss_and_omega_are_refused():
-    hidden, unembedding, teacher, labels = make_batch()
     with pytest.raises(UserError, match="loss=soft is unknown"):
-        drafter_loss("soft", 0.5, hidden, unembedding, teacher, labels)
+        LossSettings("soft")
     with pytest.raises(UserError, match="omega=2 must lie"):
-        drafter_loss("mixed", 2, hidden, unembedding, teacher, labels)
+        LossSettings("mixed", 2)

@@ -1,0 +1,151 @@
+"""Cost of a SPIRe training step against an ordinary distillation step, and its memory against the row length.
+
+    python scripts/bench_training.py --target checkpoints/pystdlib-8l
+
+Both steps train two blocks pruned from the target, at equal batch and length, with the same loss and optimizer: the
+ordinary one is a Hugging Face Llama with full causal attention, one forward over the row. Steps take turns; a ratio is
+of two neighbouring steps, given as the median with a 95 % bootstrap interval. Peak memory is that of a process of its
+own for each length (resident set, above what it had before the first step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from spectrain.cli import bundled_folder
+from spectrain.decoding import TargetModel, load_target
+from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.models.spire_rollout import rollout
+from spectrain.training.losses import LossSettings, Teacher, drafter_loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="pystdlib-8l", help="folder, hub id or bundled name of a Llama-like model")
+    parser.add_argument("--batch", type=int, default=4, help="rows")
+    parser.add_argument("--length", type=int, default=1024, help="tokens a row")
+    parser.add_argument("--k", type=int, default=4, help="rollout depth")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of steps timed")
+    parser.add_argument("--memory-of", type=int, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    target = load_target(bundled_folder(args.target) or args.target)
+    config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=args.k)
+    target = target.with_capture(config.target_layers)
+    drafter = new_drafter(target.model, config, "pruned")
+    if args.memory_of:
+        print(peak_bytes(target, drafter, args.batch, args.memory_of))
+        return
+    shape = f"batch {args.batch} x {args.length}, k={args.k}"
+    print(f"{args.target}, {shape}, bf16 autocast, {torch.get_num_threads()} threads")
+    report_times(args, target, drafter)
+    report_memory(args)
+
+
+def report_times(args: argparse.Namespace, target: TargetModel, drafter: SpireDrafter) -> None:
+    plain = pruned_llama(target, drafter)
+    parts = {
+        "rollout": step_of(drafter, drafter.lm_head.weight, lambda t, f: rollout(drafter, t, f.captured), target),
+        "ordinary": step_of(plain, plain.lm_head.weight, lambda t, f: plain.model(t, use_cache=False)[0], target),
+    }
+    seconds = {name: {"target": [], "drafter": []} for name in parts}
+    for pair in range(args.pairs + 2):
+        tokens = torch.randint(0, target.vocab_size, (args.batch, args.length))
+        for name, step in parts.items():
+            target_s, drafter_s = step(tokens)
+            if pair >= 2:  # warm-up
+                seconds[name]["target"].append(target_s)
+                seconds[name]["drafter"].append(drafter_s)
+    for name, times in seconds.items():
+        whole = np.add(times["target"], times["drafter"])
+        print(
+            f"{name:9} step {np.median(whole):.3f} s: target {np.median(times['target']):.3f}, "
+            f"drafter {np.median(times['drafter']):.3f}; {args.batch * args.length / np.median(whole):.0f} tokens/s"
+        )
+    whole = [np.add(seconds[name]["target"], seconds[name]["drafter"]) for name in parts]
+    print(f"ratio of whole steps   {median_interval(whole[0] / whole[1])}")
+    drafters = [np.array(seconds[name]["drafter"]) for name in parts]
+    print(f"ratio without target   {median_interval(drafters[0] / drafters[1])}")
+
+
+def pruned_llama(target: TargetModel, drafter: SpireDrafter) -> LlamaForCausalLM:
+    """The drafter's blocks as an ordinary Hugging Face model."""
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = drafter.config.n_layer
+    model = LlamaForCausalLM(config)
+    model.model.embed_tokens.load_state_dict(drafter.embed_tokens.state_dict())
+    for layer, block in zip(model.model.layers, drafter.blocks, strict=True):
+        layer.load_state_dict(block.state_dict())
+    return model.float().train()
+
+
+def step_of(
+    model: torch.nn.Module, unembedding: Tensor, hidden_of: Callable, target: TargetModel
+) -> Callable[[Tensor], tuple[float, float]]:
+    """A training step that returns the seconds of the target's forward and of the rest."""
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(tokens: Tensor) -> tuple[float, float]:
+        start = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                features = target.features(tokens)
+            middle = time.perf_counter()
+            hidden = hidden_of(tokens, features)
+            teacher = Teacher(features.final_hidden.flatten(0, 1), target.unembedding)
+            parts = drafter_loss(LossSettings(), hidden.flatten(0, 1), unembedding, teacher, tokens.flatten())
+        parts.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return middle - start, time.perf_counter() - middle
+
+    return step
+
+
+def report_memory(args: argparse.Namespace) -> None:
+    peaks = {}
+    for length in (args.length // 2, args.length, 2 * args.length):
+        command = [sys.executable, __file__, "--target", args.target, "--batch", str(args.batch), "--k", str(args.k)]
+        out = subprocess.run([*command, "--memory-of", str(length)], check=True, capture_output=True, text=True)
+        peaks[length] = int(out.stdout.split()[-1])
+    first = next(iter(peaks))
+    for length, peak in peaks.items():
+        print(f"peak memory at {length:5} tokens a row: {peak / 2**20:6.0f} MiB, {peak / peaks[first]:.2f}x")
+
+
+def peak_bytes(target: TargetModel, drafter: SpireDrafter, batch: int, length: int) -> int:
+    """Resident bytes that training steps add to what the process held before (Linux: the peak is counted anew)."""
+    step = step_of(drafter, drafter.lm_head.weight, lambda t, f: rollout(drafter, t, f.captured), target)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_peak_bytes()
+    for _ in range(2):
+        step(torch.randint(0, target.vocab_size, (batch, length)))
+    return resident_peak_bytes() - before
+
+
+def resident_peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+
+
+def median_interval(ratios: np.ndarray, n_resamples: int = 2000) -> str:
+    picks = np.random.default_rng(0).choice(ratios, size=(n_resamples, len(ratios)))
+    low, high = np.quantile(np.median(picks, axis=1), [0.025, 0.975])
+    return f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}] over {len(ratios)} pairs"
+
+
+if __name__ == "__main__":
+    main()

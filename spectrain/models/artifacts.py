@@ -1,0 +1,122 @@
+"""Exported drafters: what a folder holds, for which target it was made, and where the newest one lies.
+
+Every export holds `spectrain.json` (kind, version, target and its fingerprint, what training measured) beside
+`model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; a `spire` folder holds
+`SpireConfig` as its `config.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from spectrain.errors import UserError
+from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
+
+VERSION = 1
+MANIFEST = "spectrain.json"
+MADE_BY = {"spire": "+exp=spire", "vanilla": "+exp=vanilla"}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What `spectrain.json` says."""
+
+    kind: str  # spire | vanilla
+    target: str  # folder or id it was trained for
+    target_fingerprint: str
+    trained: dict  # steps, tokens, final metrics
+    version: int = VERSION
+
+
+def write_manifest(folder: Path, artifact: Artifact) -> None:
+    (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(artifact), indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> Artifact:
+    """Raises UserError where the folder is missing, is no export, or is of another version."""
+    file = folder / MANIFEST
+    if not folder.is_dir():
+        raise UserError(f"drafter={folder} does not exist; give a folder that spectrain.train exported")
+    if not file.is_file():
+        raise UserError(f"drafter={folder} has no {MANIFEST}; give a folder that spectrain.train exported")
+    try:
+        artifact = Artifact(**json.loads(file.read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); export the drafter again") from error
+    if artifact.version != VERSION:
+        raise UserError(f"{folder} has format version {artifact.version}, not {VERSION}; export it again")
+    return artifact
+
+
+def check_artifact(folder: Path, kind: str, fingerprint: str) -> Artifact:
+    """The manifest of a drafter that fits.
+
+    Raises:
+        UserError: it is of another kind, or was trained for a target of another fingerprint.
+    """
+    artifact = read_manifest(folder)
+    if artifact.kind != kind:
+        raise UserError(f"drafter={folder} is a {artifact.kind} drafter; give one made by {MADE_BY[kind]}")
+    if artifact.target_fingerprint != fingerprint:
+        raise UserError(
+            f"drafter={folder} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
+            f"({fingerprint}); train one for it with python -m spectrain.train {MADE_BY[kind]} target=..."
+        )
+    return artifact
+
+
+def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
+    """The newest drafter of this kind for this target below `root`.
+
+    Raises:
+        UserError: there is none.
+    """
+    fitting = []
+    for file in root.glob(f"*/{MANIFEST}"):
+        artifact = read_manifest(file.parent)
+        if artifact.kind == kind and artifact.target_fingerprint == fingerprint:
+            fitting.append(file)
+    if not fitting:
+        raise UserError(
+            f"{root}/ holds no {kind} drafter for this target; train one with python -m spectrain.train "
+            f"{MADE_BY[kind]}, or give drafter=<folder>"
+        )
+    return max(fitting, key=lambda file: file.stat().st_mtime).parent
+
+
+def save_spire(folder: Path, drafter: SpireDrafter) -> None:
+    """Writes weights (float32, tied ones once) and config into an existing folder."""
+    tied = drafter.config.shape.tie_embeddings
+    state = {
+        name: t.contiguous() for name, t in drafter.state_dict().items() if not (tied and name == "lm_head.weight")
+    }
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(drafter.config), indent=2) + "\n")
+
+
+def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
+    """Opens a SPIRe drafter for the target of this fingerprint.
+
+    Raises:
+        UserError: see `check_artifact`; or a file is missing or corrupt.
+    """
+    check_artifact(folder, "spire", fingerprint)
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        shape = LlamaShape(**values.pop("shape"))
+        config = SpireConfig(shape=shape, **{**values, "target_layers": tuple(values["target_layers"])})
+        drafter = SpireDrafter(config)
+        state = load_file(folder / "model.safetensors")
+        if shape.tie_embeddings:
+            state["lm_head.weight"] = state["embed_tokens.weight"]
+        drafter.load_state_dict(state)
+    except UserError:
+        raise
+    except Exception as error:  # safetensors, json and torch each raise their own types here
+        raise UserError(f"drafter={folder} is damaged ({type(error).__name__}); export it again") from error
+    return drafter

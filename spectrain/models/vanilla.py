@@ -1,0 +1,42 @@
+"""The vanilla drafter: a small ordinary Llama with the target's vocabulary (methods.md section 2)."""
+
+from __future__ import annotations
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from spectrain.errors import UserError
+
+
+def new_vanilla(
+    target: PreTrainedModel, n_layer: int | None = None, hidden_size: int | None = None
+) -> LlamaForCausalLM:
+    """A Llama to train from scratch, by default of half the target's layers and width: 1/8 of its body parameters.
+
+    The heads keep their number and shrink with the width, as in SPIRe's vanilla drafter.
+
+    Raises:
+        UserError: the width does not divide into the target's heads.
+    """
+    config = target.config
+    hidden = hidden_size or config.hidden_size // 2
+    n_head = config.num_attention_heads
+    if hidden % (2 * n_head):
+        raise UserError(f"hidden_size={hidden} must be a multiple of {2 * n_head}: RoPE turns pairs in {n_head} heads")
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=hidden,
+            intermediate_size=wide * hidden // config.hidden_size,
+            num_hidden_layers=n_layer or max(1, config.num_hidden_layers // 2),
+            num_attention_heads=n_head,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or n_head,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=getattr(config, "rope_parameters", None),
+            tie_word_embeddings=target.get_output_embeddings().weight is target.get_input_embeddings().weight,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id,
+            attn_implementation="sdpa",
+        )
+    )

@@ -1,0 +1,118 @@
+"""Exports: what is written is what is read, and what does not fit is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from spectrain.decoding import TargetModel, fingerprint
+from spectrain.errors import UserError
+from spectrain.models.artifacts import Artifact, load_spire, newest_artifact, save_spire, write_manifest
+from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.spire import SpireConfig
+from spectrain.models.vanilla import new_vanilla
+from tests.conftest import EOS_ID, VOCAB_SIZE, tiny_model
+
+
+def tiny_tokenizer(first: str = "a") -> PreTrainedTokenizerFast:
+    vocabulary = {first if i == 5 else f"<{i}>": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"<{EOS_ID}>", unk_token="<0>")
+
+
+def export_spire(folder: Path, target: TargetModel, **options) -> Path:
+    config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), **options)
+    folder.mkdir()
+    save_spire(folder, new_drafter(target.model, config, "pruned"))
+    write_manifest(folder, Artifact("spire", "tiny", fingerprint(target.model, target.tokenizer), {}))
+    return folder
+
+
+def export_vanilla(folder: Path, target: TargetModel) -> Path:
+    folder.mkdir()
+    new_vanilla(target.model).save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    write_manifest(folder, Artifact("vanilla", "tiny", fingerprint(target.model, target.tokenizer), {}))
+    return folder
+
+
+@pytest.fixture
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama"), tiny_tokenizer())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_drafter_is_read_back_whole(tmp_path, tied):
+    target = TargetModel(tiny_model("llama", tie_word_embeddings=tied), tiny_tokenizer())
+    folder = export_spire(tmp_path / "spire", target, k=3, window_tokens=7, sink_tokens=2)
+    drafter = load_spire(folder, fingerprint(target.model, target.tokenizer))
+    assert (drafter.config.k, drafter.config.window_tokens, drafter.config.sink_tokens) == (3, 7, 2)
+    assert (drafter.lm_head.weight is drafter.embed_tokens.weight) == tied
+    torch.testing.assert_close(drafter.lm_head.weight, target.unembedding)
+    torch.testing.assert_close(drafter.blocks[1].mlp["up_proj"].weight, target.model.model.layers[2].mlp.up_proj.weight)
+
+
+def test_a_drafter_of_another_target_is_refused(tmp_path, target):
+    folder = export_spire(tmp_path / "spire", target)
+    other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
+    with pytest.raises(UserError, match=r"was trained for tiny .* not for this target"):
+        load_spire(folder, fingerprint(other.model, other.tokenizer))
+
+
+def test_an_unequal_tokenizer_is_another_target(tmp_path, target):
+    folder = export_spire(tmp_path / "spire", target)
+    with pytest.raises(UserError, match="not for this target"):
+        load_spire(folder, fingerprint(target.model, tiny_tokenizer("b")))
+
+
+def test_wrong_folders_are_named(tmp_path, target):
+    name = fingerprint(target.model, target.tokenizer)
+    with pytest.raises(UserError, match="does not exist"):
+        load_spire(tmp_path / "nothing", name)
+    with pytest.raises(UserError, match=r"has no spectrain\.json"):
+        load_spire(tmp_path, name)
+    with pytest.raises(UserError, match=r"is a vanilla drafter; give one made by \+exp=spire"):
+        load_spire(export_vanilla(tmp_path / "vanilla", target), name)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "config", "version"])
+def test_damaged_exports_are_refused(tmp_path, target, damage):
+    folder = export_spire(tmp_path / "spire", target)
+    if damage == "truncate":
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+    elif damage == "config":
+        (folder / "config.json").write_text("{")
+    else:
+        values = json.loads((folder / "spectrain.json").read_text())
+        (folder / "spectrain.json").write_text(json.dumps({**values, "version": 99}))
+    with pytest.raises(UserError, match=r"damaged|version 99"):
+        load_spire(folder, fingerprint(target.model, target.tokenizer))
+
+
+def test_the_newest_fitting_export_is_found(tmp_path, target):
+    name = fingerprint(target.model, target.tokenizer)
+    with pytest.raises(UserError, match=r"holds no spire drafter for this target; train one with .*\+exp=spire"):
+        newest_artifact(tmp_path, "spire", name)
+    export_vanilla(tmp_path / "v", target)
+    export_spire(tmp_path / "s", target)
+    other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
+    export_spire(tmp_path / "other", other)
+    assert newest_artifact(tmp_path, "spire", name) == tmp_path / "s"
+
+
+def test_vanilla_is_an_eighth_of_the_body_and_an_ordinary_model(tmp_path):
+    model = tiny_model("llama", num_hidden_layers=4)
+    folder = export_vanilla(tmp_path / "v", TargetModel(model, tiny_tokenizer()))
+    vanilla = AutoModelForCausalLM.from_pretrained(folder)
+
+    def matrices(m) -> int:
+        return sum(p.numel() for name, p in m.model.layers.named_parameters() if p.ndim == 2)
+
+    assert matrices(model) == 8 * matrices(vanilla)
+    assert vanilla.config.num_hidden_layers == 2

@@ -1,0 +1,79 @@
+"""Imports run one way (docs/design.md), read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENTRY_POINTS = {"train", "generate", "cli", "runs"}
+LEAVES = {"spectrain.errors"}
+ALLOWED = {  # package -> what of this project it may import
+    "spectrain.errors": set(),
+    "spectrain.decoding": {"spectrain.decoding"},
+    "spectrain.models": {"spectrain.models", "spectrain.decoding"},
+    "spectrain.methods": {"spectrain.methods", "spectrain.models", "spectrain.decoding"},
+    "spectrain.training": {
+        "spectrain.training",
+        "spectrain.models",
+        "spectrain.decoding.target",
+        "spectrain.decoding.sampling",
+    },
+    "spectrain.evaluation": {"spectrain.evaluation", "spectrain.decoding"},
+    "data_prep": {
+        "data_prep",
+        "spectrain.decoding",
+        "spectrain.models",
+        "spectrain.methods",
+        "spectrain.evaluation",
+    },
+}
+THIRD_PARTY_OF_DECODING = {"torch", "transformers"}
+
+
+def modules() -> dict[str, Path]:
+    files = [*ROOT.glob("spectrain/**/*.py"), *ROOT.glob("data_prep/**/*.py")]
+    return {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    return found
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[0] if module.startswith("data_prep") else ".".join(module.split(".")[:2])
+
+
+def within(name: str, allowed: set[str]) -> bool:
+    return any(name == a or name.startswith(f"{a}.") for a in allowed)
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_run_one_way(module):
+    package = package_of(module)
+    if package == "spectrain" or package.split(".")[-1] in ENTRY_POINTS:
+        return
+    ours = {name for name in imports(modules()[module]) if name.split(".")[0] in ("spectrain", "data_prep")}
+    assert {name for name in ours if not within(name, ALLOWED[package] | LEAVES)} == set()
+
+
+def test_decoding_knows_only_torch_and_transformers():
+    standard = __import__("sys").stdlib_module_names
+    for module, path in modules().items():
+        if package_of(module) == "spectrain.decoding":
+            others = {name.split(".")[0] for name in imports(path)} - standard - {"spectrain"}
+            assert others <= THIRD_PARTY_OF_DECODING, (module, others)
+
+
+def test_only_entry_points_see_the_config():
+    for module, path in modules().items():
+        if package_of(module).split(".")[-1] not in ENTRY_POINTS:
+            assert not {"hydra", "omegaconf"} & {name.split(".")[0] for name in imports(path)}, module

@@ -1,0 +1,44 @@
+"""Overrides as users type them."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from spectrain.cli import conf_dir, expand_shorthands
+
+AWKWARD = [
+    "def read_config(path):",
+    'say "hello" to it\'s friend',
+    "a = {1: 2}, [3]",
+    "${oc.env:HOME} and $x",
+    "ends with a backslash \\",
+    'a backslash before a quote \\"',
+    "1",
+    "null",
+    "two\nlines",
+    "",
+    "éß日本",
+]
+
+
+def composed(config: str, *arguments: str):
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose(config, overrides=expand_shorthands(list(arguments)))
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_prompt_is_taken_literally(text):
+    assert composed("generate", f"prompt={text}").prompt == text
+
+
+def test_target_is_a_folder_or_an_option():
+    assert composed("generate", "target=/some/folder", "prompt=x").target.path == "/some/folder"
+    assert composed("generate", "target=org/model-1b", "prompt=x").target.path == "org/model-1b"
+    assert composed("generate", "target=bundled", "prompt=x").target.path == "pystdlib-8l"
+    assert composed("generate", "target=/m", "target.parallel=tp", "prompt=x").target.parallel == "tp"
+
+
+def test_corpus_is_a_path_or_an_option():
+    assert composed("train", "+exp=spire", "corpus=data/a.jsonl").corpus.path == "data/a.jsonl"
+    assert composed("train", "+exp=spire", "corpus=stdlib").corpus.path is None

@@ -1,0 +1,228 @@
+"""The commands as a user types them, on a tiny target: what they print, write, refuse and resume."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import Callback
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data_prep.corpus import train_tokenizer
+from spectrain import train
+from spectrain.cli import command
+from tests.conftest import tiny_model
+
+TEXT = (
+    'def read_{0}(path):\n    """Reads {0}."""\n    with open(path) as file:\n        return file.read() + "{0}"\n\n\n'
+)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """A tiny target `target/` and a corpus `corpus/` of 60 modules."""
+    root = tmp_path_factory.mktemp("shared")
+    (root / "corpus").mkdir()
+    texts = [TEXT.format(f"config_{i % 7}") * 6 for i in range(60)]
+    for i, text in enumerate(texts):
+        (root / "corpus" / f"m{i}.py").write_text(text)
+    tokenizer = train_tokenizer(texts, 300)
+    model = tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4, initializer_range=0.05)
+    model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    return root
+
+
+@pytest.fixture
+def run(shared, tmp_path, monkeypatch, capfd):
+    """Runs a command in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(name: str, *arguments: str, target: str | None = None) -> tuple[int, str, str]:
+        module = importlib.import_module(f"spectrain.{name}")
+        target = target or str(shared / "target")
+        monkeypatch.setattr(sys, "argv", [f"spectrain.{name}", f"target={target}", *arguments])
+        code = 0
+        try:
+            command(name)(module.main)()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def small(shared) -> list[str]:
+    """Overrides that make a training take a second."""
+    return [
+        f"corpus={shared / 'corpus'}",
+        "corpus.held_out_share=0.3",
+        "data.row_tokens=64",
+        "data.batch_size=2",
+        "data.val_rows=2",
+        "max_steps=6",
+        "trainer.precision=32-true",
+        "trainer.val_check_interval=4",
+        "tau.context_tokens=[16,32]",
+        "tau.contexts=3",
+        "tau.new_tokens=12",
+        "tau.timed_contexts=1",
+    ]
+
+
+def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
+    code, out, _ = run("train", "+exp=vanilla", *small, "out=vanilla")
+    assert code == 0
+    assert "speculative" in out
+    assert AutoModelForCausalLM.from_pretrained("vanilla").config.num_hidden_layers == 2
+
+    code, out, err = run("train", "+exp=spire", *small, "vanilla=vanilla")
+    assert code == 0, err
+    assert all(
+        word in out for word in ("autoregressive", "speculative", "spire", "16 tokens, greedy", "32 tokens, T=1")
+    )
+    (folder,) = Path("checkpoints").iterdir()
+    assert {f.name for f in folder.iterdir()} == {"model.safetensors", "config.json", "spectrain.json"}
+    result = json.loads((Path("runs") / folder.name / "result.json").read_text())
+    assert result["tokens"] == 6 * 2 * 64
+    assert result["tau"]["spire"]["16 tokens, greedy"]["value"] >= 1
+    assert list(Path("runs").glob("*/metrics/version_0/metrics.csv"))
+
+    code, _, err = run("train", "+exp=spire", *small, "vanilla=vanilla")
+    assert code == 2
+    assert "finished" in err
+    assert "fresh=true" in err
+
+    code, out, err = run("generate", "method=spire", "prompt=def read_config(path):", "max_new_tokens=20")
+    assert code == 0, err
+    assert out.startswith("def read_config(path):")
+    assert all(word in out for word in ("tau", "tokens/s", "x autoregressive decoding"))
+    code, out, err = run(
+        "generate", "method=speculative", "drafter=vanilla", "prompt=def f", "sampling=t1", "max_new_tokens=9"
+    )
+    assert code == 0, err
+
+
+def test_target_is_trained_from_scratch(run, small):
+    sizes = ["model.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"]
+    code, _, err = run("train", "+exp=target", *small, *sizes, "out=made")
+    assert code == 0, err
+    assert AutoModelForCausalLM.from_pretrained("made").dtype == torch.bfloat16
+    assert len(AutoTokenizer.from_pretrained("made")) == 300
+
+
+@pytest.mark.parametrize("exp", ["spire", "vanilla"])
+def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, exp, monkeypatch):
+    class Interrupt(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    arguments = [f"+exp={exp}", *small]
+    assert run("train", *arguments, "run_dir=whole", "out=whole_out")[0] == 0
+    callbacks = train.callbacks
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "callbacks", lambda run: [*callbacks(run), Interrupt()])
+        code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
+    assert code == 130
+    assert "interrupted at step 4" in err
+    assert not Path("cut_out").exists()
+    assert run("train", *arguments, "run_dir=cut", "out=cut_out")[0] == 0
+    whole, cut = (load_file(f"{name}_out/model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    numbers = [json.loads(Path(name, "result.json").read_text())["tau"] for name in ("whole", "cut")]
+    assert numbers[0] == numbers[1]
+
+
+def test_a_corrupt_checkpoint_is_said_and_left_alone(run, small):
+    arguments = ["+exp=spire", *small, "run_dir=r"]
+    Path("r/checkpoints").mkdir(parents=True)
+    code, _, err = run("train", *arguments)
+    assert code == 2
+    assert "holds no run" in err
+    Path("r/checkpoints").rmdir()
+    code, _, err = run("train", *arguments, "max_steps=2", "out=o")
+    assert code == 0, err
+    Path("r/result.json").unlink()
+    Path("r/checkpoints").mkdir(exist_ok=True)
+    Path("r/checkpoints/last.ckpt").write_bytes(b"not a checkpoint")
+    code, _, err = run("train", *arguments, "max_steps=2", "out=o2")
+    assert code == 2
+    assert "r/checkpoints/last.ckpt cannot be read" in err
+    assert not Path("o2").exists()
+
+
+BAD_TRAINING = {
+    "missing target": ({"target": "/no/such/folder"}, "target folder /no/such/folder does not exist"),
+    "k above window": (["k=9", "window_tokens=8"], "k=9 is larger than window_tokens=8"),
+    "init": (["init=warm"], "init=warm is unknown; choose pruned or random"),
+    "loss": (["loss=soft"], "loss=soft is unknown; choose mixed"),
+    "omega": (["omega=1.5"], "omega=1.5 must lie between 0 and 1"),
+    "layers": (["n_layer=9"], "n_layer=9 must be 1..4"),
+    "feedback": (["target_activations=false"], "needs feedback=false"),
+    "optimizer": (["optimizer.name=sgd"], "optimizer.name=sgd is unknown"),
+    "row longer than context": (["data.row_tokens=512"], "data.row_tokens=512 is longer than the target's context"),
+    "vanilla": (["vanilla=/no/such/drafter"], "/no/such/drafter does not exist"),
+    "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
+    "context longer than rows": (["tau.context_tokens=[100]"], "tau.context_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TRAINING)
+def test_bad_input_to_train_is_one_sentence_and_leaves_nothing(run, small, case, tmp_path):
+    changes, message = BAD_TRAINING[case]
+    options = changes if isinstance(changes, dict) else {}
+    overrides = [] if isinstance(changes, dict) else changes
+    code, out, err = run("train", "+exp=spire", *small, *overrides, **options)
+    assert code == 2, err
+    assert message in err
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_options_are_named(run, small, tmp_path):
+    for arguments in (["+exp=spir"], ["+exp=spire", "windw=3"], ["+exp=spire", "trainer=tpu"]):
+        code, _, err = run("train", *arguments)
+        assert code == 1
+        assert arguments[-1].split("=")[-1 if "windw" not in arguments[-1] else 0] in err
+        assert "Traceback" not in err
+    assert run("train")[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+BAD_GENERATION = {
+    "empty prompt": (["prompt="], 2, "prompt is empty"),
+    "long prompt": (
+        ["prompt=" + "x = 1\n" * 300, "method=autoregressive"],
+        2,
+        "shorten the prompt or lower max_new_tokens",
+    ),
+    "unknown method": (["prompt=x", "method=magic"], 1, "magic"),
+    "unknown option": (["prompt=x", "method.gama=3"], 1, "gama"),
+    "no drafter": (["prompt=x", "method=spire"], 2, "holds no spire drafter for this target"),
+    "missing drafter": (["prompt=x", "method=spire", "drafter=/no/such"], 2, "/no/such does not exist"),
+    "drafter for nothing": (["prompt=x", "method=autoregressive", "drafter=x"], 2, "takes none"),
+    "temperature": (["prompt=x", "method=autoregressive", "sampling.temperature=-1"], 2, "temperature=-1"),
+    "chat": (["prompt=x", "method=autoregressive", "chat=true"], 2, "has no chat template"),
+    "tokens": (["prompt=x", "method=autoregressive", "max_new_tokens=0"], 2, "max_new_tokens=0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GENERATION)
+def test_bad_input_to_generate_is_one_sentence(run, case):
+    arguments, expected, message = BAD_GENERATION[case]
+    code, _, err = run("generate", *arguments)
+    assert code == expected, err
+    assert message in err
+    assert "Traceback" not in err

@@ -1,0 +1,90 @@
+"""Every yaml of conf/ composes; every method and trainer instantiates where its hardware exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning import Trainer
+from omegaconf import OmegaConf
+
+from spectrain.cli import build_method, conf_dir
+from spectrain.decoding import Drafter, Sampling, TargetModel
+from spectrain.train import TRAININGS, optimizer_settings, tau_settings
+from tests.conftest import tiny_model
+from tests.test_cli import composed
+
+CONF = conf_dir()
+GROUPS = {  # group -> the command that takes it, and how
+    "exp": ("train", "+exp={}"),
+    "target": ("train", "target={}"),
+    "corpus": ("train", "corpus={}"),
+    "data": ("train", "data={}"),
+    "trainer": ("train", "trainer={}"),
+    "logger": ("train", "logger={}"),
+    "method": ("generate", "method={}"),
+    "sampling": ("generate", "sampling={}"),
+}
+NEEDED = {"train": ["kind=x", "max_steps=1"], "generate": ["prompt=x"]}
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def test_every_group_is_tested():
+    folders = {path.name for path in CONF.iterdir() if path.is_dir()} - {"hydra"}
+    assert folders == set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options(group)])
+def test_every_yaml_composes(group, option):
+    command, override = GROUPS[group]
+    needed = [] if group == "exp" else NEEDED[command]
+    cfg = composed(command, *needed, override.format(option))
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("**/*.yaml")), ids=lambda p: str(p.relative_to(CONF)))
+def test_every_yaml_says_what_it_is(path):
+    assert path.read_text().startswith("#") or path.parent.parent.name == "hydra", path
+
+
+@pytest.mark.parametrize("option", options("exp"))
+def test_every_experiment_names_a_training(option):
+    cfg = composed("train", f"+exp={option}")
+    assert cfg.kind in TRAININGS
+    optimizer_settings(cfg)
+    tau_settings(cfg)
+
+
+@pytest.mark.parametrize("option", options("trainer"))
+def test_every_trainer_instantiates_where_its_hardware_exists(option):
+    cfg = composed("train", "+exp=spire", f"trainer={option}")
+    if cfg.trainer.accelerator == "gpu" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    Trainer(**cfg.trainer, logger=False, enable_checkpointing=False)
+
+
+@pytest.mark.parametrize("option", options("sampling"))
+def test_every_sampling_instantiates(option):
+    Sampling(**composed("generate", "prompt=x", f"sampling={option}").sampling)
+
+
+@pytest.mark.parametrize("option", options("method"))
+def test_every_method_instantiates(option, exported):
+    cfg = composed("generate", "prompt=x", f"method={option}")
+    target, folders = exported
+    folder = folders.get(cfg.method.get("_artifact_"))
+    assert isinstance(build_method(cfg.method, target, folder and str(folder)), Drafter)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> tuple[TargetModel, dict[str, Path]]:
+    """A tiny target, and a drafter of every kind for it."""
+    from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
+
+    target = TargetModel(tiny_model("llama"), tiny_tokenizer())
+    root = tmp_path_factory.mktemp("checkpoints")
+    return target, {"spire": export_spire(root / "spire", target), "vanilla": export_vanilla(root / "vanilla", target)}
