@@ -1,9 +1,9 @@
 """Compares the autoregressive loop with Hugging Face `generate`: greedy, batch 1, float32, the same model and prompts.
 
-    python scripts/bench_autoregressive.py checkpoints/pystdlib-8l [--prompts 12 --new 96 --threads 2]
+    python scripts/bench_autoregressive.py pystdlib-8l [--prompts 12 --new 96 --threads 2]
 
 The two run interleaved, prompt by prompt and in alternating order: a drifting machine hurts both alike. Printed:
-the median over prompts of the ratio of their rates, with its 95 % interval (order statistics).
+the median over prompts of the ratio of their rates, with its 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import statistics
 import time
 
 import torch
-from scipy.stats import binom
 from transformers import GenerationConfig
 
+from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, generate, load_target
+from spectrain.evaluation.metrics import median
 from spectrain.methods.autoregressive import Autoregressive
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", help="folder or Hugging Face id")
+    parser.add_argument("target", help="folder, Hugging Face id or bundled name")
     parser.add_argument("--prompts", type=int, default=12, help="timed prompts; two more warm up")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new", type=int, default=96, help="new tokens of each prompt; EOS is ignored")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    target = load_target(options.target, device="cpu")
+    target = load_target(bundled_folder(options.target) or options.target, device="cpu")
     generator = torch.Generator().manual_seed(0)
     shape = (options.prompts + 2, options.prompt_tokens)
     prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
@@ -41,13 +42,13 @@ def main() -> None:
         if index >= 2:
             ratios.append(seconds[hugging_face_s] / seconds[loop_s])
             rates.append((options.new / seconds[loop_s], options.new / seconds[hugging_face_s]))
-    low, high = median_interval(ratios)
+    ratio = median(ratios)
     ours, theirs = (statistics.median(column) for column in zip(*rates, strict=True))
     print(
         f"{options.target}: {options.prompts} random prompts of {options.prompt_tokens} tokens, {options.new} new, "
         f"float32, greedy, batch 1, {options.threads} threads\n"
         f"loop {ours:.1f} tokens/s, Hugging Face generate {theirs:.1f} tokens/s (medians); "
-        f"ratio {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+        f"ratio {ratio}"
     )
 
 
@@ -69,13 +70,6 @@ def hugging_face_s(target: TargetModel, prompt: list[int], n_new: int) -> float:
     elapsed_s = time.perf_counter() - started
     assert output.shape[1] == len(prompt) + n_new, output.shape
     return elapsed_s
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """95 % interval of the median from order statistics, without an assumption about the distribution."""
-    ordered = sorted(values)
-    skipped = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
-    return ordered[skipped], ordered[-1 - skipped]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from transformers import LlamaForCausalLM
 
 from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, load_target
+from spectrain.evaluation.metrics import median
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.spire_rollout import rollout
@@ -75,9 +76,9 @@ def report_times(args: argparse.Namespace, target: TargetModel, drafter: SpireDr
             f"drafter {np.median(times['drafter']):.3f}; {args.batch * args.length / np.median(whole):.0f} tokens/s"
         )
     whole = [np.add(seconds[name]["target"], seconds[name]["drafter"]) for name in parts]
-    print(f"ratio of whole steps   {median_interval(whole[0] / whole[1])}")
+    print(f"ratio of whole steps   {median(whole[0] / whole[1])}")
     drafters = [np.array(seconds[name]["drafter"]) for name in parts]
-    print(f"ratio without target   {median_interval(drafters[0] / drafters[1])}")
+    print(f"ratio without target   {median(drafters[0] / drafters[1])}")
 
 
 def pruned_llama(target: TargetModel, drafter: SpireDrafter) -> LlamaForCausalLM:
@@ -139,12 +140,6 @@ def peak_bytes(target: TargetModel, drafter: SpireDrafter, batch: int, length: i
 def resident_peak_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
-
-
-def median_interval(ratios: np.ndarray, n_resamples: int = 2000) -> str:
-    picks = np.random.default_rng(0).choice(ratios, size=(n_resamples, len(ratios)))
-    low, high = np.quantile(np.median(picks, axis=1), [0.025, 0.975])
-    return f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}] over {len(ratios)} pairs"
 
 
 if __name__ == "__main__":

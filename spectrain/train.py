@@ -9,7 +9,9 @@ The same command resumes an interrupted run. Any option is an override: `k=6 win
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,10 +74,11 @@ def train_spire(cfg: DictConfig, run: RunFolder, out: Path) -> None:
         target_activations=cfg.target_activations,
     )
     drafter = new_drafter(target.model, config, cfg.init)
-    drafters, settings = {**vanilla_beside(cfg, target), "spire": Spire(drafter)}, tau_settings(cfg)
+    drafters, settings = vanilla_beside(cfg, target), tau_settings(cfg)
     module = SpireTraining(drafter, target, LossSettings(cfg.loss, cfg.omega), optimizer_settings(cfg))
     data = make_rows(cfg, read_corpus(cfg), target)
     trainer = fit(cfg, run, module, data)
+    drafters["spire"] = Spire(copy.deepcopy(drafter))  # decoding takes the target's dtype; the export stays float32
     table = measure_tau(target, drafters, data.contexts, settings, cfg.seed)
     finish(cfg, run, out, Made("spire", partial(save_spire, drafter=drafter), target, trainer, table))
 
@@ -279,8 +282,9 @@ def loggers(cfg: DictConfig, run: RunFolder) -> list[Logger]:
                 project=cfg.logger.project,
                 group=cfg.logger.group,
                 name=run.name,
+                version=run.name,  # a resumed run goes on in the same W&B run
                 save_dir=run.path,
-                offline=wandb.api.api_key is None,
+                mode=os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline"),
                 config=OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True),
             )
         )

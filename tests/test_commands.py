@@ -111,6 +111,15 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert code == 0, err
 
 
+def test_weights_and_biases_works_offline_without_a_key(run, small, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "/dev/null")
+    code, _, err = run("train", "+exp=vanilla", *small, "max_steps=2", "logger=wandb")
+    assert code == 0, err
+    assert list(Path("runs").glob("*/wandb/offline-run-*/*.wandb"))
+    assert list(Path("runs").glob("*/metrics/version_0/metrics.csv"))  # CSV remains
+
+
 def test_target_is_trained_from_scratch(run, small):
     sizes = ["model.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"]
     code, _, err = run("train", "+exp=target", *small, *sizes, "out=made")

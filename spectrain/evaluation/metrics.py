@@ -65,6 +65,14 @@ def time_share(generations: Sequence[Generation]) -> dict[str, float]:
     return {stage: seconds / whole if whole else 0.0 for stage, seconds in totals.items()}
 
 
+def median(values: Sequence[float], n_resamples: int = 2000, seed: int = 0) -> Estimate:
+    """The median of repeated measurements, with a percentile bootstrap."""
+    values = np.asarray(values, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(len(values), size=(n_resamples, len(values)))
+    low, high = np.quantile(np.median(values[picks], axis=1), [0.025, 0.975])
+    return Estimate(float(np.median(values)), float(low), float(high))
+
+
 def _ratio_of_sums(numerators: np.ndarray, denominators: np.ndarray, n_resamples: int, seed: int) -> Estimate:
     """sum / sum over questions, resampling both together."""
     n_questions = len(numerators)

@@ -43,7 +43,7 @@ class Spire(Drafter):
     def __init__(self, drafter: SpireDrafter, gamma: int | None = None) -> None:
         config = drafter.config
         self.drafter = drafter
-        self.gamma = self.max_new_nodes = gamma or config.k
+        self.gamma = self.max_new_nodes = config.k if gamma is None else gamma
         if not 1 <= self.gamma <= config.window_tokens:
             raise UserError(f"gamma={gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.capture_layers = config.target_layers if config.target_activations else ()
@@ -52,8 +52,8 @@ class Spire(Drafter):
         shape = self.drafter.config.shape
         if target.vocab_size != shape.vocab_size or target.config.hidden_size != shape.hidden_size:
             raise UserError(
-                f"the SPIRe drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, not "
-                f" {target.vocab_size} and {target.config.hidden_size}; train one for this target"
+                f"the SPIRe drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, "
+                f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
         self.drafter.to(device=target.device, dtype=target.dtype).eval()
         self.slots = SlotStore(self.drafter, self.gamma, cache.max_rows)

@@ -67,3 +67,10 @@ def test_time_shares_add_up_to_one():
     shares = metrics.time_share([generation(10, 9, decode_s=2.0), generation(10, 9, decode_s=6.0)])
     assert shares["draft"] == pytest.approx(0.25)
     assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_median_of_equal_measurements_has_no_spread_and_of_others_lies_within_them():
+    assert metrics.median([2.0] * 5) == metrics.Estimate(2.0, 2.0, 2.0)
+    estimate = metrics.median([1.0, 5.0, 2.0, 4.0, 3.0])
+    assert estimate.value == 3.0
+    assert 1.0 <= estimate.low < 3.0 < estimate.high <= 5.0

@@ -1,0 +1,31 @@
+"""The wheel carries what the commands need: configs and the bundled target."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    assert (site / "spectrain/checkpoints/pystdlib-8l/model.safetensors").is_file()
+    # The unpacked wheel stands before the checkout on the path, so it is what runs.
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "spectrain.train", "--cfg", "job", "+exp=spire"]
+    out = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "window_tokens: 64" in out
+    where = [sys.executable, "-c", "import spectrain.cli as c; print(c.conf_dir(), c.bundled_folder('pystdlib-8l'))"]
+    out = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(site / "spectrain/conf"), str(site / "spectrain/checkpoints/pystdlib-8l")]
+    assert list(empty.iterdir()) == []
