@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -41,7 +41,7 @@ from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
 from spectrain.models.vanilla import new_vanilla
 from spectrain.runs import RunFolder, refuse_existing, write_folder
-from spectrain.training.callbacks import ProgressLines, SaveOnInterrupt, StopOnBadLoss, TokensPerSecond
+from spectrain.training.callbacks import ProgressBar, ProgressLines, SaveOnInterrupt, StopOnBadLoss, TokensPerSecond
 from spectrain.training.data import PackedRowsData
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.losses import LossSettings
@@ -266,7 +266,7 @@ def callbacks(run: RunFolder) -> list[Callback]:
         TokensPerSecond(),
         StopOnBadLoss(),
         SaveOnInterrupt(run.checkpoint_file),
-        RichProgressBar(leave=True) if sys.stderr.isatty() else ProgressLines(),
+        ProgressBar(leave=True) if sys.stderr.isatty() else ProgressLines(),
     ]
 
 

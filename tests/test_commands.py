@@ -200,6 +200,22 @@ def test_bad_input_to_train_is_one_sentence_and_leaves_nothing(run, small, case,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_drafter_for_another_target_or_tokenizer_is_refused(run, small, shared, tmp_path):
+    assert run("train", "+exp=spire", *small, "out=spire")[0] == 0
+    assert run("train", "+exp=vanilla", *small, "out=vanilla")[0] == 0
+    tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=4).save_pretrained("weights")
+    tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4).save_pretrained("words")
+    AutoTokenizer.from_pretrained(shared / "target").save_pretrained("weights")
+    train_tokenizer(["other words entirely, " * 50], 300).save_pretrained("words")
+    code, _, err = run("generate", "method=spire", "drafter=spire", "prompt=x", target="weights")
+    assert code == 2
+    assert f"was trained for {shared / 'target'}" in err
+    code, _, err = run("generate", "method=speculative", "drafter=vanilla", "prompt=x", target="words")
+    assert code == 2
+    assert "the draft model's tokenizer" in err
+    assert "Traceback" not in err
+
+
 def test_unknown_options_are_named(run, small, tmp_path):
     for arguments in (["+exp=spir"], ["+exp=spire", "windw=3"], ["+exp=spire", "trainer=tpu"]):
         code, _, err = run("train", *arguments)

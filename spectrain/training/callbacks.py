@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from spectrain.errors import UserError
@@ -33,6 +34,14 @@ class TokensPerSecond(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._last_s = None  # validation is not training time
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's progress bar with time left and, by their short names, the metrics."""
+
+    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, object]:
+        metrics = super().get_metrics(trainer, module)
+        return {name.removeprefix("train/"): value for name, value in metrics.items() if name != "v_num"}
 
 
 class ProgressLines(Callback):

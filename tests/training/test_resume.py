@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from spectrain.errors import UserError
 from spectrain.training.callbacks import SaveOnInterrupt, StopOnBadLoss
@@ -48,7 +49,7 @@ def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14):
         max_steps=max_steps,
         callbacks=[losses, *callbacks],
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -71,6 +72,24 @@ def test_interrupted_training_equals_uninterrupted(tmp_path, step, optimizer):
     assert stop.value.code == 130
     found, losses = train(tmp_path, ckpt_path=checkpoint, optimizer=optimizer)
     assert losses == expected_losses[step + 1 :]  # the step that was running was finished and saved
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("died_at", [4, 8, 11])
+def test_a_run_that_died_goes_on_from_its_periodic_checkpoint(tmp_path, died_at):
+    """As after kill -9: what came after the last periodic checkpoint is done again, the same way."""
+
+    class Die(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == died_at:
+                raise MemoryError
+
+    expected, expected_losses = train(tmp_path)
+    periodic = ModelCheckpoint(dirpath=tmp_path, filename="last", every_n_train_steps=3, enable_version_counter=False)
+    with pytest.raises(MemoryError):
+        train(tmp_path, Die(), periodic)
+    found, losses = train(tmp_path, ckpt_path=tmp_path / "last.ckpt")
+    assert losses == expected_losses[died_at // 3 * 3 :]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
