@@ -16,6 +16,7 @@ from pathlib import Path
 import hydra
 import transformers
 from omegaconf import DictConfig
+from omegaconf.errors import MissingMandatoryValue
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
 from spectrain.errors import UserError
@@ -74,6 +75,12 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             except UserError as error:  # exit code 2, as of any command that was used wrongly
                 print(f"error: {error}", file=sys.stderr)
                 raise SystemExit(2) from None
+            except MissingMandatoryValue as error:
+                print(f"error: {error.full_key} is missing; give {error.full_key}=...", file=sys.stderr)
+                raise SystemExit(2) from None
+            finally:
+                if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
+                    sys.modules["wandb"].finish()
 
         def run() -> None:
             sys.argv[1:] = expand_shorthands(sys.argv[1:])
@@ -93,10 +100,11 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
-def open_target(cfg: DictConfig) -> TargetModel:
-    """The target of a config's `target` node; a bare name may be a bundled checkpoint."""
+def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
+    """The target of a config's `target` node, on `device` where given; a bare name may be a bundled checkpoint."""
     path = cfg.target.path
-    return load_target(bundled_folder(path) or path, cfg.target.dtype, cfg.target.device, cfg.target.parallel)
+    device = device or cfg.target.device
+    return load_target(bundled_folder(path) or path, cfg.target.dtype, device, cfg.target.parallel)
 
 
 def build_method(method: DictConfig, target: TargetModel, drafter: str | None) -> Drafter:

@@ -7,3 +7,9 @@ class UserError(ValueError):
     The message is one sentence that names the value, what was expected and what to change.
     Entry points print it without a traceback and exit with code 2; see `spectrain.cli`.
     """
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raises UserError unless the option `name` is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name}={value} must be a whole number of at least {least}")

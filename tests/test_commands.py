@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.corpus import train_tokenizer
-from spectrain import train
+from spectrain import fitting
 from spectrain.cli import command
 from tests.conftest import tiny_model
 
@@ -137,13 +138,14 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, exp,
 
     arguments = [f"+exp={exp}", *small]
     assert run("train", *arguments, "run_dir=whole", "out=whole_out")[0] == 0
-    callbacks = train.callbacks
+    callbacks = fitting.callbacks
     with monkeypatch.context() as patch:
-        patch.setattr(train, "callbacks", lambda run: [*callbacks(run), Interrupt()])
+        patch.setattr(fitting, "callbacks", lambda run: [*callbacks(run), Interrupt()])
         code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
     assert code == 130
     assert "interrupted at step 4" in err
     assert not Path("cut_out").exists()
+    arguments.append("fresh=true")  # an unfinished run goes on all the same
     assert run("train", *arguments, "run_dir=cut", "out=cut_out")[0] == 0
     whole, cut = (load_file(f"{name}_out/model.safetensors") for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
@@ -182,8 +184,51 @@ BAD_TRAINING = {
     "row longer than context": (["data.row_tokens=512"], "data.row_tokens=512 is longer than the target's context"),
     "vanilla": (["vanilla=/no/such/drafter"], "/no/such/drafter does not exist"),
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
-    "context longer than rows": (["tau.context_tokens=[100]"], "tau.context_tokens"),
+    "context longer than rows": (["tau.context_tokens=[100]"], "must not exceed data.row_tokens=64"),
+    "no room after contexts": (["tau.new_tokens=250"], "exceed the target's context of 256"),
+    "tau temperature": (["tau.temperatures=[-1]"], "temperature=-1"),
+    "no gpu": (["trainer=gpu"], "the trainer cannot be made as configured"),
+    "too few rows": (["data.batch_size=5000"], "fewer than one batch of 5000"),
+    "no rows": (["data.batch_size=0"], "data.batch_size=0 must be a whole number"),
+    "lr": (["optimizer.lr=-1"], "optimizer.lr=-1 must be above 0"),
+    "k": (["k=four"], "k=four must be a whole number"),
+    "steps": (["max_steps=0"], "max_steps=0 must be a whole number"),
 }
+
+
+def test_fresh_repeats_a_finished_run_and_replaces_its_export(run, small):
+    arguments = ["+exp=vanilla", *small, "max_steps=2"]
+    assert run("train", *arguments)[0] == 0
+    (before,) = Path("checkpoints").glob("*/model.safetensors")
+    stamp = before.stat().st_mtime_ns
+    assert run("train", *arguments)[0] == 2
+    code, _, err = run("train", *arguments, "fresh=true")
+    assert code == 0, err
+    assert before.stat().st_mtime_ns > stamp
+
+
+def test_an_interrupted_run_goes_on_with_no_other_target(run, small, shared):
+    arguments = ["+exp=spire", *small, "max_steps=2"]
+    assert run("train", *arguments)[0] == 0
+    (result,) = Path("runs").glob("*/result.json")
+    result.unlink()
+    facts = json.loads((result.parent / "run.json").read_text())
+    (result.parent / "run.json").write_text(json.dumps({**facts, "target_fingerprint": "0" * 16}))
+    code, _, err = run("train", *arguments)
+    assert code == 2
+    assert "was begun with target 0000000000000000" in err
+
+
+def test_two_ranks_train_and_one_exports(shared, small, tmp_path):
+    """Two CPU ranks, started by Lightning itself: real processes."""
+    command = [sys.executable, "-m", "spectrain.train", "+exp=spire", f"target={shared / 'target'}", *small]
+    options = ["trainer.devices=2", "trainer.strategy=ddp", "max_steps=3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("exported to") == 1
+    (result,) = tmp_path.glob("runs/*/result.json")
+    assert json.loads(result.read_text())["tokens"] == 3 * 2 * 2 * 64
 
 
 @pytest.mark.parametrize("case", BAD_TRAINING)
@@ -227,6 +272,7 @@ def test_unknown_options_are_named(run, small, tmp_path):
 
 
 BAD_GENERATION = {
+    "no prompt": ([], 2, "prompt is missing; give prompt=..."),
     "empty prompt": (["prompt="], 2, "prompt is empty"),
     "long prompt": (
         ["prompt=" + "x = 1\n" * 300, "method=autoregressive"],

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from spectrain.cli import build_method, conf_dir
 from spectrain.decoding import Drafter, Sampling, TargetModel
-from spectrain.train import TRAININGS, optimizer_settings, tau_settings
+from spectrain.train import TRAININGS, optimizer_settings
 from tests.conftest import tiny_model
 from tests.test_cli import composed
 
@@ -56,7 +56,6 @@ def test_every_experiment_names_a_training(option):
     cfg = composed("train", f"+exp={option}")
     assert cfg.kind in TRAININGS
     optimizer_settings(cfg)
-    tau_settings(cfg)
 
 
 @pytest.mark.parametrize("option", options("trainer"))

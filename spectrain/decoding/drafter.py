@@ -127,7 +127,6 @@ class Drafter(ABC):
     """One method of drafting, for a batch of rows. One object serves many `generate` calls, one at a time."""
 
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
-    max_new_nodes: int = 0  # most nodes it proposes a row, the root not counted
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
         """Begins a generation: forgets all rows. `cache` is the target's, to be read only; `cache.max_rows` bounds n.

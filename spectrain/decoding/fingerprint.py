@@ -20,14 +20,20 @@ SHAPE_KEYS = (
     "head_dim",
     "max_position_embeddings",
     "tie_word_embeddings",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "rope_parameters",
+    "hidden_act",
 )
+SMALLEST = 2.0**-14  # below it float16 has fewer bits than bfloat16
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """16 hex digits over architecture, parameter shapes, a sample of the weights, and the tokenizer's vocabulary.
 
-    Weights are compared as bfloat16, so a bfloat16 file has one fingerprint whatever dtype it was loaded in. Equal on
-    every machine; device and attention implementation do not count.
+    Weights are compared as bfloat16 and tiny ones as 0, so a bfloat16 file has one fingerprint whether it was loaded as
+    float32, bfloat16 or float16 (unless it holds values beyond 65504). It is equal on every machine; device and
+    attention implementation do not count.
     """
     config = model.config.get_text_config()
     digest = hashlib.sha256()
@@ -44,6 +50,7 @@ def _sample(parameter: Tensor):
     flat = parameter.detach().reshape(-1)
     stride = max(1, flat.numel() // SAMPLES)
     values = flat[::stride][:SAMPLES].to("cpu", torch.bfloat16)
+    values = torch.where(values.abs() < SMALLEST, 0.0, values).to(torch.bfloat16) + 0.0  # and -0 as 0
     return values.view(torch.int16).numpy().astype("<i2")
 
 
@@ -55,4 +62,4 @@ def _merges(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _canonical(value) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

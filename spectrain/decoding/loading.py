@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spectrain.decoding.target import TargetModel, unsupported_layer_type
 from spectrain.errors import UserError
@@ -60,8 +60,32 @@ def load_target(
     except Exception as error:
         raise UserError(f"target {name} has no tokenizer that transformers can read ({_first_line(error)})") from error
     if parallel == "none":
-        model = model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    return TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
+        model = _place(model, device)
+    target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
+    if not _is_causal(target):
+        raise UserError(
+            f"target {name} ({config.model_type}) is no causal language model: what follows a token changes its "
+            "logits; choose a decoder-only model"
+        )
+    return target
+
+
+def _place(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    try:
+        return model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"target.device={device} cannot be used ({_first_line(error)}); give target.device=cpu"
+        ) from error
+
+
+@torch.inference_mode()
+def _is_causal(target: TargetModel) -> bool:
+    """Encoders load as causal models too (BERT does): two texts that differ in the last token tell them apart."""
+    first = torch.tensor([[0, 1]], device=target.device)
+    second = torch.tensor([[0, 2]], device=target.device)
+    before, after = (target.forward(tokens).logits[0, 0] for tokens in (first, second))
+    return torch.allclose(before.float(), after.float(), atol=1e-3, rtol=1e-3)
 
 
 def _load_config(name: str):

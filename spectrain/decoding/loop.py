@@ -72,8 +72,8 @@ def generate(
         tokenizer=target.tokenizer,
     )
     target = target.with_capture(drafter.capture_layers)
-    batch = _Batch(target, drafter, KVCache(n_slots, cache_block_tokens), Context(sampling, target.device, n_slots))
-    batch.ending, batch.on_tokens = ending, on_tokens
+    cache, context = KVCache(n_slots, cache_block_tokens), Context(sampling, target.device, n_slots)
+    batch = _Batch(target, drafter, cache, context, ending, on_tokens)
     drafter.start(target, batch.cache)
 
     generations: list[Generation | None] = [None] * len(prompts)
@@ -100,9 +100,10 @@ def _check(target: TargetModel, prompts, max_new_tokens: int, batch_size: int | 
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {index} is empty; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= target.vocab_size:
+        wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
+        if wrong:
             raise UserError(
-                f"prompt {index} holds token id {max(prompt)}, but the target's vocabulary has {target.vocab_size}; "
+                f"prompt {index} holds token id {wrong[0]}, but the target's vocabulary has {target.vocab_size}; "
                 "tokenize it with the target's tokenizer"
             )
         if len(prompt) + max_new_tokens > target.max_positions:
@@ -115,11 +116,17 @@ def _check(target: TargetModel, prompts, max_new_tokens: int, batch_size: int | 
 class _Batch:
     """The active rows. Cache, context, drafter and `rows` agree on the order; all of them free a row by swapping."""
 
-    ending: Ending
-    on_tokens: OnTokens | None = None
-
-    def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache, context: Context):
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        cache: KVCache,
+        context: Context,
+        ending: Ending,
+        on_tokens: OnTokens | None,
+    ):
         self.target, self.drafter, self.cache, self.context = target, drafter, cache, context
+        self.ending, self.on_tokens = ending, on_tokens
         self.rows: list[Row] = []
         self.clock = Clock()
 
@@ -207,7 +214,7 @@ class _Step:
 
 
 def _read_back(tree: DraftTree, verified: Verified) -> _Step:
-    """Brings a step to the host: one transfer, the only point where the loop waits for the device."""
+    """Brings a step to the host in one transfer."""
     n_nodes = tree.shape[1]
     if n_nodes == 1:
         bonus = verified.bonus.tolist()

@@ -90,8 +90,8 @@ def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
     A token of weight 0 is never drawn: the first index whose cumulative sum is *above* the threshold has weight, and
     the threshold stays below the total, since float32 uniforms end at 1 - 2^-24.
     """
-    cumulative = weights.cumsum(-1)
-    threshold = uniforms[:, None] * cumulative[:, -1:]
+    cumulative = weights.double().cumsum(-1)  # a parallel float32 scan is not monotonic, and would draw zero weights
+    threshold = uniforms.double()[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
+from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.metrics import Estimate, mean_accepted, tokens_per_s_micro
 
 
@@ -30,6 +32,16 @@ class TauSettings:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     batch_size: int = 8
     timed_contexts: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("contexts", "new_tokens", "batch_size", "timed_contexts"):
+            check_whole(f"tau.{name}", getattr(self, name), 1)
+        if not self.context_tokens or not self.temperatures:
+            raise UserError("tau.context_tokens and tau.temperatures must name at least one value each")
+        for length in self.context_tokens:
+            check_whole("tau.context_tokens", length, 1)
+        for temperature in self.temperatures:
+            Sampling(temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,7 @@ def measure_tau(
             for name, drafter in drafters.items():
                 found = _continue(target, drafter, contexts, temperature, settings, seed, settings.batch_size)
                 tau[name][column] = mean_accepted(found)
+    settings = dataclasses.replace(settings, contexts=min(settings.contexts, len(rows)))
     return TauTable(tau, _tokens_per_s(target, drafters, rows, settings), settings)
 
 

@@ -14,7 +14,7 @@ from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_whole
 from spectrain.methods.draft_chain import draft_chain
 
 
@@ -39,10 +39,9 @@ class Speculative(Drafter):
     """
 
     def __init__(self, draft_model: TargetModel, gamma: int = 4):
-        if gamma < 1:
-            raise UserError(f"gamma={gamma} must be at least 1; raise method.gamma")
+        check_whole("gamma", gamma, 1)
         self.draft_model = draft_model
-        self.gamma = self.max_new_nodes = gamma
+        self.gamma = gamma
         self.cache: KVCache | None = None
         self.vocab_size = draft_model.vocab_size
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
@@ -56,6 +55,12 @@ class Speculative(Drafter):
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         lengths = [context.n_tokens[row] - 1 for row in rows]
+        longest = max(context.n_tokens[row] + context.room[row] for row in rows)
+        if longest > self.draft_model.max_positions:
+            raise UserError(
+                f"prompt and new tokens may reach {longest}, but the draft model's context holds "
+                f"{self.draft_model.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
+            )
         prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
         self.draft_model.prefill(prompts, lengths, self.cache, rows)
 

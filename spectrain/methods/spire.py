@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_whole
 from spectrain.methods.draft_chain import draft_chain
 from spectrain.models.artifacts import load_spire
 from spectrain.models.spire import KeysValues, SpireDrafter
@@ -43,8 +43,9 @@ class Spire(Drafter):
     def __init__(self, drafter: SpireDrafter, gamma: int | None = None) -> None:
         config = drafter.config
         self.drafter = drafter
-        self.gamma = self.max_new_nodes = config.k if gamma is None else gamma
-        if not 1 <= self.gamma <= config.window_tokens:
+        self.gamma = config.k if gamma is None else gamma
+        check_whole("gamma", self.gamma, 1)
+        if self.gamma > config.window_tokens:
             raise UserError(f"gamma={gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.capture_layers = config.target_layers if config.target_activations else ()
 
@@ -108,10 +109,12 @@ class Spire(Drafter):
             tokens = context.tokens[row, :length].to(context.device)
             padded = torch.nn.functional.pad(tokens, (0, -length % chunk))[None]
             _, every = windowed_states(self.drafter, self.drafter.embed_tokens(padded), chunk)
-            kept = torch.arange(length, device=context.device)[None]
+            n_sinks = min(config.sink_tokens, length)
+            near = range(max(n_sinks, length - self.slots.ring_tokens), length)  # a slot is written once
+            kept = torch.tensor([*range(n_sinks), *near], device=context.device)
             self.slots.clear(row)
-            read = [KeysValues(kv.keys[:, :, :length], kv.values[:, :, :length]) for kv in every]
-            self.slots.write(read, kept, slice(row, row + 1))
+            read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
+            self.slots.write(read, kept[None], slice(row, row + 1))
 
 
 class SlotStore:

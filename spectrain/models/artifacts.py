@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from spectrain.errors import UserError
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 MANIFEST = "spectrain.json"
@@ -78,7 +81,11 @@ def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
     """
     fitting = []
     for file in root.glob(f"*/{MANIFEST}"):
-        artifact = read_manifest(file.parent)
+        try:
+            artifact = read_manifest(file.parent)
+        except UserError as error:
+            log.warning("passed over: %s", error)
+            continue
         if artifact.kind == kind and artifact.target_fingerprint == fingerprint:
             fitting.append(file)
     if not fitting:

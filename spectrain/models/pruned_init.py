@@ -6,13 +6,11 @@ enough, by looking for the very modules that are copied.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_whole
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
@@ -70,6 +68,7 @@ def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
         UserError: the target has fewer.
     """
     n_target = target.config.num_hidden_layers
+    check_whole("n_layer", n_layer, 1)
     if not 1 <= n_layer <= n_target:
         raise UserError(f"n_layer={n_layer} must be 1..{n_target}, the number of the target's blocks")
     return tuple(range(n_target - n_layer, n_target))
@@ -101,7 +100,7 @@ def copy_target(drafter: SpireDrafter, target: PreTrainedModel) -> None:
     body = target.model
     drafter.embed_tokens.load_state_dict(body.embed_tokens.state_dict())
     for block, layer in zip(drafter.blocks, drafter.config.target_layers, strict=True):
-        block.load_state_dict(copy.deepcopy(body.layers[layer].state_dict()))
+        block.load_state_dict(body.layers[layer].state_dict())
     drafter.norm.load_state_dict(body.norm.state_dict())
     drafter.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
 

@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_whole
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,8 @@ class SpireConfig:
     target_activations: bool = True
 
     def __post_init__(self) -> None:
-        if self.k < 1 or self.sink_tokens < 0 or not self.target_layers:
-            raise UserError(
-                f"k={self.k}, sink_tokens={self.sink_tokens}, n_layer={self.n_layer}: give k and n_layer >= 1"
-            )
+        for name, least in (("k", 1), ("window_tokens", 1), ("sink_tokens", 0)):
+            check_whole(name, getattr(self, name), least)
         if self.k > self.window_tokens:
             raise UserError(
                 f"k={self.k} is larger than window_tokens={self.window_tokens}: a draft must see its own first token; "
@@ -202,12 +200,14 @@ class SpireDrafter(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         if config.feedback:  # w [n_layer, n_layer + 1]; w[i, i] weighs block i's own input
             start = self.FEEDBACK_START * torch.eye(config.n_layer, config.n_layer + 1)
-            self.feedback_weight = nn.Parameter(start)
-        self.rotary = LlamaRotaryEmbedding(_rotary_config(shape))
+            self.feedback_weight = nn.Parameter(start, requires_grad=config.k > 1)  # with k = 1 no memory is ever read
+        # In a list, out of nn.Module's sight: a cast to bfloat16 would round the frequencies and turn far keys wrong.
+        self._rotary = [LlamaRotaryEmbedding(_rotary_config(shape))]
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [R, n, D_head] float32 at positions [R, n]."""
-        return self.rotary(self.norm.weight.new_empty(0, dtype=torch.float32), positions)
+        rotary = self._rotary[0].to(positions.device)
+        return rotary(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:
         """What each block attends to for the tokens whose states these are.
@@ -224,7 +224,7 @@ class SpireDrafter(nn.Module):
         return [sum(w * x for w, x in zip(row, states, strict=True)) for row in weights]
 
     def step(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor, last: bool = False
     ) -> tuple[Tensor, list[KeysValues]]:
         """All blocks over tokens that do not see one another.
 
@@ -233,6 +233,7 @@ class SpireDrafter(nn.Module):
             rope: at the tokens' positions.
             past: of each block, keys of earlier positions.
             mask: [R or 1, 1, n, P + n] bool, see `SpireBlock.forward`.
+            last: no later token will see these; their memories are not made.
 
         Returns:
             The final hidden state [R, n, D] (normed), and the K/V by which later tokens see these: of their memories.
@@ -242,7 +243,7 @@ class SpireDrafter(nn.Module):
             x, own = block(x, rope, keys_values, mask)
             states.append(x)
             owns.append(own)
-        if self.config.feedback:
+        if self.config.feedback and not last:
             owns = [block.keys_values(m, rope) for block, m in zip(self.blocks, self.memories(states), strict=True)]
         return self.norm(x), owns
 

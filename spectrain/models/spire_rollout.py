@@ -56,9 +56,10 @@ def rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None) -> T
     for j in range(config.k):
         mask = _rollout_mask(config, j, n_chunks, chunk, x.device).repeat(n_rows, 1, 1)[:, None]
         rope = (ropes[0][:, :, j], ropes[1][:, :, j])
-        state, memories = drafter.step(by_pass[:, :, j], rope, past, mask)
+        last = j + 1 == config.k
+        state, memories = drafter.step(by_pass[:, :, j], rope, past, mask, last)
         hidden.append(state)
-        if j + 1 < config.k:
+        if not last:
             past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]
     return torch.stack(hidden, dim=2).reshape(n_rows, n_padded, -1)[:, :n_tokens]
 

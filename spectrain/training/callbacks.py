@@ -61,15 +61,18 @@ class ProgressLines(Callback):
             log.info("step %d/%d  %s  %.0f s left", step, trainer.max_steps, metrics, left_s)
 
 
-class SaveOnInterrupt(Callback):
-    """Ctrl-C or SIGTERM: finishes the step, saves, and exits with 130 or 143, so that the same command goes on exactly.
+class Checkpoints(Callback):
+    """Saves every `every_s` seconds, at the end, and at Ctrl-C or SIGTERM, which then exit with 130 or 143.
 
-    Saving inside a step, where the signal struck, could catch an optimizer half stepped.
+    Only ever after a whole optimizer step: where the signal struck, or between the batches of an accumulated gradient,
+    a checkpoint would not go on exactly.
     """
 
-    def __init__(self, checkpoint_file: Path) -> None:
-        self.checkpoint_file = checkpoint_file
-        self._received: int | None = None
+    def __init__(self, checkpoint_file: Path, every_s: float = 120.0) -> None:
+        self.checkpoint_file, self.every_s = checkpoint_file, every_s
+        self._saved_s = time.monotonic()
+        self._received = 0
+        self._step_before = 0
         self._previous: dict[int, object] = {}
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -77,16 +80,30 @@ class SaveOnInterrupt(Callback):
             self._previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
-        if self._received is not None:  # asked twice: leave at once, the periodic checkpoint remains
+        if self._received:  # asked twice: leave at once, the last checkpoint remains
             raise SystemExit(128 + number)
         self._received = number
 
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
+        self._step_before = trainer.global_step
+
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        if self._received is None:
+        if trainer.global_step == self._step_before:
             return
+        due = self._received or time.monotonic() - self._saved_s > self.every_s
+        if not trainer.strategy.reduce_boolean_decision(bool(due), all=False):
+            return
+        self._save(trainer)
+        if trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
+            log.info("interrupted at step %d and saved; the same command goes on from here", trainer.global_step)
+            raise SystemExit(128 + (self._received or signal.SIGTERM))
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(self.checkpoint_file)
-        log.info("interrupted at step %d and saved; the same command goes on from here", trainer.global_step)
-        raise SystemExit(128 + self._received)
+        self._saved_s = time.monotonic()
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():

@@ -34,6 +34,8 @@ class SeededBatches(Sampler[list[int]]):
         return self.n_rows // (self.batch_size * self.world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.given >= len(self):
+            self.epoch, self.given = self.epoch + 1, 0
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(self.n_rows, generator=generator).tolist()
         global_batch = self.batch_size * self.world_size
@@ -41,7 +43,6 @@ class SeededBatches(Sampler[list[int]]):
             start = self.given * global_batch
             self.given += 1
             yield order[start : start + global_batch][self.rank :: self.world_size]
-        self.epoch, self.given = self.epoch + 1, 0
 
 
 class ResumableLoader(DataLoader):

@@ -78,7 +78,7 @@ def drafter_loss(
     """
     hard = next_tokens if settings.kind == "hard" else None
     loss, cross_entropy, alpha = _ChunkedLoss.apply(
-        hidden, unembedding, teacher.hidden, teacher.unembedding, hard, settings.weights
+        hidden, unembedding, teacher.hidden, teacher.unembedding, hard, settings.weights, torch.is_grad_enabled()
     )
     return LossParts(loss, cross_entropy, alpha)
 
@@ -87,8 +87,8 @@ class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradient with the loss, chunk by chunk; backward only scales it."""
 
     @staticmethod
-    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights):
-        needs_grad = hidden.requires_grad or unembedding.requires_grad
+    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights, grad_enabled):
+        needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         n_positions = hidden.shape[0]
         n_hard = int((hard >= 0).sum()) if hard is not None else n_positions
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
@@ -116,7 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_unembedding = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_unembedding * grad_loss, None, None, None, None
+        return grad_hidden * grad_loss, grad_unembedding * grad_loss, None, None, None, None, None
 
 
 def _chunk(

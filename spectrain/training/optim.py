@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_whole
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.name not in ("adamw", "muon"):
             raise UserError(f"optimizer.name={self.name} is unknown; choose adamw or muon")
+        if not (isinstance(self.lr, float | int) and self.lr > 0 and self.weight_decay >= 0):
+            raise UserError(
+                f"optimizer.lr={self.lr} must be above 0 and optimizer.weight_decay={self.weight_decay} not below"
+            )
+        check_whole("optimizer.warmup_steps", self.warmup_steps, 0)
 
 
 class MuonAdamW(Optimizer):

@@ -40,14 +40,15 @@ class SpireTraining(LightningModule):
         return self._frozen[0]
 
     def setup(self, stage: str) -> None:
-        self.target.model.to(self.device)
+        if not hasattr(self.target.model, "hf_device_map"):  # a sharded target stays where it is
+            self.target.model.to(self.device)
 
     def parts(self, tokens: Tensor) -> LossParts:
         """Loss and acceptance of one batch; tokens [B, L] int64, alpha comes back as [B * L]."""
         with torch.no_grad():
             features = self.target.features(tokens)
         hidden = rollout(self.drafter, tokens, features.captured)
-        teacher = Teacher(features.final_hidden.flatten(0, 1), self.target.unembedding)
+        teacher = Teacher(features.final_hidden.flatten(0, 1).to(self.device), self.target.unembedding.to(self.device))
         next_tokens = F.pad(tokens[:, 1:], (0, 1), value=-100).flatten()
         unembedding = self.drafter.lm_head.weight
         return drafter_loss(self.loss_settings, hidden.flatten(0, 1), unembedding, teacher, next_tokens)

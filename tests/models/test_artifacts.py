@@ -103,6 +103,8 @@ def test_the_newest_fitting_export_is_found(tmp_path, target):
     export_spire(tmp_path / "s", target)
     other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
     export_spire(tmp_path / "other", other)
+    export_spire(tmp_path / "damaged", target)
+    (tmp_path / "damaged" / "spectrain.json").write_text("{")
     assert newest_artifact(tmp_path, "spire", name) == tmp_path / "s"
 
 

@@ -17,9 +17,11 @@ from tests.models.spire_reference import slow_rollout
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
-def make(family: str = "llama", init: str = "pruned", **options) -> tuple[TargetModel, SpireDrafter]:
+def make(
+    family: str = "llama", init: str = "pruned", n_target_layers: int = 3, **options
+) -> tuple[TargetModel, SpireDrafter]:
     """A tiny target of this family, which captures what the drafter needs, and a drafter with uneven feedback."""
-    model = tiny_model(family)
+    model = tiny_model(family, num_hidden_layers=n_target_layers)
     options = {"k": 4, "window_tokens": 8, "sink_tokens": 1, **options}
     config = SpireConfig(shape_of(model), last_layers(model, 2), **options)
     drafter = new_drafter(model, config, init)
@@ -129,6 +131,14 @@ def test_memory_of_training_grows_linearly_in_the_row():
     first, second, third = kept(64), kept(128), kept(256)
     assert 1.8 < second / first < 2.05
     assert 1.8 < third / second < 2.05
+
+
+def test_a_cast_to_bfloat16_leaves_the_rotary_frequencies_alone():
+    _, drafter = make()
+    expected = drafter.rope(torch.tensor([[500]]))
+    found = drafter.to(torch.bfloat16).rope(torch.tensor([[500]]))
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found, expected)
 
 
 def test_gradient_reaches_every_parameter():

@@ -8,10 +8,9 @@ import signal
 import pytest
 import torch
 from lightning import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from spectrain.errors import UserError
-from spectrain.training.callbacks import SaveOnInterrupt, StopOnBadLoss
+from spectrain.training.callbacks import Checkpoints, StopOnBadLoss
 from spectrain.training.data import PackedRowsData, SeededBatches
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
@@ -37,7 +36,7 @@ class Losses(Callback):
         self.values.append(outputs["loss"].item())
 
 
-def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14):
+def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, accumulate=1):
     """5 batches an epoch, so that interruptions fall inside and at the end of epochs. Returns weights and losses."""
     torch.manual_seed(0)
     rows = torch.randint(4, VOCAB_SIZE, (11, 16), dtype=torch.int32)
@@ -47,9 +46,10 @@ def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14):
     trainer = Trainer(
         accelerator="cpu",
         max_steps=max_steps,
+        accumulate_grad_batches=accumulate,
         callbacks=[losses, *callbacks],
         logger=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -68,7 +68,7 @@ def test_interrupted_training_equals_uninterrupted(tmp_path, step, optimizer):
     expected, expected_losses = train(tmp_path, optimizer=optimizer)
     checkpoint = tmp_path / "last.ckpt"
     with pytest.raises(SystemExit) as stop:
-        train(tmp_path, Signal(step), SaveOnInterrupt(checkpoint), optimizer=optimizer)
+        train(tmp_path, Signal(step), Checkpoints(checkpoint), optimizer=optimizer)
     assert stop.value.code == 130
     found, losses = train(tmp_path, ckpt_path=checkpoint, optimizer=optimizer)
     assert losses == expected_losses[step + 1 :]  # the step that was running was finished and saved
@@ -77,7 +77,7 @@ def test_interrupted_training_equals_uninterrupted(tmp_path, step, optimizer):
 
 @pytest.mark.parametrize("died_at", [4, 8, 11])
 def test_a_run_that_died_goes_on_from_its_periodic_checkpoint(tmp_path, died_at):
-    """As after kill -9: what came after the last periodic checkpoint is done again, the same way."""
+    """As after kill -9: the last checkpoint, written at no signal, is enough."""
 
     class Die(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -85,24 +85,51 @@ def test_a_run_that_died_goes_on_from_its_periodic_checkpoint(tmp_path, died_at)
                 raise MemoryError
 
     expected, expected_losses = train(tmp_path)
-    periodic = ModelCheckpoint(dirpath=tmp_path, filename="last", every_n_train_steps=3, enable_version_counter=False)
     with pytest.raises(MemoryError):
-        train(tmp_path, Die(), periodic)
+        train(tmp_path, Checkpoints(tmp_path / "last.ckpt", every_s=0.0), Die())
     found, losses = train(tmp_path, ckpt_path=tmp_path / "last.ckpt")
-    assert losses == expected_losses[died_at // 3 * 3 :]
+    assert losses == expected_losses[died_at:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_accumulated_gradient_is_never_cut(tmp_path):
+    """The signal strikes between the two batches of a step; the step is finished before anything is saved."""
+
+    class SignalInside(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == 3 and batch_idx % 2 == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    expected, _ = train(tmp_path, accumulate=2, max_steps=6)
+    with pytest.raises(SystemExit):
+        train(tmp_path, SignalInside(), Checkpoints(tmp_path / "last.ckpt"), accumulate=2, max_steps=6)
+    found, losses = train(tmp_path, ckpt_path=tmp_path / "last.ckpt", accumulate=2, max_steps=6)
+    assert losses
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_epochs_are_counted_once(tmp_path):
+    class Epochs(Callback):
+        steps = ()
+
+        def on_train_epoch_start(self, trainer, module):
+            self.steps += (trainer.global_step,)
+
+    epochs = Epochs()
+    train(tmp_path, epochs)
+    assert epochs.steps == (0, 5, 10)
 
 
 def test_sigterm_exits_with_its_own_code(tmp_path):
     with pytest.raises(SystemExit) as stop:
-        train(tmp_path, Signal(3, signal.SIGTERM), SaveOnInterrupt(tmp_path / "last.ckpt"))
+        train(tmp_path, Signal(3, signal.SIGTERM), Checkpoints(tmp_path / "last.ckpt"))
     assert stop.value.code == 143
     assert (tmp_path / "last.ckpt").is_file()
 
 
 def test_handlers_are_given_back(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    train(tmp_path, SaveOnInterrupt(tmp_path / "last.ckpt"), max_steps=2)
+    train(tmp_path, Checkpoints(tmp_path / "last.ckpt"), max_steps=2)
     assert signal.getsignal(signal.SIGINT) is before
 
 
