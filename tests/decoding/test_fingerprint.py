@@ -11,10 +11,11 @@ from tests.decoding.test_loop import word_tokenizer
 
 def test_survives_saving_and_loading_in_either_dtype(tmp_path):
     model = tiny_model("llama").to(torch.bfloat16)
+    model.model.layers[0].self_attn.q_proj.weight[:, ::3] *= 1e-6  # float16 holds these as subnormals
     model.save_pretrained(tmp_path)
     names = {
         fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), word_tokenizer())
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
     assert names == {fingerprint(model, word_tokenizer())}
     (name,) = names
@@ -32,6 +33,8 @@ def test_differs_in_weights_shape_or_tokenizer():
         fingerprint(model, None),
         fingerprint(noisy_copy(model), tokenizer),
         fingerprint(tiny_model("llama", max_position_embeddings=512), tokenizer),
+        fingerprint(tiny_model("llama", rms_norm_eps=1e-3), tokenizer),
+        fingerprint(tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}), tokenizer),
     ]
     assert len(set(names)) == len(names)
 

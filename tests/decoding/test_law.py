@@ -17,6 +17,9 @@ from scipy.stats import chisquare
 from spectrain.decoding import Drafter, DraftTree, Sampling, TargetModel, Verified, generate, loop, verify
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
+from spectrain.methods.spire import Spire
+from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.spire import SpireConfig
 from tests.conftest import tiny_model
 from tests.decoding.reference import ScriptedDrafter
 
@@ -41,8 +44,16 @@ def same_tree_always(context, row) -> list[tuple[int, int]]:
 DRAFTERS = {
     "autoregressive": Autoregressive,
     "speculative": lambda: Speculative(TargetModel(tiny_model("llama", seed=9, **TINY)), gamma=3),
+    "spire": lambda: spire("random"),
+    "spire, pruned": lambda: spire("pruned"),
     "tree": lambda: ScriptedDrafter(same_tree_always),
 }
+
+
+def spire(init: str) -> Spire:
+    model = target().model
+    config = SpireConfig(shape_of(model), last_layers(model, 1), k=3, window_tokens=4)
+    return Spire(new_drafter(model, config, init))
 
 
 def exact_law(sampling: Sampling) -> np.ndarray:
@@ -97,7 +108,12 @@ def accepts_too_readily(tree, logits, sampling, generators) -> Verified:
 
 @pytest.mark.parametrize(
     ("method", "biased"),
-    [("speculative", redraws_the_bonus), ("speculative", accepts_too_readily), ("tree", redraws_the_bonus)],
+    [
+        ("speculative", redraws_the_bonus),
+        ("speculative", accepts_too_readily),
+        ("spire", redraws_the_bonus),
+        ("tree", redraws_the_bonus),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_biased_verifier_fails_the_same_test(method, biased, monkeypatch):

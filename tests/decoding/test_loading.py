@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import BertConfig, BertForMaskedLM
 
 from spectrain.decoding import load_target
 from spectrain.errors import UserError
@@ -50,6 +51,14 @@ def encoder(folder):
     edit_config(folder, model_type="t5", architectures=["T5ForConditionalGeneration"])
 
 
+def masked_language_model(folder):
+    for path in folder.glob("*.json"):
+        if not path.name.startswith("token"):
+            path.unlink()
+    config = BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    BertForMaskedLM(config).save_pretrained(folder)
+
+
 def window(folder):
     edit_config(folder, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16)
 
@@ -72,6 +81,7 @@ def no_tokenizer(folder):
     ("spoil", "reason"),
     [
         (no_config, "no config.json"),
+        (masked_language_model, "is no causal language model"),
         (no_weights, "weight file|could not be loaded"),
         (corrupt_weights, "missing or corrupt weight file"),
         (encoder, "no causal language model"),
