@@ -87,8 +87,8 @@ def pruned_llama(target: TargetModel, drafter: SpireDrafter) -> LlamaForCausalLM
     config.num_hidden_layers = drafter.config.n_layer
     model = LlamaForCausalLM(config)
     model.model.embed_tokens.load_state_dict(drafter.embed_tokens.state_dict())
-    for layer, block in zip(model.model.layers, drafter.blocks, strict=True):
-        layer.load_state_dict(block.state_dict())
+    for layer, index in zip(model.model.layers, drafter.config.target_layers, strict=True):
+        layer.load_state_dict(target.model.model.layers[index].state_dict())
     return model.float().train()
 
 

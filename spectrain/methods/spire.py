@@ -151,7 +151,7 @@ class SlotStore:
         """Projects memories [n, P, D], one tensor a draft block, and stores them; position -1 is thrown away."""
         rope = self.drafter.rope(positions.clamp_min(0))
         projected = [
-            block.keys_values(memory.to(block.input_layernorm.weight.dtype), rope)
+            block.keys_values(memory.to(block.input_norm.weight.dtype), rope)
             for block, memory in zip(self.drafter.blocks, memories, strict=True)
         ]
         self.write(projected, positions, rows)

@@ -7,13 +7,26 @@ enough, by looking for the very modules that are copied.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.errors import UserError, check_whole
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+}
+RENAMED = {  # Hugging Face's names -> ours
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.o_proj": "output",
+    "self_attn.q_norm": "query_norm",
+    "self_attn.k_norm": "key_norm",
+    "mlp.down_proj": "down",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
 NEEDED = {
     "RoPE": ("model.rotary_emb",),
     "RMSNorm": ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"),
@@ -40,6 +53,11 @@ def shape_of(target: PreTrainedModel) -> LlamaShape:
         raise UserError(
             f"target of type {config.model_type} is not computed like Llama; SPIRe supports {', '.join(LLAMA_LIKE)}, "
             "choose one of them or train +exp=vanilla"
+        )
+    if config.rope_parameters.get("rope_type", "default") not in ROPE_TYPES:
+        raise UserError(
+            f"the target's RoPE of type {config.rope_parameters['rope_type']} changes with the length of the text; "
+            f"SPIRe supports {', '.join(ROPE_TYPES)}"
         )
     attention, mlp = modules["model.layers.0.self_attn"], modules["model.layers.0.mlp"]
     return LlamaShape(
@@ -100,9 +118,24 @@ def copy_target(drafter: SpireDrafter, target: PreTrainedModel) -> None:
     body = target.model
     drafter.embed_tokens.load_state_dict(body.embed_tokens.state_dict())
     for block, layer in zip(drafter.blocks, drafter.config.target_layers, strict=True):
-        block.load_state_dict(body.layers[layer].state_dict())
+        block.load_state_dict(block_state(body.layers[layer].state_dict()))
     drafter.norm.load_state_dict(body.norm.state_dict())
     drafter.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
+
+
+def block_state(layer: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a `SpireBlock` from that of a Hugging Face block. Every tensor is used, or the load fails."""
+    state = dict(layer)
+    for fused, parts in FUSED.items():
+        for kind in ("weight", "bias"):
+            found = [state.pop(f"{part}.{kind}") for part in parts if f"{part}.{kind}" in state]
+            if found:
+                state[f"{fused}.{kind}"] = torch.cat(found)
+    renamed = {}
+    for name, tensor in state.items():
+        module, _, kind = name.rpartition(".")
+        renamed[f"{RENAMED.get(module, module)}.{kind}"] = tensor
+    return renamed
 
 
 def _draw(module: nn.Module, std: float) -> None:

@@ -101,43 +101,34 @@ class KeysValues:
 
 
 class SpireBlock(nn.Module):
-    """One decoder block whose keys may come from elsewhere than its input. Parameter names are Hugging Face's."""
+    """One decoder block whose keys may come from elsewhere than its input.
+
+    Projections that read the same input are one matrix: a draft step is a few tokens, and costs by the call.
+    """
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         d, d_q, d_kv = shape.hidden_size, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
         self.shape = shape
-        self.input_layernorm = nn.RMSNorm(d, shape.rms_norm_eps)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(d, d_q, bias=shape.qkv_bias),
-                "k_proj": nn.Linear(d, d_kv, bias=shape.qkv_bias),
-                "v_proj": nn.Linear(d, d_kv, bias=shape.qkv_bias),
-                "o_proj": nn.Linear(d_q, d, bias=shape.output_bias),
-            }
-        )
+        self.input_norm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.qkv = nn.Linear(d, d_q + 2 * d_kv, bias=shape.qkv_bias)  # rows: queries, keys, values
+        self.output = nn.Linear(d_q, d, bias=shape.output_bias)
         if shape.qk_norm:
-            self.self_attn["q_norm"] = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
-            self.self_attn["k_norm"] = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(d, shape.rms_norm_eps)
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(d, shape.intermediate_size, bias=shape.mlp_bias),
-                "up_proj": nn.Linear(d, shape.intermediate_size, bias=shape.mlp_bias),
-                "down_proj": nn.Linear(shape.intermediate_size, d, bias=shape.mlp_bias),
-            }
-        )
+            self.query_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
+            self.key_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.mlp_norm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.gate_up = nn.Linear(d, 2 * shape.intermediate_size, bias=shape.mlp_bias)  # rows: gate, up
+        self.down = nn.Linear(shape.intermediate_size, d, bias=shape.mlp_bias)
         self.activation = ACT2FN[shape.hidden_act]
 
     def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
         """K and V of memories [R, P, D] at the positions of `rope`; memories pass the block's input norm."""
-        return self._keys_values(self.input_layernorm(memories), rope)
-
-    def _keys_values(self, normed: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
-        keys = self._heads("k_proj", normed)
+        d_q = self.shape.n_head * self.shape.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
+        heads = self._heads(F.linear(self.input_norm(memories), self.qkv.weight[d_q:], bias))
+        keys, values = heads.chunk(2, dim=1)
         if self.shape.qk_norm:
-            keys = self.self_attn["k_norm"](keys)
-        values = self._heads("v_proj", normed)
+            keys = self.key_norm(keys)
         return KeysValues(_rotate(keys, rope).to(values.dtype), values)
 
     def forward(
@@ -154,23 +145,24 @@ class SpireBlock(nn.Module):
         Returns:
             The block's output [R, n, D], and K/V of its input (the queries' own keys).
         """
-        normed = self.input_layernorm(x)
-        queries = self._heads("q_proj", normed)
+        n_head, n_kv_head = self.shape.n_head, self.shape.n_kv_head
+        heads = self._heads(self.qkv(self.input_norm(x)))
+        queries_keys, own_values = heads.split([n_head + n_kv_head, n_kv_head], dim=1)
         if self.shape.qk_norm:
-            queries = self.self_attn["q_norm"](queries)
-        own = self._keys_values(normed, rope)
+            queries, keys = queries_keys.split([n_head, n_kv_head], dim=1)
+            queries_keys = torch.cat([self.query_norm(queries), self.key_norm(keys)], dim=1)
+        queries, own_keys = _rotate(queries_keys, rope).to(own_values.dtype).split([n_head, n_kv_head], dim=1)
+        own = KeysValues(own_keys, own_values)
         every = KeysValues.cat([past, own])
-        repeats = self.shape.n_head // self.shape.n_kv_head
+        repeats = n_head // n_kv_head
         keys, values = (t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (every.keys, every.values))
-        queries = _rotate(queries, rope).to(values.dtype)
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [R, H, n, D_head]
-        x = x + self.self_attn["o_proj"](attended.transpose(1, 2).flatten(2))
-        normed = self.post_attention_layernorm(x)
-        gated = self.activation(self.mlp["gate_proj"](normed)) * self.mlp["up_proj"](normed)
-        return x + self.mlp["down_proj"](gated), own
+        x = x + self.output(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(self.activation(gate) * up), own
 
-    def _heads(self, name: str, x: Tensor) -> Tensor:  # [R, n, D] -> [R, H, n, D_head]
-        return self.self_attn[name](x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+    def _heads(self, x: Tensor) -> Tensor:  # [R, n, heads * D_head] -> [R, heads, n, D_head]
+        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
 
 def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -207,7 +199,9 @@ class SpireDrafter(nn.Module):
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [R, n, D_head] float32 at positions [R, n]."""
         rotary = self._rotary[0].to(positions.device)
-        return rotary(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
+        angles = positions[..., None] * rotary.inv_freq  # [R, n, D_head / 2]
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:
         """What each block attends to for the tokens whose states these are.
@@ -221,7 +215,8 @@ class SpireDrafter(nn.Module):
         if not self.config.feedback:
             return states[: self.config.n_layer]
         weights = self.feedback_weight.softmax(dim=-1)  # [n_layer, n_layer + 1]
-        return [sum(w * x for w, x in zip(row, states, strict=True)) for row in weights]
+        stacked = torch.stack(states)  # [n_layer + 1, R, n, D]; not a matrix product, which autocast would round
+        return list((weights[:, :, None, None, None] * stacked).sum(dim=1))
 
     def step(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor, last: bool = False

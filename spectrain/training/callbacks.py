@@ -102,7 +102,7 @@ class Checkpoints(Callback):
         self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        trainer.save_checkpoint(self.checkpoint_file)
+        trainer.save_checkpoint(self.checkpoint_file, weights_only=False)
         self._saved_s = time.monotonic()
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:

@@ -45,15 +45,18 @@ def slow_memory(drafter: SpireDrafter, states: list[Tensor], i: int) -> Tensor:
 
 def slow_block(block: SpireBlock, x: Tensor, t: int, inputs: dict[int, Tensor]) -> Tensor:
     """One block at position t, whose keys come from `inputs` by position."""
-    shape, attention = block.shape, block.self_attn
+    shape = block.shape
+    n_rows = [shape.n_head * shape.head_dim, *[shape.n_kv_head * shape.head_dim] * 2]
+    weights_of = dict(zip("qkv", block.qkv.weight.split(n_rows), strict=True))
 
     def heads(name: str, value: Tensor, position: int) -> Tensor:
-        normed = rms(value, block.input_layernorm.weight, shape.rms_norm_eps)
-        out = (normed @ attention[f"{name}_proj"].weight.T).view(-1, shape.head_dim)
+        normed = rms(value, block.input_norm.weight, shape.rms_norm_eps)
+        out = (normed @ weights_of[name].T).view(-1, shape.head_dim)
         if name == "v":
             return out
         if shape.qk_norm:
-            out = rms(out, attention[f"{name}_norm"].weight, shape.rms_norm_eps)
+            norm = block.query_norm if name == "q" else block.key_norm
+            out = rms(out, norm.weight, shape.rms_norm_eps)
         return rotate(out, position, shape)
 
     query = heads("q", x, t)
@@ -63,10 +66,10 @@ def slow_block(block: SpireBlock, x: Tensor, t: int, inputs: dict[int, Tensor]) 
         scores = {p: query[head] @ heads("k", v, p)[kv_head] / shape.head_dim**0.5 for p, v in inputs.items()}
         weights = torch.softmax(torch.stack(list(scores.values())), dim=0)
         out.append(sum(w * heads("v", v, p)[kv_head] for w, (p, v) in zip(weights, inputs.items(), strict=True)))
-    x = x + torch.cat(out) @ attention["o_proj"].weight.T
-    normed = rms(x, block.post_attention_layernorm.weight, shape.rms_norm_eps)
-    gate = torch.nn.functional.silu(normed @ block.mlp["gate_proj"].weight.T)
-    return x + (gate * (normed @ block.mlp["up_proj"].weight.T)) @ block.mlp["down_proj"].weight.T
+    x = x + torch.cat(out) @ block.output.weight.T
+    normed = rms(x, block.mlp_norm.weight, shape.rms_norm_eps)
+    gate, up = (normed @ weight.T for weight in block.gate_up.weight.chunk(2))
+    return x + (torch.nn.functional.silu(gate) * up) @ block.down.weight.T
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,10 +18,14 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def make(
-    family: str = "llama", init: str = "pruned", n_target_layers: int = 3, **options
+    family: str = "llama", init: str = "pruned", n_target_layers: int = 3, biases: bool = False, **options
 ) -> tuple[TargetModel, SpireDrafter]:
     """A tiny target of this family, which captures what the drafter needs, and a drafter with uneven feedback."""
-    model = tiny_model(family, num_hidden_layers=n_target_layers)
+    more = {"attention_bias": True, "mlp_bias": True} if biases else {}
+    model = tiny_model(family, num_hidden_layers=n_target_layers, **more)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
     options = {"k": 4, "window_tokens": 8, "sink_tokens": 1, **options}
     config = SpireConfig(shape_of(model), last_layers(model, 2), **options)
     drafter = new_drafter(model, config, init)
@@ -68,9 +72,10 @@ def test_rollout_without_target_activations_is_a_sparse_transformer():
     torch.testing.assert_close(hidden[0], expected, atol=1e-6, rtol=1e-6)
 
 
-def test_first_step_of_a_pruned_drafter_equals_the_target_s_own_modules():
+@pytest.mark.parametrize("biases", [False, True])
+def test_first_step_of_a_pruned_drafter_equals_the_target_s_own_modules(biases):
     """Root embedding in; K/V of earlier positions from the target's block inputs, of the root from its own x."""
-    target, drafter = make(feedback=False, window_tokens=64, k=4)
+    target, drafter = make(feedback=False, window_tokens=64, k=4, biases=biases)
     model, length = target.model, 13
     tokens = torch.randint(0, VOCAB_SIZE, (1, length))
     captured = target.features(tokens).captured
