@@ -48,12 +48,11 @@ def expand_shorthands(arguments: list[str]) -> list[str]:
     """Rewrites `target=X` to `target.path=X` where X is no option of the config group `target`."""
     expanded = []
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        is_option = (conf_dir() / key / f"{value}.yaml").is_file()
-        if equals and key in SHORTHANDS and value not in ("", "null") and not is_option:
-            argument = f"{SHORTHANDS[key]}={value}"
-        elif equals and key in FREE_TEXT:
+        key, _, value = argument.partition("=")
+        if key in FREE_TEXT:
             argument = f"{key}={quoted(value)}"
+        elif key in SHORTHANDS and value not in ("", "null") and not (conf_dir() / key / f"{value}.yaml").is_file():
+            argument = f"{SHORTHANDS[key]}={value}"
         expanded.append(argument)
     return expanded
 

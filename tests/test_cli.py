@@ -19,6 +19,7 @@ AWKWARD = [
     "two\nlines",
     "",
     "éß日本",
+    "longer than any file name " * 2000,
 ]
 
 
@@ -27,7 +28,7 @@ def composed(config: str, *arguments: str):
         return compose(config, overrides=expand_shorthands(list(arguments)))
 
 
-@pytest.mark.parametrize("text", AWKWARD)
+@pytest.mark.parametrize("text", AWKWARD, ids=lambda text: text[:20])
 def test_prompt_is_taken_literally(text):
     assert composed("generate", f"prompt={text}").prompt == text
 
