@@ -9,7 +9,7 @@ Letters: B rows, N nodes (the root included), V vocabulary, gamma draft length (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
@@ -129,11 +129,3 @@ class DraftTree:
         place = torch.where(on_path, self.depth, n_nodes)  # nodes off the path are written to a column that is cut off
         path = torch.full((n_rows, n_nodes + 1), -1, dtype=torch.int64, device=self.tokens.device)
         return path.scatter_(1, place, nodes)[:, :-1]
-
-    def to(self, device: torch.device | str) -> DraftTree:
-        """The same trees on another device."""
-        moved = {
-            name: None if (value := getattr(self, name)) is None else value.to(device)
-            for name in ("tokens", "parents", "source", "probs", "probe")
-        }
-        return replace(self, **moved)

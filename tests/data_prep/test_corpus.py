@@ -67,6 +67,8 @@ def test_jsonl_fields_make_the_text(tmp_path):
     file.write_text('{"q": "one", "n": 1, "a": "two"}\n\n{"q": "three", "n": 2, "a": "four"}\n')
     assert [d.text for d in file_documents(str(file))] == ["one\n\ntwo", "three\n\nfour"]
     assert [d.text for d in file_documents(str(file), ["a"])] == ["two", "four"]
+    file.write_text('{"q": "a line separator \u2028 and a next line \x85 inside"}\r\n')
+    assert [d.text for d in file_documents(str(file))] == ["a line separator \u2028 and a next line \x85 inside"]
 
 
 def test_folder_is_read_with_its_subfolders_and_what_is_not_utf8_is_left_out(tmp_path):
