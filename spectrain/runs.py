@@ -2,9 +2,9 @@
 
 runs/spire-1f0c93ab/
     config.yaml        the resolved config
-    checkpoints/       last.ckpt, written every few minutes and at an interruption
     run.json           the run's id and its target's fingerprint
-        metrics/version_0/metrics.csv   every logged number, a folder an attempt
+    checkpoints/       last.ckpt, written every few minutes and at an interruption
+    metrics/version_0/metrics.csv   every logged number, a folder an attempt
     result.json        written last: the run is finished
 """
 
@@ -33,7 +33,7 @@ class RunFolder:
 
     path: Path
     config: dict  # resolved
-    replaces: bool  # throw away the earlier run that stands there
+    id: str  # a name that no other run has, kept when the run is resumed
 
     @classmethod
     def find(cls, cfg: DictConfig) -> RunFolder:
@@ -46,7 +46,8 @@ class RunFolder:
         """
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         digest = hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()[:8]
-        run = cls(Path(cfg.run_dir or f"runs/{cfg.kind}-{digest}"), resolved, replaces=False)
+        path = Path(cfg.run_dir or f"runs/{cfg.kind}-{digest}")
+        run = cls(path, resolved, id=f"{path.name}-{uuid.uuid4().hex[:8]}")
         if rank_zero_only.rank != 0 or not run.path.exists():
             return run
         if not run.config_file.is_file():
@@ -56,7 +57,8 @@ class RunFolder:
         reason = run._why_not_to_go_on()
         if reason and not cfg.fresh:
             raise UserError(reason)
-        return dataclasses.replace(run, replaces=reason is not None)
+        begun = run._begun()
+        return run if reason or begun is None else dataclasses.replace(run, id=begun["id"])
 
     def _why_not_to_go_on(self) -> str | None:
         before = _hashed(OmegaConf.to_container(OmegaConf.load(self.config_file)))
@@ -73,23 +75,23 @@ class RunFolder:
 
     @rank_zero_only
     def begin(self, target_fingerprint: str | None = None) -> None:
-        """Makes the folder and keeps the config, or goes on in it.
+        """Makes the folder and keeps the config, in place of an earlier run that stands there; or goes on in its own.
 
         Raises:
             UserError: the interrupted run trained against another target.
         """
-        if self.replaces:
-            shutil.rmtree(self.path)
-        facts = {"id": f"{self.name}-{uuid.uuid4().hex[:8]}", "target_fingerprint": target_fingerprint}
-        if self._facts_file.is_file():
-            begun = json.loads(self._facts_file.read_text())
+        begun = self._begun()
+        if begun is not None and begun["id"] == self.id:
             if target_fingerprint and begun["target_fingerprint"] != target_fingerprint:
                 raise UserError(
                     f"{self.path} was begun with target {begun['target_fingerprint']}, not {target_fingerprint}; "
                     "remove the folder to train for the new target"
                 )
             return
+        if self.config_file.is_file():
+            shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
+        facts = {"id": self.id, "target_fingerprint": target_fingerprint}
         OmegaConf.save(OmegaConf.create(self.config), self.config_file)
         self._facts_file.write_text(json.dumps(facts) + "\n")
 
@@ -97,12 +99,9 @@ class RunFolder:
     def _facts_file(self) -> Path:
         return self.path / "run.json"
 
-    @property
-    def id(self) -> str:
-        """A name that no other run has, kept when the run is resumed."""
-        if self._facts_file.is_file() and not self.replaces:
-            return json.loads(self._facts_file.read_text())["id"]
-        return f"{self.name}-{uuid.uuid4().hex[:8]}"
+    def _begun(self) -> dict | None:
+        """What `begin` wrote into the folder, if it did."""
+        return json.loads(self._facts_file.read_text()) if self._facts_file.is_file() else None
 
     @property
     def name(self) -> str:

@@ -125,8 +125,7 @@ def train_target(cfg: DictConfig, run: RunFolder) -> None:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    out = export_folder(cfg, run)
-    write_folder(out, write, replace=cfg.out is None)
+    out = export(cfg, run, write)
     run.finish(final_metrics(trainer))
     log.info("target saved to %s, held-out loss %.3f nats a token", out, trainer.callback_metrics["eval/loss"])
 
@@ -173,8 +172,7 @@ def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
         made.save(folder)
         write_manifest(folder, Artifact(made.kind, str(cfg.target.path), target_fingerprint, result))
 
-    out = export_folder(cfg, run)
-    write_folder(out, write, replace=cfg.out is None)
+    out = export(cfg, run, write)
     run.finish(result)
     console = Console()
     console.print(made.table.render())
@@ -193,8 +191,11 @@ def vanilla_beside(cfg: DictConfig, target: TargetModel) -> dict[str, Drafter]:
     return drafters
 
 
-def export_folder(cfg: DictConfig, run: RunFolder) -> Path:
-    return Path(cfg.out) if cfg.out else CHECKPOINTS / run.name
+def export(cfg: DictConfig, run: RunFolder, write: Callable[[Path], None]) -> Path:
+    """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`, which is replaced."""
+    folder = Path(cfg.out) if cfg.out else CHECKPOINTS / run.name
+    write_folder(folder, write, replace=cfg.out is None)
+    return folder
 
 
 def target_device(cfg: DictConfig) -> str:

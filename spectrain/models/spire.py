@@ -7,7 +7,7 @@ of a drafted token is a learnt mix of the draft's own activations,
     m_t^i = sum_l softmax(w_i)_l x_t^l,   l = 0 (embedding) .. n_layer.
 
 Attention is sparse: the first `sink_tokens` positions and the last `window_tokens` (t - window + 1 .. t), in training
-(`SpireDrafter.rollout`) as in decoding (`spectrain.methods.spire`), which both go through `SpireBlock.forward`.
+(`spectrain.models.spire_rollout`) as in decoding (`spectrain.methods.spire`); both go through `SpireBlock.forward`.
 
 Letters: B rows, L row tokens, k rollout depth, c chunks of a row, n queries of a call, P past keys, H heads, D hidden.
 """

@@ -37,7 +37,7 @@ def rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None) -> T
     missing = -n_tokens % chunk  # queries past the end are computed and cut; keys past it no real query sees
     x = drafter.embed_tokens(F.pad(tokens, (0, missing)))  # [B, L, D]
     if not config.target_activations:
-        return windowed_forward(drafter, x, chunk)[:, :n_tokens]
+        return windowed_states(drafter, x, chunk)[0][:, :n_tokens]
     assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
     captured = F.pad(captured, (0, 0, 0, 0, 0, missing))
     n_rows, n_padded = x.shape[:2]
@@ -70,21 +70,17 @@ def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
     return config.k * max(1, -(-wanted // config.k))
 
 
-def windowed_forward(drafter: SpireDrafter, x: Tensor, chunk: int) -> Tensor:
+def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tensor, list[KeysValues]]:
     """The drafter as an ordinary sparse Transformer over its own activations (`target_activations=false`).
 
     Args:
-        x: [B, L, D] embeddings, L a multiple of `chunk`, which is at least the window or the whole row.
+        drafter: the model.
+        x: [B, L, D] embeddings, L a multiple of `chunk`.
+        chunk: tokens a chunk, at least the window or the whole row.
 
     Returns:
-        Final hidden states [B, L, D].
+        Final hidden states [B, L, D], and of each block the K/V of all tokens, [B, H_kv, L, D_head].
     """
-    hidden, _ = windowed_states(drafter, x, chunk)
-    return hidden
-
-
-def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tensor, list[KeysValues]]:
-    """As `windowed_forward`, and of each block the K/V of all tokens, [B, H_kv, L, D_head]."""
     n_rows, n_tokens = x.shape[:2]
     n_chunks = n_tokens // chunk
     rope = drafter.rope(torch.arange(n_tokens, device=x.device)[None])
