@@ -15,12 +15,13 @@ def find(tmp_path, *overrides: str) -> RunFolder:
 
 def test_a_resumed_run_keeps_its_id_and_its_files(tmp_path):
     run = find(tmp_path)
+    id_of_the_logger = run.id  # read before the folder is made
     run.begin()
     (run.path / "kept").touch()
     run.begin()
     resumed = find(tmp_path)
     resumed.begin()
-    assert resumed.id == run.id
+    assert resumed.id == id_of_the_logger
     assert (run.path / "kept").is_file()
 
 
