@@ -42,6 +42,7 @@ class DraftTree:
     probs: Tensor | None = None  # [B, N, V] float32: probs[:, i] is the q that node i was drawn from; None: one-hot
     probe: Tensor | None = None  # [B, N] bool: scored, never accepted; None: no probes
     is_chain: bool = False  # every node's parent is the node before it, padding only at the end
+    max_depth: int | None = None  # no node is deeper; None: not known. Saves rounds of pointer doubling
 
     @classmethod
     def root_only(cls, roots: Tensor) -> DraftTree:
@@ -114,7 +115,8 @@ class DraftTree:
         nodes = torch.arange(n_nodes, device=self.tokens.device)
         jump = torch.where(self.parents >= 0, self.parents, nodes)
         ancestors = torch.eye(n_nodes, dtype=torch.bool, device=self.tokens.device).expand(n_rows, -1, -1)
-        for _ in range(max(1, (n_nodes - 1).bit_length())):
+        max_depth = n_nodes - 1 if self.max_depth is None else min(self.max_depth, n_nodes - 1)
+        for _ in range(max_depth.bit_length()):
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand(-1, -1, n_nodes))
             jump = jump.gather(1, jump)
         return ancestors

@@ -1,0 +1,82 @@
+"""What all lookup methods share: a state a row, fed with the row's tokens, that adds guesses to a candidate tree.
+
+A lookup method is deterministic: given the row's text it always guesses the same. It takes nothing from the row's
+generator, so at equal seeds its sampled text is, token by token, what autoregressive decoding samples.
+
+Letters: n active rows, N nodes, P probes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Protocol
+
+from spectrain.decoding import Context, Drafter, DraftTree, TargetOutput, Verified
+from spectrain.errors import check_whole
+from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape, draft_tree
+
+
+class RowState(Protocol):
+    """What a method keeps of one row."""
+
+    def extend(self, tokens: list[int]) -> None:
+        """The row's text went on by these tokens, the last of which is the new root."""
+
+
+class LookupDrafter(Drafter):
+    """Guesses from what was read and written so far. A method defines `new_row` and `propose_row`.
+
+    Args:
+        max_nodes: nodes of a tree: root, guesses and probes.
+        probe_shape: of the probes, which stand at nodes 1..P of every row; None: no probes.
+
+    Raises:
+        UserError: max_nodes has no room for a guess.
+    """
+
+    def __init__(self, max_nodes: int, probe_shape: ProbeShape | None = None):
+        self.probe_shape = probe_shape
+        n_probes = probe_shape.n_probes if probe_shape is not None else 0
+        check_whole("max_nodes", max_nodes, 2 + n_probes)
+        self.max_nodes = max_nodes
+        self.n_guess_nodes = max_nodes - n_probes  # the root included
+        self.rows: list[RowState] = []
+
+    @abstractmethod
+    def new_row(self, tokens: list[int]) -> RowState:
+        """The state of a row that joined; tokens: its prompt and its first token, the root."""
+
+    @abstractmethod
+    def propose_row(self, state: RowState, tree: CandidateTree, row: int) -> None:
+        """Adds the guesses of one row to its tree, best first. `row` is its index in the batch."""
+
+    def probes(self, state: RowState) -> list[int]:
+        """The P probe tokens of a row, in the order of `probe_shape`."""
+        raise NotImplementedError
+
+    def start(self, target, cache) -> None:
+        self.rows = []
+
+    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        for row in rows:
+            self.rows.append(self.new_row(context.tokens[row, : context.n_tokens[row]].tolist()))
+
+    def propose(self, context: Context) -> DraftTree:
+        trees = []
+        for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
+            tree = CandidateTree(int(context.tokens[row, context.n_tokens[row] - 1]), self.n_guess_nodes, room - 1)
+            if room > 1:
+                self.propose_row(state, tree, row)
+            trees.append(tree)
+        probes = [self.probes(state) for state in self.rows] if self.probe_shape is not None else None
+        return draft_tree(trees, context.device, self.probe_shape, probes)
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
+        # The root was known; the accepted tokens and the bonus are new.
+        for row, (state, accepted) in enumerate(zip(self.rows, verified.accepted.tolist(), strict=True)):
+            n_tokens = context.n_tokens[row]
+            state.extend(context.tokens[row, n_tokens - accepted - 1 : n_tokens].tolist())
+
+    def free(self, row: int) -> None:
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()

@@ -1,0 +1,140 @@
+"""The guesses of one row, merged by equal prefixes under a node budget, and the draft trees of a batch made from them.
+
+A lookup method adds its guesses best first; what no longer fits the budget is left out. Probes, which the target scores
+but never accepts, have the same shape in every row and stand right behind the root, so that their logits are found at
+the same nodes of every row.
+
+Letters: B rows, N nodes (the root included), P probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spectrain.decoding.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, Source
+
+
+class CandidateTree:
+    """One row's guesses as a tree. Node 0 is the root; every node added stands behind its parent.
+
+    Args:
+        root: the row's last token.
+        max_nodes: most nodes, the root included.
+        max_depth: most edges from the root; guesses are cut there.
+    """
+
+    def __init__(self, root: int, max_nodes: int, max_depth: int):
+        self.max_nodes, self.max_depth = max_nodes, max_depth
+        self.tokens, self.parents, self.sources = [root], [ROOT_PARENT], [int(Source.ROOT)]
+        self.depth = 0  # of the deepest node
+        self.is_chain = True
+        self._children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+
+    @property
+    def n_free(self) -> int:
+        """Nodes that may still be added."""
+        return self.max_nodes - len(self.tokens) if self.max_depth > 0 else 0
+
+    def add(self, guess: Iterable[int], source: Source, node: int = 0) -> int:
+        """Adds a sequence of tokens below `node`, sharing the nodes that spell its beginning already.
+
+        A shared node keeps the source it was added with. Returns the last node of the sequence that is in the tree.
+        """
+        children, tokens = self._children, self.tokens
+        depth = 0 if node == 0 else self._depth_of(node)
+        for token in guess:
+            depth += 1
+            if depth > self.max_depth:
+                break
+            child = children.get((node, token))
+            if child is None:
+                child = len(tokens)
+                if child >= self.max_nodes:
+                    break
+                children[node, token] = child
+                tokens.append(token)
+                self.parents.append(node)
+                self.sources.append(source)
+                if node != child - 1:
+                    self.is_chain = False
+                if depth > self.depth:
+                    self.depth = depth
+            node = child
+        return node
+
+    def _depth_of(self, node: int) -> int:
+        depth = 0
+        while node > 0:
+            node, depth = self.parents[node], depth + 1
+        return depth
+
+
+@dataclass(frozen=True)
+class ProbeShape:
+    """The probes that every row's tree carries: nodes 1..P.
+
+    Args:
+        parents: of each probe: 0 the root, i the i-th probe (counted from 1); parents stand before children.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert all(0 <= parent <= i for i, parent in enumerate(self.parents)), self.parents
+
+    @property
+    def n_probes(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """Edges from the root to the deepest probe."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
+def draft_tree(
+    rows: Sequence[CandidateTree],
+    device: torch.device,
+    shape: ProbeShape | None = None,
+    probes: Sequence[Sequence[int]] | None = None,
+) -> DraftTree:
+    """The trees of a batch, padded to the largest.
+
+    Args:
+        rows: each row's guesses.
+        device: where the target reads them.
+        shape: of the probes, the same for all rows; None: no probes.
+        probes: P tokens a row, in the order of `shape`.
+    """
+    n_probes = shape.n_probes if shape is not None else 0
+    width = max(len(row.tokens) for row in rows)
+    tokens, parents, sources = [], [], []
+    for i, row in enumerate(rows):
+        padding = width - len(row.tokens)
+        own_probes = probes[i] if n_probes else ()
+        tokens.append([row.tokens[0], *own_probes, *row.tokens[1:], *[0] * padding])
+        # The root keeps its index 0; a guess's index moves behind the probes.
+        shifted = [parent + n_probes if parent > 0 else parent for parent in row.parents[1:]] if n_probes else None
+        below = row.parents[1:] if shifted is None else shifted
+        probe_parents = shape.parents if n_probes else ()
+        parents.append([ROOT_PARENT, *probe_parents, *below, *[PADDING_PARENT] * padding])
+        sources.append([*row.sources[:1], *[int(Source.ROOT)] * n_probes, *row.sources[1:], *[0] * padding])
+    packed = torch.tensor([tokens, parents, sources]).to(device)  # one transfer
+    probe = None
+    if n_probes:
+        probe = torch.zeros(len(rows), width + n_probes, dtype=torch.bool, device=device)
+        probe[:, 1 : n_probes + 1] = True
+    return DraftTree(
+        packed[0],
+        packed[1],
+        packed[2],
+        probe=probe,
+        is_chain=not n_probes and all(row.is_chain for row in rows),
+        max_depth=max(*(row.depth for row in rows), shape.depth if shape is not None else 0, 1),
+    )
