@@ -53,6 +53,8 @@ def expand_shorthands(arguments: list[str]) -> list[str]:
             argument = f"{key}={quoted(value)}"
         elif key in SHORTHANDS and value not in ("", "null") and not (conf_dir() / key / f"{value}.yaml").is_file():
             argument = f"{SHORTHANDS[key]}={value}"
+        elif key.startswith("sampling."):
+            argument = f"++{argument}"  # Hydra would send an unknown option away before we can say why
         expanded.append(argument)
     return expanded
 

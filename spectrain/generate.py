@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from data_prep.prompts import conversation_ids
 from spectrain.cli import build_method, command, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, Source, TargetModel, generate
 from spectrain.errors import UserError
@@ -37,10 +38,10 @@ TIMED_RUNS = 3
 def main(cfg: DictConfig) -> None:
     if not str(cfg.prompt).strip():
         raise UserError('prompt is empty; give prompt="some text"')
-    sampling = Sampling(**cfg.sampling)
+    sampling = Sampling.from_options(cfg.sampling)
     target = open_target(cfg)
     drafter = build_method(cfg.method, target, cfg.drafter)
-    prompt = tokenize(target.tokenizer, str(cfg.prompt), cfg.chat)
+    prompt = conversation_ids(target.tokenizer, [str(cfg.prompt)], [], cfg.chat)
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(str(cfg.prompt), style="dim"), end="")
     printer = StreamPrinter(console, target.tokenizer)
@@ -51,16 +52,6 @@ def main(cfg: DictConfig) -> None:
         rates = timed(cfg, target, {"this method": drafter, "autoregressive": Autoregressive()}, prompt, sampling)
         ours, base = rates["this method"], rates["autoregressive"]
         console.print(f"{ours:.0f} tokens/s, {ours / base:.2f}x autoregressive decoding ({base:.0f} tokens/s)")
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt; with `chat`, as the user's turn of the tokenizer's template."""
-    if not chat:
-        return tokenizer(prompt)["input_ids"]
-    if tokenizer.chat_template is None:
-        raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=false")
-    turns = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def run(cfg: DictConfig, target: TargetModel, drafter: Drafter, prompt: list[int], sampling: Sampling, on_tokens=None):

@@ -34,9 +34,10 @@ class RunFolder:
     path: Path
     config: dict  # resolved
     id: str  # a name that no other run has, kept when the run is resumed
+    result: str = "result.json"  # written last: the run is finished
 
     @classmethod
-    def find(cls, cfg: DictConfig) -> RunFolder:
+    def find(cls, cfg: DictConfig, result: str = "result.json") -> RunFolder:
         """The folder of this config. Writes nothing.
 
         An unfinished run of this very config goes on, `fresh` or not; `fresh` replaces a finished or another one.
@@ -47,7 +48,7 @@ class RunFolder:
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         digest = hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()[:8]
         path = Path(cfg.run_dir or f"runs/{cfg.kind}-{digest}")
-        run = cls(path, resolved, id=f"{path.name}-{uuid.uuid4().hex[:8]}")
+        run = cls(path, resolved, id=f"{path.name}-{uuid.uuid4().hex[:8]}", result=result)
         if rank_zero_only.rank != 0 or not run.path.exists():
             return run
         if not run.config_file.is_file():
@@ -113,7 +114,7 @@ class RunFolder:
 
     @property
     def result_file(self) -> Path:
-        return self.path / "result.json"
+        return self.path / self.result
 
     @property
     def checkpoint_file(self) -> Path:

@@ -7,6 +7,9 @@ slot then changes the text, and rounding does not.
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from data_prep.corpus import train_tokenizer
+from spectrain.cli import command
 from spectrain.decoding import TargetModel
 
 VOCAB_SIZE = 61
@@ -85,3 +90,42 @@ def llama_target() -> TargetModel:
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+TEXT = (
+    'def read_{0}(path):\n    """Reads {0}."""\n    with open(path) as file:\n        return file.read() + "{0}"\n\n\n'
+)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+    """A tiny target `target/` and a corpus `corpus/` of 60 modules."""
+    root = tmp_path_factory.mktemp("shared")
+    (root / "corpus").mkdir()
+    texts = [TEXT.format(f"config_{i % 7}") * 6 for i in range(60)]
+    for i, text in enumerate(texts):
+        (root / "corpus" / f"m{i}.py").write_text(text)
+    tokenizer = train_tokenizer(texts, 300)
+    model = tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4, initializer_range=0.05)
+    model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    return root
+
+
+@pytest.fixture
+def run(shared, tmp_path, monkeypatch, capfd):
+    """Runs a command in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(name: str, *arguments: str, target: str | None = None) -> tuple[int, str, str]:
+        module = importlib.import_module(f"spectrain.{name}")
+        target = target or str(shared / "target")
+        monkeypatch.setattr(sys, "argv", [f"spectrain.{name}", f"target={target}", *arguments])
+        code = 0
+        try:
+            command(name)(module.main)()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return call

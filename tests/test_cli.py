@@ -43,3 +43,8 @@ def test_target_is_a_folder_or_an_option():
 def test_corpus_is_a_path_or_an_option():
     assert composed("train", "+exp=spire", "corpus=data/a.jsonl").corpus.path == "data/a.jsonl"
     assert composed("train", "+exp=spire", "corpus=stdlib").corpus.path is None
+
+
+def test_sampling_options_that_hydra_does_not_know_reach_our_own_check():
+    assert composed("generate", "sampling.repetition_penalty=1.2", "prompt=x").sampling.repetition_penalty == 1.2
+    assert composed("generate", "sampling.temperature=0.5", "prompt=x").sampling.temperature == 0.5

@@ -9,6 +9,7 @@ import torch
 from lightning import Trainer
 from omegaconf import OmegaConf
 
+from spectrain.bench import method_configs
 from spectrain.cli import build_method, conf_dir
 from spectrain.decoding import Drafter, Sampling, TargetModel
 from spectrain.train import TRAININGS, optimizer_settings
@@ -25,8 +26,9 @@ GROUPS = {  # group -> the command that takes it, and how
     "logger": ("train", "logger={}"),
     "method": ("generate", "method={}"),
     "sampling": ("generate", "sampling={}"),
+    "variants": ("bench", "variants={}"),
 }
-NEEDED = {"train": ["kind=x", "max_steps=1"], "generate": ["prompt=x"]}
+NEEDED = {"train": ["kind=x", "max_steps=1"], "generate": ["prompt=x"], "bench": []}
 
 
 def options(group: str) -> list[str]:
@@ -77,6 +79,15 @@ def test_every_method_instantiates(option, exported):
     target, folders = exported
     folder = folders.get(cfg.method.get("_artifact_"))
     assert isinstance(build_method(cfg.method, target, folder and str(folder)), Drafter)
+
+
+@pytest.mark.parametrize("option", options("variants"))
+def test_every_variant_instantiates(option, exported):
+    cfg = composed("bench", f"variants={option}")
+    target, _ = exported
+    for name, options_of in method_configs(cfg).items():
+        if name in cfg.variants:
+            assert isinstance(build_method(options_of, target, None), Drafter)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.decoding.tree import Source
+
 STAGES = ("draft", "forward", "verify", "commit", "other")
+LOOKED_UP = (Source.FORWARD, Source.BACKWARD, Source.INPUT, Source.DATASTORE)  # found in a table, not computed
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,9 @@ class Generation:
     target_forwards: int  # after prefill
     accepted: list[int]  # drafted tokens emitted in each step; tokens cut by EOS or length are not counted
     drafted: list[int]  # nodes drafted in each step: no root, no probe
+    drafted_by_source: list[int]  # the same nodes, by Source
+    steps_by_depth: list[int]  # [d - 1]: steps that drafted a node at depth d
+    retrieval_hits: int  # steps that drafted a node of a source in LOOKED_UP
     sources: list[int]  # Source of each token
     elapsed_s: float
     prefill_s: float
@@ -58,9 +66,13 @@ class Ending:
 
 
 class Clock:
-    """Shares time among the rows of a batch: what passes between two laps belongs to the active rows in equal parts."""
+    """Shares time among the rows of a batch: what passes between two laps belongs to the active rows in equal parts.
 
-    def __init__(self) -> None:
+    A GPU works on after a call returns; it is waited for at each lap, or a stage would pay for the one before it.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.gpu = torch.device(device) if torch.device(device).type == "cuda" else None
         self.shares = dict.fromkeys(STAGES, 0.0)  # seconds that a row present from the start would have been given
         self.now = time.perf_counter()
 
@@ -70,6 +82,8 @@ class Clock:
 
     def restart(self) -> float:
         """Seconds since the last lap, which the caller accounts for."""
+        if self.gpu is not None:
+            torch.cuda.synchronize(self.gpu)
         before, self.now = self.now, time.perf_counter()
         return self.now - before
 
@@ -86,7 +100,23 @@ class Row:
     sources: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    drafted_by_source: list[int] = field(default_factory=lambda: [0] * len(Source))
+    steps_by_depth: list[int] = field(default_factory=list)
+    retrieval_hits: int = 0
     finish_reason: str | None = None
+
+    def count_drafted(self, by_source: Sequence[int], by_depth: Sequence[int]) -> None:
+        """Adds a step's drafted nodes: by Source, and by depth from 0 on."""
+        self.drafted.append(sum(by_source))
+        for source, count in enumerate(by_source):
+            if count:
+                self.drafted_by_source[source] += count
+        self.retrieval_hits += any(by_source[source] for source in LOOKED_UP)
+        for depth, count in enumerate(by_depth[1:]):
+            if count:
+                if depth == len(self.steps_by_depth):
+                    self.steps_by_depth.append(0)
+                self.steps_by_depth[depth] += 1
 
     def generation(self, clock: Clock) -> Generation:
         return Generation(
@@ -95,6 +125,9 @@ class Row:
             target_forwards=len(self.accepted),
             accepted=self.accepted,
             drafted=self.drafted,
+            drafted_by_source=self.drafted_by_source,
+            steps_by_depth=self.steps_by_depth,
+            retrieval_hits=self.retrieval_hits,
             sources=self.sources,
             elapsed_s=clock.now - self.joined_s,
             prefill_s=self.prefill_s,

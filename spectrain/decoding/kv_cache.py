@@ -189,3 +189,15 @@ class KVCache(Cache):
             keys.gather(2, slots.expand(-1, keys.shape[1], -1, keys.shape[3])),
             values.gather(2, slots.expand(-1, values.shape[1], -1, values.shape[3])),
         )
+
+    def fill(self, layer_idx: int, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
+        """Replaces what one layer holds: row b's first lengths[b] tokens are keys and values [n, H, K, D_head].
+
+        After the same call for every layer the cache has n rows of these lengths, as if it had read them.
+        """
+        n_rows, n_tokens = keys.shape[0], keys.shape[2]
+        assert len(lengths) == n_rows, (lengths, n_rows)
+        assert max(lengths) <= n_tokens, (lengths, n_tokens)
+        self.begin(range(n_rows), [0] * n_rows, n_tokens)
+        self.update(keys, values, layer_idx)
+        self.lengths = list(lengths)

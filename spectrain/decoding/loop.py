@@ -15,6 +15,7 @@ import torch
 from spectrain.decoding.drafter import Context, Drafter
 from spectrain.decoding.generation import Clock, Ending, Generation, Row
 from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice
 from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
@@ -33,9 +34,11 @@ def generate(
     sampling: Sampling | None = None,
     *,
     seed: int = 0,
+    prompt_numbers: Sequence[int] | None = None,
     batch_size: int | None = 1,
     stop_token_ids: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
+    verification: str = "token",
     on_tokens: OnTokens | None = None,
     cache_block_tokens: int = 256,
 ) -> list[Generation]:
@@ -48,9 +51,11 @@ def generate(
         max_new_tokens: most tokens of a continuation.
         sampling: None is greedy.
         seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch.
+        prompt_numbers: the numbers i; None: 0, 1, ...
         batch_size: rows decoded together; None: all prompts.
         stop_token_ids: end a text; None: the target's EOS ids, (): nothing does.
         stop_strings: end a text with the token that completes one; needs the target's tokenizer.
+        verification: how drafts that were drawn from a q are judged, "token" by token or as a "block".
         on_tokens: called after each step, for each row.
         cache_block_tokens: the caches grow by this many.
 
@@ -58,7 +63,8 @@ def generate(
         One Generation a prompt, in the order of the prompts.
 
     Raises:
-        UserError: a prompt is empty, too long for the target, or no text of its vocabulary.
+        UserError: a prompt is empty, too long for the target, or no text of its vocabulary; memory is too small for
+            the batch.
     """
     _check(target, prompts, max_new_tokens, batch_size, stop_strings)
     if not prompts:
@@ -73,16 +79,34 @@ def generate(
     )
     target = target.with_capture(drafter.capture_layers)
     cache, context = KVCache(n_slots, cache_block_tokens), Context(sampling, target.device, n_slots)
-    batch = _Batch(target, drafter, cache, context, ending, on_tokens)
-    drafter.start(target, batch.cache)
+    batch = _Batch(target, drafter, cache, context, ending, verification, on_tokens)
+    free_before = free_bytes(target.device)
+    try:
+        drafter.start(target, cache)
+        generators = [row_generator(seed, i) for i in prompt_numbers or range(len(prompts))]
+        return _run(batch, prompts, generators, n_slots, max_new_tokens)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        longest = max(map(len, prompts)) + max_new_tokens
+        raise UserError(out_of_memory_advice(target, cache, n_slots, longest, free_before)) from error
 
+
+def _run(
+    batch: _Batch,
+    prompts: Sequence[Sequence[int]],
+    generators: Sequence[torch.Generator],
+    n_slots: int,
+    max_new_tokens: int,
+) -> list[Generation]:
     generations: list[Generation | None] = [None] * len(prompts)
     waiting = 0
     while waiting < len(prompts) or batch.rows:
         joining = range(waiting, min(waiting + n_slots - len(batch.rows), len(prompts)))
         if joining:
             waiting = joining.stop
-            ended = batch.join(joining, [prompts[i] for i in joining], max_new_tokens, seed)
+            chosen = slice(joining.start, joining.stop)
+            ended = batch.join(joining, prompts[chosen], generators[chosen], max_new_tokens)
         else:
             ended = batch.step()
         for row in ended:
@@ -123,14 +147,21 @@ class _Batch:
         cache: KVCache,
         context: Context,
         ending: Ending,
+        verification: str,
         on_tokens: OnTokens | None,
     ):
         self.target, self.drafter, self.cache, self.context = target, drafter, cache, context
-        self.ending, self.on_tokens = ending, on_tokens
+        self.ending, self.verification, self.on_tokens = ending, verification, on_tokens
         self.rows: list[Row] = []
-        self.clock = Clock()
+        self.clock = Clock(target.device)
 
-    def join(self, indices: range, prompts: list[Sequence[int]], max_new_tokens: int, seed: int) -> list[Row]:
+    def join(
+        self,
+        indices: range,
+        prompts: Sequence[Sequence[int]],
+        generators: Sequence[torch.Generator],
+        max_new_tokens: int,
+    ) -> list[Row]:
         """Reads prompts into new rows at the end and draws their first tokens. Returns the rows that ended there."""
         joined_s = self.clock.now
         context, first = self.context, len(self.rows)
@@ -139,7 +170,6 @@ class _Batch:
         tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : lengths[row]] = torch.tensor(prompt)
-        generators = [row_generator(seed, index) for index in indices]
         context.append(prompts, max_new_tokens, generators)
         output = self.target.prefill(tokens.to(context.device), lengths, self.cache, new)
         last_logits = output.logits[:, 0]
@@ -158,10 +188,11 @@ class _Batch:
         """One step for all rows. Returns the rows that ended."""
         context, clock, n_rows = self.context, self.clock, len(self.rows)
         tree = self.drafter.propose(context)
+        _ = tree.depth, tree.ancestors  # lazily made; they are the draft's cost, not the forward's
         clock.lap("draft", n_rows)
         output = self.target.score(tree, self.cache)
         clock.lap("forward", n_rows)
-        verified = verify(tree, output.logits, context.sampling, context.generators)
+        verified = verify(tree, output.logits, context.sampling, context.generators, self.verification)
         step = _read_back(tree, verified)
         clock.lap("verify", n_rows)
         self.cache.commit(verified.path if step.moves else None, [len(tokens) for tokens in step.emitted])
@@ -169,8 +200,8 @@ class _Batch:
         clock.lap("commit", n_rows)
         self.drafter.observe(context, tree, output, verified)
         clock.lap("draft", n_rows)
-        for row, drafted in zip(self.rows, step.drafted, strict=True):
-            row.drafted.append(drafted)
+        for row, by_source, by_depth in zip(self.rows, step.by_source, step.by_depth, strict=True):
+            row.count_drafted(by_source, by_depth)
         return self._emit(range(n_rows), step.emitted, step.sources)
 
     def _emit(self, rows: range, emitted: list[list[int]], sources: list[list[int]]) -> list[Row]:
@@ -209,24 +240,32 @@ class _Step:
 
     emitted: list[list[int]]  # accepted tokens, then the bonus
     sources: list[list[int]]
-    drafted: list[int]
+    by_source: list[list[int]]  # drafted nodes by Source
+    by_depth: list[list[int]]  # drafted nodes by depth, from 0 on
     moves: bool  # some accepted path is not 0, 1, 2, ..
 
 
 def _read_back(tree: DraftTree, verified: Verified) -> _Step:
     """Brings a step to the host in one transfer."""
-    n_nodes = tree.shape[1]
+    n_rows, n_nodes = tree.shape
+    none_drafted = [[0] * len(Source)] * n_rows
     if n_nodes == 1:
         bonus = verified.bonus.tolist()
-        return _Step([[token] for token in bonus], [[int(Source.ROOT)]] * len(bonus), [0] * len(bonus), False)
+        return _Step([[token] for token in bonus], [[int(Source.ROOT)]] * n_rows, none_drafted, [[0]] * n_rows, False)
     path = verified.path.clamp_min(0)
-    counts = torch.stack([verified.accepted, verified.bonus, tree.drafted.sum(-1)], dim=1)
-    packed = torch.cat([counts, verified.path, tree.tokens.gather(1, path), tree.source.gather(1, path)], dim=1)
-    emitted, sources, drafted, moves = [], [], [], False
-    for accepted, bonus, n_drafted, *rest in packed.tolist():
-        nodes, tokens, origins = rest[:n_nodes], rest[n_nodes : 2 * n_nodes], rest[2 * n_nodes :]
+    n_depths = 1 + (tree.max_depth or n_nodes - 1)
+    drafted = tree.drafted.to(tree.tokens.dtype)
+    zeros = drafted.new_zeros(n_rows, len(Source) + n_depths)
+    counts = zeros.scatter_add(1, tree.source, drafted).scatter_add(1, len(Source) + tree.depth, drafted)
+    ends = torch.stack([verified.accepted, verified.bonus], dim=1)
+    parts = [ends, counts, verified.path, tree.tokens.gather(1, path), tree.source.gather(1, path)]
+    emitted, sources, by_source, by_depth, moves = [], [], [], [], False
+    for accepted, bonus, *rest in torch.cat(parts, dim=1).tolist():
+        nodes = rest[-3 * n_nodes : -2 * n_nodes]
+        tokens, origins = rest[-2 * n_nodes : -n_nodes], rest[-n_nodes:]
         emitted.append([*tokens[1 : accepted + 1], bonus])
         sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
-        drafted.append(n_drafted)
+        by_source.append(rest[: len(Source)])
+        by_depth.append(rest[len(Source) : len(Source) + n_depths])
         moves = moves or nodes[: accepted + 1] != list(range(accepted + 1))
-    return _Step(emitted, sources, drafted, moves)
+    return _Step(emitted, sources, by_source, by_depth, moves)

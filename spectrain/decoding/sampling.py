@@ -8,13 +8,27 @@ Letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
+
+OF_HISTORY = (  # Hugging Face's generation options that look at the text written so far
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "sequence_bias",
+    "bad_words_ids",
+    "min_new_tokens",
+    "min_length",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,27 @@ class Sampling:
             raise UserError(f"top_p={self.top_p} must lie in (0, 1], 1 is off; change sampling.top_p")
         if not 0 <= self.min_p < 1:
             raise UserError(f"min_p={self.min_p} must lie in [0, 1), 0 is off; change sampling.min_p")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, float]) -> Sampling:
+        """From named options, for instance a config's `sampling` node.
+
+        Raises:
+            UserError: an option is none of ours. What depends on the text so far (a repetition penalty) cannot be one:
+                a tree is scored before it is known which of its tokens will have been written.
+        """
+        supported = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in supported:
+                why = (
+                    "depends on the text so far, which a draft tree does not have yet"
+                    if name in OF_HISTORY
+                    else ("is no sampling option")
+                )
+                raise UserError(
+                    f"sampling.{name} {why}; the options supported under speculation are {', '.join(supported)}"
+                )
+        return cls(**options)
 
     @property
     def greedy(self) -> bool:

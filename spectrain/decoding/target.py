@@ -177,17 +177,24 @@ class TargetModel:
         cache.lengths.extend(lengths)
         return TargetOutput(logits, torch.cat(captured, dim=1) if self.capture_layers else None, positions)
 
-    def score(self, tree: DraftTree, cache: KVCache) -> TargetOutput:
+    def score(self, tree: DraftTree, cache: KVCache, positions: Tensor | None = None) -> TargetOutput:
         """Scores every node of every row's tree in one forward, behind the row's committed tokens.
 
         The nodes' K and V are left in the cache for `cache.commit`. Returns logits [B, N, V], captured [B, N, C, D].
+
+        Args:
+            tree: what to score.
+            cache: the rows' committed tokens.
+            positions: [B, N] int64 position ids; None: a node's depth behind the row's cached tokens. A cache that
+                holds a part of the text may be read at the text's positions.
         """
         n_rows, n_nodes = tree.shape
         starts = cache.lengths
         used = cache.begin(range(n_rows), starts, n_nodes)
-        positions = torch.tensor(starts, device=tree.tokens.device)[:, None]
-        if n_nodes > 1:  # a drafter that ignores `room` may guess past the context; those guesses are cut on emission
-            positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
+        if positions is None:
+            positions = torch.tensor(starts, device=tree.tokens.device)[:, None]
+            if n_nodes > 1:  # a drafter that ignores `room` may guess past the context; those are cut on emission
+                positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
         logits, captured = self._run(
             tree.tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
@@ -231,8 +238,8 @@ def _keep_position(keep: Tensor, module: nn.Module, args: tuple) -> tuple:
 
 def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
     """[1, 1, n_queries, n_keys] bool for the last n_queries of n_keys positions."""
-    mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries)
-    return mask[None, None]
+    first = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+    return (torch.arange(n_keys, device=device) <= first)[None, None]
 
 
 def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:

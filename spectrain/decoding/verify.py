@@ -1,9 +1,10 @@
 """The only code that accepts or rejects a draft (methods.md, section 1).
 
 Every rule gives emitted text the target's own law: greedy equals the target's greedy decoding, sampling its warped
-distribution.
+distribution. Chains drawn from a q are judged token by token (Leviathan 2023) or as a block (Sun et al. 2024).
 
-Letters: B rows, N nodes, A = N path entries, V vocabulary; p target, q draft.
+Letters: B rows, N nodes, A = N path entries, V vocabulary; p target, q draft, x_1..x_gamma the drafted
+tokens of a chain (gamma = N - 1).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from spectrain.decoding.sampling import Sampling, draw_token, draw_uniforms
 from spectrain.decoding.tree import DraftTree
+from spectrain.errors import UserError
+
+VERIFICATIONS = ("token", "block")
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,11 @@ class Verified:
 
 
 def verify(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator] | None = None
+    tree: DraftTree,
+    logits: Tensor,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator] | None = None,
+    verification: str = "token",
 ) -> Verified:
     """Accepts a path of each row's tree and draws its bonus token.
 
@@ -46,13 +54,20 @@ def verify(
         logits: [B, N, V] of the target.
         sampling: the same for target and drafter.
         generators: one a row, used for that row only; not read when greedy.
+        verification: "token" or "block", the rule for chains that were drawn from a q; both give the same law, block
+            accepts at least as many tokens on average. Greedy and deterministic drafts have one rule.
+
+    Raises:
+        UserError: `verification` is neither.
     """
+    if verification not in VERIFICATIONS:
+        raise UserError(f"verification={verification} must be one of {', '.join(VERIFICATIONS)}")
     if sampling.greedy:
         return _verify_greedy(tree, logits)
     if tree.probs is None:
         return _verify_deterministic(tree, logits, sampling, generators)
     assert tree.is_chain, "drafts that were drawn from q are verified as chains; a branching tree must be deterministic"
-    return _verify_chain(tree, logits, sampling, generators)
+    return _verify_chain(tree, logits, sampling, generators, verification)
 
 
 def _verify_greedy(tree: DraftTree, logits: Tensor) -> Verified:
@@ -102,9 +117,9 @@ def _verify_deterministic(
 
 
 def _verify_chain(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
+    tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator], verification: str
 ) -> Verified:
-    """Leviathan 2023, Algorithm 1: accepts x_i with min(1, p/q); at the first rejection draws from the residual."""
+    """Accepts x_1..x_last by either rule; a rejected rest is made up for by a bonus from the residual."""
     n_nodes = tree.shape[1]
     lengths = tree.drafted.sum(-1)  # [B]
     p = sampling.warp(logits)  # [B, N, V]
@@ -112,19 +127,58 @@ def _verify_chain(
     uniforms = draw_uniforms(generators, (lengths + 1).tolist(), logits.device)
     uniforms = torch.nn.functional.pad(uniforms, (0, n_nodes - uniforms.shape[1]))
 
-    drafted = tree.tokens[:, 1:, None]
-    p_drafted = p[:, :-1].gather(-1, drafted)[..., 0]  # [B, gamma]: x_i is judged by p of the node before it
-    q_drafted = q[:, 1:].gather(-1, drafted)[..., 0]
-    accepts = (uniforms[:, :-1] * q_drafted < p_drafted) & tree.drafted[:, 1:]  # u < p / q
-    last = accepts.cumprod(1).sum(1)
-
-    rejected = last < lengths
+    rule = _accept_block if verification == "block" else _accept_tokens
+    last, mass = rule(tree, p, uniforms[:, :-1])
     p_last = _at(p, last)
     q_next = _at(q, (last + 1).clamp_max(n_nodes - 1))
-    residual = (p_last - q_next).clamp_min(0)  # norm(max(0, p - q)); draw_token does the normalising
-    use_residual = rejected & (residual.sum(-1) > 0)  # a residual of 0 falls back to p
+    residual = (mass[:, None] * p_last - q_next).clamp_min(0)  # norm(max(0, P p - q)); draw_token does the normalising
+    use_residual = (last < lengths) & (residual.sum(-1) > 0)  # a residual of 0 falls back to p
     weights = torch.where(use_residual[:, None], residual, p_last)
     return _ending_at(tree, last, draw_token(weights, uniforms.gather(1, lengths[:, None])[:, 0]))
+
+
+def _accept_tokens(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Leviathan 2023, Algorithm 1: accepts x_i with min(1, p / q), up to the first that is rejected.
+
+    Args:
+        tree: chains with their q.
+        p: [B, N, V] float32.
+        uniforms: [B, gamma] float32.
+
+    Returns:
+        The last accepted node [B] int64, and the P [B] float32 that scales p in the residual: here 1.
+    """
+    p_drafted, q_drafted = _of_drafted(tree, p)
+    accepts = (uniforms * q_drafted < p_drafted) & tree.drafted[:, 1:]  # u < p / q
+    return accepts.cumprod(1).sum(1), torch.ones_like(p[:, 0, 0])
+
+
+def _accept_block(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Sun et al. 2024, Algorithm 2: accepts x_1..x_i for the largest i with u_i < h_i. Arguments as `_accept_tokens`.
+
+    P_0 = 1, P_i = min(P_{i-1} p(x_i) / q(x_i), 1); S_i = sum_v max(0, P_i p(v) - q(v)) at the node after x_i;
+    h_i = S_i / (S_i + 1 - P_i) inside the chain and P_i at its end. P_i is the residual's P after x_i.
+    """
+    p_drafted, q_drafted = (values.double() for values in _of_drafted(tree, p))
+    # In logarithms P is a walk that is pushed back below 0: its sum less the highest sum so far. A product of float32
+    # ratios would underflow, and not come back where later ratios are large. The floor gives 0/0 = 0.
+    walk = (p_drafted.log() - q_drafted.clamp_min(1e-300).log()).cumsum(1)
+    P = (walk - walk.cummax(1).values.clamp_min(0)).exp()  # [B, gamma] float64, exactly 1 where nothing is lacking
+
+    inner = P[:, :-1]
+    S = (inner.float()[..., None] * p[:, 1:-1] - tree.probs[:, 2:]).clamp_min(0).sum(-1)  # [B, gamma - 1]
+    h = torch.where(inner < 1, S / (S + 1 - inner), 1.0)
+    step = torch.arange(1, P.shape[1] + 1, device=P.device)
+    at_end = step == tree.drafted.sum(-1, keepdim=True)
+    h = torch.where(at_end, P, torch.nn.functional.pad(h, (0, 1)))
+    last = (((uniforms < h) & tree.drafted[:, 1:]) * step).amax(1)
+    return last, torch.nn.functional.pad(P, (1, 0), value=1.0).gather(1, last[:, None])[:, 0].float()
+
+
+def _of_drafted(tree: DraftTree, p: Tensor) -> tuple[Tensor, Tensor]:
+    """p(x_i) and q(x_i), [B, gamma] each: x_i is judged by p of the node before it."""
+    drafted = tree.tokens[:, 1:, None]
+    return p[:, :-1].gather(-1, drafted)[..., 0], tree.probs[:, 1:].gather(-1, drafted)[..., 0]
 
 
 def _at(values: Tensor, node: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def mean_accepted(generations: Sequence[Generation], n_resamples: int = 2000, se
     """
     tokens = np.array([len(g.tokens) - 1 for g in generations if g.target_forwards], dtype=np.float64)
     forwards = np.array([g.target_forwards for g in generations if g.target_forwards], dtype=np.float64)
-    return _ratio_of_sums(tokens, forwards, n_resamples, seed)
+    return ratio_of_sums(tokens, forwards, n_resamples, seed)
 
 
 def mean_accepted_by_question(generations: Sequence[Generation]) -> list[float]:
@@ -48,7 +48,7 @@ def tokens_per_s_micro(generations: Sequence[Generation], n_resamples: int = 200
     """All tokens / all time, with a percentile bootstrap over questions."""
     tokens = np.array([len(g.tokens) for g in generations], dtype=np.float64)
     seconds = np.array([decode_s(g) for g in generations])
-    return _ratio_of_sums(tokens, seconds, n_resamples, seed)
+    return ratio_of_sums(tokens, seconds, n_resamples, seed)
 
 
 def tokens_per_s_macro(generations: Sequence[Generation]) -> float:
@@ -73,8 +73,11 @@ def median(values: Sequence[float], n_resamples: int = 2000, seed: int = 0) -> E
     return Estimate(float(np.median(values)), float(low), float(high))
 
 
-def _ratio_of_sums(numerators: np.ndarray, denominators: np.ndarray, n_resamples: int, seed: int) -> Estimate:
-    """sum / sum over questions, resampling both together."""
+def ratio_of_sums(
+    numerators: Sequence[float], denominators: Sequence[float], n_resamples: int = 2000, seed: int = 0
+) -> Estimate:
+    """sum / sum over questions, with a percentile bootstrap that resamples both together."""
+    numerators, denominators = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
     n_questions = len(numerators)
     if n_questions == 0:
         return Estimate(float("nan"), float("nan"), float("nan"))

@@ -12,6 +12,20 @@ from torch import Tensor
 
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.tree import DraftTree
+from spectrain.errors import check_whole
+
+
+def gamma_within(gamma: int, max_nodes: int | None) -> int:
+    """The draft length that a budget of `max_nodes` nodes, root and drafted tokens, leaves of `gamma`.
+
+    Raises:
+        UserError: gamma is below 1, or max_nodes has no room for a drafted token.
+    """
+    check_whole("gamma", gamma, 1)
+    if max_nodes is None:
+        return gamma
+    check_whole("max_nodes", max_nodes, 2)
+    return min(gamma, max_nodes - 1)
 
 
 def draft_chain(context: Context, gamma: int, first: Callable[[], Tensor], step: Callable[[Tensor, int], Tensor]):

@@ -14,11 +14,11 @@ from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
-from spectrain.errors import UserError, check_whole
-from spectrain.methods.draft_chain import draft_chain
+from spectrain.errors import UserError
+from spectrain.methods.draft_chain import draft_chain, gamma_within
 
 
-def build(target: TargetModel, drafter: str, gamma: int = 4) -> Speculative:
+def build(target: TargetModel, drafter: str, gamma: int = 4, max_nodes: int | None = None) -> Speculative:
     """The method from a Hugging Face folder or id, loaded as the target is.
 
     Raises:
@@ -27,7 +27,7 @@ def build(target: TargetModel, drafter: str, gamma: int = 4) -> Speculative:
     dtype = str(target.dtype).removeprefix("torch.")
     draft_model = load_target(drafter, dtype=dtype, device=str(target.device))
     check_tokenizers(target, draft_model)
-    return Speculative(draft_model, gamma)
+    return Speculative(draft_model, gamma, max_nodes)
 
 
 class Speculative(Drafter):
@@ -36,12 +36,12 @@ class Speculative(Drafter):
     Args:
         draft_model: the small model, with its tokenizer where the target has one.
         gamma: drafted tokens a step; fewer where a row has less room.
+        max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
     """
 
-    def __init__(self, draft_model: TargetModel, gamma: int = 4):
-        check_whole("gamma", gamma, 1)
+    def __init__(self, draft_model: TargetModel, gamma: int = 4, max_nodes: int | None = None):
         self.draft_model = draft_model
-        self.gamma = gamma
+        self.gamma = gamma_within(gamma, max_nodes)
         self.cache: KVCache | None = None
         self.vocab_size = draft_model.vocab_size
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
-from spectrain.errors import UserError, check_whole
-from spectrain.methods.draft_chain import draft_chain
+from spectrain.errors import UserError
+from spectrain.methods.draft_chain import draft_chain, gamma_within
 from spectrain.models.artifacts import load_spire
 from spectrain.models.spire import KeysValues, SpireDrafter
 from spectrain.models.spire_rollout import chunk_tokens, windowed_states
 
 
-def build(target: TargetModel, drafter: str | Path, gamma: int | None = None) -> Spire:
+def build(target: TargetModel, drafter: str | Path, gamma: int | None = None, max_nodes: int | None = None) -> Spire:
     """The method from an exported drafter; raises UserError where it was trained for another target."""
-    return Spire(load_spire(Path(drafter), fingerprint(target.model, target.tokenizer)), gamma)
+    return Spire(load_spire(Path(drafter), fingerprint(target.model, target.tokenizer)), gamma, max_nodes)
 
 
 class Spire(Drafter):
@@ -35,18 +35,18 @@ class Spire(Drafter):
     Args:
         drafter: trained for the target at hand.
         gamma: draft tokens a step; None takes the k it was trained with.
+        max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
 
     Raises:
         UserError: gamma is larger than the window.
     """
 
-    def __init__(self, drafter: SpireDrafter, gamma: int | None = None) -> None:
+    def __init__(self, drafter: SpireDrafter, gamma: int | None = None, max_nodes: int | None = None) -> None:
         config = drafter.config
         self.drafter = drafter
-        self.gamma = config.k if gamma is None else gamma
-        check_whole("gamma", self.gamma, 1)
+        self.gamma = gamma_within(config.k if gamma is None else gamma, max_nodes)
         if self.gamma > config.window_tokens:
-            raise UserError(f"gamma={gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
+            raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.capture_layers = config.target_layers if config.target_activations else ()
 
     def start(self, target: TargetModel, cache: KVCache) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from spectrain.decoding.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, Source
@@ -38,12 +39,14 @@ class CandidateTree:
         """Nodes that may still be added."""
         return self.max_nodes - len(self.tokens) if self.max_depth > 0 else 0
 
-    def add(self, guess: Iterable[int], source: Source, node: int = 0) -> int:
+    def add(self, guess: Iterable[int], source: Source, node: int = 0, reserve: int = 0) -> int:
         """Adds a sequence of tokens below `node`, sharing the nodes that spell its beginning already.
 
-        A shared node keeps the source it was added with. Returns the last node of the sequence that is in the tree.
+        A shared node keeps the source it was added with. `reserve` nodes of the budget are left for guesses to come.
+        Returns the last node of the sequence that is in the tree.
         """
-        children, tokens = self._children, self.tokens
+        children, tokens, source = self._children, self.tokens, int(source)  # NumPy is slow on enums
+        max_nodes = self.max_nodes - reserve
         depth = 0 if node == 0 else self._depth_of(node)
         for token in guess:
             depth += 1
@@ -52,7 +55,7 @@ class CandidateTree:
             child = children.get((node, token))
             if child is None:
                 child = len(tokens)
-                if child >= self.max_nodes:
+                if child >= max_nodes:
                     break
                 children[node, token] = child
                 tokens.append(token)
@@ -125,7 +128,8 @@ def draft_tree(
         probe_parents = shape.parents if n_probes else ()
         parents.append([ROOT_PARENT, *probe_parents, *below, *[PADDING_PARENT] * padding])
         sources.append([*row.sources[:1], *[int(Source.ROOT)] * n_probes, *row.sources[1:], *[0] * padding])
-    packed = torch.tensor([tokens, parents, sources]).to(device)  # one transfer
+    # NumPy reads nested lists five times as fast as torch; one transfer.
+    packed = torch.from_numpy(np.array([tokens, parents, sources], dtype=np.int64)).to(device)
     probe = None
     if n_probes:
         probe = torch.zeros(len(rows), width + n_probes, dtype=torch.bool, device=device)

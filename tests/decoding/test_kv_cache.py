@@ -107,3 +107,28 @@ def test_truncate_forgets_the_end(llama_target):
     assert_row_holds(llama_target, cache, 0, prompts[0][:4])
     with pytest.raises(AssertionError):
         cache.truncate([5, 6])
+
+
+def test_fill_makes_a_cache_as_if_it_had_read_the_tokens(llama_target):
+    prompts = random_prompts([9, 6])
+    source, cache = prefilled(llama_target, prompts), KVCache(3, block_tokens=10)
+    prefilled_before = random_prompts([4, 4, 4], seed=1)  # other rows, other lengths: replaced
+    llama_target.prefill(torch.tensor(prefilled_before), [4, 4, 4], cache, range(3))
+    for layer_idx in range(3):
+        cache.fill(layer_idx, *source.read(layer_idx, torch.arange(9).expand(2, -1)), [9, 6])
+    assert (cache.n_rows, cache.capacity) == (2, 10)
+    for row, prompt in enumerate(prompts):
+        assert_row_holds(llama_target, cache, row, prompt)
+    tokens = torch.tensor([7, 8])
+    expected, got = (llama_target.score(DraftTree.root_only(tokens), c).logits for c in (source, cache))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fill_copies_and_takes_no_row_longer_than_given(llama_target):
+    source, cache = prefilled(llama_target, random_prompts([9])), KVCache(1)
+    keys, values = source.read(0, torch.arange(5)[None])
+    cache.fill(0, keys, values, [5])
+    keys.zero_()
+    assert torch.equal(cache.layers[0].keys[0, :, :5], source.layers[0].keys[0, :, :5])
+    with pytest.raises(AssertionError):
+        cache.fill(0, keys, values, [6])

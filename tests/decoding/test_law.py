@@ -6,6 +6,7 @@ verifiers that are wrong in the usual ways.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import lru_cache
 
@@ -14,8 +15,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from spectrain.decoding import Drafter, DraftTree, Sampling, TargetModel, Verified, generate, loop, verify
+from spectrain.decoding import Drafter, Sampling, TargetModel, Verified, generate, loop, verify
+from spectrain.methods import anpd, logitspec, pld, spectra_core
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.lookahead import Lookahead
+from spectrain.methods.magicdec import MagicDec
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
@@ -47,7 +51,14 @@ DRAFTERS = {
     "spire": lambda: spire("random"),
     "spire, pruned": lambda: spire("pruned"),
     "tree": lambda: ScriptedDrafter(same_tree_always),
+    "magicdec": lambda: MagicDec(gamma=3, window_tokens=2),
+    "pld": lambda: pld.build(target()),
+    "anpd": lambda: anpd.build(target()),
+    "logitspec": lambda: logitspec.build(target(), max_nodes=9),
+    "lookahead": lambda: Lookahead(window_columns=3, ngram_tokens=3, max_guesses=3),
+    "spectra_core": lambda: spectra_core.build(target(), pool_sequences=3, ngram_tokens=3, max_guesses=4),
 }
+DRAWING = ("speculative", "spire", "magicdec")  # their drafts are drawn from a q
 
 
 def spire(init: str) -> Spire:
@@ -66,11 +77,18 @@ def exact_law(sampling: Sampling) -> np.ndarray:
     return law
 
 
-def p_value(drafter: Drafter, sampling: Sampling, seed: int = 0) -> float:
+def p_value(drafter: Drafter, sampling: Sampling, verification: str = "token") -> float:
     """Chi-square of the loop's samples against the exact law; 0 where an impossible text was emitted."""
     n_new = 5  # longer than what is judged, so that the third token can stand inside a draft
     generations = generate(
-        target(), drafter, [PROMPT] * N_SAMPLES, n_new, sampling, seed=seed, batch_size=1000, stop_token_ids=()
+        target(),
+        drafter,
+        [PROMPT] * N_SAMPLES,
+        n_new,
+        sampling,
+        batch_size=1000,
+        verification=verification,
+        stop_token_ids=(),
     )
     counts = np.zeros((VOCAB_SIZE,) * 3)
     for generation in generations:
@@ -93,17 +111,23 @@ def test_first_three_tokens_have_the_law_of_the_target(method, sampling):
     assert p_value(DRAFTERS[method](), sampling) > ALPHA
 
 
-def redraws_the_bonus(tree, logits, sampling, generators) -> Verified:
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("method", DRAWING)
+def test_block_verification_has_the_same_law(method, sampling):
+    assert p_value(DRAFTERS[method](), sampling, "block") > ALPHA
+
+
+def redraws_the_bonus(tree, logits, sampling, generators, verification) -> Verified:
     """Draws the bonus anew from p: not from the residual of a chain, and not the token that left a deterministic tree
     (as REST's reference does)."""
-    verified = verify(tree, logits, sampling, generators)
+    verified = verify(tree, logits, sampling, generators, verification)
     p_last = sampling.warp(logits[torch.arange(len(verified.last)), verified.last])
     return Verified(verified.path, verified.accepted, torch.multinomial(p_last, 1)[:, 0])
 
 
-def accepts_too_readily(tree, logits, sampling, generators) -> Verified:
+def accepts_too_readily(tree, logits, sampling, generators, verification) -> Verified:
     halved = None if tree.probs is None else tree.probs / 2
-    return verify(DraftTree(tree.tokens, tree.parents, tree.source, halved, None, True), logits, sampling, generators)
+    return verify(dataclasses.replace(tree, probs=halved), logits, sampling, generators, verification)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +137,9 @@ def accepts_too_readily(tree, logits, sampling, generators) -> Verified:
         ("speculative", accepts_too_readily),
         ("spire", redraws_the_bonus),
         ("tree", redraws_the_bonus),
+        ("lookahead", redraws_the_bonus),
+        ("pld", redraws_the_bonus),
+        ("magicdec", accepts_too_readily),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

@@ -7,7 +7,10 @@ from transformers import PreTrainedTokenizerFast
 
 from spectrain.decoding import Sampling, Source, TargetModel, generate
 from spectrain.errors import UserError
+from spectrain.methods import anpd, logitspec, pld, spectra_core
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.lookahead import Lookahead
+from spectrain.methods.magicdec import MagicDec
 from spectrain.methods.speculative import Speculative
 from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import (
@@ -37,6 +40,12 @@ DRAFTERS = {
     "same model": lambda model: Speculative(TargetModel(model), gamma=4),
     "noisy copy": lambda model: Speculative(TargetModel(noisy_copy(model)), gamma=4),
     "other model": lambda model: Speculative(TargetModel(tiny_model("llama", seed=1)), gamma=3),
+    "magicdec": lambda model: MagicDec(gamma=3, window_tokens=6),
+    "pld": lambda model: pld.build(TargetModel(model)),
+    "anpd": lambda model: anpd.build(TargetModel(model)),
+    "logitspec": lambda model: logitspec.build(TargetModel(model)),
+    "lookahead": lambda model: Lookahead(window_columns=5, ngram_tokens=4, max_guesses=5),
+    "spectra_core": lambda model: spectra_core.build(TargetModel(model), pool_sequences=5),
 }
 
 
@@ -152,6 +161,28 @@ def test_sources_steps_and_drafts_are_recorded(llama):
     assert generation.accepted == [2, 4]
     root, taken = Source.ROOT, Source.INPUT
     assert generation.sources == [root, taken, taken, root, taken, taken, taken, taken]
+    assert generation.drafted_by_source == [8 if source is Source.INPUT else 0 for source in Source]
+    assert generation.steps_by_depth == [2, 2, 2, 2]
+    assert generation.retrieval_hits == 2
+
+
+def test_drafts_of_ragged_trees_are_counted_a_row(llama):
+    target, prompt, _ = llama
+    # Two rows, always wrong: one drafts two nodes at depth 1 and one at depth 2, the other one node or nothing.
+    trees = {0: [(60, 0), (59, 0), (60, 1)], 1: [(60, 0)]}
+
+    def script(context, row):
+        return trees[row] if context.n_tokens[row] % 2 else trees[row][:row]
+
+    drafter = ScriptedDrafter(script)
+    generations = generate(target, drafter, [prompt, prompt], 5, batch_size=2, stop_token_ids=())
+    for row, generation in enumerate(generations):
+        steps = generation.target_forwards
+        assert set(generation.drafted) <= {len(trees[row]), row}
+        n_full = generation.drafted.count(len(trees[row])) if row == 0 else steps
+        assert generation.steps_by_depth == ([n_full, n_full] if row == 0 else [steps])
+        assert sum(generation.drafted_by_source) == sum(generation.drafted)
+        assert generation.retrieval_hits == n_full
 
 
 def test_tokens_stream_as_they_are_emitted(llama):
@@ -168,7 +199,23 @@ def test_tokens_stream_as_they_are_emitted(llama):
     assert [seen[i] for i in range(4)] == [(g.tokens, g.sources) for g in generations]
 
 
-@pytest.mark.parametrize("drafter", ["autoregressive", "noisy copy"])
+LOOKUPS = ["pld", "anpd", "logitspec", "lookahead", "spectra_core"]
+
+
+@pytest.mark.parametrize("drafter", LOOKUPS)
+def test_lookups_sample_what_autoregressive_decoding_samples(llama, drafter):
+    target, _, _ = llama
+    prompts = random_prompts(LENGTHS)
+    sampling = Sampling(temperature=1.0, top_k=8)
+    plain, lookup = (
+        generate(target, DRAFTERS[name](target.model), prompts, 20, sampling, batch_size=3)
+        for name in ("autoregressive", drafter)
+    )
+    assert [g.tokens for g in lookup] == [g.tokens for g in plain]
+    assert sum(sum(g.accepted) for g in lookup) > 0
+
+
+@pytest.mark.parametrize("drafter", ["autoregressive", "noisy copy", "magicdec", *LOOKUPS])
 def test_a_sample_does_not_depend_on_the_batch(llama, drafter):
     target, _, _ = llama
     prompts = random_prompts(LENGTHS)
@@ -180,6 +227,14 @@ def test_a_sample_does_not_depend_on_the_batch(llama, drafter):
     assert [g.tokens for g in alone] == [g.tokens for g in together]
     other_seed = generate(target, DRAFTERS[drafter](target.model), prompts, 14, sampling, seed=4, batch_size=5)
     assert [g.tokens for g in alone] != [g.tokens for g in other_seed]
+
+
+def test_numbers_of_prompts_seed_their_samples(llama):
+    target, _, _ = llama
+    prompts, sampling = random_prompts(LENGTHS), Sampling(temperature=1.0)
+    every = generate(target, Autoregressive(), prompts, 8, sampling)
+    some = generate(target, Autoregressive(), prompts[3:5], 8, sampling, prompt_numbers=[3, 4], batch_size=2)
+    assert [g.tokens for g in some] == [g.tokens for g in every[3:5]]
 
 
 def test_shares_of_time_add_up_to_the_run(llama, monkeypatch):

@@ -79,3 +79,11 @@ def test_a_row_without_need_keeps_its_randomness():
 def test_impossible_option_is_named(option):
     with pytest.raises(UserError, match=next(iter(option))):
         Sampling(**option)
+
+
+def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
+    with pytest.raises(UserError, match=r"repetition_penalty depends on the text .* temperature, top_k, top_p, min_p"):
+        Sampling.from_options({"temperature": 1.0, "repetition_penalty": 1.2})
+    with pytest.raises(UserError, match=r"sampling.typical_p is no sampling option; .* temperature"):
+        Sampling.from_options({"typical_p": 0.9})
+    assert Sampling.from_options({"temperature": 1.0, "top_k": 5}) == Sampling(temperature=1.0, top_k=5)

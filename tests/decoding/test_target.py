@@ -107,6 +107,23 @@ def test_positions_past_the_context_do_not_crash(llama_target):
     assert output.positions.tolist() == [[6, 7, 7, 7, 7]]
 
 
+def test_given_positions_replace_those_behind_the_cached_tokens(family_target):
+    prompts, tokens, positions = random_prompts([6, 9]), [[5, 6, 7], [8, 9, 10]], [[40, 41, 42], [3, 30, 31]]
+    cache = KVCache(2)
+    family_target.prefill(pad(prompts), [6, 9], cache, range(2))
+    chain = DraftTree.chain(torch.tensor([5, 8]), torch.tensor([[6, 7], [9, 10]]))
+    output = family_target.score(chain, cache, torch.tensor(positions))
+    assert output.positions.tolist() == positions
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor([[*range(len(prompt)), *positions[row]]])
+        plain = family_target.model(
+            torch.tensor([prompt + tokens[row]]),
+            position_ids=ids,
+            attention_mask=torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril(),
+        )
+        torch.testing.assert_close(output.logits[row], plain.logits[0, -3:], rtol=1e-4, atol=1e-4)
+
+
 def test_properties_come_from_the_config(llama_target):
     assert (llama_target.vocab_size, llama_target.max_positions, llama_target.eos_ids) == (61, 256, (3,))
     assert llama_target.n_layer == 3

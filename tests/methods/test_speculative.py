@@ -81,6 +81,15 @@ def test_other_tokenizer_is_refused():
         generate(TargetModel(model, word_tokenizer()), Speculative(TargetModel(model, other)), [[4]], 5)
 
 
-def test_gamma_below_one_is_refused(llama_target):
+@pytest.mark.parametrize(("max_nodes", "drafted"), [(None, 4), (5, 4), (3, 2)])
+def test_max_nodes_caps_gamma(llama_target, max_nodes, drafted):
+    drafter = Speculative(llama_target, gamma=4, max_nodes=max_nodes)
+    (generation,) = generate(llama_target, drafter, random_prompts([5]), 12, stop_token_ids=())
+    assert max(generation.drafted) == drafted
+
+
+def test_gamma_and_max_nodes_without_a_draft_are_refused(llama_target):
     with pytest.raises(UserError, match="gamma=0"):
         Speculative(llama_target, gamma=0)
+    with pytest.raises(UserError, match="max_nodes=1 must be a whole number of at least 2"):
+        Speculative(llama_target, max_nodes=1)

@@ -155,10 +155,21 @@ def test_greedy_output_equals_the_target_s_own_on_a_gpu():
     assert [g.tokens for g in found] == [g.tokens for g in expected]
 
 
+def test_max_nodes_caps_gamma():
+    target, drafter = make()
+    for max_nodes, drafted in ((None, 4), (5, 4), (3, 2)):
+        method = Spire(drafter, max_nodes=max_nodes)
+        (generation,) = generate(target, method, random_prompts([12]), 12, stop_token_ids=())
+        assert max(generation.drafted) == drafted
+    with pytest.raises(UserError, match="max_nodes=1 must be"):
+        Spire(drafter, max_nodes=1)
+
+
 def test_gamma_longer_than_the_window_is_refused():
     _, drafter = make()
     with pytest.raises(UserError, match="gamma=9 must be"):
         Spire(drafter, gamma=9)
+    assert Spire(drafter, gamma=9, max_nodes=9).gamma == 8
 
 
 def test_a_drafter_of_another_target_is_refused():

@@ -1,0 +1,272 @@
+"""Measures every method side by side on the same prompts, with the same loop, in one run.
+
+    python -m spectrain.bench methods=all prompts=questions.jsonl limit=60
+
+Writes `questions.jsonl` (a row a question and method, as they are measured), then `results.json` and `report.html`. The
+same command goes on after an interruption; a question that fails is recorded and does not stop the run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from data_prep.corpus import is_held_out, stdlib_documents
+from data_prep.prompts import Question, conversation_ids, read_prompts
+from spectrain.cli import build_method, command, conf_dir, open_target
+from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
+from spectrain.errors import UserError, check_whole
+from spectrain.evaluation.benchmark import Benchmark
+from spectrain.evaluation.contenders import PEERS, Contender, Method, Work, build_peer
+from spectrain.evaluation.report import render_table, write_report
+from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summarise
+from spectrain.methods.speculative import Speculative
+from spectrain.models.artifacts import MANIFEST, read_manifest
+from spectrain.runs import RunFolder
+
+log = logging.getLogger(__name__)
+
+TABLE_COLUMNS = 100  # where the output is no terminal
+STDLIB_QUESTIONS = 20
+STDLIB_HELD_OUT = 0.05  # share of modules, as conf/corpus/stdlib.yaml
+STDLIB_CHARACTERS = 1200  # of a module, to be continued
+
+
+def main(cfg: DictConfig) -> None:
+    sampling = Sampling.from_options(cfg.sampling)
+    work = check_work(cfg, sampling)
+    methods = method_configs(cfg)
+    check_peers(cfg)
+    questions = read_questions(cfg)
+    run = RunFolder.find(cfg, result="results.json")
+    target = open_target(cfg)
+    ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target))
+    contenders, skipped = build_contenders(cfg, methods, target)
+    warn_of_defaults(target)
+    run.begin(fingerprint(target.model, target.tokenizer))
+    benchmark = Benchmark(target, contenders, questions, ids, work)
+    rows = measure(benchmark, run.path / "questions.jsonl")
+    kinds = {name: contender.kind for name, contender in contenders.items()}
+    results = facts(cfg, target, work, len(questions)) | {
+        "methods": summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32),
+        "skipped": skipped,
+    }
+    write_report(run.path / "report.html", results, [as_json(row) for row in rows])
+    run.finish(results)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
+    console.print(render_table(results))
+    console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
+
+
+def check_work(cfg: DictConfig, sampling: Sampling) -> Work:
+    for name in ("max_new_tokens", "batch_size"):
+        check_whole(name, cfg[name], 1)
+    if cfg.limit is not None:
+        check_whole("limit", cfg.limit, 1)
+    if cfg.verification not in ("token", "block"):
+        raise UserError(f"verification={cfg.verification} must be token or block")
+    return Work(cfg.max_new_tokens, sampling, cfg.batch_size, cfg.seed, cfg.verification)
+
+
+def check_peers(cfg: DictConfig) -> None:
+    for name in cfg.peers:
+        if name not in PEERS:
+            raise UserError(f"peers={name} is unknown; choose among {', '.join(PEERS)}")
+    if cfg.peers and cfg.batch_size != 1:
+        raise UserError(f"peers decode one prompt at a time, not batch_size={cfg.batch_size}; give batch_size=1")
+
+
+def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
+    """Every method and variant that the config names, with its options; the baseline first.
+
+    Raises:
+        UserError: a name is neither a file of `conf/method/` nor a variant, or an option is none of the method's.
+    """
+    files = {path.stem: path for path in sorted((conf_dir() / "method").glob("*.yaml"))}
+    known = list(dict.fromkeys([*files, *cfg.variants]))
+    names = known if cfg.methods == "all" else _names(cfg.methods)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"methods={unknown[0]} is unknown; choose among {', '.join(known)}, or all")
+    found = {}
+    for name in dict.fromkeys([BASELINE, *names]):
+        changes = dict(cfg.variants.get(name) or {})
+        base = changes.pop("method", name)
+        if base not in files:
+            raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
+        options = OmegaConf.load(files[base])
+        if cfg.max_nodes is not None and "max_nodes" in options:
+            changes.setdefault("max_nodes", cfg.max_nodes)
+        for key, value in changes.items():
+            if key not in options or key.startswith("_"):
+                takes = ", ".join(k for k in options if not k.startswith("_")) or "none"
+                raise UserError(f"variants.{name}.{key} is no option of {base}; its options are {takes}")
+            options[key] = value
+        found[name] = options
+    return found
+
+
+def _names(methods: str | ListConfig) -> list[str]:
+    return [methods] if isinstance(methods, str) else list(methods)
+
+
+def build_contenders(
+    cfg: DictConfig, methods: dict[str, DictConfig], target: TargetModel
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Methods, then peers; and what `methods=all` leaves out for want of a drafter, with the reason.
+
+    Raises:
+        UserError: a method that was named has no drafter for this target, or an option is wrong.
+    """
+    given = given_drafters(cfg)
+    built: dict[str, Drafter] = {}
+    skipped: dict[str, str] = {}
+    for name, options in methods.items():
+        kind = options.get("_artifact_")
+        try:
+            built[name] = build_method(options, target, given.get(kind))
+        except UserError as error:
+            if cfg.methods != "all" or kind is None or kind in given:
+                raise
+            skipped[name] = str(error)
+    contenders: dict[str, Contender] = {name: Method(target, drafter) for name, drafter in built.items()}
+    speculative = next((d for d in built.values() if isinstance(d, Speculative)), None)
+    lookup = OmegaConf.load(conf_dir() / "method" / "pld.yaml")
+    for name in cfg.peers:
+        assistant, gamma = (speculative.draft_model, speculative.gamma) if speculative else (None, 0)
+        contenders[name] = build_peer(name, target, lookup, assistant, gamma)
+    return contenders, skipped
+
+
+def given_drafters(cfg: DictConfig) -> dict[str, str]:
+    """The folders of `drafter=`, by kind; what is no export of ours is taken for a plain Hugging Face model."""
+    given: dict[str, str] = {}
+    for folder in _names(cfg.drafter) if cfg.drafter is not None else []:
+        kind = read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"
+        if kind in given:
+            raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one of a kind")
+        given[kind] = folder
+    return given
+
+
+def read_questions(cfg: DictConfig) -> list[Question]:
+    if cfg.prompts is not None:
+        return read_prompts(cfg.prompts, cfg.limit)
+    documents = [d for d in stdlib_documents() if is_held_out(d.id, STDLIB_HELD_OUT)]
+    long_enough = [d for d in documents if len(d.text) > 2 * STDLIB_CHARACTERS]
+    chosen = long_enough[: cfg.limit or STDLIB_QUESTIONS]
+    return [Question(d.id, "stdlib", (d.text[:STDLIB_CHARACTERS],)) for d in chosen]
+
+
+def use_chat(chat: str | bool, target: TargetModel) -> bool | None:
+    """Whether prompts go into the tokenizer's chat template; None: where it has one."""
+    if chat == "auto":
+        return None
+    if chat not in (True, False):
+        raise UserError(f"chat={chat} must be auto, true or false")
+    if chat and target.tokenizer.chat_template is None:
+        raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=auto or false")
+    return chat
+
+
+def warn_of_defaults(target: TargetModel) -> None:
+    """The target's own generation defaults are not applied: the same law must hold for every method."""
+    penalty = getattr(target.model.generation_config, "repetition_penalty", None)
+    if penalty not in (None, 1.0):
+        log.warning("the target's generation config asks for repetition_penalty=%s, which is not applied here", penalty)
+
+
+def measure(benchmark: Benchmark, file: Path) -> list[QuestionRow]:
+    """Measures what `file` lacks, appends it row by row, and returns all rows."""
+    rows = read_rows(file)
+    done = {(row.question_id, row.method) for row in rows}
+    todo = len(benchmark.questions) * len(benchmark.contenders) - len(done)
+    if done:
+        log.info("%d of %d answers are measured already", len(done), len(done) + todo)
+    if todo:
+        benchmark.warm_up()
+    # Errors of an earlier run are tried again: the file keeps what was answered.
+    file.write_text("".join(json.dumps(as_json(row)) + "\n" for row in rows))
+    with file.open("a") as out:
+        for row in shown(benchmark.rows(done), todo):
+            out.write(json.dumps(as_json(row)) + "\n")
+            out.flush()
+            rows.append(row)
+    return rows
+
+
+def read_rows(file: Path) -> list[QuestionRow]:
+    """The answered questions of an interrupted run; a line that was cut off and errors are left out."""
+    if not file.is_file():
+        return []
+    rows = []
+    for line in file.read_text().split("\n"):
+        try:
+            row = QuestionRow(**json.loads(line))
+        except (json.JSONDecodeError, TypeError):
+            continue
+        if row.error is None:
+            rows.append(row)
+    return rows
+
+
+def shown(groups: Iterator[Sequence[QuestionRow]], todo: int) -> Iterator[QuestionRow]:
+    """Passes rows on, with a progress bar; where the output is no terminal, a line now and then."""
+    columns = (
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("answers", total=todo)
+        n_done = 0
+        for group in groups:
+            progress.update(task, description=group[0].method.ljust(16), advance=len(group))
+            before, n_done = n_done, n_done + len(group)
+            if not sys.stderr.isatty() and n_done * 10 // todo > before * 10 // todo:
+                log.info("%d of %d answers", n_done, todo)
+            yield from group
+
+
+def facts(cfg: DictConfig, target: TargetModel, work: Work, n_questions: int) -> dict:
+    """What a reader needs to know to judge the numbers, or to repeat them."""
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    return {
+        "command": f"python -m spectrain.bench {' '.join(sys.argv[1:])}",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "target": cfg.target.path,
+        "target_parameters": sum(p.numel() for p in target.model.parameters()),
+        "prompts": Path(cfg.prompts).name if cfg.prompts else "held-out modules of the Python standard library",
+        "questions": n_questions,
+        "device": f"{device} ({name})",
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "batch_size": work.batch_size,
+        "max_new_tokens": work.max_new_tokens,
+        "max_nodes": cfg.max_nodes,
+        "sampling": OmegaConf.to_container(cfg.sampling),
+        "verification": work.verification,
+        "seed": work.seed,
+        "versions": {p: version(p) for p in ("spectrain", "torch", "transformers")}
+        | {"python": platform.python_version()},
+    }
+
+
+if __name__ == "__main__":
+    command("bench")(main)()

@@ -1,0 +1,91 @@
+"""What to say when memory runs out: the largest batch that fits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from spectrain.decoding.kv_cache import KVCache
+    from spectrain.decoding.target import TargetModel
+
+USABLE_SHARE = 0.8  # of the free memory; the rest is for activations and fragments
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the CPU (where torch raises a plain RuntimeError)."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that the process may still take on a device; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch has reserved but not handed out is free to us.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    try:
+        limits = [_meminfo_bytes("MemAvailable"), _address_space_left()]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    return min(limit for limit in limits if limit is not None)
+
+
+def out_of_memory_advice(
+    target: TargetModel, cache: KVCache, batch_size: int, row_tokens: int, free: int | None
+) -> str:
+    """One sentence for the user.
+
+    Args:
+        target: the model that was decoding.
+        cache: its cache, as far as it was allocated.
+        batch_size: rows that did not fit.
+        row_tokens: most tokens of a row, prompt and continuation.
+        free: bytes that were free before the cache was allocated.
+    """
+    if batch_size == 1:
+        return (
+            f"out of memory: one row of {row_tokens} tokens does not fit on {target.device}; shorten the prompt, lower "
+            "max_new_tokens, or give target.dtype=bfloat16 or target.parallel=device_map"
+        )
+    fitting = batch_size // 2
+    if free is not None:
+        blocks = -(-row_tokens // cache.block_tokens)
+        row_bytes = blocks * cache.block_tokens * slot_bytes(target) + row_tokens * 8
+        fitting = int(free * USABLE_SHARE / row_bytes)
+    fitting = max(1, min(fitting, batch_size - 1))
+    return (
+        f"out of memory with batch_size={batch_size} rows of up to {row_tokens} tokens on {target.device}; the largest "
+        f"batch that fits is about {fitting}, lower batch_size"
+    )
+
+
+def slot_bytes(target: TargetModel) -> int:
+    """Bytes of one token's keys and values in all blocks."""
+    config = target.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * target.n_layer * heads * width * torch.empty(0, dtype=target.dtype).element_size()
+
+
+def _meminfo_bytes(name: str) -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def _address_space_left() -> int | None:
+    """What `ulimit -v` leaves; None without a limit."""
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    used_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(0, limit - used_pages * os.sysconf("SC_PAGE_SIZE"))

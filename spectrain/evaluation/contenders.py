@@ -1,0 +1,201 @@
+"""What a benchmark compares: our methods, and Hugging Face's own generation as peers, behind one call.
+
+A peer runs on the same model, prompts and sampling. It reports tokens, target forwards and time; what happens inside
+its steps is not visible.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
+from spectrain.decoding.generation import STAGES
+from spectrain.decoding.tree import Source
+from spectrain.errors import UserError
+
+PEERS = ("hf_generate", "hf_prompt_lookup", "hf_assisted")
+
+
+@dataclass(frozen=True)
+class Work:
+    """How every contender decodes.
+
+    Args:
+        max_new_tokens: most tokens of a reply.
+        sampling: the same for all.
+        batch_size: rows decoded together.
+        seed: prompts draw from generators seeded by it and by their own number.
+        verification: "token" or "block", for drafts drawn from a q.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling
+    batch_size: int = 1
+    seed: int = 0
+    verification: str = "token"
+
+
+class Contender(ABC):
+    """Something that continues prompts. `kind` is "method" or "peer"."""
+
+    kind: str
+
+    @abstractmethod
+    def decode(self, prompts: Sequence[list[int]], numbers: Sequence[int], work: Work) -> list[Generation]:
+        """Continues token-id prompts; `numbers` seed their samples."""
+
+
+class Method(Contender):
+    """A drafter in our loop."""
+
+    kind = "method"
+
+    def __init__(self, target: TargetModel, drafter: Drafter):
+        self.target, self.drafter = target, drafter
+
+    def decode(self, prompts: Sequence[list[int]], numbers: Sequence[int], work: Work) -> list[Generation]:
+        return generate(
+            self.target,
+            self.drafter,
+            prompts,
+            work.max_new_tokens,
+            work.sampling,
+            seed=work.seed,
+            prompt_numbers=numbers,
+            batch_size=work.batch_size,
+            verification=work.verification,
+        )
+
+
+class HuggingFace(Contender):
+    """transformers' `generate`, one prompt at a time.
+
+    Args:
+        target: the model.
+        options: of its GenerationConfig, beside length and sampling.
+        assistant: the draft model of assisted generation.
+    """
+
+    kind = "peer"
+
+    def __init__(self, target: TargetModel, options: dict | None = None, assistant: TargetModel | None = None):
+        self.target, self.options, self.assistant = target, options or {}, assistant
+
+    def decode(self, prompts: Sequence[list[int]], numbers: Sequence[int], work: Work) -> list[Generation]:
+        if work.batch_size != 1:
+            raise UserError(f"peers decode one prompt at a time, not batch_size={work.batch_size}; give batch_size=1")
+        return [self._one(prompt, number, work) for prompt, number in zip(prompts, numbers, strict=True)]
+
+    def _one(self, prompt: list[int], number: int, work: Work) -> Generation:
+        model, eos_ids = self.target.model, list(self.target.eos_ids)
+        config = GenerationConfig(
+            max_new_tokens=work.max_new_tokens,
+            eos_token_id=eos_ids or None,
+            pad_token_id=eos_ids[0] if eos_ids else 0,
+            **_sampling_options(work.sampling),
+            **self.options,
+        )
+        tokens = torch.tensor([prompt], device=self.target.device)
+        inputs = {"attention_mask": torch.ones_like(tokens), "generation_config": config}
+        if self.assistant is not None:
+            inputs["assistant_model"] = self.assistant.model
+        n_forwards = 0
+
+        def count(*_) -> None:
+            nonlocal n_forwards
+            n_forwards += 1
+
+        handle = model.register_forward_pre_hook(count)
+        devices = [self.target.device] if self.target.device.type == "cuda" else []
+        began = time.perf_counter()
+        try:
+            with torch.random.fork_rng(devices=devices), torch.inference_mode(), _plain_defaults(model):
+                torch.manual_seed(work.seed * 1_000_003 + number)
+                output = model.generate(tokens, **inputs)
+            new = output[0, len(prompt) :].tolist()
+        finally:
+            handle.remove()
+        elapsed_s = time.perf_counter() - began
+        return Generation(
+            tokens=new,
+            finish_reason="eos" if new and new[-1] in eos_ids else "length",
+            target_forwards=n_forwards - 1,  # the first reads the prompt
+            accepted=[],
+            drafted=[],
+            drafted_by_source=[0] * len(Source),
+            steps_by_depth=[],
+            retrieval_hits=0,
+            sources=[],
+            elapsed_s=elapsed_s,
+            prefill_s=elapsed_s,  # not told apart from the rest
+            time_s=dict.fromkeys(STAGES, 0.0),
+        )
+
+
+def build_peer(name: str, target: TargetModel, lookup: dict, assistant: TargetModel | None, gamma: int) -> HuggingFace:
+    """A peer by name.
+
+    Args:
+        name: one of PEERS.
+        target: the model.
+        lookup: `max_ngram` and `draft_tokens` of the method `pld`, which prompt lookup is given too.
+        assistant: draft model of `hf_assisted`.
+        gamma: its draft length in tokens, kept constant as ours is.
+
+    Raises:
+        UserError: there is no such peer, or no draft model for it.
+    """
+    if name == "hf_generate":
+        return HuggingFace(target)
+    if name == "hf_prompt_lookup":
+        return HuggingFace(
+            target,
+            {
+                "prompt_lookup_num_tokens": lookup["draft_tokens"],
+                "max_matching_ngram_size": lookup["max_ngram"],
+            },
+        )
+    if name == "hf_assisted":
+        if assistant is None:
+            raise UserError("hf_assisted needs a draft model; give drafter=<folder of a vanilla drafter>")
+        return HuggingFace(target, {}, _with_constant_length(assistant, gamma))
+    raise UserError(f"peer {name} is unknown; choose among {', '.join(PEERS)}")
+
+
+def _with_constant_length(assistant: TargetModel, gamma: int) -> TargetModel:
+    """Assisted generation reads its draft length from the assistant's own generation config."""
+    model = copy.copy(assistant.model)
+    model.generation_config = GenerationConfig(
+        num_assistant_tokens=gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    return TargetModel(model, assistant.tokenizer)
+
+
+@contextmanager
+def _plain_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """Keeps a model's own generation defaults (a repetition penalty, say) out of a comparison."""
+    before, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+def _sampling_options(sampling: Sampling) -> dict:
+    if sampling.greedy:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+    }

@@ -1,0 +1,42 @@
+"""ANPD, adaptive n-gram parallel decoding (Ou 2024; methods.md, section 9): the likeliest token of the row's n-grams.
+
+n-grams of orders 2..5 are counted on prompt and output, the highest known order decides; a chain of up to 10 tokens.
+"""
+
+from __future__ import annotations
+
+from spectrain.decoding import Source, TargetModel
+from spectrain.errors import check_whole
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.ngram_table import CountTable
+
+
+def build(target: TargetModel, max_order: int = 5, draft_tokens: int = 10, max_nodes: int = 11) -> AdaptiveNgram:
+    """The method; it takes nothing from the target."""
+    return AdaptiveNgram(max_order, draft_tokens, max_nodes)
+
+
+class AdaptiveNgram(LookupDrafter):
+    """One chain a step, from counts that grow with the row's text.
+
+    Args:
+        max_order: longest n-gram counted, the predicted token included; the shortest has 2 tokens.
+        draft_tokens: most tokens of a guess.
+        max_nodes: the root included; a smaller one than draft_tokens + 1 shortens the guesses.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+
+    def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int = 11):
+        super().__init__(max_nodes)
+        check_whole("max_order", max_order, 2)
+        check_whole("draft_tokens", draft_tokens, 1)
+        self.max_order, self.draft_tokens = max_order, draft_tokens
+
+    def new_row(self, tokens: list[int]) -> CountTable:
+        return CountTable(tokens, self.max_order)
+
+    def propose_row(self, state: CountTable, tree: CandidateTree, row: int) -> None:
+        tree.add(state.chain(min(self.draft_tokens, tree.n_free, tree.max_depth)), Source.INPUT)

@@ -1,0 +1,100 @@
+"""LogitSpec: the last logits guess the token after next, the row's n-grams go on from there (methods.md, section 6).
+
+The logits that the root was drawn from hold, in their first ranks, the token *behind* the root in more than half of all
+steps (paper, Figure 2). So the draft has two parts, both from a table of the n-grams of prompt and output:
+
+(a) what followed the longest suffix that ends in the root;
+(b) for each token y of the first ranks: y, and what followed the longest suffix that ends in (root, y).
+
+Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behind the root.
+"""
+
+from __future__ import annotations
+
+from spectrain.decoding import Context, DraftTree, Source, TargetModel
+from spectrain.errors import UserError, check_whole
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.ngram_table import PositionTable
+
+# Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32 (counted from 0),
+# and y alone behind them.
+KEPT_BY_RANK = (4,) * 9 + (3,) * 24
+
+
+def build(
+    target: TargetModel,
+    max_nodes: int = 64,
+    max_ngram: int = 3,
+    continuation_tokens: int = 20,
+    input_tokens: int = 20,
+    last_logits: bool = True,
+    retrieval: bool = True,
+) -> LogitSpec:
+    """The method; it takes nothing from the target but, step by step, its last logits."""
+    return LogitSpec(max_nodes, max_ngram, continuation_tokens, input_tokens, last_logits, retrieval)
+
+
+class LogitSpec(LookupDrafter):
+    """A tree a step: one unpruned branch of (a), then the branches of (b) by rank until K nodes stand.
+
+    Args:
+        max_nodes: K, the root included.
+        max_ngram: longest suffix that is looked for.
+        continuation_tokens: tokens of a full continuation: the latest occurrence that has as many wins.
+        input_tokens: most nodes of (a). The paper does not limit it, so its 20 tokens come before all of (b): with
+            small trees (K = 16) they leave no room for it, and less is better.
+        last_logits: False leaves (b) out, retrieval: False leaves all continuations out (paper, Table 3).
+
+    Raises:
+        UserError: an option is out of range, or nothing is left to propose.
+    """
+
+    def __init__(
+        self,
+        max_nodes: int = 64,
+        max_ngram: int = 3,
+        continuation_tokens: int = 20,
+        input_tokens: int = 20,
+        last_logits: bool = True,
+        retrieval: bool = True,
+    ):
+        super().__init__(max_nodes)
+        check_whole("max_ngram", max_ngram, 1)
+        check_whole("continuation_tokens", continuation_tokens, 1)
+        check_whole("input_tokens", input_tokens, 0)
+        if not (last_logits or (retrieval and input_tokens)):
+            raise UserError(
+                f"last_logits={last_logits}, retrieval={retrieval} and input_tokens={input_tokens} leave nothing to "
+                "propose; set last_logits=true, or retrieval=true with input_tokens of at least 1"
+            )
+        self.max_ngram, self.continuation_tokens = max_ngram, continuation_tokens
+        self.input_tokens = min(input_tokens, continuation_tokens)
+        self.last_logits, self.retrieval = last_logits, retrieval
+        longest = 1 + continuation_tokens if retrieval else 1
+        self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * max_nodes  # by rank; more than are used
+        self.ranked: list[list[int]] = []  # a list a row: the likeliest tokens of its last logits, best first
+
+    def new_row(self, tokens: list[int]) -> PositionTable:
+        return PositionTable(tokens, self.max_ngram, "latest_full", self.continuation_tokens)
+
+    def propose(self, context: Context) -> DraftTree:
+        if self.last_logits:
+            # K - 1 tokens fill a tree, and the root may be among them: K are enough.
+            k = min(self.max_nodes, context.last_logits.shape[1])
+            self.ranked = context.last_logits.topk(k).indices.tolist()  # all rows in one transfer
+        return super().propose(context)
+
+    def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
+        if self.retrieval:
+            tree.add(state.continuation(self.input_tokens), Source.INPUT)
+        if not self.last_logits:
+            return
+        root = tree.tokens[0]
+        guesses = (token for token in self.ranked[row] if token != root)
+        for token, kept in zip(guesses, self.kept, strict=False):
+            if not tree.n_free:
+                return
+            node = tree.add((token,), Source.LOGITS)
+            if kept > 1:
+                tree.add(state.continuation(kept - 1, (token,)), Source.INPUT, node)

@@ -1,0 +1,170 @@
+"""`method=magicdec`: the target drafts for itself with a sparse view of its own cache (methods.md, section 5).
+
+MagicDec with StreamingLLM's view: a draft reads the first tokens of the text (the sink), the last ones before the root
+(the window) and the drafts before it, never the rest. At each step K and V of sink and window are copied from the
+target's cache into a small one, so a draft forward costs the same at any context length. The full cache verifies.
+
+Letters: n active rows, K tokens of the view, H key/value heads, F rotary frequencies, gamma draft length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
+from spectrain.errors import UserError, check_whole
+from spectrain.methods.draft_chain import draft_chain, gamma_within
+
+POSITIONS = ("cache", "text")
+
+
+def build(
+    target: TargetModel,
+    gamma: int = 4,
+    sink_tokens: int = 1,
+    window_tokens: int = 64,
+    positions: str = "cache",
+    max_nodes: int | None = None,
+) -> MagicDec:
+    """The method; it needs nothing but the target."""
+    return MagicDec(gamma, sink_tokens, window_tokens, positions, max_nodes)
+
+
+class MagicDec(Drafter):
+    """Drafts with the target itself, which reads sink and window only.
+
+    Args:
+        gamma: drafted tokens a step; fewer where a row has less room.
+        sink_tokens: first tokens of the text that a draft reads.
+        window_tokens: last tokens before the root that a draft reads. The view stands still while a chain is drafted.
+        positions: "cache" numbers the view 0, 1, 2, .. and turns the copied keys accordingly, as StreamingLLM does;
+            "text" keeps keys and positions of the text.
+        max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
+
+    Raises:
+        UserError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        gamma: int = 4,
+        sink_tokens: int = 1,
+        window_tokens: int = 64,
+        positions: str = "cache",
+        max_nodes: int | None = None,
+    ):
+        self.gamma = gamma_within(gamma, max_nodes)
+        check_whole("sink_tokens", sink_tokens, 0)
+        check_whole("window_tokens", window_tokens, 1)
+        if positions not in POSITIONS:
+            raise UserError(f"positions={positions} must be one of {', '.join(POSITIONS)}")
+        self.sink_tokens = sink_tokens
+        self.window_tokens = window_tokens
+        self.positions = positions
+        self.target: TargetModel | None = None
+        self.full: KVCache | None = None  # the target's own, read only
+        self.cache: KVCache | None = None  # sink, window, root and drafts
+        self._inv_freq: Tensor | None = None  # [F] of the target that was checked last
+
+    def start(self, target: TargetModel, cache: KVCache) -> None:
+        if self.positions == "cache" and (self.target is None or self.target.model is not target.model):
+            self._inv_freq = rotary_frequencies(target)
+        self.target, self.full = target.with_capture(()), cache
+        n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed
+        self.cache = KVCache(cache.max_rows, block_tokens=n_slots)
+
+    def propose(self, context: Context) -> DraftTree:
+        # The sparse cache is copied anew here, so there is nothing to do when drafts are rejected or rows end.
+        roots = context.lengths[:, None] - 1  # [n, 1] positions
+
+        def first() -> Tensor:
+            self._copy_view()
+            return self._logits(context.roots, roots)
+
+        return draft_chain(context, self.gamma, first, step=lambda tokens, i: self._logits(tokens, roots + i))
+
+    def _logits(self, tokens: Tensor, text_positions: Tensor) -> Tensor:
+        """Reads one token a row, [n], at text positions [n, 1], and keeps it. Returns the next one's logits [n, V]."""
+        positions = None
+        if self.positions == "text":  # a row without room is read on with its neighbours, past the context even
+            positions = text_positions.clamp_max(self.target.max_positions - 1)
+        output = self.target.score(DraftTree.root_only(tokens), self.cache, positions)
+        self.cache.commit(None, [1] * len(tokens))
+        return output.logits[:, 0]
+
+    def _copy_view(self) -> None:
+        """Fills the sparse cache with sink and window of every row; a shorter row gives all its tokens."""
+        device, lengths = self.target.device, self.full.lengths
+        kept = [min(length, self.sink_tokens + self.window_tokens) for length in lengths]
+        left_out = torch.tensor([length - k for length, k in zip(lengths, kept, strict=True)], device=device)[:, None]
+        view = torch.arange(max(kept), device=device).expand(len(kept), -1)
+        skipped = left_out * (view >= self.sink_tokens)  # [n, K] text position less position in the view
+        slots = view + skipped  # past a short row's end they hold rubbish, which its length hides
+        turns = self.positions == "cache" and kept != lengths
+        for layer_idx in range(len(self.full.layers)):
+            keys, values = self.full.read(layer_idx, slots)
+            if turns:
+                keys = turned(keys, -skipped, self._inv_freq)
+            self.cache.fill(layer_idx, keys, values, kept)
+
+
+def turned(keys: Tensor, by: Tensor, inv_freq: Tensor) -> Tensor:
+    """Moves cached keys to other positions: RoPE turns a key in proportion to its position, so turns add up.
+
+    Args:
+        keys: [n, H, K, D_head], rotated already; the first 2 F entries in two halves (Llama, GPT-NeoX).
+        by: [n, K] int64, new position less old.
+        inv_freq: [F].
+
+    Returns:
+        Keys as they were given, in shape and dtype.
+    """
+    angles = by.to(keys.device, torch.float32)[:, None, :, None] * inv_freq.to(keys.device, torch.float32)
+    cos, sin = angles.cos(), angles.sin()  # [n, 1, K, F]
+    n_freq = inv_freq.shape[0]
+    first, second = keys[..., :n_freq].float(), keys[..., n_freq : 2 * n_freq].float()
+    moved = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(keys.dtype)
+    return torch.cat([moved, keys[..., 2 * n_freq :]], dim=-1)
+
+
+def rotary_frequencies(target: TargetModel) -> Tensor:
+    """The inv_freq [F] by which the target's keys can be turned, tried out on every block.
+
+    A text of one token attends to itself alone, so what its key is in any block depends on its position by the rotation
+    only: the keys at one position, turned, must equal those at another.
+
+    Raises:
+        UserError: they do not: another layout, frequencies that change with the length, blocks without RoPE.
+    """
+    low, high = 1, min(21, target.max_positions - 1)
+    tokens = torch.linspace(0, target.vocab_size - 1, 8, device=target.device).long()
+    at_low, at_high = _keys_at(target, tokens, low), _keys_at(target, tokens, high)
+    tolerance = max(1e-3, 4 * torch.finfo(target.dtype).eps)
+    by = torch.full((len(tokens), 1), high - low)
+
+    def fits(inv_freq: Tensor) -> bool:
+        errors = [
+            (turned(here, by, inv_freq) - there).abs().max() / there.abs().max()
+            for here, there in zip(at_low, at_high, strict=True)
+        ]
+        return max(map(float, errors)) < tolerance
+
+    for module in target.model.modules():
+        inv_freq, rope_type = getattr(module, "inv_freq", None), str(getattr(module, "rope_type", "default"))
+        fixed = "dynamic" not in rope_type and "longrope" not in rope_type  # the same at any length
+        if isinstance(inv_freq, Tensor) and fixed and fits(inv_freq):
+            return inv_freq
+    raise UserError(
+        f"the keys of {type(target.model).__name__} cannot be moved to other positions (no RoPE, not in every block, "
+        "or of another layout or scaling); use method.positions=text"
+    )
+
+
+@torch.inference_mode()
+def _keys_at(target: TargetModel, tokens: Tensor, position: int) -> list[Tensor]:
+    """Keys [n, H, 1, D_head] of each block for texts of one token [n] that stands at `position`."""
+    cache = KVCache(len(tokens), block_tokens=1)
+    cache.lengths = [0] * len(tokens)
+    target.score(DraftTree.root_only(tokens), cache, torch.full_like(tokens[:, None], position))
+    return [layer.keys.float() for layer in cache.layers]

@@ -1,0 +1,50 @@
+"""Prompt lookup decoding (Saxena 2023; methods.md, section 9): what followed the last tokens where they stood before.
+
+The longest suffix of 3, 2, 1 tokens that occurred earlier in prompt and output gives a chain of the next 10 tokens;
+where none did, nothing is proposed.
+"""
+
+from __future__ import annotations
+
+from spectrain.decoding import Source, TargetModel
+from spectrain.errors import UserError, check_whole
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.ngram_table import PositionTable
+
+MATCH_RULES = ("latest", "earliest")
+
+
+def build(
+    target: TargetModel, max_ngram: int = 3, draft_tokens: int = 10, match: str = "latest", max_nodes: int = 11
+) -> PromptLookup:
+    """The method; it takes nothing from the target."""
+    return PromptLookup(max_ngram, draft_tokens, match, max_nodes)
+
+
+class PromptLookup(LookupDrafter):
+    """One chain a step, copied from the row's own text.
+
+    Args:
+        max_ngram: longest suffix that is looked for.
+        draft_tokens: most tokens of a guess.
+        match: of several occurrences the "latest", or the "earliest", as Hugging Face takes.
+        max_nodes: the root included; a smaller one than draft_tokens + 1 shortens the guesses.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+
+    def __init__(self, max_ngram: int = 3, draft_tokens: int = 10, match: str = "latest", max_nodes: int = 11):
+        super().__init__(max_nodes)
+        check_whole("max_ngram", max_ngram, 1)
+        check_whole("draft_tokens", draft_tokens, 1)
+        if match not in MATCH_RULES:
+            raise UserError(f"match={match} must be one of {', '.join(MATCH_RULES)}")
+        self.max_ngram, self.draft_tokens, self.match = max_ngram, draft_tokens, match
+
+    def new_row(self, tokens: list[int]) -> PositionTable:
+        return PositionTable(tokens, self.max_ngram, self.match)
+
+    def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
+        tree.add(state.continuation(self.draft_tokens), Source.INPUT)

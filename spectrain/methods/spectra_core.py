@@ -1,0 +1,323 @@
+"""SPECTRA's core: two n-gram dictionaries of what the target itself predicts (section 3.1, Algorithm 1; methods.md, 7).
+
+A pool of W candidate sequences of N tokens is scored in every step: the first N - 1 tokens of each are a branch of
+probes under the root, and the target predicts the last one. All sub-sequences of the candidates enter the dictionaries,
+forward: token -> sequences that followed it, backward: sequence -> the one token that followed it. Then the pool shifts
+left by one.
+
+`Core` holds all of this and knows no drafter, so that a method with other sources of guesses can be made of it.
+
+Letters: n active rows, B rows at most, W candidates, N tokens of one, G guesses, P probes, V vocabulary, r ~ U(0, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
+from spectrain.errors import UserError, check_whole
+from spectrain.methods.lookahead import prompt_random, remember
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
+
+
+def build(target: TargetModel, max_nodes: int | None = None, **options) -> SpectraCore:
+    """The method; options are those of `CoreOptions`. It takes nothing from the target but the logits of its probes."""
+    return SpectraCore(CoreOptions(**options), max_nodes)
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """Sizes of the core, and what is left out for an ablation.
+
+    Raises:
+        UserError: an option is out of range, or nothing is left to guess from.
+    """
+
+    ngram_tokens: int = 5  # N, tokens of a candidate
+    pool_sequences: int = 15  # W, candidates
+    max_guesses: int = 15  # G: the latest G - 1 of the forward dictionary, one of the backward dictionary
+    # tau: a candidate with r < tau gets a token that is no key of the forward dictionary yet.
+    # Differs from the paper: Algorithm 1, line 28, prints r > tau, which would force 90 % of the predicted tokens, and
+    # soon all candidates would be made of unlikely ones: measured, fewer tokens are accepted than with Lookahead.
+    # Appendix B.4 has tau = 0.1 determine when to *force* such a token. A threshold of 0.9 gives the printed rule.
+    threshold: float = 0.1
+    forward: bool = True  # False: the forward dictionary gives no guesses
+    backward: bool = True  # False: the backward dictionary gives no guess
+    sub_ngrams: bool = True  # False: only whole candidates enter the dictionaries
+    pool_from_prompt: bool = False  # True: the prompt's n-grams enter the dictionaries, too
+
+    def __post_init__(self) -> None:
+        check_whole("ngram_tokens", self.ngram_tokens, 2)
+        check_whole("pool_sequences", self.pool_sequences, 1)
+        check_whole("max_guesses", self.max_guesses, 1)
+        threshold = self.threshold
+        if not isinstance(threshold, int | float) or isinstance(threshold, bool) or not 0 <= threshold <= 1:
+            raise UserError(f"threshold={threshold} must be a number from 0 to 1")
+        if not (self.forward or self.backward):
+            raise UserError("forward=False and backward=False leave nothing to guess from; set one of them to true")
+
+    @property
+    def all_nodes(self) -> int:
+        """Root, probes, forward guesses of N - 1 tokens and a backward guess of N."""
+        others = self.ngram_tokens - 1
+        return 1 + others * (self.pool_sequences + self.max_guesses - 1) + self.ngram_tokens
+
+
+class SpectraCore(LookupDrafter):
+    """The core alone.
+
+    Args:
+        options: see there.
+        max_nodes: root, P = (N - 1) W probes and guesses; None: all of them, 1 + P + (G - 1)(N - 1) + N. Where it is
+            smaller than that, W shrinks until the probes take at most half of the nodes.
+
+    Raises:
+        UserError: max_nodes has no room for one candidate.
+    """
+
+    def __init__(self, options: CoreOptions | None = None, max_nodes: int | None = None):
+        options = options or CoreOptions()
+        if max_nodes is None:
+            max_nodes = options.all_nodes
+        self.core = Core(options, n_candidates(options, max_nodes))
+        super().__init__(max_nodes, self.core.probe_shape)
+
+    def start(self, target: TargetModel, cache) -> None:
+        super().start(target, cache)
+        self.core.start(target, cache.max_rows)
+
+    def new_row(self, tokens: list[int]) -> CoreRow:
+        return self.core.new_row(tokens)
+
+    def propose_row(self, state: CoreRow, tree: CandidateTree, row: int) -> None:
+        state.add_guesses(tree)
+
+    def probes(self, state: CoreRow) -> list[int]:
+        return state.candidates
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
+        predicted = self.core.predict(output.logits, self.rows)
+        counted = torch.cat([verified.accepted[:, None], predicted], dim=1).tolist()  # one transfer
+        tokens = context.tokens.numpy()
+        for row, (state, (accepted, *new)) in enumerate(zip(self.rows, counted, strict=True)):
+            n_tokens = context.n_tokens[row]
+            state.predicted(new)
+            state.extend(tokens[row, n_tokens - accepted - 1 : n_tokens].tolist())
+
+    def free(self, row: int) -> None:
+        super().free(row)
+        self.core.free(row)
+
+
+class Core:
+    """What the core does for all rows at once: the shape of their probes, and the choice of new tokens.
+
+    Args:
+        options: see there.
+        n_candidates: W, at most options.pool_sequences.
+    """
+
+    def __init__(self, options: CoreOptions, n_candidates: int):
+        self.options, self.n_candidates = options, n_candidates
+        # Place by place: token j of candidate i is node 1 + j W + i.
+        below_others = range(1, 1 + (options.ngram_tokens - 2) * n_candidates)
+        self.probe_shape = ProbeShape((*[0] * n_candidates, *below_others))
+        self.is_key = torch.zeros(0, 0, dtype=torch.bool)  # [B, V]: the token is a key of the row's forward dictionary
+        self.n_rows = 0
+
+    def start(self, target: TargetModel, max_rows: int) -> None:
+        """Forgets all rows."""
+        self.is_key = torch.zeros(max_rows, target.vocab_size, dtype=torch.bool, device=target.device)
+        self.n_rows = 0
+
+    def new_row(self, tokens: list[int]) -> CoreRow:
+        """The state of a row that joined at the end; tokens: its prompt and its first token, the root."""
+        state = CoreRow(tokens, self.options, self.n_candidates)
+        self.is_key[self.n_rows] = False
+        self.n_rows += 1
+        return state
+
+    def free(self, row: int) -> None:
+        """A row ended: the last row moves into its place."""
+        self.n_rows -= 1
+        self.is_key[row] = self.is_key[self.n_rows]
+
+    def predict(self, logits: Tensor, rows: Sequence[CoreRow]) -> Tensor:
+        """The token behind each candidate: the most probable, of all or of those that are no keys yet (lines 28 to 33).
+
+        Args:
+            logits: [n, N, V] of the step's tree.
+            rows: n states; each draws an r for each of its candidates.
+
+        Returns:
+            [n, W] int64.
+        """
+        end = 1 + self.probe_shape.n_probes
+        self._mark_keys(rows)
+        logits = logits[:, end - self.n_candidates : end]  # [n, W, V] at the last token of each branch
+        best = logits.argmax(-1)
+        unseen = [(row, i) for row, state in enumerate(rows) for i in state.draw_unseen(logits.shape[-1])]
+        if unseen:
+            row, i = torch.tensor(unseen, device=logits.device).T
+            best[row, i] = logits[row, i].masked_fill(self.is_key[row], -torch.inf).argmax(-1)
+        return best
+
+    def _mark_keys(self, rows: Sequence[CoreRow]) -> None:
+        """Takes the keys that the rows' forward dictionaries got since the last call over into the mask."""
+        places = [(i, key) for i, row in enumerate(rows) for key in row.ngrams.take_new_keys()]
+        if places:
+            row_index, key = torch.tensor(places, device=self.is_key.device).T
+            self.is_key[row_index, key] = True
+
+
+class CoreRow:
+    """Candidates and dictionaries of one row.
+
+    It draws its random numbers from a generator of its own, seeded by the prompt: neither the row's samples nor its
+    neighbours have a part in them.
+
+    Args:
+        tokens: the prompt and the first token, the root.
+        options: see there.
+        n_candidates: W.
+    """
+
+    def __init__(self, tokens: list[int], options: CoreOptions, n_candidates: int):
+        prompt = tokens[:-1]
+        self.options, self.n_candidates = options, n_candidates
+        self.random = prompt_random(prompt)
+        others = options.ngram_tokens - 1
+        self.tail = tokens[-others:]  # the end of the text, as long as the longest key of the backward dictionary
+        # Token j of candidate i stands at j W + i. Algorithm 1, line 3, does not say what the random tokens are drawn
+        # from; Lookahead's are the prompt's.
+        self.candidates = self.random.choices(prompt, k=others * n_candidates)
+        self.ngrams = NgramStorage(others, options.max_guesses - 1, options.sub_ngrams)
+        if options.pool_from_prompt:
+            for start in range(max(1, len(prompt) - others)):
+                self.ngrams.enter(tuple(prompt[start : start + options.ngram_tokens]))
+
+    def add_guesses(self, tree: CandidateTree) -> int:
+        """Adds forward guesses, the newest first, then the backward guess. Returns how many: at most G.
+
+        The backward guess is the best one but comes last (line 15), so its nodes are reserved: it is cut only where the
+        whole tree is smaller.
+        """
+        backward = self.ngrams.backward_guess(self.tail) if self.options.backward else []
+        backward = backward[: min(tree.n_free, tree.max_depth)]
+        forward = self.ngrams.forward_guesses(tree.tokens[0]) if self.options.forward else []
+        in_tree = 0  # tokens of the backward guess that stand in the tree
+        for guess in forward:
+            shared = n_equal(guess, backward)
+            node = tree.add(guess[:shared], Source.FORWARD)  # of the reserved nodes
+            in_tree = max(in_tree, shared)
+            tree.add(guess[shared:], Source.FORWARD, node, reserve=len(backward) - in_tree)
+        tree.add(backward, Source.BACKWARD)
+        return len(forward) + bool(backward)
+
+    def draw_unseen(self, vocab_size: int) -> list[int]:
+        """Candidates whose next token shall be no key yet; none where all tokens are keys."""
+        draws = [self.random.random() for _ in range(self.n_candidates)]
+        if len(self.ngrams.forward) == vocab_size:
+            return []
+        return [i for i, r in enumerate(draws) if r < self.options.threshold]
+
+    def predicted(self, new: list[int]) -> None:
+        """Enters each candidate with its new last token, and shifts the pool left by one; `new`: W tokens."""
+        candidates, n_candidates = self.candidates, self.n_candidates
+        for i, token in enumerate(new):
+            self.ngrams.enter((*candidates[i::n_candidates], token))
+        self.candidates = candidates[n_candidates:] + new
+
+    def extend(self, tokens: list[int]) -> None:
+        """The text went on. The pool does not move with it: candidates hang under whatever the root is."""
+        self.tail = (self.tail + tokens)[1 - self.options.ngram_tokens :]
+
+
+class NgramStorage:
+    """The two dictionaries of a row.
+
+    Args:
+        max_key_tokens: of the backward dictionary, N - 1.
+        max_forward: sequences kept for each key of the forward dictionary: G - 1, room for the backward guess.
+        sub_ngrams: False: only whole sequences enter.
+    """
+
+    def __init__(self, max_key_tokens: int, max_forward: int, sub_ngrams: bool):
+        self.max_key_tokens, self.max_forward, self.sub_ngrams = max_key_tokens, max_forward, sub_ngrams
+        self.forward: dict[int, dict[tuple[int, ...], None]] = {}  # token -> ordered set, the newest last
+        self.backward: dict[tuple[int, ...], int] = {}
+        self._new_keys: list[int] = []
+
+    def enter(self, sequence: tuple[int, ...]) -> None:
+        """Algorithm 1, lines 37 to 40."""
+        if not self.sub_ngrams:
+            self._enter_forward(sequence[0], sequence[1:])
+            self.backward[sequence[:-1]] = sequence[-1]
+            return
+        for j in range(len(sequence) - 1):
+            self._enter_forward(sequence[j], sequence[j + 1 :])
+            self.backward[sequence[: j + 1]] = sequence[j + 1]
+
+    def _enter_forward(self, key: int, sequence: tuple[int, ...]) -> None:
+        sequences = self.forward.get(key)
+        if sequences is None:
+            sequences = self.forward[key] = {}
+            self._new_keys.append(key)
+        # What the candidate had entered one step ago, before it grew: it guesses nothing else and would take a place.
+        sequences.pop(sequence[:-1], None)
+        remember(sequences, sequence, self.max_forward)
+
+    def take_new_keys(self) -> list[int]:
+        """Keys that the forward dictionary got since the last call."""
+        keys, self._new_keys = self._new_keys, []
+        return keys
+
+    def forward_guesses(self, root: int) -> list[tuple[int, ...]]:
+        """What followed the root, the newest first."""
+        return list(reversed(self.forward.get(root, ())))
+
+    def backward_guess(self, tail: list[int]) -> list[int]:
+        """Algorithm 1, lines 8 to 14: token by token by the longest known suffix, up to N tokens or until none is."""
+        text = list(tail)
+        while len(text) < len(tail) + self.max_key_tokens + 1:
+            longest = min(self.max_key_tokens, len(text))
+            suffixes = (tuple(text[-length:]) for length in range(longest, 0, -1))
+            token = next((self.backward[suffix] for suffix in suffixes if suffix in self.backward), None)
+            if token is None:
+                break
+            text.append(token)
+        return text[len(tail) :]
+
+
+def n_equal(a: Iterable[int], b: Iterable[int]) -> int:
+    """Tokens at the beginning of both."""
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+def n_candidates(options: CoreOptions, max_nodes: int) -> int:
+    """Candidates whose probes take at most half of max_nodes and leave room for a guess.
+
+    Raises:
+        UserError: there is no room for one candidate.
+    """
+    check_whole("max_nodes", max_nodes, 2)
+    if max_nodes >= options.all_nodes:
+        return options.pool_sequences
+    others = options.ngram_tokens - 1
+    fitting = min(max_nodes // 2, max_nodes - 2) // others
+    if fitting == 0:
+        raise UserError(
+            f"max_nodes={max_nodes} must be at least {max(others + 2, 2 * others)} with "
+            f"ngram_tokens={options.ngram_tokens}; raise max_nodes or lower ngram_tokens"
+        )
+    return min(options.pool_sequences, fitting)

@@ -1,0 +1,131 @@
+"""Tables of the n-grams of one row's text (prompt and output), kept up to date as the text grows.
+
+`PositionTable` says where an n-gram occurred before (PLD, LogitSpec: methods.md, sections 6 and 9), `CountTable` which
+token followed it most often (ANPD, section 9). A new token costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spectrain.errors import UserError, check_whole
+
+MATCH_RULES = ("latest", "earliest", "latest_full")
+NEVER = (0, -1)  # occurrences and token of an unknown context
+
+
+class PositionTable:
+    """Every n-gram, n = 1..max_ngram, and the position where the text went on behind it.
+
+    An n-gram is entered once its following token is known, so the end of the text never finds itself.
+
+    Args:
+        tokens: the text so far.
+        max_ngram: longest n-gram.
+        match: of several occurrences "latest" keeps the last, "earliest" the first (as Hugging Face does), and
+            "latest_full" the last one that `horizon` tokens follow; where none has as many yet, the first, which has
+            the most.
+        horizon: tokens of a full continuation; read by "latest_full" only.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+
+    def __init__(self, tokens: Sequence[int], max_ngram: int = 3, match: str = "latest", horizon: int = 20):
+        check_whole("max_ngram", max_ngram, 1)
+        check_whole("horizon", horizon, 1)
+        if match not in MATCH_RULES:
+            raise UserError(f"match={match} must be one of {', '.join(MATCH_RULES)}")
+        self.max_ngram, self.match, self.horizon = max_ngram, match, horizon
+        self.tokens: list[int] = []
+        self._positions: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token behind it
+        self._tail: tuple[int, ...] = ()  # the last max_ngram tokens
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on by these tokens."""
+        first = max(1, len(self.tokens))
+        self.tokens += tokens
+        for position in range(first, len(self.tokens)):
+            self._enter(position, overwrite=self.match == "latest")
+            full = position + 1 - self.horizon  # the token at `position` has just completed this continuation
+            if self.match == "latest_full" and full > 0:
+                self._enter(full, overwrite=True)
+        self._tail = tuple(self.tokens[-self.max_ngram :])
+
+    def _enter(self, position: int, overwrite: bool) -> None:
+        """Enters the n-grams that end right before `position`."""
+        positions = self._positions
+        longest = tuple(self.tokens[max(0, position - self.max_ngram) : position])
+        for start in range(len(longest)):
+            if overwrite:
+                positions[longest[start:]] = position
+            else:
+                positions.setdefault(longest[start:], position)
+
+    def continuation(self, limit: int, extra: tuple[int, ...] = ()) -> list[int]:
+        """What followed the longest known suffix of the text and `extra`: up to `limit` tokens, [] where none is known.
+
+        A suffix has 1..max_ngram tokens; `extra` is not entered in the table.
+        """
+        suffix, positions = self._tail + extra, self._positions
+        for start in range(max(0, len(suffix) - self.max_ngram), len(suffix)):
+            position = positions.get(suffix[start:])
+            if position is not None:
+                return self.tokens[position : position + limit]
+        return []
+
+
+class CountTable:
+    """Which token most often followed each context of 1..max_order - 1 tokens; of equal counts the latest.
+
+    Args:
+        tokens: the text so far.
+        max_order: length of the longest n-gram counted: a context and the token behind it.
+
+    Raises:
+        UserError: max_order is below 2.
+    """
+
+    def __init__(self, tokens: Sequence[int], max_order: int = 5):
+        check_whole("max_order", max_order, 2)
+        self.max_order = max_order
+        self.tokens: list[int] = []
+        self._counts: dict[tuple[int, ...], int] = {}  # (context.., token) -> occurrences
+        self._best: dict[tuple[int, ...], tuple[int, int]] = {}  # context -> (occurrences, token) of the likeliest
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on by these tokens."""
+        first = max(1, len(self.tokens))
+        self.tokens += tokens
+        counts, best = self._counts, self._best
+        for position in range(first, len(self.tokens)):
+            ngram = tuple(self.tokens[max(0, position - self.max_order + 1) : position + 1])
+            for start in range(len(ngram) - 1):
+                key = ngram[start:]
+                count = counts[key] = counts.get(key, 0) + 1
+                context = key[:-1]
+                # A token that reaches the highest count is the latest of those that have it.
+                if count >= best.get(context, NEVER)[0]:
+                    best[context] = count, key[-1]
+
+    def chain(self, limit: int) -> list[int]:
+        """The likeliest continuation of the text, token by token, each from the longest known context.
+
+        Returns:
+            Up to `limit` tokens; fewer where a context of one token is unknown.
+        """
+        n_context = self.max_order - 1
+        text = tuple(self.tokens[-n_context:])
+        chain: list[int] = []
+        while len(chain) < limit:
+            for start in range(len(text)):
+                found = self._best.get(text[start:])
+                if found is not None:
+                    break
+            else:
+                break
+            chain.append(found[1])
+            text = (*text, found[1])[-n_context:]
+        return chain

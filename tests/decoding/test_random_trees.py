@@ -1,0 +1,133 @@
+"""Properties of random trees: geometry, verification and the whole step against slow versions."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, verify
+from spectrain.decoding.sampling import row_generator
+from tests.conftest import random_prompts, tiny_model
+from tests.decoding.reference import cached_states, slow_ancestors, tree_of
+
+VOCAB_SIZE = 5  # so small that siblings and whole paths repeat
+PADDING = -2
+MODEL = tiny_model("llama_gqa", seed=2)
+
+
+@st.composite
+def trees(draw, vocab_size: int = VOCAB_SIZE, max_rows: int = 3, max_nodes: int = 9) -> DraftTree:
+    """Ragged random trees with probes; nothing that is drafted hangs under a probe."""
+    sizes = draw(st.lists(st.integers(1, max_nodes), min_size=1, max_size=max_rows))
+    width = max(sizes)
+    tokens, parents, probe = [], [], []
+    for size in sizes:
+        token = st.integers(0, vocab_size - 1)
+        tokens.append([*draw(st.lists(token, min_size=size, max_size=size)), *[0] * (width - size)])
+        row_parents, row_probe = [-1], [False]
+        for node in range(1, size):
+            row_parents.append(draw(st.integers(0, node - 1)))
+            row_probe.append(row_probe[row_parents[-1]] or draw(st.integers(0, 4)) == 0)
+        parents.append([*row_parents, *[PADDING] * (width - size)])
+        probe.append([*row_probe, *[False] * (width - size)])
+    return tree_of(tokens, parents, probe)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees())
+def test_geometry_equals_following_the_pointers(tree):
+    for row, parents in enumerate(tree.parents.tolist()):
+        size = len([p for p in parents if p != PADDING])
+        expected = torch.tensor(slow_ancestors(parents[:size]))
+        assert torch.equal(tree.ancestors[row, :size, :size], expected)
+        assert not tree.ancestors[row, :size, size:].any()
+        assert tree.depth[row, :size].tolist() == (expected.sum(-1) - 1).tolist()
+    deepest = int(tree.depth.max())
+    known = DraftTree(tree.tokens, tree.parents, tree.source, probe=tree.probe, max_depth=deepest)
+    assert torch.equal(known.ancestors, tree.ancestors)
+
+
+def slow_walk(tree: DraftTree, row: int, next_token) -> tuple[list[int], int]:
+    """Tokens accepted from the root on, and the bonus; next_token(node) is what the target says there."""
+    parents, tokens, probe = (values[row].tolist() for values in (tree.parents, tree.tokens, tree.probe))
+    nodes, accepted, said = [0], [], next_token(0)
+    while True:
+        below = [i for i, p in enumerate(parents) if p in nodes and not probe[i] and tokens[i] == said]
+        if not below:
+            return accepted, said
+        accepted.append(said)
+        nodes, said = below, next_token(below[0])
+
+
+def logits_of_paths(tree: DraftTree, seed: int) -> torch.Tensor:
+    """[B, N, V], equal wherever the tokens from the root on are equal, as a target's are."""
+    logits = torch.zeros(*tree.shape, VOCAB_SIZE)
+    for row in range(tree.shape[0]):
+        for node in range(tree.shape[1]):
+            path = tree.tokens[row][tree.ancestors[row, node]].tolist()
+            generator = torch.Generator().manual_seed(hash((seed, row, *path)) % 2**31)
+            logits[row, node] = 2 * torch.randn(VOCAB_SIZE, generator=generator)
+    return logits
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), st.integers(0, 1000))
+def test_greedy_walk_equals_the_slow_walk(tree, seed):
+    logits = logits_of_paths(tree, seed)
+    verified = verify(tree, logits, Sampling())
+    for row in range(tree.shape[0]):
+        accepted, bonus = slow_walk(tree, row, lambda node, row=row: int(logits[row, node].argmax()))
+        path = verified.path[row, 1 : int(verified.accepted[row]) + 1]
+        assert tree.tokens[row][path].tolist() == accepted
+        assert int(verified.bonus[row]) == bonus
+        assert not tree.probe[row][path].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.integers(0, 1000))
+def test_sampled_walk_draws_one_token_a_node(tree, seed):
+    logits, sampling = logits_of_paths(tree, seed), Sampling(temperature=1.0, top_k=3)
+    rows = range(tree.shape[0])
+    verified = verify(tree, logits, sampling, [row_generator(seed, row) for row in rows])
+    for row in rows:
+        generator = row_generator(seed, row)
+
+        def draw(node, row=row, generator=generator) -> int:
+            return int(sampling.draw(logits[row, node][None], torch.rand(1, generator=generator))[0])
+
+        accepted, bonus = slow_walk(tree, row, draw)
+        path = verified.path[row, 1 : int(verified.accepted[row]) + 1]
+        assert (tree.tokens[row][path].tolist(), int(verified.bonus[row])) == (accepted, bonus)
+
+
+@settings(max_examples=25, deadline=None)
+@given(trees(vocab_size=61), st.integers(0, 1000))
+@torch.inference_mode()
+def test_a_step_leaves_the_cache_of_a_fresh_prefill(tree, seed):
+    """Scores a random tree, checks every node's logits against a plain forward of its path, and commits one path."""
+    target = TargetModel(MODEL)
+    n_rows = tree.shape[0]
+    prompts = random_prompts([3 + 4 * row for row in range(n_rows)], seed)
+    cache = KVCache(n_rows, block_tokens=8)
+    padded = torch.zeros(n_rows, max(map(len, prompts)), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = torch.tensor(prompt)
+    target.prefill(padded, [len(prompt) for prompt in prompts], cache, range(n_rows))
+    output = target.score(tree, cache)
+    generator = torch.Generator().manual_seed(seed)
+    ends = [int(torch.randint(int(tree.valid[row].sum()), (1,), generator=generator)) for row in range(n_rows)]
+    for row in range(n_rows):
+        for node in range(int(tree.valid[row].sum())):
+            path = tree.tokens[row][tree.ancestors[row, node]].tolist()
+            plain = MODEL(torch.tensor([prompts[row] + path])).logits[0, -1]
+            torch.testing.assert_close(output.logits[row, node], plain, rtol=1e-4, atol=1e-4)
+    paths = tree.path_to(torch.tensor(ends))
+    counts = (paths >= 0).sum(1).tolist()
+    cache.commit(paths.clamp_min(0), counts)
+    for row in range(n_rows):
+        text = prompts[row] + tree.tokens[row][paths[row, : counts[row]]].tolist()
+        fresh = KVCache(1, block_tokens=8)
+        target.prefill(torch.tensor([text]), [len(text)], fresh, range(1))
+        for ours, theirs in zip(cached_states(cache, row), cached_states(fresh, 0), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,279 @@
+"""Block verification (Sun et al. 2024): paths and probabilities worked out by hand, the law by exact enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from spectrain.decoding import DraftTree, Sampling, Verified, verify
+from spectrain.decoding import verify as verify_function
+from spectrain.decoding.sampling import draw_token, row_generator
+from spectrain.errors import UserError
+from tests.decoding.reference import tree_of
+
+ALPHA = 1e-4
+ANY = Sampling(temperature=1.0)
+# The paper's example, in every context the same: two tokens, a and b. Block accepts 11/9 tokens, token-wise 10/9.
+COIN_P, COIN_Q = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
+A, B = 0, 1
+
+
+def generators(n_rows: int) -> list[torch.Generator]:
+    return [row_generator(0, row) for row in range(n_rows)]
+
+
+def chains(tokens: list[list[int]], q: list[list[float]], lengths: list[int] | None = None) -> DraftTree:
+    """Chains whose column i was drawn from q[i]."""
+    columns = [torch.tensor([row] * len(tokens)) for row in q]
+    lengths = None if lengths is None else torch.tensor(lengths)
+    return DraftTree.chain(torch.zeros(len(tokens), dtype=torch.int64), torch.tensor(tokens), lengths, columns)
+
+
+def logits_of(p: list[list[float]], n_rows: int) -> torch.Tensor:
+    return torch.tensor(p).log().expand(n_rows, -1, -1)
+
+
+def judged(tokens: list[int], p: list[float], q: list[float], n_rows: int, verification: str = "block") -> Verified:
+    """The same chain in n_rows rows, p and q the same in every context."""
+    chain = chains([tokens] * n_rows, [q] * len(tokens))
+    return verify(chain, logits_of([p] * (len(tokens) + 1), n_rows), ANY, generators(n_rows), verification)
+
+
+def with_uniforms(monkeypatch, uniforms: list[list[float]]) -> None:
+    """The numbers that `verify` is to draw: gamma for the path, then one for the bonus."""
+    module = __import__("sys").modules[verify_function.__module__]
+    monkeypatch.setattr(module, "draw_uniforms", lambda *_: torch.tensor(uniforms))
+
+
+class TestByHand:
+    def test_always_accepted_where_p_exceeds_q_all_along(self):
+        # bb: P_1 = P_2 = min(2, 1) = 1, so h_1 = h_2 = 1.
+        verified = judged([B, B], COIN_P, COIN_Q, 200)
+        assert verified.accepted.tolist() == [2] * 200
+        assert verified.path.tolist() == [[0, 1, 2]] * 200
+        assert set(verified.bonus.tolist()) == {A, B}  # from p, not from the residual, which is b alone
+
+    def test_never_accepted_where_p_is_zero(self):
+        verified = judged([0, 1], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0], 200)
+        assert verified.accepted.tolist() == [0] * 200
+        assert verified.path.tolist() == [[0, -1, -1]] * 200
+        assert verified.bonus.tolist() == [2] * 200
+
+    def test_a_later_token_makes_up_for_an_earlier_one(self):
+        # ab: P_1 = 1/2, P_2 = min(1/2 * 2, 1) = 1 = h_2. Token by token a is accepted in half the rows only.
+        assert judged([A, B], COIN_P, COIN_Q, 400).accepted.tolist() == [2] * 400
+        assert 140 < int((judged([A, B], COIN_P, COIN_Q, 400, "token").accepted == 0).sum()) < 260
+
+    def test_sometimes_accepted_whole_or_not_at_all(self):
+        # aa: P_1 = 1/2, S_1 = max(0, 1/2 p - q) = 0, so h_1 = 0; h_2 = P_2 = 1/4. The residual at the root is b.
+        verified = judged([A, A], COIN_P, COIN_Q, 4000)
+        whole = verified.accepted == 2
+        assert set(verified.accepted.tolist()) == {0, 2}
+        assert chisquare([int(whole.sum()), int((~whole).sum())], [1000, 3000]).pvalue > ALPHA
+        assert set(verified.bonus[~whole].tolist()) == {B}
+
+    def test_thresholds_inside_and_at_the_end_of_a_chain(self, monkeypatch):
+        # p = (.5, .3, .2), q = (.7, .1, .2), draft 0 0: P_1 = 5/7, S_1 = 5/7 * .3 - .1 = .8/7, h_1 = .8/2.8 = 2/7;
+        # h_2 = P_2 = 25/49. Bonus after x_1: max(0, 5/7 p - q) is token 1 alone; at the root max(0, p - q) is too.
+        p, q = [0.5, 0.3, 0.2], [0.7, 0.1, 0.2]
+        h_1, h_2 = 2 / 7, 25 / 49
+        cases = [
+            ([0.99, h_2 - 1e-4], 2),
+            ([0.0, h_2 + 1e-4], 1),
+            ([h_1 - 1e-4, 0.99], 1),
+            ([h_1 + 1e-4, 0.99], 0),
+        ]
+        with_uniforms(monkeypatch, [[*u, 0.6] for u, _ in cases])
+        verified = judged([0, 0], p, q, len(cases))
+        assert verified.accepted.tolist() == [accepted for _, accepted in cases]
+        assert verified.bonus.tolist() == [1, 1, 1, 1]  # u = 0.6 in the first row: p's second token
+
+    def test_residual_is_scaled_by_what_the_path_lacks(self, monkeypatch):
+        # P_1 = 0.3 / 0.5 = 0.6 and then max(0, 0.6 p - q) = (0, .18 - .1, .24 - .2) = 2 : 1 of tokens 1 and 2.
+        # Unscaled it would be (0, .2, .2). S_1 = .12, h_1 = .12 / .52; P_2 = 0.6 * .3 / .7 is not reached.
+        p = [[0.3, 0.3, 0.4], [0.3, 0.3, 0.4], [1.0, 0.0, 0.0]]
+        chain = chains([[0, 0]] * 4, [[0.5, 0.25, 0.25], [0.7, 0.1, 0.2]])
+        with_uniforms(monkeypatch, [[0.23, 0.99, u] for u in (0.01, 0.6, 0.7, 0.99)])
+        verified = verify(chain, logits_of(p, 4), ANY, generators(4), "block")
+        assert verified.accepted.tolist() == [1] * 4
+        assert verified.bonus.tolist() == [1, 1, 2, 2]
+
+    def test_ragged_rows_end_at_their_own_length(self, monkeypatch):
+        # Draft a: inside a chain h_1 = 0; as the whole chain h_1 = P_1 = 1/2. Without drafts the bonus is p's.
+        chain = chains([[A, A], [A, A], [A, A]], [COIN_Q, COIN_Q], lengths=[2, 1, 0])
+        with_uniforms(monkeypatch, [[0.4, 0.4, 0.1], [0.4, 0.1, 0.0], [0.1, 0.0, 0.0]])
+        verified = verify(chain, logits_of([COIN_P] * 3, 3), ANY, generators(3), "block")
+        assert verified.accepted.tolist() == [0, 1, 0]
+        assert verified.bonus.tolist() == [B, A, A]
+
+    def test_accepts_everything_when_q_is_p(self):
+        # P = 1 and S = 0 everywhere: 0 / 0 counts as 1.
+        assert judged([0, 1, 2], [0.2, 0.3, 0.5], [0.2, 0.3, 0.5], 300).accepted.tolist() == [3] * 300
+
+
+class TestRounding:
+    def test_tiny_products_recover(self):
+        # P falls to 1e-60, below float32's least number, and rises to 1 again: all four are accepted, always.
+        low, high = [1e-30, 1.0], [1.0, 1e-30]
+        chain = chains([[0, 0, 0, 0]] * 50, [high, high, low, low])
+        verified = verify(chain, logits_of([low, low, high, high, high], 50), ANY, generators(50), "block")
+        assert verified.accepted.tolist() == [4] * 50
+
+    def test_a_token_of_tiny_q_is_judged_by_the_ratio(self):
+        for p_0, least, most in ((0.5, 400, 400), (1e-36, 140, 260), (0.0, 0, 0)):  # ratios: huge, 1/2, 0
+            chain = chains([[0]] * 400, [[2e-36, 1.0]])
+            logits = logits_of([[p_0, 1 - p_0]] * 2, 400)
+            assert least <= int(verify(chain, logits, ANY, generators(400), "block").accepted.sum()) <= most
+
+    def test_zero_over_zero_is_not_accepted(self):
+        chain = chains([[0, 0]] * 50, [[0.0, 1.0]] * 2)
+        verified = verify(chain, logits_of([[0.0, 1.0]] * 3, 50), ANY, generators(50), "block")
+        assert verified.accepted.tolist() == [0] * 50
+        assert verified.bonus.tolist() == [1] * 50
+
+    def test_no_residual_falls_back_to_p(self):
+        chain = chains([[0]] * 200, [[1.0, 0.5, 0.5]])  # q above p everywhere
+        verified = verify(chain, logits_of([[0.0, 0.5, 0.5]] * 2, 200), ANY, generators(200), "block")
+        assert verified.accepted.tolist() == [0] * 200
+        assert set(verified.bonus.tolist()) == {1, 2}
+
+
+V, GAMMA, N_SAMPLES = 3, 3, 20_000
+
+
+def tables(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """p and q after every prefix of length 0..GAMMA: entry n is [V, .., V] (n + 1 axes), conditional on the prefix.
+
+    q is sharper than p, so that paths are accepted that lack something (P below 1), and the residual's P matters.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(V,) * (n + 1) for n in range(GAMMA + 1)]
+    p, q = (
+        [torch.randn(shape, generator=generator).mul(scale).softmax(-1) for shape in shapes] for scale in (0.3, 1.5)
+    )
+    return p, q
+
+
+def emit(rule, seed: int, ragged: bool) -> tuple[np.ndarray, torch.Tensor]:
+    """Drafts with q, lets `rule` judge, goes on with p. Returns counts of GAMMA + 1 tokens [V, .., V] and accepted."""
+    p, q = tables(seed)
+    torch.manual_seed(seed)
+    drafts: list[torch.Tensor] = []
+    for n in range(GAMMA):
+        drafts.append(torch.multinomial(q[n][tuple(drafts)].expand(N_SAMPLES, V), 1)[:, 0])
+    tokens = torch.stack(drafts, dim=1)
+    at = [tuple(drafts[:n]) for n in range(GAMMA + 1)]
+    lengths = torch.arange(N_SAMPLES) % (GAMMA + 1) if ragged else None
+    columns = [q[n][at[n]].expand(N_SAMPLES, V) for n in range(GAMMA)]
+    chain = DraftTree.chain(torch.zeros(N_SAMPLES, dtype=torch.int64), tokens, lengths, columns)
+    logits = torch.stack([p[n][at[n]].expand(N_SAMPLES, V).log() for n in range(GAMMA + 1)], dim=1)
+    verified = rule(chain, logits, ANY, generators(N_SAMPLES))
+
+    text: list[torch.Tensor] = []
+    for n in range(GAMMA + 1):  # accepted tokens, the bonus, and then p
+        goes_on = torch.multinomial(p[n][tuple(text)].expand(N_SAMPLES, V), 1)[:, 0]
+        drafted = tokens[:, n] if n < GAMMA else goes_on
+        bonus_or_on = torch.where(verified.accepted == n, verified.bonus, goes_on)
+        text.append(torch.where(verified.accepted > n, drafted, bonus_or_on))
+    counts = np.zeros((V,) * (GAMMA + 1))
+    np.add.at(counts, tuple(t.numpy() for t in text), 1)
+    return counts, verified.accepted
+
+
+def p_value(rule, seed: int = 0, ragged: bool = False) -> float:
+    """Chi-square of the joint law of the first GAMMA + 1 tokens against its enumeration."""
+    p, _ = tables(seed)
+    law = np.ones((V,) * (GAMMA + 1))
+    for text in itertools.product(range(V), repeat=GAMMA + 1):
+        for n in range(GAMMA + 1):
+            law[text] *= float(p[n][text[: n + 1]])
+    expected = law / law.sum() * N_SAMPLES
+    counts, _ = emit(rule, seed, ragged)
+    rare = expected < 5
+    cells = [*counts[~rare], counts[rare].sum()], [*expected[~rare], expected[rare].sum()]
+    return chisquare(*cells, sum_check=False).pvalue if rare.any() else chisquare(counts, expected, axis=None).pvalue
+
+
+def block(*arguments) -> Verified:
+    return verify(*arguments, "block")
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "ragged"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_emitted_tokens_have_the_law_of_the_target(seed, ragged):
+    assert p_value(block, seed, ragged) > ALPHA
+
+
+def block_with_token_residual(tree, logits, sampling, generators) -> Verified:
+    """The bonus from max(0, p - q), without the factor P."""
+    verified = block(tree, logits, sampling, generators)
+    rows, last = torch.arange(len(verified.last)), verified.last
+    p = sampling.warp(logits)[rows, last]
+    residual = (p - tree.probs[rows, (last + 1).clamp_max(GAMMA)]).clamp_min(0)
+    redrawn = draw_token(residual, torch.rand(len(rows)))
+    return Verified(verified.path, verified.accepted, torch.where(last < GAMMA, redrawn, verified.bonus))
+
+
+def block_with_fresh_bonus(tree, logits, sampling, generators) -> Verified:
+    """The bonus from p."""
+    verified = block(tree, logits, sampling, generators)
+    fresh = draw_token(sampling.warp(verified.last_logits(logits)), torch.rand(len(verified.last)))
+    return Verified(verified.path, verified.accepted, fresh)
+
+
+@pytest.mark.parametrize("biased", [block_with_token_residual, block_with_fresh_bonus])
+def test_biased_rules_fail_the_same_test(biased):
+    assert p_value(biased, seed=1) < ALPHA
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_accepts_no_less_than_token_by_token(seed):
+    """The same drafts, the same uniform numbers."""
+    gained = (emit(block, seed, False)[1] - emit(verify, seed, False)[1]).double()
+    assert float(gained.mean()) > -4 * float(gained.std()) / N_SAMPLES**0.5
+
+
+def test_accepts_strictly_more_in_the_paper_s_example():
+    drafts = torch.multinomial(torch.tensor(COIN_Q).expand(N_SAMPLES, 2), 2, replacement=True)
+    chain = chains(drafts.tolist(), [COIN_Q] * 2)
+    arguments = chain, logits_of([COIN_P] * 3, N_SAMPLES), ANY
+    for verification, expected in (("token", 10 / 9), ("block", 11 / 9)):
+        accepted = verify(*arguments, generators(N_SAMPLES), verification).accepted.double()
+        assert abs(float(accepted.mean()) - expected) < 4 * float(accepted.std()) / N_SAMPLES**0.5
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    n_rows, lengths = 40, [4, 1, 3, 0] * 10
+    q = torch.rand(n_rows, 4, 6).softmax(-1)
+    tokens, logits = torch.randint(6, (n_rows, 4)), torch.randn(n_rows, 5, 6)
+    roots = torch.zeros(n_rows, dtype=torch.int64)
+    chain = DraftTree.chain(roots, tokens, torch.tensor(lengths), list(q.unbind(1)))
+    together = block(chain, logits, ANY, generators(n_rows))
+    for row, n in enumerate(lengths):
+        alone = DraftTree.chain(roots[[row]], tokens[[row], :n], None, [x[[row]] for x in q[:, :n].unbind(1)])
+        verified = block(alone, logits[[row], : n + 1], ANY, [row_generator(0, row)])
+        assert (int(verified.accepted), int(verified.bonus)) == (
+            int(together.accepted[row]),
+            int(together.bonus[row]),
+        )
+    assert len(set(together.accepted.tolist())) > 3
+
+
+def test_greedy_and_deterministic_drafts_have_one_rule():
+    logits = torch.randn(1, 4, 6)
+    best = logits.argmax(-1)[0].tolist()
+    drawn = chains([[best[0], best[1], 5]], [[1 / 6] * 6] * 3)
+    branching = tree_of([[0, best[0], 3, best[1]]], [[-1, 0, 0, 1]])
+    for tree, sampling in ((drawn, Sampling()), (branching, Sampling()), (branching, ANY)):
+        token, as_block = (verify(tree, logits, sampling, generators(1), v) for v in ("token", "block"))
+        assert as_block.path.tolist() == token.path.tolist()
+        assert as_block.bonus.tolist() == token.bonus.tolist()
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(UserError, match="verification=blocks must be one of token, block"):
+        judged([A], COIN_P, COIN_Q, 1, "blocks")

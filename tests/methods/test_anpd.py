@@ -1,0 +1,48 @@
+"""ANPD: the chain of the likeliest tokens, worked out by hand, and that it changes no text."""
+
+import pytest
+
+from spectrain.decoding import Source
+from spectrain.errors import UserError
+from spectrain.methods import anpd
+from spectrain.methods.anpd import AdaptiveNgram
+from tests.methods.test_pld import check_text, proposed
+
+
+def test_chain_by_hand():
+    # Behind 1: twice 2, once 3. Behind 2: 4, then 5 (later). Behind 1 2: likewise. Behind 1 2 5: 1.
+    text = [1, 2, 4, 1, 3, 1, 2, 5, 1]
+    tree = proposed(AdaptiveNgram(draft_tokens=4), [text])
+    # Context 5 1 is new, 1 gives 2; 1 2 gives 5 (equal counts: the latest); 1 2 5 gives 1; 1 2 5 1 is new, 2 5 1 and
+    # 5 1 too, 1 gives 2.
+    assert tree.tokens.tolist() == [[1, 2, 5, 1, 2]]
+    assert tree.source.tolist() == [[Source.ROOT] + [Source.INPUT] * 4]
+    assert tree.is_chain
+
+
+def test_higher_orders_decide_first():
+    text = [7, 1, 8, 2, 1, 9, 2, 1, 9, 7, 1]
+    assert proposed(AdaptiveNgram(draft_tokens=1), [text]).tokens.tolist() == [[1, 8]]  # behind 7 1, seen once
+    assert proposed(AdaptiveNgram(2, draft_tokens=1), [text]).tokens.tolist() == [[1, 9]]  # behind 1, seen twice
+
+
+def test_the_chain_ends_where_a_token_was_never_continued():
+    assert proposed(AdaptiveNgram(), [[1, 2, 3, 4]]).tokens.tolist() == [[4]]
+
+
+def test_guesses_end_with_the_room_and_the_budget():
+    text = [[5] * 30]
+    assert proposed(AdaptiveNgram(), text).shape == (1, 11)
+    assert proposed(AdaptiveNgram(max_nodes=6), text).shape == (1, 6)
+    assert proposed(AdaptiveNgram(draft_tokens=3), text).shape == (1, 4)
+    assert proposed(AdaptiveNgram(), text, room=3).shape == (1, 3)
+
+
+def test_the_text_is_the_targets(llama_target):
+    check_text(llama_target, anpd.build(llama_target))
+
+
+def test_wrong_options_are_refused():
+    for option, value in (("max_order", 1), ("draft_tokens", 0), ("max_nodes", 1)):
+        with pytest.raises(UserError, match=f"{option}={value}"):
+            AdaptiveNgram(**{option: value})

@@ -1,0 +1,172 @@
+"""LogitSpec: trees worked out by hand, the rank rules, ablations and budgets, and that it changes no text."""
+
+import pytest
+import torch
+
+from spectrain.decoding import DraftTree, Source, generate
+from spectrain.errors import UserError
+from spectrain.methods import logitspec
+from spectrain.methods.logitspec import LogitSpec
+from tests.conftest import VOCAB_SIZE, random_prompts
+from tests.methods.test_pld import check_text, proposed
+
+
+def logits_in_order(order: list[int], vocab_size: int) -> torch.Tensor:
+    """[1, vocab_size]: these tokens are the likeliest, best first, then the others by id."""
+    logits = -1000.0 - torch.arange(vocab_size, dtype=torch.float32)
+    logits[order] = torch.arange(len(order), 0, -1, dtype=torch.float32)
+    return logits[None]
+
+
+def paths(tree: DraftTree, row: int = 0) -> list[tuple[list[int], list[int]]]:
+    """Each leaf's tokens from below the root, and their sources; in the order of the leaves."""
+    tokens, parents, sources = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.source))
+    found = []
+    for node in range(1, len(tokens)):
+        if parents[node] == -2 or node in parents:
+            continue
+        path = []
+        while node > 0:
+            path.append((tokens[node], sources[node]))
+            node = parents[node]
+        found.append(([token for token, _ in path[::-1]], [source for _, source in path[::-1]]))
+    return found
+
+
+INPUT, LOGITS = int(Source.INPUT), int(Source.LOGITS)
+
+
+def test_tree_by_hand():
+    #       0  1  2  3  4  5  6  7  8
+    text = [1, 2, 3, 4, 5, 6, 2, 4, 1]
+    # (a) Behind 1: 2 3 4.
+    # (b) Without the root 1: 4, behind which 5 6 2 (position 4; the later one, 8, has a single token), then 2, behind
+    # which 3 4 5 (the suffix 1 2), of which the tree lacks only the 5; then 7 and 0, which the text does not know.
+    drafter = LogitSpec(max_nodes=11, continuation_tokens=3)
+    tree = proposed(drafter, [text], last_logits=logits_in_order([4, 1, 2, 7], 12))
+    assert tree.tokens.tolist() == [[1, 2, 3, 4, 4, 5, 6, 2, 5, 7, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 0, 4, 5, 6, 3, 0, 0]]
+    assert tree.source.tolist() == [[0, INPUT, INPUT, INPUT, LOGITS, INPUT, INPUT, INPUT, INPUT, LOGITS, LOGITS]]
+    assert not tree.is_chain
+
+
+# A text in which each of 100..159 was once followed by three tokens of its own.
+FOLLOWED = [token for y in range(60) for token in (100 + y, 200 + y, 300 + y, 400 + y, 500 + y)]
+RANKED = list(range(100, 160))
+ROOT = 99
+
+
+def test_branches_keep_4_3_or_1_tokens_by_rank():
+    drafter = LogitSpec(max_nodes=200, continuation_tokens=3)
+    tree = proposed(drafter, [[*FOLLOWED, ROOT]], last_logits=logits_in_order([*RANKED[:3], ROOT, *RANKED[3:]], 1000))
+    expected = []
+    for y in range(60):
+        kept = 4 if y <= 8 else 3 if y <= 32 else 1
+        expected.append(([100 + y, 200 + y, 300 + y, 400 + y][:kept], [LOGITS, INPUT, INPUT, INPUT][:kept]))
+    assert paths(tree)[:60] == expected  # the root, at rank 3 of the logits, takes no rank
+
+
+def test_the_tree_is_filled_by_rank_until_64_nodes():
+    tree = proposed(LogitSpec(), [[*FOLLOWED, ROOT]], last_logits=logits_in_order([ROOT, *RANKED], 1000))
+    assert tree.shape == (1, 64)
+    # 9 x 4 = 36 nodes, then 9 x 3 = 27: 63 and the root.
+    assert [len(tokens) for tokens, _ in paths(tree)] == [4] * 9 + [3] * 9
+
+
+def test_the_roots_continuation_is_not_pruned_and_comes_first():
+    text = [ROOT, *range(1, 41), ROOT]
+    tree = proposed(LogitSpec(), [text], last_logits=logits_in_order([ROOT, *range(60, 98)], 1000))
+    found = paths(tree)
+    assert found[0] == (list(range(1, 21)), [INPUT] * 20)
+    assert [tokens for tokens, _ in found[1:39]] == [[y] for y in range(60, 98)]
+    assert tree.shape == (1, 64)  # 1 + 20 + 43
+
+
+def test_suffixes_of_the_guess_have_up_to_three_tokens():
+    #               1 2 3 -> 4     2 3 -> 5     3 -> 6
+    text = [1, 2, 3, 4, 0, 2, 3, 5, 0, 0, 3, 6, 0, 0, 1, 2]
+    logits = logits_in_order([3], 12)
+    for max_ngram, expected in ((3, 4), (2, 5), (1, 6)):
+        drafter = LogitSpec(max_ngram=max_ngram, continuation_tokens=1, input_tokens=0)
+        assert paths(proposed(drafter, [text], last_logits=logits))[0][0] == [3, expected]
+
+
+@pytest.mark.parametrize("max_nodes", [2, 5, 16, 64])
+def test_max_nodes_is_respected(max_nodes):
+    text = [ROOT, *FOLLOWED, ROOT]
+    tree = proposed(LogitSpec(max_nodes=max_nodes), [text], last_logits=logits_in_order([ROOT, *RANKED], 1000))
+    assert tree.shape == (1, max_nodes)
+
+
+def test_input_tokens_leave_room_for_the_last_logits_in_small_trees():
+    text, logits = [ROOT, *range(1, 41), ROOT], logits_in_order([ROOT, *range(60, 98)], 1000)
+    (_, sources), *rest = paths(proposed(LogitSpec(max_nodes=16), [text], last_logits=logits))
+    assert (sources, rest) == ([INPUT] * 15, [])
+    (_, sources), *rest = paths(proposed(LogitSpec(max_nodes=16, input_tokens=8), [text], last_logits=logits))
+    assert (len(sources), len(rest)) == (8, 7)
+
+
+def test_ablations():
+    text, logits = [ROOT, *FOLLOWED, ROOT], logits_in_order([ROOT, *RANKED[1:]], 1000)
+    tree = proposed(LogitSpec(last_logits=False), [text], last_logits=logits)
+    assert paths(tree) == [(FOLLOWED[:20], [INPUT] * 20)]
+    assert tree.is_chain
+    tree = proposed(LogitSpec(retrieval=False), [text], last_logits=logits)
+    assert paths(tree)[:59] == [([y], [LOGITS]) for y in RANKED[1:]]
+    assert tree.shape == (1, 64)
+
+
+def test_small_vocabularies_give_all_their_tokens():
+    tree = proposed(LogitSpec(), [[1, 2, 3]], last_logits=logits_in_order([3, 0], 5))
+    assert sorted(tokens[0] for tokens, _ in paths(tree)) == [0, 1, 2, 4]
+
+
+def test_each_row_reads_its_own_logits():
+    logits = torch.cat([logits_in_order([5, 6], 12), logits_in_order([7, 8], 12)])
+    tree = proposed(LogitSpec(max_nodes=3), [[1, 2, 3], [9, 10]], last_logits=logits)
+    assert tree.tokens.tolist() == [[3, 5, 6], [10, 7, 8]]
+
+
+def test_guesses_end_with_the_room():
+    text, logits = [ROOT, *FOLLOWED, ROOT], logits_in_order([ROOT, *RANKED], 1000)
+    assert proposed(LogitSpec(), [text], 3, logits).depth.max() == 2
+    assert proposed(LogitSpec(), [text], 1, logits).shape == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"last_logits": False}, {"retrieval": False}, {"max_nodes": 16, "input_tokens": 4}], ids=str
+)
+def test_the_text_is_the_targets(llama_target, options):
+    check_text(llama_target, logitspec.build(llama_target, **options))
+
+
+def test_the_logits_are_those_the_root_was_drawn_from(llama_target):
+    """The first guesses of each step are the ranks of the plain model's logits at the token before the root."""
+
+    class Watched(LogitSpec):
+        checked = 0
+
+        def propose(self, context):
+            tree = super().propose(context)
+            for row in range(context.n_rows):
+                if context.room[row] > 1:
+                    text = context.tokens[row, : context.n_tokens[row]].tolist()
+                    ranked = llama_target.model(torch.tensor([text[:-1]])).logits[0, -1].argsort(descending=True)
+                    assert ranked[0] == text[-1]  # greedy: the root is the first rank
+                    assert tree.tokens[row, 1:6].tolist() == ranked[1:6].tolist()
+                    self.checked += 1
+            return tree
+
+    drafter = Watched(retrieval=False, max_nodes=VOCAB_SIZE)
+    generate(llama_target, drafter, random_prompts([5, 17, 1]), 15, batch_size=2, stop_token_ids=())
+    assert drafter.checked > 10
+
+
+def test_wrong_options_are_refused():
+    for option, value in (("max_nodes", 1), ("max_ngram", 0), ("continuation_tokens", 0), ("input_tokens", -1)):
+        with pytest.raises(UserError, match=f"{option}={value}"):
+            LogitSpec(**{option: value})
+    with pytest.raises(UserError, match="leave nothing to propose"):
+        LogitSpec(last_logits=False, retrieval=False)
+    with pytest.raises(UserError, match="leave nothing to propose"):
+        LogitSpec(last_logits=False, input_tokens=0)

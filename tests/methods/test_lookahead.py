@@ -1,0 +1,204 @@
+"""Lookahead: window and pool worked out by hand, the shape of the probes, and text that is the target's own."""
+
+import pytest
+import torch
+
+from spectrain.decoding import Context, KVCache, Sampling, Source, TargetOutput, Verified, generate
+from spectrain.errors import UserError
+from spectrain.methods.autoregressive import build as autoregressive
+from spectrain.methods.lookahead import Lookahead, build
+from spectrain.methods.lookup import LookupDrafter
+from tests.conftest import VOCAB_SIZE, random_prompts
+from tests.decoding.reference import greedy_by_full_forwards
+
+SAMPLED = Sampling(temperature=0.8, top_k=20)
+
+
+class Walk:
+    """Steps of a drafter without a target: a test says what is likely at each node, and what is accepted."""
+
+    def __init__(self, drafter: LookupDrafter, target, prompts: list[list[int]], roots: list[int], room: int = 50):
+        self.drafter = drafter
+        self.context = Context(Sampling(), "cpu", len(prompts))
+        self.context.append(prompts, room, [torch.Generator() for _ in prompts])
+        logits = torch.zeros(len(prompts), 1, VOCAB_SIZE)
+        self.context.root(range(len(prompts)), torch.tensor(roots), logits[:, 0])
+        drafter.start(target, KVCache(len(prompts)))
+        drafter.prefill(self.context, TargetOutput(logits, None, None), range(len(prompts)))
+
+    def step(self, likely: list[dict[int, tuple[int, ...]]], emitted: list[list[int]]):
+        """`likely[row][node]`: tokens, the most probable first. `emitted[row]`: accepted tokens and bonus."""
+        tree = self.drafter.propose(self.context)
+        logits = torch.zeros(*tree.shape, VOCAB_SIZE)
+        for row, nodes in enumerate(likely):
+            for node, tokens in nodes.items():
+                for rank, token in enumerate(tokens):
+                    logits[row, node, token] = 9 - rank
+        accepted = torch.tensor([len(tokens) - 1 for tokens in emitted])
+        verified = Verified(None, accepted, torch.tensor([tokens[-1] for tokens in emitted]))
+        self.context.advance(emitted, verified.bonus, logits[:, 0])
+        self.drafter.observe(self.context, tree, TargetOutput(logits, None, None), verified)
+        return tree
+
+
+def tree_guesses(tree, row: int = 0) -> list[tuple[int, ...]]:
+    """The guesses of a tree, from the root to each leaf, probes left out."""
+    tokens, parents, drafted = (values[row].tolist() for values in (tree.tokens, tree.parents, tree.drafted))
+    nodes = [node for node in range(len(tokens)) if drafted[node]]
+    leaves = [node for node in nodes if node not in [parents[other] for other in nodes]]
+    paths = []
+    for node in leaves:
+        path = []
+        while node > 0:
+            path.insert(0, tokens[node])
+            node = parents[node]
+        paths.append(tuple(path))
+    return paths
+
+
+def test_probes_hang_under_the_level_below_and_level_0_is_a_chain(llama_target):
+    drafter = Lookahead(window_columns=3, ngram_tokens=4, max_guesses=2)
+    # Nodes by level: 0 1 2 | 3 4 5 | 6 7 8, node 0 being the root.
+    assert drafter.probe_shape.parents == (0, 1, 0, 1, 2, 3, 4, 5)
+    tree = Walk(drafter, llama_target, [[7]], [9]).step([{}], [[5]])
+    assert tree.probe[0].tolist() == [False] + [True] * 8
+    assert tree.depth[0].tolist() == [0, 1, 2, 1, 2, 3, 2, 3, 4]  # level + column
+
+
+def test_default_sizes_are_those_of_the_paper():
+    drafter = build(None)
+    assert (drafter.window_columns, drafter.ngram_tokens, drafter.max_guesses) == (15, 5, 15)
+    assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (120, 59)
+
+
+def test_window_starts_with_tokens_of_the_prompt(llama_target):
+    drafter = Lookahead(window_columns=4, ngram_tokens=4)
+    Walk(drafter, llama_target, [[21, 22, 23]], [9])
+    window = drafter.rows[0].window
+    assert window[0] == 9
+    assert set(window[1:]) == {21, 22, 23}
+
+
+def test_levels_move_up_and_ngrams_enter_the_pool(llama_target):
+    drafter = Lookahead(window_columns=2, ngram_tokens=4, max_guesses=3)
+    walk = Walk(drafter, llama_target, [[7]], [10])
+    drafter.rows[0].window = [10, 11, 20, 21, 30, 31]  # levels (10, 11), (20, 21), (30, 31)
+    # New tokens come from the last level, nodes 4 and 5, alone.
+    walk.step([{0: (1,), 1: (2,), 2: (3,), 3: (4,), 4: (40,), 5: (41,)}], [[12]])
+    state = drafter.rows[0]
+    assert state.window == [12, 21, 30, 31, 40, 41]  # (0, 0) is the new root instead of 20
+    assert {key: list(ngrams) for key, ngrams in state.pool.items()} == {10: [(20, 30, 40)], 11: [(21, 31, 41)]}
+
+    walk.step([{4: (50,), 5: (51,)}], [[11]])
+    assert state.window == [11, 31, 40, 41, 50, 51]
+    assert list(state.pool[12]) == [(30, 40, 50)]
+    assert list(state.pool[21]) == [(31, 41, 51)]
+    tree = walk.step([{}], [[1]])
+    assert tree_guesses(tree) == [(21, 31, 41)]
+    assert tree.source[0][tree.drafted[0]].tolist() == [Source.FORWARD] * 3
+
+
+def test_accepted_tokens_move_the_columns(llama_target):
+    drafter = Lookahead(window_columns=3, ngram_tokens=3)
+    walk = Walk(drafter, llama_target, [[7]], [10])
+    drafter.rows[0].text = [7]
+    drafter.rows[0].window = [10, 11, 12, 20, 21, 22]
+    walk.step([{3: (30,), 4: (31,), 5: (32,)}], [[7, 7]])  # one accepted, one bonus
+    # Levels up: (20, 21, 22), (30, 31, 32); left by one: (21, 22, ?), (31, 32, ?). The text is all sevens.
+    assert drafter.rows[0].window == [7, 22, 7, 31, 32, 7]
+
+
+def test_more_accepted_than_columns_leaves_a_fresh_window(llama_target):
+    drafter = Lookahead(window_columns=2, ngram_tokens=5)
+    walk = Walk(drafter, llama_target, [[7]], [7])
+    walk.step([{}], [[7, 7, 7, 7, 5]])
+    assert len(drafter.rows[0].window) == 8
+    assert drafter.rows[0].window[0] == 5
+    assert set(drafter.rows[0].window[1:]) <= {7, 5}
+
+
+def test_pool_keeps_the_latest_ngrams_of_a_token_and_refreshes_one_seen_again(llama_target):
+    drafter = Lookahead(window_columns=1, ngram_tokens=2, max_guesses=2)  # the window is the root alone: pairs
+    walk = Walk(drafter, llama_target, [[7]], [10])
+    for token in (1, 2, 1, 3):
+        walk.step([{0: (token,)}], [[10]])
+    assert list(drafter.rows[0].pool[10]) == [(1,), (3,)]  # 1 was refreshed, so 2 fell out
+    assert drafter.rows[0].guesses() == [(3,), (1,)]
+    assert tree_guesses(walk.step([{0: (4,)}], [[11]])) == [(3,), (1,)]
+
+
+def test_guesses_share_their_beginnings(llama_target):
+    drafter = Lookahead(window_columns=1, ngram_tokens=4, max_guesses=3)
+    walk = Walk(drafter, llama_target, [[7]], [10])
+    drafter.rows[0].pool[10] = {(1, 2, 3): None, (5, 6, 7): None, (1, 2, 4): None}
+    tree = walk.step([{}], [[9]])
+    assert sorted(tree_guesses(tree)) == [(1, 2, 3), (1, 2, 4), (5, 6, 7)]
+    assert int(tree.drafted.sum()) == 7
+
+
+@pytest.mark.parametrize("max_nodes", range(6, 130))
+def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
+    drafter = Lookahead(max_nodes=max_nodes)
+    if max_nodes < 120:
+        assert drafter.probe_shape.n_probes <= max_nodes // 2
+    assert drafter.window_columns == min(15, (max_nodes // 2 + 1) // 4)
+    walk = Walk(drafter, llama_target, [[7]], [10])
+    drafter.rows[0].pool[10] = {(i, i, i, i): None for i in range(20, 35)}
+    n_nodes = walk.step([{}], [[9]]).shape[1]
+    assert n_nodes == min(max_nodes, 1 + drafter.probe_shape.n_probes + 60)
+
+
+def test_too_few_nodes_for_one_column_are_refused():
+    with pytest.raises(UserError, match="max_nodes=5 must be at least 6 with ngram_tokens=5; raise max_nodes"):
+        Lookahead(max_nodes=5)
+    for options in ({"window_columns": 0}, {"ngram_tokens": 1}, {"max_guesses": 0}, {"max_nodes": 1}):
+        with pytest.raises(UserError, match="whole number"):
+            Lookahead(**options)
+    for n in range(2, 9):  # what the sentence names as the least is enough
+        Lookahead(ngram_tokens=n, max_nodes=max(n, 2 * (n - 2)))
+
+
+def test_greedy_text_is_the_targets_own_while_rows_join_and_leave(llama_target):
+    prompts = random_prompts([5, 17, 1, 9, 12])
+    for drafter in (Lookahead(), Lookahead(window_columns=3, ngram_tokens=3, max_nodes=9)):
+        for batch_size in (1, 3):
+            generations = generate(llama_target, drafter, prompts, 30, batch_size=batch_size)
+            for prompt, generation in zip(prompts, generations, strict=True):
+                expected = greedy_by_full_forwards(llama_target.model, prompt, 30, llama_target.eos_ids)
+                assert generation.tokens == expected
+                assert set(generation.sources) <= {Source.ROOT, Source.FORWARD}
+            assert sum(sum(generation.accepted) for generation in generations) > 0
+
+
+def test_sampled_text_is_what_autoregressive_decoding_samples(llama_target):
+    prompts = random_prompts([5, 17, 1, 9])
+    expected = generate(llama_target, autoregressive(llama_target), prompts, 25, SAMPLED, seed=3)
+    got = generate(llama_target, Lookahead(), prompts, 25, SAMPLED, seed=3, batch_size=3)
+    assert [generation.tokens for generation in got] == [generation.tokens for generation in expected]
+
+
+def test_drafts_do_not_depend_on_the_neighbours(llama_target):
+    prompts = random_prompts([5, 17, 1, 9, 12])
+    alone = [generate(llama_target, Lookahead(), [prompt], 30, stop_token_ids=())[0] for prompt in prompts]
+    together = generate(llama_target, Lookahead(), prompts, 30, batch_size=3, stop_token_ids=())
+    assert [g.accepted for g in together] == [g.accepted for g in alone]
+    assert [g.drafted for g in together] == [g.drafted for g in alone]
+
+
+def test_a_probe_that_is_right_is_not_accepted(llama_target):
+    prompt = random_prompts([9])[0]
+    text = greedy_by_full_forwards(llama_target.model, prompt, 12)
+
+    class Knowing(Lookahead):
+        """Its level 0 is the target's own continuation."""
+
+        def propose(self, context):
+            done = context.n_tokens[0] - len(prompt)
+            columns = text[done : done + self.window_columns - 1]
+            self.rows[0].window[1 : 1 + len(columns)] = columns
+            self.rows[0].pool.clear()
+            return super().propose(context)
+
+    generation = generate(llama_target, Knowing(), [prompt], 12, stop_token_ids=())[0]
+    assert generation.tokens == text
+    assert generation.accepted == [0] * 11

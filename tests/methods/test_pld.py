@@ -1,0 +1,137 @@
+"""Prompt lookup: what it copies, against a slow search and Hugging Face's own, and that it changes no text."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from spectrain.decoding import Context, Sampling, Source, generate
+from spectrain.errors import UserError
+from spectrain.methods import pld
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.pld import PromptLookup
+from tests.conftest import random_prompts
+from tests.decoding.reference import greedy_by_full_forwards
+
+TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=80)
+
+
+def rooted(texts: list[list[int]], room: int = 100, last_logits: torch.Tensor | None = None) -> Context:
+    """A context whose rows hold these texts; the last token of each is its root."""
+    context = Context(Sampling(), max_rows=len(texts))
+    context.append([text[:-1] for text in texts], room + 1, [torch.Generator() for _ in texts])
+    logits = torch.zeros(len(texts), 8) if last_logits is None else last_logits
+    context.root(range(len(texts)), torch.tensor([text[-1] for text in texts]), logits)
+    return context
+
+
+def proposed(drafter, texts: list[list[int]], room: int = 100, last_logits: torch.Tensor | None = None):
+    """The trees of a drafter that has just read these texts."""
+    context = rooted(texts, room, last_logits)
+    drafter.start(None, None)
+    drafter.prefill(context, None, range(len(texts)))
+    return drafter.propose(context)
+
+
+def test_copies_what_followed_the_longest_suffix():
+    tree = proposed(PromptLookup(draft_tokens=4), [[1, 2, 3, 4, 5, 6, 7, 2, 3, 9, 1, 2, 3]])
+    assert tree.tokens.tolist() == [[3, 4, 5, 6, 7]]  # behind 1 2 3, although 2 3 stood again later
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
+    assert tree.source.tolist() == [[Source.ROOT] + [Source.INPUT] * 4]
+    assert tree.is_chain
+
+
+def test_match_chooses_the_occurrence():
+    text = [[3, 5, 6, 3, 7, 8, 3]]
+    assert proposed(PromptLookup(), text).tokens.tolist() == [[3, 7, 8, 3]]
+    assert proposed(PromptLookup(match="earliest"), text).tokens.tolist() == [[3, 5, 6, 3, 7, 8, 3]]
+
+
+def test_without_a_match_only_the_root_is_scored():
+    assert proposed(PromptLookup(), [[1, 2, 3, 4]]).tokens.tolist() == [[4]]
+
+
+def test_a_row_without_a_match_is_padded_beside_one_that_has_it():
+    tree = proposed(PromptLookup(), [[1, 2, 3, 4], [6, 7, 8, 6]])
+    assert tree.tokens.tolist() == [[4, 0, 0, 0], [6, 7, 8, 6]]
+    assert tree.parents.tolist() == [[-1, -2, -2, -2], [-1, 0, 1, 2]]
+
+
+def test_guesses_end_with_the_room_and_the_budget():
+    text = [[1, *range(20, 60), 1]]
+    assert proposed(PromptLookup(), text).shape == (1, 11)
+    assert proposed(PromptLookup(max_nodes=6), text).shape == (1, 6)
+    assert proposed(PromptLookup(), text, room=4).shape == (1, 4)  # three guesses and the bonus
+    assert proposed(PromptLookup(), text, room=1).shape == (1, 1)
+
+
+def slow_lookup(text: list[int], match: str) -> list[int]:
+    """The sequence is searched from its end (latest) or its beginning, suffix by suffix."""
+    for n in (3, 2, 1):
+        places = range(len(text) - n)  # the token behind the occurrence is text[place + n]
+        for place in reversed(places) if match == "latest" else places:
+            if text[place : place + n] == text[len(text) - n :] and n < len(text):
+                return text[place + n : place + n + 10]
+    return []
+
+
+@given(text=TEXTS, match=st.sampled_from(["latest", "earliest"]))
+def test_equals_a_slow_search(text, match):
+    assert proposed(PromptLookup(match=match), [text]).tokens.tolist() == [[text[-1], *slow_lookup(text, match)]]
+
+
+@given(text=TEXTS)
+def test_earliest_equals_hugging_face(text):
+    theirs = PromptLookupCandidateGenerator(num_output_tokens=10, max_matching_ngram_size=3, max_length=1000)
+    candidates, _ = theirs.get_candidates(torch.tensor([text]))
+    ours = proposed(PromptLookup(match="earliest"), [text]).tokens
+    assert ours.tolist() == [[text[-1], *candidates[0, len(text) :].tolist()]]
+
+
+def check_text(target, drafter) -> None:
+    """The text is the target's own, at batch 1 and in a ragged batch, and some guesses were accepted.
+
+    Greedy: that of full forwards. Sampled: at equal seeds a lookup method emits what autoregressive decoding does.
+    """
+    prompts = [*random_prompts([5, 17, 1]), random_prompts([6])[0] * 3]
+    greedy = [greedy_by_full_forwards(target.model, prompt, 24) for prompt in prompts]
+    warm = Sampling(temperature=0.7)
+    sampled = [g.tokens for g in generate(target, Autoregressive(), prompts, 24, warm, stop_token_ids=())]
+    for sampling, expected in ((None, greedy), (warm, sampled)):
+        for batch_size in (1, 3):
+            generations = generate(target, drafter, prompts, 24, sampling, batch_size=batch_size, stop_token_ids=())
+            assert [generation.tokens for generation in generations] == expected
+            assert sum(sum(generation.accepted) for generation in generations) > 0
+
+
+@pytest.mark.parametrize("match", ["latest", "earliest"])
+def test_the_text_is_the_targets(llama_target, match):
+    check_text(llama_target, pld.build(llama_target, match=match))
+
+
+def test_observed_text_is_looked_up(llama_target):
+    """After each step the table holds the row's text, also where rows moved."""
+
+    class Watched(PromptLookup):
+        checked = 0
+
+        def propose(self, context):
+            for row, state in enumerate(self.rows):
+                assert state.tokens == context.tokens[row, : context.n_tokens[row]].tolist()
+                self.checked += 1
+            return super().propose(context)
+
+    drafter = Watched()
+    generate(llama_target, drafter, random_prompts([5, 17, 1, 9, 3]), 25, batch_size=2)
+    assert drafter.checked > 20
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(UserError, match="match=latest_full must be one of latest, earliest"):
+        PromptLookup(match="latest_full")
+    for option in ("max_ngram", "draft_tokens"):
+        with pytest.raises(UserError, match=f"{option}=0"):
+            PromptLookup(**{option: 0})
+    with pytest.raises(UserError, match="max_nodes=1"):
+        PromptLookup(max_nodes=1)

@@ -1,0 +1,322 @@
+"""SPECTRA's core: dictionaries and pool worked out by hand, the choice of new tokens, the target's own text."""
+
+import random
+
+import pytest
+
+from spectrain.decoding import Sampling, Source, generate
+from spectrain.errors import UserError
+from spectrain.methods.autoregressive import build as autoregressive
+from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
+from spectrain.retrieval.candidate_tree import CandidateTree
+from tests.conftest import VOCAB_SIZE, random_prompts
+from tests.decoding.reference import greedy_by_full_forwards
+from tests.methods.test_lookahead import Walk, tree_guesses
+
+SAMPLED = Sampling(temperature=0.8, top_k=20)
+
+
+def listed(storage: NgramStorage) -> dict[int, list[tuple[int, ...]]]:
+    return {key: list(sequences) for key, sequences in storage.forward.items()}
+
+
+def core(max_nodes: int | None = None, **options) -> SpectraCore:
+    return build(None, max_nodes, **options)
+
+
+def test_each_candidate_is_a_branch_of_probes_under_the_root(llama_target):
+    drafter = core(pool_sequences=2, ngram_tokens=4)
+    # Nodes by place: 1 2 | 3 4 | 5 6, the odd ones candidate 0.
+    assert drafter.probe_shape.parents == (0, 0, 1, 2, 3, 4)
+    walk = Walk(drafter, llama_target, [[7]], [9])
+    drafter.rows[0].candidates = [10, 20, 11, 21, 12, 22]
+    tree = walk.step([{}], [[5]])
+    assert tree.tokens[0].tolist() == [9, 10, 20, 11, 21, 12, 22]
+    assert tree.probe[0].tolist() == [False] + [True] * 6
+
+
+def test_default_sizes_are_those_of_the_paper():
+    drafter = core()
+    options = drafter.core.options
+    assert (options.ngram_tokens, options.pool_sequences, options.max_guesses, options.threshold) == (5, 15, 15, 0.1)
+    # Root, 15 branches of 4 probes, 14 forward guesses of 4 tokens, one backward guess of 5.
+    assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (1 + 60 + 56 + 5, 60)
+
+
+def test_pool_starts_with_tokens_of_the_prompt(llama_target):
+    drafter = core()
+    Walk(drafter, llama_target, [[21, 22, 23]], [9])
+    assert set(drafter.rows[0].candidates) == {21, 22, 23}
+
+
+def test_pool_shifts_left_and_its_sub_sequences_enter_both_dictionaries(llama_target):
+    drafter = core(pool_sequences=2, ngram_tokens=4, threshold=0)
+    walk = Walk(drafter, llama_target, [[7]], [9])
+    state = drafter.rows[0]
+    state.candidates = [10, 20, 11, 21, 12, 22]  # (10, 11, 12) and (20, 21, 22)
+    # Predicted behind the last token of each branch, nodes 5 and 6.
+    walk.step([{0: (1,), 1: (2,), 3: (3,), 4: (4,), 5: (13,), 6: (23,)}], [[7, 8]])
+    assert state.candidates == [11, 21, 12, 22, 13, 23]
+    assert listed(state.ngrams) == {
+        10: [(11, 12, 13)], 11: [(12, 13)], 12: [(13,)],
+        20: [(21, 22, 23)], 21: [(22, 23)], 22: [(23,)],
+    }  # fmt: skip
+    assert state.ngrams.backward == {
+        (10,): 11, (10, 11): 12, (10, 11, 12): 13,
+        (20,): 21, (20, 21): 22, (20, 21, 22): 23,
+    }  # fmt: skip
+    assert state.tail == [9, 7, 8]
+
+    walk.step([{5: (14,), 6: (24,)}], [[6]])
+    forward = listed(state.ngrams)
+    assert forward[11] == [(12, 13, 14)]  # grown from (12, 13)
+    assert forward[13] == [(14,)]
+    assert state.ngrams.backward[11, 12, 13] == 14
+
+
+def test_without_sub_ngrams_only_whole_candidates_enter():
+    storage = NgramStorage(max_key_tokens=3, max_forward=14, sub_ngrams=False)
+    storage.enter((10, 11, 12, 13))
+    assert listed(storage) == {10: [(11, 12, 13)]}
+    assert storage.backward == {(10, 11, 12): 13}
+
+
+def test_lists_keep_the_latest_and_no_duplicates(llama_target):
+    drafter = core(ngram_tokens=2, pool_sequences=1, max_guesses=3, threshold=0, backward=False)
+    walk = Walk(drafter, llama_target, [[7]], [9])
+    state = drafter.rows[0]
+    for token in (1, 2, 1, 3):
+        state.candidates = [30]
+        walk.step([{1: (token,)}], [[30]])
+    assert listed(state.ngrams) == {30: [(1,), (3,)]}  # G - 1 = 2; 1 was refreshed, so 2 fell out
+    assert tree_guesses(walk.step([{}], [[5]])) == [(3,), (1,)]
+
+
+def test_backward_guess_follows_the_longest_known_suffix():
+    storage = NgramStorage(max_key_tokens=3, max_forward=14, sub_ngrams=True)
+    storage.backward = {(3,): 40, (2, 3): 41, (1, 2, 3): 42, (9, 1, 2, 3): 43}
+    assert storage.backward_guess([1, 2, 3]) == [42]  # a key of 4 tokens is none; nothing follows 42
+    assert storage.backward_guess([5, 2, 3]) == [41]
+    assert storage.backward_guess([5, 5, 3]) == [40]
+    assert storage.backward_guess([3, 5, 5]) == []
+    assert storage.backward_guess([3]) == [40]  # a text of one token
+    storage.backward |= {(2, 3, 42): 50, (42,): 51, (50,): 52, (52,): 53, (53,): 54}
+    # By (2, 3, 42) rather than (42,), then by single tokens; N = 4 tokens and no more.
+    assert storage.backward_guess([1, 2, 3]) == [42, 50, 52, 53]
+
+
+def test_an_unseen_token_is_the_most_probable_that_is_no_key(llama_target):
+    for threshold, expected in ((1.0, 32), (0.0, 30)):
+        drafter = core(ngram_tokens=3, pool_sequences=1, threshold=threshold)
+        walk = Walk(drafter, llama_target, [[7], [7]], [9, 9])
+        for state in drafter.rows:
+            state.candidates = [30, 31]
+        walk.step([{}, {}], [[5], [5]])  # 30 and 31 become keys
+        for state in drafter.rows:
+            state.candidates = [50, 51]
+        drafter.rows[1].candidates = [30, 31]
+        walk.step([{2: (30, 31, 32)}, {2: (50, 51, 52)}], [[5], [5]])
+        assert drafter.rows[0].candidates == [51, expected]
+        # The keys of row 0 are not row 1's, and what becomes a key in a step counts from the next.
+        assert drafter.rows[1].candidates == [31, 50]
+
+
+def test_where_every_token_is_a_key_the_most_probable_is_taken(llama_target):
+    drafter = core(ngram_tokens=2, pool_sequences=1, threshold=1)
+    walk = Walk(drafter, llama_target, [[7]], [9])
+    state = drafter.rows[0]
+    for token in range(VOCAB_SIZE):
+        state.ngrams.enter((token, 1))
+    walk.step([{1: (17, 18)}], [[5]])
+    assert state.candidates == [17]
+
+
+def test_keys_move_with_their_row(llama_target):
+    drafter = core(ngram_tokens=2, pool_sequences=1, threshold=1)
+    walk = Walk(drafter, llama_target, [[7], [7], [7]], [9, 9, 9])
+    for row, token in enumerate((20, 21, 22)):
+        drafter.rows[row].candidates = [token]
+    for _ in range(2):  # a key of the first step is seen in the second
+        walk.step([{}] * 3, [[5]] * 3)
+    drafter.free(0)
+    for row, token in enumerate((22, 21)):
+        assert [key for key in (20, 21, 22) if drafter.core.is_key[row, key]] == [token]
+    drafter.new_row([7, 8])
+    assert not drafter.core.is_key[2].any()
+
+
+def test_threshold_is_the_probability_of_an_unseen_token():
+    row = CoreRow([7, 8], CoreOptions(threshold=0.1), n_candidates=15)
+    share = sum(len(row.draw_unseen(VOCAB_SIZE)) for _ in range(2000)) / 30000
+    assert abs(share - 0.1) < 0.01  # 5.8 standard deviations
+
+
+def test_guesses_of_both_dictionaries_the_backward_one_last():
+    row = CoreRow([1, 2, 3], CoreOptions(ngram_tokens=4), n_candidates=1)
+    row.ngrams.forward = {3: {(10, 11): None, (20, 21, 22): None}}
+    row.ngrams.backward = {(2, 3): 10, (3, 10): 12}
+    for options, guesses, sources in (
+        ({}, [(20, 21, 22), (10, 11), (10, 12)], [1, 1, 1, 1, 1, 2]),  # 10 is shared and keeps its first source
+        ({"forward": False}, [(10, 12)], [2, 2]),
+        ({"backward": False}, [(20, 21, 22), (10, 11)], [1, 1, 1, 1, 1]),
+    ):
+        row.options = CoreOptions(ngram_tokens=4, **options)
+        tree = CandidateTree(3, 50, 50)
+        n_guesses = row.add_guesses(tree)
+        assert n_guesses == len(guesses)
+        assert tree.sources[1:] == sources
+        for guess in guesses:
+            assert spelled(tree, guess)
+
+
+def spelled(tree: CandidateTree, guess) -> bool:
+    node = 0
+    for token in guess:
+        children = [i for i in range(len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] == token]
+        if not children:
+            return False
+        assert len(children) == 1
+        node = children[0]
+    return True
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_backward_guess_is_never_cut_by_the_budget(seed):
+    rng = random.Random(seed)
+    row = CoreRow([1, 2, 3], CoreOptions(), n_candidates=1)
+    for _ in range(14):
+        row.ngrams.enter((3, *rng.choices(range(4, 7), k=4)))
+    backward = rng.choices(range(4, 7), k=5)
+    text = [3]
+    row.ngrams.backward.clear()
+    for token in backward:
+        row.ngrams.backward[tuple([1, 2, *text][-4:])] = token
+        text.append(token)
+    row.tail = [1, 2, 3]
+    all_nodes = CandidateTree(3, 1000, 50)
+    row.add_guesses(all_nodes)
+    for max_nodes in range(1, len(all_nodes.tokens) + 3):
+        for max_depth in (50, 3):
+            tree = CandidateTree(3, max_nodes, max_depth)
+            row.add_guesses(tree)
+            assert spelled(tree, backward[: min(max_nodes - 1, max_depth)])
+            assert len(tree.tokens) <= max_nodes
+            if max_depth == 50:  # and nothing is left free
+                assert len(tree.tokens) == min(max_nodes, len(all_nodes.tokens))
+
+
+def test_forward_false_still_keeps_the_dictionary_for_the_rule(llama_target):
+    drafter = core(ngram_tokens=2, pool_sequences=1, threshold=1, forward=False)
+    walk = Walk(drafter, llama_target, [[7]], [9])
+    drafter.rows[0].candidates = [30]
+    walk.step([{}], [[30]])
+    tree = walk.step([{1: (30, 31)}], [[5]])
+    assert drafter.rows[0].candidates == [31]
+    assert tree.source[0][tree.drafted[0]].unique().tolist() == [Source.BACKWARD]
+
+
+def test_pool_from_prompt_enters_the_prompts_ngrams():
+    options = CoreOptions(ngram_tokens=3, pool_from_prompt=True)
+    row = CoreRow([1, 2, 3, 4, 99], options, n_candidates=1)  # 99 is the root
+    assert listed(row.ngrams) == {1: [(2, 3)], 2: [(3, 4)], 3: [(4,)]}
+    assert row.ngrams.backward == {(1,): 2, (1, 2): 3, (2,): 3, (2, 3): 4}
+    assert CoreRow([1, 99], options, n_candidates=1).ngrams.forward == {}
+    assert CoreRow([1, 2, 99], options, n_candidates=1).ngrams.backward == {(1,): 2}
+    assert CoreRow([1, 2, 3, 4, 99], CoreOptions(ngram_tokens=3), n_candidates=1).ngrams.forward == {}
+
+
+def test_the_prompts_ngrams_are_keys_from_the_first_step(llama_target):
+    drafter = core(ngram_tokens=2, pool_sequences=1, threshold=1, pool_from_prompt=True)
+    walk = Walk(drafter, llama_target, [[30, 31]], [9])
+    walk.step([{1: (30, 32)}], [[5]])
+    assert drafter.rows[0].candidates == [32]
+
+
+@pytest.mark.parametrize("max_nodes", range(8, 132))
+def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
+    drafter = core(max_nodes)
+    assert drafter.core.n_candidates == min(15, max_nodes // 8)
+    assert drafter.probe_shape.n_probes == 4 * drafter.core.n_candidates
+    walk = Walk(drafter, llama_target, [[7]], [3])
+    drafter.rows[0].ngrams.forward = {3: {(i, i, i, i): None for i in range(20, 34)}}
+    drafter.rows[0].ngrams.backward = {(3,): 40, (40,): 41, (41,): 42, (42,): 43, (43,): 44, (44,): 45}
+    n_nodes = walk.step([{}], [[5]]).shape[1]
+    assert n_nodes == min(max_nodes, 1 + drafter.probe_shape.n_probes + 61)
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(UserError, match="max_nodes=7 must be at least 8 with ngram_tokens=5; raise max_nodes"):
+        core(7)
+    for options in ({"pool_sequences": 0}, {"ngram_tokens": 1}, {"max_guesses": 0}, {"max_nodes": 1}):
+        with pytest.raises(UserError, match="whole number"):
+            core(**options)
+    for threshold in (-0.1, 1.1, "x", True):
+        with pytest.raises(UserError, match="threshold=.* must be a number from 0 to 1"):
+            core(threshold=threshold)
+    with pytest.raises(UserError, match="nothing to guess from"):
+        core(forward=False, backward=False)
+    for n in range(2, 9):  # what the sentence names as the least is enough
+        core(max(n + 1, 2 * (n - 1)), ngram_tokens=n)
+
+
+def test_one_guess_is_the_backward_one(llama_target):
+    generations = generate(llama_target, core(max_guesses=1), random_prompts([9]), 30, stop_token_ids=())
+    assert set(generations[0].sources) <= {Source.ROOT, Source.BACKWARD}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"forward": False},
+        {"backward": False},
+        {"sub_ngrams": False, "pool_from_prompt": True},
+        {"ngram_tokens": 3, "pool_sequences": 3, "max_nodes": 9},
+    ],
+    ids=str,
+)
+def test_greedy_text_is_the_targets_own_while_rows_join_and_leave(llama_target, options):
+    prompts = random_prompts([5, 17, 1, 9, 12])
+    drafter = core(**options)
+    for batch_size in (1, 3):
+        generations = generate(llama_target, drafter, prompts, 30, batch_size=batch_size)
+        for prompt, generation in zip(prompts, generations, strict=True):
+            expected = greedy_by_full_forwards(llama_target.model, prompt, 30, llama_target.eos_ids)
+            assert generation.tokens == expected
+            assert set(generation.sources) <= {Source.ROOT, Source.FORWARD, Source.BACKWARD}
+
+
+def test_sampled_text_is_what_autoregressive_decoding_samples(llama_target):
+    prompts = random_prompts([5, 17, 1, 9])
+    expected = generate(llama_target, autoregressive(llama_target), prompts, 25, SAMPLED, seed=3)
+    got = generate(llama_target, core(), prompts, 25, SAMPLED, seed=3, batch_size=3)
+    assert [generation.tokens for generation in got] == [generation.tokens for generation in expected]
+
+
+def test_drafts_do_not_depend_on_the_neighbours(llama_target):
+    prompts = random_prompts([5, 17, 1, 9, 12])
+    drafter = core(threshold=0.5)
+    alone = [generate(llama_target, drafter, [prompt], 30, stop_token_ids=())[0] for prompt in prompts]
+    together = generate(llama_target, drafter, prompts, 30, batch_size=3, stop_token_ids=())
+    assert [g.accepted for g in together] == [g.accepted for g in alone]
+    assert [g.drafted for g in together] == [g.drafted for g in alone]
+    assert sum(sum(g.accepted) for g in together) > 0
+
+
+def test_a_probe_that_is_right_is_not_accepted(llama_target):
+    prompt = random_prompts([9])[0]
+    text = greedy_by_full_forwards(llama_target.model, prompt, 12)
+
+    class Knowing(SpectraCore):
+        """Each candidate is the target's own continuation."""
+
+        def propose(self, context):
+            done = context.n_tokens[0] - len(prompt)
+            for j, token in enumerate(text[done : done + 4]):
+                self.rows[0].candidates[15 * j : 15 * (j + 1)] = [token] * 15
+            self.rows[0].ngrams = NgramStorage(4, 14, True)
+            return super().propose(context)
+
+    generation = generate(llama_target, Knowing(), [prompt], 12, stop_token_ids=())[0]
+    assert generation.tokens == text
+    assert generation.accepted == [0] * 11

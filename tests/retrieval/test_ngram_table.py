@@ -1,0 +1,127 @@
+"""The incremental tables against slow searches of the whole text, and the rules by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spectrain.errors import UserError
+from spectrain.retrieval.ngram_table import CountTable, PositionTable
+
+TEXTS = st.lists(st.integers(0, 3), max_size=60)
+CUTS = st.lists(st.integers(1, 7), max_size=30)
+
+
+def in_pieces(text: list[int], cuts: list[int]) -> list[list[int]]:
+    """The text in pieces of the given lengths, the rest as the last one; the first may be empty."""
+    pieces, start = [text[:0]], 0
+    for cut in cuts:
+        pieces.append(text[start : start + cut])
+        start += cut
+    return [*pieces, text[start:]]
+
+
+def slow_continuation(text: list[int], max_ngram: int, match: str, horizon: int, limit: int, extra: tuple) -> list[int]:
+    """Searches the text from end to end for each suffix."""
+    whole = text + list(extra)
+    for n in range(min(max_ngram, len(whole)), 0, -1):
+        starts = [p for p in range(n, len(text)) if text[p - n : p] == whole[-n:]]  # p: the token behind an occurrence
+        if not starts:
+            continue
+        if match == "latest_full":
+            full = [p for p in starts if len(text) - p >= horizon]
+            start = full[-1] if full else starts[0]
+        else:
+            start = starts[-1] if match == "latest" else starts[0]
+        return text[start : start + limit]
+    return []
+
+
+@given(
+    text=TEXTS,
+    cuts=CUTS,
+    max_ngram=st.integers(1, 4),
+    match=st.sampled_from(["latest", "earliest", "latest_full"]),
+    horizon=st.integers(1, 9),
+    limit=st.integers(1, 12),
+    extra=st.lists(st.integers(0, 4), max_size=3).map(tuple),
+)
+def test_continuation_equals_a_search_of_the_whole_text(text, cuts, max_ngram, match, horizon, limit, extra):
+    table = PositionTable([], max_ngram, match, horizon)
+    for piece in in_pieces(text, cuts):
+        table.extend(piece)
+        expected = slow_continuation(table.tokens, max_ngram, match, horizon, limit, extra)
+        assert table.continuation(limit, extra) == expected
+    assert table.tokens == text
+
+
+def test_match_rules_by_hand():
+    #       0  1  2  3  4  5  6  7  8  9
+    text = [7, 1, 2, 7, 3, 4, 5, 7, 6, 7]
+    assert PositionTable(text, match="latest").continuation(3) == [6, 7]
+    assert PositionTable(text, match="earliest").continuation(3) == [1, 2, 7]
+    assert PositionTable(text, match="latest_full", horizon=3).continuation(3) == [3, 4, 5]
+    assert PositionTable(text, match="latest_full", horizon=2).continuation(3) == [6, 7]
+    assert PositionTable(text, match="latest_full", horizon=10).continuation(3) == [1, 2, 7]  # none is full: the first
+
+
+def test_the_end_of_the_text_does_not_find_itself():
+    for match in ("latest", "earliest", "latest_full"):
+        assert PositionTable([1, 2, 3], match=match).continuation(5) == []
+        assert PositionTable([3, 3], match=match).continuation(5) == [3]
+
+
+def test_longer_suffixes_win():
+    text = [1, 2, 3, 8, 2, 3, 9, 3, 0, 1, 2, 3]
+    assert [PositionTable(text, n).continuation(1) for n in (3, 2, 1)] == [[8], [9], [0]]
+
+
+def test_extra_tokens_continue_the_suffix_and_leave_the_table_alone():
+    table = PositionTable([1, 2, 3, 4, 9, 3, 5, 1, 2])
+    assert table.continuation(2, (3,)) == [4, 9]  # of 1 2 3
+    assert table.continuation(2, (8,)) == []
+    assert table.continuation(2, (8, 9)) == [3, 5]  # of 9 alone
+    assert table.continuation(2) == [3, 4]
+
+
+def slow_likeliest(text: list[int], context: list[int]) -> int | None:
+    """Counts the tokens behind a context; of equal counts the one seen last."""
+    n = len(context)
+    followers = [text[p] for p in range(n, len(text)) if text[p - n : p] == context]
+    return max(followers, key=lambda t: (followers.count(t), len(followers) - followers[::-1].index(t)), default=None)
+
+
+def slow_chain(text: list[int], max_order: int, limit: int) -> list[int]:
+    chain: list[int] = []
+    while len(chain) < limit:
+        whole = text + chain
+        found = [slow_likeliest(text, whole[-n:]) for n in range(min(max_order - 1, len(whole)), 0, -1)]
+        known = [token for token in found if token is not None]
+        if not known:
+            break
+        chain.append(known[0])
+    return chain
+
+
+@given(text=TEXTS, cuts=CUTS, max_order=st.integers(2, 6), limit=st.integers(1, 12))
+def test_chain_equals_counting_the_whole_text(text, cuts, max_order, limit):
+    table = CountTable([], max_order)
+    for piece in in_pieces(text, cuts):
+        table.extend(piece)
+        assert table.chain(limit) == slow_chain(table.tokens, max_order, limit)
+
+
+def test_the_highest_count_wins_and_of_equal_ones_the_latest():
+    assert CountTable([1, 2, 1, 2, 1, 3, 1], max_order=2).chain(1) == [2]
+    assert CountTable([1, 2, 1, 3, 1], max_order=2).chain(1) == [3]
+    assert CountTable([1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1], max_order=2).chain(1) == [2]
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(UserError, match="match=last must be one of latest, earliest, latest_full"):
+        PositionTable([], match="last")
+    with pytest.raises(UserError, match="max_ngram=0"):
+        PositionTable([], max_ngram=0)
+    with pytest.raises(UserError, match="horizon=0"):
+        PositionTable([], horizon=0)
+    with pytest.raises(UserError, match="max_order=1"):
+        CountTable([], max_order=1)

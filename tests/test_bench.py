@@ -1,0 +1,172 @@
+"""`python -m spectrain.bench` as a user types it, on a tiny target: results, resuming, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spectrain.cli import conf_dir
+
+MODEL_FREE = {"autoregressive", "pld", "anpd", "lookahead", "logitspec", "spectra_core", "magicdec"}
+RESULT_KEYS = {
+    *("questions", "tokens", "target_forwards", "mean_accepted", "mean_accepted_ci95", "tokens_per_s_micro"),
+    *("tokens_per_s_macro", "speedup", "time_share", "acceptance_by_position", "acceptance_by_source", "discard_rate"),
+    *("verification_rate", "retrieval_hit_rate", "lossless", "greedy_mismatches", "peak_memory_bytes"),
+}
+
+
+@pytest.fixture
+def asked(tmp_path) -> str:
+    """Three plain prompts."""
+    return write(tmp_path, *({"prompt": f"def read_config_{i}(path):\n    return read_config_{i}"} for i in range(3)))
+
+
+def write(folder: Path, *rows: dict) -> str:
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "prompts=asked.jsonl"
+
+
+def results(folder: str) -> dict:
+    return json.loads((Path(folder) / "results.json").read_text())
+
+
+def question_rows(folder: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(folder) / "questions.jsonl").read_text().splitlines()]
+
+
+def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
+    code, out, err = run("bench", asked, "out=b", "max_new_tokens=12", "peers=[hf_generate,hf_prompt_lookup]")
+    assert code == 0, err
+    found = results("b")
+    assert set(found["methods"]) == MODEL_FREE | {"hf_generate", "hf_prompt_lookup"}
+    for name, method in found["methods"].items():
+        assert method.keys() >= RESULT_KEYS, name
+        assert method["questions"] == 3
+        assert (method["lossless"], method["greedy_mismatches"]) == (True, 0), name
+    assert found["methods"]["autoregressive"]["mean_accepted"] == 1
+    assert found["methods"]["autoregressive"]["speedup"] == 1
+    assert set(found["skipped"]) == {"speculative", "spire"}
+    assert "holds no spire drafter" in found["skipped"]["spire"]
+    assert len(question_rows("b")) == 3 * 9
+    page = (Path("b") / "report.html").read_text()
+    for word in (*found["methods"], "spire"):
+        assert word in page
+        assert word in out
+
+
+def test_every_method_of_the_project_is_known_to_the_bench():
+    assert {path.stem for path in (conf_dir() / "method").glob("*.yaml")} == MODEL_FREE | {"speculative", "spire"}
+
+
+def test_an_interrupted_run_goes_on_and_a_finished_one_is_refused(run, asked):
+    command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
+    assert run(*command)[0] == 0
+    before = question_rows("b")
+    lines = (Path("b") / "questions.jsonl").read_text().splitlines(keepends=True)
+    (Path("b") / "questions.jsonl").write_text("".join(lines[:3]) + lines[3][:40])  # killed while it wrote
+    (Path("b") / "results.json").unlink()
+    code, _, err = run(*command)
+    assert code == 0, err
+    after = question_rows("b")
+    assert after[:3] == before[:3]  # times included: they were not measured again
+    assert {(r["question_id"], r["method"]) for r in after} == {(r["question_id"], r["method"]) for r in before}
+    code, _, err = run(*command)
+    assert code == 2
+    assert "finished" in err
+    assert run(*command, "fresh=true")[0] == 0
+
+
+def test_a_question_that_fails_does_not_stop_the_run(run, tmp_path):
+    asked = write(tmp_path, {"prompt": "def f(x):"}, {"prompt": "word " * 400}, {"prompt": "def g(x):"})
+    code, out, err = run("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
+    assert code == 0, err
+    errors = {(r["question_id"], r["method"]): r["error"] for r in question_rows("b") if r["error"]}
+    assert set(errors) == {("asked-2", "pld"), ("asked-2", "autoregressive")}
+    assert "the target's context holds 256" in errors["asked-2", "pld"]
+    assert results("b")["methods"]["pld"]["errors"] == 1
+    assert results("b")["methods"]["pld"]["questions"] == 2
+    (Path("b") / "results.json").unlink()  # errors are tried again
+    run("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
+    assert len(question_rows("b")) == 6
+
+
+def test_sampled_lookups_write_what_autoregressive_decoding_samples(run, tmp_path):
+    rows = [{"question_id": i, "category": c, "turns": ["def f(x):", "class A:"]} for i, c in enumerate("aab")]
+    asked = write(tmp_path, *rows)
+    code, _, err = run(
+        *("bench", asked, "out=b", "methods=[pld,logitspec,lookahead]", "sampling=t1", "batch_size=2"),
+        *("max_new_tokens=10", "max_nodes=12"),
+    )
+    assert code == 0, err
+    replies = {}
+    for row in question_rows("b"):
+        assert row["turns"] == 2
+        replies.setdefault(row["question_id"], []).append(row["replies"])
+    for question in replies.values():
+        assert len(question) == 4
+        assert all(reply == question[0] for reply in question)
+    found = results("b")
+    assert found["methods"]["pld"]["lossless"] is None
+    assert set(found["methods"]["pld"]["by_category"]) == {"a", "b"}
+    assert all(max(row["drafted"]) <= 11 for row in question_rows("b"))
+
+
+def test_variants_have_names_and_options_of_their_own(run, asked):
+    code, _, err = run(
+        *("bench", asked, "out=b", "methods=[early,no_retrieval,logitspec]", "max_new_tokens=6", "limit=1"),
+        *("variants=ablations", "+variants.early={method: pld, match: earliest}"),
+    )
+    assert code == 0, err
+    found = results("b")["methods"]
+    assert list(found) == ["autoregressive", "early", "no_retrieval", "logitspec"]
+    assert set(found["no_retrieval"]["acceptance_by_source"]) == {"logits"}
+
+
+def test_given_drafters_go_to_the_methods_of_their_kind(run, asked, shared):
+    target = str(shared / "target")
+    code, _, err = run(
+        *("bench", asked, "out=b", "methods=[speculative]", f"drafter={target}", "max_new_tokens=9", "limit=1"),
+        *("peers=[hf_assisted]", "verification=block", "sampling=t1"),
+    )
+    assert code == 0, err
+    found = results("b")["methods"]
+    assert found["speculative"]["acceptance_by_position"] == [1.0] * 4  # it drafts for itself
+    assert found["hf_assisted"]["mean_accepted"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["methods=[pld,nothing]"], "methods=nothing is unknown; choose among"),
+        (["methods=[spire]"], "holds no spire drafter"),
+        (["methods=[pld]", "+variants.pld={matches: latest}"], "variants.pld.matches is no option of pld"),
+        (["methods=[pld]", "+variants.x={method: y}", "methods=[x]"], "variants.x has method=y, which is unknown"),
+        (["methods=[pld]", "max_nodes=1"], "max_nodes=1"),
+        (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
+        (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
+        (["limit=0"], "limit=0"),
+        (["max_new_tokens=0"], "max_new_tokens=0"),
+        (["verification=tree"], "verification=tree must be token or block"),
+        (["chat=true"], "has no chat template"),
+        (["sampling.repetition_penalty=1.2"], "supported under speculation are temperature, top_k, top_p, min_p"),
+        (["prompts=nowhere.jsonl"], "nowhere.jsonl"),
+        (["drafter=nowhere", "methods=[speculative]"], "nowhere"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_wrong_requests_are_one_sentence(run, asked, arguments, reason):
+    code, out, err = run("bench", asked, "out=b", *arguments)
+    assert code == 2
+    assert reason in err
+    assert "Traceback" not in err
+    assert not Path("b").exists()
+
+
+def test_a_malformed_prompt_file_is_named_by_line_and_key(run, tmp_path):
+    asked = write(tmp_path, {"task_id": "a", "prompt": "x"}, {"task_id": "b"})
+    code, _, err = run("bench", asked, "methods=[pld]")
+    assert code == 2
+    assert "line 2" in err
+    assert "prompt" in err
