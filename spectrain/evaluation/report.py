@@ -26,6 +26,7 @@ GLOSSARY = {
     "token of the target's own",
     "autoregressive": "decoding without a drafter, one token a forward, in the same loop: what speedups refer to",
     "peer": "Hugging Face's own generation, on the same model and prompts; its steps cannot be looked into",
+    "answers": "questions answered, of how many where some failed",
     "mean accepted": "tokens a step yields on average, the target's own included: (emitted tokens - 1) / target "
     "forwards after the prompt was read; autoregressive decoding has 1. Also called tau or MAT",
     "±": "half the width of the 95 % interval, by a bootstrap over questions; left out where only one was answered",
@@ -53,13 +54,13 @@ body { margin: 0 auto; padding: 1.5rem; max-width: 80rem; background: #fff; colo
   font-family: system-ui, "Segoe UI", "DejaVu Sans", Verdana, sans-serif; font-size: 15px; }
 h1 { font-size: 1.6rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
 p { margin: .4rem 0; max-width: 60rem; } .note { color: #555; font-size: .9rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .45rem; text-align: right; border-bottom: 1px solid #e3e3e3; }
 th { font-weight: 600; border-bottom: 2px solid #999; max-width: 7.5rem; vertical-align: bottom; }
 td { white-space: nowrap; }
 th:first-child, td:first-child, td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 th:first-child, td:first-child { position: sticky; left: 0; background: #fff; min-width: 10.5rem; max-width: 14rem; }
-tr.baseline td { background: #f2f2f2; } small { display: block; color: #555; font-weight: 400; }
+tr.baseline td { background: #f2f2f2; } small { display: block; white-space: nowrap; color: #555; font-weight: 400; }
 .bad { color: #b00020; font-weight: 600; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; margin: .5rem 0; font-size: .92rem; }
 dt { font-weight: 600; max-width: 14rem; } dd { margin: 0; overflow-wrap: anywhere; }
@@ -361,7 +362,7 @@ def _acceptance(one: Mapping) -> float | None:
 
 
 def _lossless(one: Mapping) -> str:
-    if False:
+    if not isinstance(one.get("lossless"), bool):
         return MISSING
     return "yes" if one["lossless"] else f"no ({_whole(one, 'greedy_mismatches')})"
 

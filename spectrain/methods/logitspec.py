@@ -22,17 +22,9 @@ from spectrain.retrieval.ngram_table import PositionTable
 KEPT_BY_RANK = (4,) * 9 + (3,) * 24
 
 
-def build(
-    target: TargetModel,
-    max_nodes: int = 64,
-    max_ngram: int = 3,
-    continuation_tokens: int = 20,
-    input_tokens: int = 20,
-    last_logits: bool = True,
-    retrieval: bool = True,
-) -> LogitSpec:
-    """The method; it takes nothing from the target but, step by step, its last logits."""
-    return LogitSpec(max_nodes, max_ngram, continuation_tokens, input_tokens, last_logits, retrieval)
+def build(target: TargetModel, **options) -> LogitSpec:
+    """The method, with the options of `LogitSpec`; it takes nothing from the target but, step by step, its logits."""
+    return LogitSpec(**options)
 
 
 class LogitSpec(LookupDrafter):
@@ -42,8 +34,9 @@ class LogitSpec(LookupDrafter):
         max_nodes: K, the root included.
         max_ngram: longest suffix that is looked for.
         continuation_tokens: tokens of a full continuation: the latest occurrence that has as many wins.
-        input_tokens: most nodes of (a). The paper does not limit it, so its 20 tokens come before all of (b): with
-            small trees (K = 16) they leave no room for it, and less is better.
+        input_tokens: most nodes of (a). The paper does not limit it, so its 20 tokens come before all of (b); in small
+            trees (K = 16) they leave no room for it. Which is better depends on the text: one that repeats itself
+            gains more from (a).
         last_logits: False leaves (b) out, retrieval: False leaves all continuations out (paper, Table 3).
 
     Raises:

@@ -78,11 +78,9 @@ class Lookahead(LookupDrafter):
         n_window = self.probe_shape.n_probes + 1
         best = output.logits[:, n_window - self.window_columns : n_window].argmax(-1)  # [n, W]
         counted = torch.cat([verified.accepted[:, None], best], dim=1).tolist()  # one transfer
-        tokens = context.tokens.numpy()
-        for row, (state, (accepted, *new)) in enumerate(zip(self.rows, counted, strict=True)):
-            n_tokens = context.n_tokens[row]
+        for state, (_, *new) in zip(self.rows, counted, strict=True):
             state.predicted(new)
-            state.extend(tokens[row, n_tokens - accepted - 1 : n_tokens].tolist())
+        self.feed(context, [accepted for accepted, *_ in counted])
 
 
 class LookaheadRow:

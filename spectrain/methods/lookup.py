@@ -72,11 +72,14 @@ class LookupDrafter(Drafter):
         return draft_tree(trees, context.device, self.probe_shape, probes)
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
-        # The root was known; the accepted tokens and the bonus are new.
+        self.feed(context, verified.accepted.tolist())
+
+    def feed(self, context: Context, accepted: list[int]) -> None:
+        """Gives each row the tokens of the step: the accepted ones and the bonus, the new root."""
         tokens = context.tokens.numpy()
-        for row, (state, accepted) in enumerate(zip(self.rows, verified.accepted.tolist(), strict=True)):
+        for row, (state, n_accepted) in enumerate(zip(self.rows, accepted, strict=True)):
             n_tokens = context.n_tokens[row]
-            state.extend(tokens[row, n_tokens - accepted - 1 : n_tokens].tolist())
+            state.extend(tokens[row, n_tokens - n_accepted - 1 : n_tokens].tolist())
 
     def free(self, row: int) -> None:
         self.rows[row] = self.rows[-1]

@@ -70,7 +70,7 @@ class MagicDec(Drafter):
     def start(self, target: TargetModel, cache: KVCache) -> None:
         if self.positions == "cache" and (self.target is None or self.target.model is not target.model):
             self._inv_freq = rotary_frequencies(target)
-        self.target, self.full = target.with_capture(()), cache
+        self.target, self.full = target, cache
         n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed
         self.cache = KVCache(cache.max_rows, block_tokens=n_slots)
 
@@ -101,28 +101,34 @@ class MagicDec(Drafter):
         view = torch.arange(max(kept), device=device).expand(len(kept), -1)
         skipped = left_out * (view >= self.sink_tokens)  # [n, K] text position less position in the view
         slots = view + skipped  # past a short row's end they hold rubbish, which its length hides
-        turns = self.positions == "cache" and kept != lengths
+        turn = None
+        if self.positions == "cache" and kept != lengths:
+            turn = rotation(-skipped, self._inv_freq)
         for layer_idx in range(len(self.full.layers)):
             keys, values = self.full.read(layer_idx, slots)
-            if turns:
-                keys = turned(keys, -skipped, self._inv_freq)
+            if turn is not None:
+                keys = turned(keys, turn)
             self.cache.fill(layer_idx, keys, values, kept)
 
 
-def turned(keys: Tensor, by: Tensor, inv_freq: Tensor) -> Tensor:
+def rotation(by: Tensor, inv_freq: Tensor) -> Tensor:
+    """Cosines and sines [2, n, 1, K, F] float32 of a move by [n, K] int64 positions; inv_freq: [F]."""
+    angles = by[:, None, :, None] * inv_freq.to(by.device, torch.float32)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def turned(keys: Tensor, turn: Tensor) -> Tensor:
     """Moves cached keys to other positions: RoPE turns a key in proportion to its position, so turns add up.
 
     Args:
         keys: [n, H, K, D_head], rotated already; the first 2 F entries in two halves (Llama, GPT-NeoX).
-        by: [n, K] int64, new position less old.
-        inv_freq: [F].
+        turn: [2, n, 1, K, F] of `rotation`.
 
     Returns:
         Keys as they were given, in shape and dtype.
     """
-    angles = by.to(keys.device, torch.float32)[:, None, :, None] * inv_freq.to(keys.device, torch.float32)
-    cos, sin = angles.cos(), angles.sin()  # [n, 1, K, F]
-    n_freq = inv_freq.shape[0]
+    cos, sin = turn.to(keys.device)
+    n_freq = turn.shape[-1]
     first, second = keys[..., :n_freq].float(), keys[..., n_freq : 2 * n_freq].float()
     moved = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(keys.dtype)
     return torch.cat([moved, keys[..., 2 * n_freq :]], dim=-1)
@@ -141,14 +147,16 @@ def rotary_frequencies(target: TargetModel) -> Tensor:
     tokens = torch.linspace(0, target.vocab_size - 1, 8, device=target.device).long()
     at_low, at_high = _keys_at(target, tokens, low), _keys_at(target, tokens, high)
     tolerance = max(1e-3, 4 * torch.finfo(target.dtype).eps)
-    by = torch.full((len(tokens), 1), high - low)
+    by = torch.full((len(tokens), 1), high - low, device=target.device)
 
     def fits(inv_freq: Tensor) -> bool:
+        if 2 * inv_freq.shape[0] > at_low[0].shape[-1]:
+            return False
         errors = [
-            (turned(here, by, inv_freq) - there).abs().max() / there.abs().max()
+            (turned(here, rotation(by, inv_freq)) - there).abs().max() / there.abs().max()
             for here, there in zip(at_low, at_high, strict=True)
         ]
-        return max(map(float, errors)) < tolerance
+        return all(float(error) < tolerance for error in errors)
 
     for module in target.model.modules():
         inv_freq, rope_type = getattr(module, "inv_freq", None), str(getattr(module, "rope_type", "default"))

@@ -103,11 +103,9 @@ class SpectraCore(LookupDrafter):
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
         predicted = self.core.predict(output.logits, self.rows)
         counted = torch.cat([verified.accepted[:, None], predicted], dim=1).tolist()  # one transfer
-        tokens = context.tokens.numpy()
-        for row, (state, (accepted, *new)) in enumerate(zip(self.rows, counted, strict=True)):
-            n_tokens = context.n_tokens[row]
+        for state, (_, *new) in zip(self.rows, counted, strict=True):
             state.predicted(new)
-            state.extend(tokens[row, n_tokens - accepted - 1 : n_tokens].tolist())
+        self.feed(context, [accepted for accepted, *_ in counted])
 
     def free(self, row: int) -> None:
         super().free(row)

@@ -200,14 +200,6 @@ def test_a_sample_does_not_depend_on_the_batch(llama_target):
     assert [g.accepted for g in alone] == [g.accepted for g in together]
 
 
-def test_a_capturing_target_drafts_as_any_other(llama_target):
-    prompts = random_prompts([12])
-    plain, capturing = (
-        generate(t, MagicDec(), prompts, 12, stop_token_ids=()) for t in (llama_target, llama_target.with_capture([0]))
-    )
-    assert [g.tokens for g in plain] == [g.tokens for g in capturing]
-
-
 def test_half_precision_drafts():
     target = TargetModel(tiny_model("llama_gqa").to(torch.bfloat16))
     (generation,) = generate(target, MagicDec(window_tokens=8), random_prompts([40]), 12, stop_token_ids=())
@@ -222,11 +214,20 @@ def model_of(model_class, config_class, **options):
     return model_class(config_class(**{**SMALL, **options})).eval()
 
 
+def with_another_tower():
+    """No RoPE in the language model, but in a wider module beside it, as of a vision encoder."""
+    model = model_of(GPT2LMHeadModel, GPT2Config)
+    model.tower = torch.nn.Module()
+    model.tower.inv_freq = torch.nn.Buffer(torch.ones(32))
+    return model
+
+
 INTERLEAVED = {"num_key_value_heads": 2, "head_dim": 8}
 UNFIT = {
     "interleaved, Cohere": lambda: model_of(CohereForCausalLM, CohereConfig, num_key_value_heads=2),
     "interleaved, GLM": lambda: model_of(GlmForCausalLM, GlmConfig, **INTERLEAVED),
-    "no RoPE": lambda: model_of(GPT2LMHeadModel, GPT2Config, n_positions=256),
+    "no RoPE": lambda: model_of(GPT2LMHeadModel, GPT2Config),
+    "no RoPE of its own": with_another_tower,
     "not in every block": lambda: model_of(
         SmolLM3ForCausalLM, SmolLM3Config, num_key_value_heads=2, no_rope_layers=[1, 0, 1]
     ),

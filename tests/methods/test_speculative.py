@@ -81,7 +81,7 @@ def test_other_tokenizer_is_refused():
         generate(TargetModel(model, word_tokenizer()), Speculative(TargetModel(model, other)), [[4]], 5)
 
 
-@pytest.mark.parametrize(("max_nodes", "drafted"), [(None, 4), (5, 4), (3, 2)])
+@pytest.mark.parametrize(("max_nodes", "drafted"), [(None, 4), (9, 4), (5, 4), (3, 2)])
 def test_max_nodes_caps_gamma(llama_target, max_nodes, drafted):
     drafter = Speculative(llama_target, gamma=4, max_nodes=max_nodes)
     (generation,) = generate(llama_target, drafter, random_prompts([5]), 12, stop_token_ids=())

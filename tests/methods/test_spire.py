@@ -157,7 +157,7 @@ def test_greedy_output_equals_the_target_s_own_on_a_gpu():
 
 def test_max_nodes_caps_gamma():
     target, drafter = make()
-    for max_nodes, drafted in ((None, 4), (5, 4), (3, 2)):
+    for max_nodes, drafted in ((None, 4), (9, 4), (5, 4), (3, 2)):
         method = Spire(drafter, max_nodes=max_nodes)
         (generation,) = generate(target, method, random_prompts([12]), 12, stop_token_ids=())
         assert max(generation.drafted) == drafted
