@@ -16,6 +16,7 @@ ALL += ["Accepted drafted tokens against steps", "Where the time goes"]
 def drawn(results: dict, rows: list[dict] | None = None) -> dict[str, str]:
     """Titles and the text in each plot."""
     found = draw_plots(results, fake_rows(results) if rows is None else rows)
+    assert all(plot.svg.startswith("<svg ") for plot in found)  # no XML declaration within a page
     return {plot.title: Page(plot.svg).text for plot in found}
 
 
