@@ -100,8 +100,8 @@ def test_backward_guess_follows_the_longest_known_suffix():
     assert storage.backward_guess([5, 5, 3]) == [40]
     assert storage.backward_guess([3, 5, 5]) == []
     assert storage.backward_guess([3]) == [40]  # a text of one token
-    storage.backward |= {(2, 3, 42): 50, (42,): 51, (50,): 52, (52,): 53, (53,): 54}
-    # By (2, 3, 42) rather than (42,), then by single tokens; N = 4 tokens and no more.
+    storage.backward |= {(1, 2, 3, 42): 60, (2, 3, 42): 50, (42,): 51, (50,): 52, (52,): 53, (53,): 54}
+    # By (2, 3, 42) rather than (42,) or four tokens, then by single tokens; N = 4 tokens and no more.
     assert storage.backward_guess([1, 2, 3]) == [42, 50, 52, 53]
 
 
@@ -193,16 +193,14 @@ def test_backward_guess_is_never_cut_by_the_budget(seed):
         row.ngrams.backward[tuple([1, 2, *text][-4:])] = token
         text.append(token)
     row.tail = [1, 2, 3]
-    all_nodes = CandidateTree(3, 1000, 50)
-    row.add_guesses(all_nodes)
-    for max_nodes in range(1, len(all_nodes.tokens) + 3):
-        for max_depth in (50, 3):
+    for max_depth in (50, 3):
+        unlimited = CandidateTree(3, 1000, max_depth)
+        row.add_guesses(unlimited)
+        for max_nodes in range(1, len(unlimited.tokens) + 3):
             tree = CandidateTree(3, max_nodes, max_depth)
             row.add_guesses(tree)
             assert spelled(tree, backward[: min(max_nodes - 1, max_depth)])
-            assert len(tree.tokens) <= max_nodes
-            if max_depth == 50:  # and nothing is left free
-                assert len(tree.tokens) == min(max_nodes, len(all_nodes.tokens))
+            assert len(tree.tokens) == min(max_nodes, len(unlimited.tokens))  # nothing is left free
 
 
 def test_forward_false_still_keeps_the_dictionary_for_the_rule(llama_target):
