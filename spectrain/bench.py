@@ -9,17 +9,19 @@ same command goes on after an interruption; a question that fails is recorded an
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import logging
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -27,11 +29,13 @@ from data_prep.corpus import is_held_out, stdlib_documents
 from data_prep.prompts import Question, conversation_ids, read_prompts
 from spectrain.cli import build_method, command, conf_dir, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
+from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.benchmark import Benchmark
 from spectrain.evaluation.contenders import PEERS, Contender, Method, Work, build_peer
 from spectrain.evaluation.report import render_table, write_report
 from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summarise
+from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.models.artifacts import MANIFEST, read_manifest
 from spectrain.runs import RunFolder
@@ -50,6 +54,9 @@ def main(cfg: DictConfig) -> None:
     methods = method_configs(cfg)
     check_peers(cfg)
     questions = read_questions(cfg)
+    # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
+    with open_dict(cfg):
+        cfg.measured = {"methods": methods, "questions": digest(questions)}
     run = RunFolder.find(cfg, result="results.json")
     target = open_target(cfg)
     ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target))
@@ -57,12 +64,14 @@ def main(cfg: DictConfig) -> None:
     warn_of_defaults(target)
     run.begin(fingerprint(target.model, target.tokenizer))
     benchmark = Benchmark(target, contenders, questions, ids, work)
+    known = facts(cfg, target, work, len(questions))
     rows = measure(benchmark, run.path / "questions.jsonl")
     kinds = {name: contender.kind for name, contender in contenders.items()}
-    results = facts(cfg, target, work, len(questions)) | {
-        "methods": summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32),
-        "skipped": skipped,
-    }
+    looking_up = [name for name, contender in contenders.items() if contender.looks_up]
+    measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32, looking_up)
+    if not measured[BASELINE]["questions"]:
+        raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
+    results = known | {"methods": measured, "skipped": skipped}
     write_report(run.path / "report.html", results, [as_json(row) for row in rows])
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
@@ -75,13 +84,13 @@ def check_work(cfg: DictConfig, sampling: Sampling) -> Work:
         check_whole(name, cfg[name], 1)
     if cfg.limit is not None:
         check_whole("limit", cfg.limit, 1)
-    if cfg.verification not in ("token", "block"):
-        raise UserError(f"verification={cfg.verification} must be token or block")
+    if cfg.verification not in VERIFICATIONS:
+        raise UserError(f"verification={cfg.verification} must be one of {', '.join(VERIFICATIONS)}")
     return Work(cfg.max_new_tokens, sampling, cfg.batch_size, cfg.seed, cfg.verification)
 
 
 def check_peers(cfg: DictConfig) -> None:
-    for name in cfg.peers:
+    for name in _names(cfg.peers):
         if name not in PEERS:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(PEERS)}")
     if cfg.peers and cfg.batch_size != 1:
@@ -96,17 +105,20 @@ def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
     """
     files = {path.stem: path for path in sorted((conf_dir() / "method").glob("*.yaml"))}
     known = list(dict.fromkeys([*files, *cfg.variants]))
-    names = known if cfg.methods == "all" else _names(cfg.methods)
+    names = known if takes_all(cfg) else _names(cfg.methods)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(f"methods={unknown[0]} is unknown; choose among {', '.join(known)}, or all")
+    taken = [name for name in cfg.variants if name in (BASELINE, *PEERS)]
+    if taken:
+        raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
     found = {}
     for name in dict.fromkeys([BASELINE, *names]):
         changes = dict(cfg.variants.get(name) or {})
         base = changes.pop("method", name)
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = OmegaConf.load(files[base])
+        options = method_file(base)
         if cfg.max_nodes is not None and "max_nodes" in options:
             changes.setdefault("max_nodes", cfg.max_nodes)
         for key, value in changes.items():
@@ -118,8 +130,12 @@ def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
     return found
 
 
-def _names(methods: str | ListConfig) -> list[str]:
-    return [methods] if isinstance(methods, str) else list(methods)
+def takes_all(cfg: DictConfig) -> bool:
+    return "all" in _names(cfg.methods)
+
+
+def _names(names: str | ListConfig | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or [])
 
 
 def build_contenders(
@@ -138,22 +154,32 @@ def build_contenders(
         try:
             built[name] = build_method(options, target, given.get(kind))
         except UserError as error:
-            if cfg.methods != "all" or kind is None or kind in given:
-                raise
+            if not takes_all(cfg) or kind is None or kind in given:
+                raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
+    taken = {options.get("_artifact_") for options in methods.values()} | ({"vanilla"} if cfg.peers else set())
+    for kind in given.keys() - taken:
+        raise UserError(f"drafter={given[kind]} is a {kind} drafter, which none of the methods takes; remove it")
     contenders: dict[str, Contender] = {name: Method(target, drafter) for name, drafter in built.items()}
-    speculative = next((d for d in built.values() if isinstance(d, Speculative)), None)
-    lookup = OmegaConf.load(conf_dir() / "method" / "pld.yaml")
-    for name in cfg.peers:
-        assistant, gamma = (speculative.draft_model, speculative.gamma) if speculative else (None, 0)
-        contenders[name] = build_peer(name, target, lookup, assistant, gamma)
+    pld = next((d for d in built.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
+    lookup = {"draft_tokens": min(pld.draft_tokens, pld.max_nodes - 1), "max_ngram": pld.max_ngram}
+    for name in _names(cfg.peers):
+        assistant = None
+        if name == "hf_assisted":
+            assistant = next((d for d in built.values() if isinstance(d, Speculative)), None)
+            assistant = assistant or build_method(method_file("speculative"), target, given.get("vanilla"))
+        contenders[name] = build_peer(name, target, lookup, assistant)
     return contenders, skipped
+
+
+def method_file(name: str) -> DictConfig:
+    return OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
 
 
 def given_drafters(cfg: DictConfig) -> dict[str, str]:
     """The folders of `drafter=`, by kind; what is no export of ours is taken for a plain Hugging Face model."""
     given: dict[str, str] = {}
-    for folder in _names(cfg.drafter) if cfg.drafter is not None else []:
+    for folder in _names(cfg.drafter):
         kind = read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"
         if kind in given:
             raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one of a kind")
@@ -168,6 +194,10 @@ def read_questions(cfg: DictConfig) -> list[Question]:
     long_enough = [d for d in documents if len(d.text) > 2 * STDLIB_CHARACTERS]
     chosen = long_enough[: cfg.limit or STDLIB_QUESTIONS]
     return [Question(d.id, "stdlib", (d.text[:STDLIB_CHARACTERS],)) for d in chosen]
+
+
+def digest(questions: Sequence[Question]) -> str:
+    return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()[:16]
 
 
 def use_chat(chat: str | bool, target: TargetModel) -> bool | None:
@@ -190,20 +220,27 @@ def warn_of_defaults(target: TargetModel) -> None:
 
 def measure(benchmark: Benchmark, file: Path) -> list[QuestionRow]:
     """Measures what `file` lacks, appends it row by row, and returns all rows."""
-    rows = read_rows(file)
+    asked = {(question.id, name) for question in benchmark.questions for name in benchmark.contenders}
+    rows = [row for row in read_rows(file) if (row.question_id, row.method) in asked]
     done = {(row.question_id, row.method) for row in rows}
-    todo = len(benchmark.questions) * len(benchmark.contenders) - len(done)
+    todo = len(asked) - len(done)
     if done:
         log.info("%d of %d answers are measured already", len(done), len(done) + todo)
     if todo:
         benchmark.warm_up()
     # Errors of an earlier run are tried again: the file keeps what was answered.
-    file.write_text("".join(json.dumps(as_json(row)) + "\n" for row in rows))
-    with file.open("a") as out:
-        for row in shown(benchmark.rows(done), todo):
-            out.write(json.dumps(as_json(row)) + "\n")
-            out.flush()
-            rows.append(row)
+    kept = file.with_suffix(".tmp")
+    kept.write_text("".join(json.dumps(as_json(row)) + "\n" for row in rows))
+    kept.rename(file)
+    try:
+        with file.open("a") as out:
+            for row in shown(benchmark.rows(done), todo):
+                out.write(json.dumps(as_json(row)) + "\n")
+                out.flush()
+                rows.append(row)
+    except KeyboardInterrupt:
+        print(f"interrupted with {len(rows)} answers in {file}; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
     return rows
 
 

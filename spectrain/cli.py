@@ -44,8 +44,11 @@ def bundled_folder(name: str) -> Path | None:
     return None
 
 
-def expand_shorthands(arguments: list[str]) -> list[str]:
-    """Rewrites `target=X` to `target.path=X` where X is no option of the config group `target`."""
+def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
+    """Rewrites `target=X` to `target.path=X` where X is no option of the config group `target`.
+
+    `samples`: the command has sampling options.
+    """
     expanded = []
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -53,7 +56,7 @@ def expand_shorthands(arguments: list[str]) -> list[str]:
             argument = f"{key}={quoted(value)}"
         elif key in SHORTHANDS and value not in ("", "null") and not (conf_dir() / key / f"{value}.yaml").is_file():
             argument = f"{SHORTHANDS[key]}={value}"
-        elif key.startswith("sampling."):
+        elif samples and key.startswith("sampling."):
             argument = f"++{argument}"  # Hydra would send an unknown option away before we can say why
         expanded.append(argument)
     return expanded
@@ -84,7 +87,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                     sys.modules["wandb"].finish()
 
         def run() -> None:
-            sys.argv[1:] = expand_shorthands(sys.argv[1:])
+            samples = "- sampling:" in (conf_dir() / f"{config_name}.yaml").read_text()
+            sys.argv[1:] = expand_shorthands(sys.argv[1:], samples)
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(guarded)()
 
         return run

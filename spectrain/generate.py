@@ -62,6 +62,7 @@ def run(cfg: DictConfig, target: TargetModel, drafter: Drafter, prompt: list[int
         cfg.max_new_tokens,
         sampling,
         seed=cfg.seed,
+        verification=cfg.verification,
         stop_strings=tuple(cfg.stop_strings),
         on_tokens=on_tokens,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spectrain import bench
 from spectrain.cli import conf_dir
 
 MODEL_FREE = {"autoregressive", "pld", "anpd", "lookahead", "logitspec", "spectra_core", "magicdec"}
@@ -136,6 +137,43 @@ def test_given_drafters_go_to_the_methods_of_their_kind(run, asked, shared):
     assert found["hf_assisted"]["mean_accepted"] > 1
 
 
+def test_other_questions_or_defaults_are_no_resumed_run(run, asked, tmp_path):
+    command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
+    assert run(*command)[0] == 0
+    (Path("b") / "results.json").unlink()
+    write(tmp_path, {"prompt": "def other(x):"})
+    code, _, err = run(*command)
+    assert code == 2
+    assert "another config (differs in measured)" in err
+
+
+def test_a_run_without_any_answer_is_not_finished(run, tmp_path):
+    asked = write(tmp_path, {"prompt": "word " * 400})
+    code, _, err = run("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
+    assert code == 2
+    assert "no question was answered (UserError: the prompt has" in err
+    assert not (Path("b") / "results.json").exists()
+
+
+def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
+    answered = bench.Benchmark.rows
+
+    def interrupted(self, done):
+        for n, rows in enumerate(answered(self, done)):
+            if n == 3 and not done:
+                raise KeyboardInterrupt
+            yield rows
+
+    monkeypatch.setattr(bench.Benchmark, "rows", interrupted)
+    command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
+    code, _, err = run(*command)
+    assert code == 130
+    assert "interrupted with 3 answers in b/questions.jsonl; the same command goes on" in err
+    assert not (Path("b") / "results.json").exists()
+    assert run(*command)[0] == 0
+    assert len(question_rows("b")) == 6
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -148,11 +186,18 @@ def test_given_drafters_go_to_the_methods_of_their_kind(run, asked, shared):
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
         (["limit=0"], "limit=0"),
         (["max_new_tokens=0"], "max_new_tokens=0"),
-        (["verification=tree"], "verification=tree must be token or block"),
+        (["verification=tree"], "verification=tree must be one of token, block"),
+        (
+            ["+variants.autoregressive={method: pld}"],
+            "variants.autoregressive has the name of what others are compared",
+        ),
+        (["methods=all", "max_nodes=4"], "lookahead: max_nodes=4"),
         (["chat=true"], "has no chat template"),
         (["sampling.repetition_penalty=1.2"], "supported under speculation are temperature, top_k, top_p, min_p"),
         (["prompts=nowhere.jsonl"], "nowhere.jsonl"),
         (["drafter=nowhere", "methods=[speculative]"], "nowhere"),
+        (["drafter=nowhere", "methods=[pld]"], "drafter=nowhere is a vanilla drafter, which none of the methods takes"),
+        (["peers=[hf_assisted]", "methods=[pld]"], "holds no vanilla drafter"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

@@ -78,9 +78,9 @@ def generate(
         tokenizer=target.tokenizer,
     )
     target = target.with_capture(drafter.capture_layers)
+    free_before = free_bytes(target.device)
     cache, context = KVCache(n_slots, cache_block_tokens), Context(sampling, target.device, n_slots)
     batch = _Batch(target, drafter, cache, context, ending, verification, on_tokens)
-    free_before = free_bytes(target.device)
     try:
         drafter.start(target, cache)
         generators = [row_generator(seed, i) for i in prompt_numbers or range(len(prompts))]
@@ -122,19 +122,24 @@ def _check(target: TargetModel, prompts, max_new_tokens: int, batch_size: int | 
     if stop_strings and target.tokenizer is None:
         raise UserError("stop_strings need the target's tokenizer; load the target with one, or use stop_token_ids")
     for index, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {index} is empty; give at least one token")
-        wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
-        if wrong:
-            raise UserError(
-                f"prompt {index} holds token id {wrong[0]}, but the target's vocabulary has {target.vocab_size}; "
-                "tokenize it with the target's tokenizer"
-            )
-        if len(prompt) + max_new_tokens > target.max_positions:
-            raise UserError(
-                f"prompt {index} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, but the target's "
-                f"context holds {target.max_positions}; shorten the prompt or lower max_new_tokens"
-            )
+        check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
+
+
+def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
+    """Raises UserError where the target cannot continue these token ids by max_new_tokens."""
+    if not len(prompt):
+        raise UserError(f"{name} is empty; give at least one token")
+    wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
+    if wrong:
+        raise UserError(
+            f"{name} holds token id {wrong[0]}, but the target's vocabulary has {target.vocab_size}; "
+            "tokenize it with the target's tokenizer"
+        )
+    if len(prompt) + max_new_tokens > target.max_positions:
+        raise UserError(
+            f"{name} has {len(prompt)} tokens and max_new_tokens={max_new_tokens}, but the target's context holds "
+            f"{target.max_positions}; shorten the prompt or lower max_new_tokens"
+        )
 
 
 class _Batch:

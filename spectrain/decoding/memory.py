@@ -60,7 +60,9 @@ def out_of_memory_advice(
         blocks = -(-row_tokens // cache.block_tokens)
         row_bytes = blocks * cache.block_tokens * slot_bytes(target) + row_tokens * 8
         fitting = int(free * USABLE_SHARE / row_bytes)
-    fitting = max(1, min(fitting, batch_size - 1))
+        if fitting >= batch_size:  # something else took the memory: logits, a draft model's cache
+            fitting = batch_size // 2
+    fitting = max(1, fitting)
     return (
         f"out of memory with batch_size={batch_size} rows of up to {row_tokens} tokens on {target.device}; the largest "
         f"batch that fits is about {fitting}, lower batch_size"

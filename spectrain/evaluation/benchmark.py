@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from spectrain.decoding import TargetModel
+from spectrain.decoding import Generation, TargetModel
+from spectrain.decoding.loop import check_prompt
+from spectrain.errors import UserError
 from spectrain.evaluation.contenders import Contender, Work
 from spectrain.evaluation.results import QuestionRow, question_row
 
@@ -84,38 +87,46 @@ class Benchmark:
     def _decode(
         self, name: str, questions: Sequence[Question], numbers: Sequence[int], work: Work
     ) -> list[QuestionRow]:
+        """The rows of a group. What goes wrong is recorded and the run goes on: a night is not lost to a question."""
         try:
             return self._play(name, questions, numbers, work)
-        except Exception as error:  # recorded, and the run goes on: a night is not lost to one question
+        except Exception as error:
             log.warning("%s failed on %s: %s", name, ", ".join(q.id for q in questions), error)
             log.debug("", exc_info=error)
-            if len(questions) > 1:
-                alone = [self._decode(name, [q], [n], work) for q, n in zip(questions, numbers, strict=True)]
-                return [row for rows in alone for row in rows]
-            reason = f"{type(error).__name__}: {error}"
-            return [QuestionRow(q.id, q.category, name, error=reason) for q in questions]
+            return [_failed(q, name, error) for q in questions]
 
     def _play(self, name: str, questions: Sequence[Question], numbers: Sequence[int], work: Work) -> list[QuestionRow]:
-        """All turns of a few questions, turn by turn; who has no more turns sits out."""
-        tokenizer = self.target.tokenizer
-        generations = [[] for _ in questions]
-        prompt_tokens = [[] for _ in questions]
+        """All turns of a few questions, turn by turn; who has no more turns, or does not fit any more, sits out."""
+        plays = [_Play(question, number) for question, number in zip(questions, numbers, strict=True)]
         self._forget_peak()
         for turn in range(max(len(q.turns) for q in questions)):
-            playing = [i for i, q in enumerate(questions) if turn < len(q.turns)]
-            prompts = [
-                self.prompt_ids(questions[i].turns[: turn + 1], [g.tokens for g in generations[i]]) for i in playing
-            ]
-            seeds = [numbers[i] * MAX_TURNS + turn for i in playing]
-            found = self.contenders[name].decode(prompts, seeds, work)
-            for i, prompt, generation in zip(playing, prompts, found, strict=True):
-                generations[i].append(generation)
-                prompt_tokens[i].append(len(prompt))
+            playing, prompts = [], []
+            for play in plays:
+                if play.error is None and turn < len(play.question.turns):
+                    replies = [g.tokens for g in play.generations]
+                    prompt = self.prompt_ids(play.question.turns[: turn + 1], replies)
+                    try:
+                        check_prompt(self.target, prompt, work.max_new_tokens)
+                    except UserError as error:
+                        play.error = error
+                        continue
+                    playing.append(play)
+                    prompts.append(prompt)
+            if not playing:
+                break
+            found = self.contenders[name].decode(prompts, [p.number * MAX_TURNS + turn for p in playing], work)
+            for play, prompt, generation in zip(playing, prompts, found, strict=True):
+                play.generations.append(generation)
+                play.prompt_tokens.append(len(prompt))
         peak_bytes = self._peak_bytes()
-        return [
-            question_row(q.id, q.category, name, own, lengths, [tokenizer.decode(g.tokens) for g in own], peak_bytes)
-            for q, own, lengths in zip(questions, generations, prompt_tokens, strict=True)
-        ]
+        return [_failed(p.question, name, p.error) if p.error else self._row(p, name, peak_bytes) for p in plays]
+
+    def _row(self, play: _Play, name: str, peak_bytes: int) -> QuestionRow:
+        question = play.question
+        text = [self.target.tokenizer.decode(g.tokens) for g in play.generations]
+        return question_row(
+            question.id, question.category, name, play.generations, play.prompt_tokens, text, peak_bytes
+        )
 
     def _forget_peak(self) -> None:
         if self.target.device.type == "cuda":
@@ -126,6 +137,21 @@ class Benchmark:
         if self.target.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.target.device)
         try:
-            return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except OSError:
             return 0
+
+
+@dataclass
+class _Play:
+    """A question being answered."""
+
+    question: Question
+    number: int
+    generations: list[Generation] = field(default_factory=list)  # of each turn
+    prompt_tokens: list[int] = field(default_factory=list)
+    error: UserError | None = None
+
+
+def _failed(question: Question, name: str, error: Exception) -> QuestionRow:
+    return QuestionRow(question.id, question.category, name, error=f"{type(error).__name__}: {error}")

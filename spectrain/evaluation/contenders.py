@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.decoding.generation import STAGES
@@ -43,10 +45,18 @@ class Work:
     verification: str = "token"
 
 
+class Assisted(Protocol):
+    """What assisted generation needs of the method `speculative`."""
+
+    draft_model: TargetModel
+    gamma: int
+
+
 class Contender(ABC):
     """Something that continues prompts. `kind` is "method" or "peer"."""
 
     kind: str
+    looks_up = False  # drafts from a table or store
 
     @abstractmethod
     def decode(self, prompts: Sequence[list[int]], numbers: Sequence[int], work: Work) -> list[Generation]:
@@ -60,6 +70,7 @@ class Method(Contender):
 
     def __init__(self, target: TargetModel, drafter: Drafter):
         self.target, self.drafter = target, drafter
+        self.looks_up = drafter.looks_up
 
     def decode(self, prompts: Sequence[list[int]], numbers: Sequence[int], work: Work) -> list[Generation]:
         return generate(
@@ -80,7 +91,7 @@ class HuggingFace(Contender):
 
     Args:
         target: the model.
-        options: of its GenerationConfig, beside length and sampling.
+        options: of its GenerationConfig, beside length and sampling: those of prompt lookup.
         assistant: the draft model of assisted generation.
     """
 
@@ -88,6 +99,7 @@ class HuggingFace(Contender):
 
     def __init__(self, target: TargetModel, options: dict | None = None, assistant: TargetModel | None = None):
         self.target, self.options, self.assistant = target, options or {}, assistant
+        self.drafts = bool(self.options) or assistant is not None
 
     def decode(self, prompts: Sequence[list[int]], numbers: Sequence[int], work: Work) -> list[Generation]:
         if work.batch_size != 1:
@@ -127,7 +139,8 @@ class HuggingFace(Contender):
         return Generation(
             tokens=new,
             finish_reason="eos" if new and new[-1] in eos_ids else "length",
-            target_forwards=n_forwards - 1,  # the first reads the prompt
+            # The first forward reads the prompt. With a draft it verifies one as well, so it is a step like any other.
+            target_forwards=n_forwards if self.drafts else n_forwards - 1,
             accepted=[],
             drafted=[],
             drafted_by_source=[0] * len(Source),
@@ -140,34 +153,29 @@ class HuggingFace(Contender):
         )
 
 
-def build_peer(name: str, target: TargetModel, lookup: dict, assistant: TargetModel | None, gamma: int) -> HuggingFace:
+def build_peer(name: str, target: TargetModel, lookup: Mapping, speculative: Assisted | None) -> HuggingFace:
     """A peer by name.
 
     Args:
         name: one of PEERS.
         target: the model.
-        lookup: `max_ngram` and `draft_tokens` of the method `pld`, which prompt lookup is given too.
-        assistant: draft model of `hf_assisted`.
-        gamma: its draft length in tokens, kept constant as ours is.
+        lookup: `max_ngram` and `draft_tokens` of our `pld`, which prompt lookup is given too.
+        speculative: the method whose draft model and gamma assisted generation is given too.
 
     Raises:
-        UserError: there is no such peer, or no draft model for it.
+        UserError: there is no such peer.
     """
     if name == "hf_generate":
         return HuggingFace(target)
     if name == "hf_prompt_lookup":
-        return HuggingFace(
-            target,
-            {
-                "prompt_lookup_num_tokens": lookup["draft_tokens"],
-                "max_matching_ngram_size": lookup["max_ngram"],
-            },
-        )
+        options = {
+            "prompt_lookup_num_tokens": lookup["draft_tokens"],
+            "max_matching_ngram_size": lookup["max_ngram"],
+        }
+        return HuggingFace(target, options)
     if name == "hf_assisted":
-        if assistant is None:
-            raise UserError("hf_assisted needs a draft model; give drafter=<folder of a vanilla drafter>")
-        return HuggingFace(target, {}, _with_constant_length(assistant, gamma))
-    raise UserError(f"peer {name} is unknown; choose among {', '.join(PEERS)}")
+        return HuggingFace(target, {}, _with_constant_length(speculative.draft_model, speculative.gamma))
+    raise UserError(f"peers={name} is unknown; choose among {', '.join(PEERS)}")
 
 
 def _with_constant_length(assistant: TargetModel, gamma: int) -> TargetModel:
@@ -181,11 +189,17 @@ def _with_constant_length(assistant: TargetModel, gamma: int) -> TargetModel:
 
 @contextmanager
 def _plain_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """Keeps a model's own generation defaults (a repetition penalty, say) out of a comparison."""
+    """Keeps a model's own generation defaults (a repetition penalty, say) out of a comparison.
+
+    Silences transformers meanwhile: assisted generation warns of how it calls itself.
+    """
     before, model.generation_config = model.generation_config, GenerationConfig()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         model.generation_config = before
 
 

@@ -34,11 +34,6 @@ def mean_accepted(generations: Sequence[Generation], n_resamples: int = 2000, se
     return ratio_of_sums(tokens, forwards, n_resamples, seed)
 
 
-def mean_accepted_by_question(generations: Sequence[Generation]) -> list[float]:
-    """tau of each question; nan where it ended with the first token."""
-    return [(len(g.tokens) - 1) / g.target_forwards if g.target_forwards else float("nan") for g in generations]
-
-
 def decode_s(generation: Generation) -> float:
     """Seconds of a question, prefill included: its share of the batch's time, so questions add up to the run."""
     return generation.prefill_s + sum(generation.time_s.values())
@@ -49,11 +44,6 @@ def tokens_per_s_micro(generations: Sequence[Generation], n_resamples: int = 200
     tokens = np.array([len(g.tokens) for g in generations], dtype=np.float64)
     seconds = np.array([decode_s(g) for g in generations])
     return ratio_of_sums(tokens, seconds, n_resamples, seed)
-
-
-def tokens_per_s_macro(generations: Sequence[Generation]) -> float:
-    """Mean of the questions' own rates."""
-    return float(np.mean([len(g.tokens) / decode_s(g) for g in generations])) if generations else float("nan")
 
 
 def time_share(generations: Sequence[Generation]) -> dict[str, float]:

@@ -59,8 +59,7 @@ def number(value: object) -> float | None:
 
 def ordered(methods: Mapping[str, Mapping]) -> list[str]:
     """Names of methods, fastest first; those without a speedup last."""
-    speedups = {name: number(one.get("speedup")) for name, one in methods.items()}
-    return sorted(methods, key=lambda name: (speedups[name] is None, -(speedups[name] or 0.0)))
+    return sorted(methods, key=lambda name: -(number(methods[name].get("speedup")) or 0.0))
 
 
 def categories_of(methods: Mapping[str, Mapping]) -> list[str]:

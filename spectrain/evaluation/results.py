@@ -6,7 +6,7 @@ Everything is computed from `questions.jsonl`, so that a resumed run and an unin
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -89,7 +89,13 @@ def question_row(
     )
 
 
-def summarise(rows: Sequence[QuestionRow], kinds: dict[str, str], greedy: bool, float32: bool) -> dict[str, dict]:
+def summarise(
+    rows: Sequence[QuestionRow],
+    kinds: dict[str, str],
+    greedy: bool,
+    float32: bool,
+    looking_up: Collection[str] = (),
+) -> dict[str, dict]:
     """The `methods` of `results.json`.
 
     Args:
@@ -97,6 +103,7 @@ def summarise(rows: Sequence[QuestionRow], kinds: dict[str, str], greedy: bool, 
         kinds: "method" or "peer" of each contender; also the order of the result.
         greedy: sampling was greedy, so that texts can be compared with the baseline's.
         float32: the target ran in float32; only then is a mismatch more than a rounded tie.
+        looking_up: the methods that draft from a table or store, of which a hit rate can be told.
     """
     answered = {name: {r.question_id: r for r in rows if r.method == name and r.error is None} for name in kinds}
     baseline = answered.get(BASELINE, {})
@@ -104,10 +111,13 @@ def summarise(rows: Sequence[QuestionRow], kinds: dict[str, str], greedy: bool, 
     for name, kind in kinds.items():
         own = list(answered[name].values())
         one = _measures(own, baseline) | {"kind": kind} | (_steps(own) if kind == "method" else _NO_STEPS)
+        if name not in looking_up:
+            one["retrieval_hit_rate"] = None
         one["errors"] = sum(r.method == name and r.error is not None for r in rows)
-        mismatches = sum(r.question_id in baseline and r.replies != baseline[r.question_id].replies for r in own)
+        compared = [r for r in own if r.question_id in baseline]
+        mismatches = sum(r.replies != baseline[r.question_id].replies for r in compared)
         one["greedy_mismatches"] = mismatches if greedy else None
-        one["lossless"] = mismatches == 0 if greedy and float32 and own else None
+        one["lossless"] = mismatches == 0 if greedy and float32 and own and len(compared) == len(own) else None
         categories = dict.fromkeys(r.category for r in own)
         one["by_category"] = {c: _measures([r for r in own if r.category == c], baseline) for c in categories}
         summary[name] = one
@@ -178,16 +188,15 @@ def _steps(rows: Sequence[QuestionRow]) -> dict:
         }
         if counts["drafted"]:
             by_source[source] = counts
-    looks_up = any(by_source.get(s) for s in ("forward", "backward", "input", "datastore"))
     return {
-        "time_share": {stage: seconds / whole if whole else 0.0 for stage, seconds in times.items()},
+        "time_share": {stage: seconds / whole for stage, seconds in times.items()} if whole else None,
         "acceptance_by_position": _by_position(rows),
         "acceptance_by_source": by_source,
         "drafted": drafted,
         "accepted": accepted,
         "discard_rate": (drafted - accepted) / tokens if tokens else None,
         "verification_rate": forwards / tokens if tokens else None,
-        "retrieval_hit_rate": sum(r.retrieval_hits for r in rows) / forwards if looks_up and forwards else None,
+        "retrieval_hit_rate": sum(r.retrieval_hits for r in rows) / forwards if forwards else None,
     }
 
 

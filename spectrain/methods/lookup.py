@@ -34,6 +34,8 @@ class LookupDrafter(Drafter):
         UserError: max_nodes has no room for a guess.
     """
 
+    looks_up = True
+
     def __init__(self, max_nodes: int, probe_shape: ProbeShape | None = None):
         self.probe_shape = probe_shape
         n_probes = probe_shape.n_probes if probe_shape is not None else 0

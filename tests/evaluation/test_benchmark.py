@@ -98,11 +98,34 @@ def test_batches_are_filled_from_groups_of_several(target):
 def test_a_question_that_fails_is_recorded_and_the_others_are_answered(target):
     calls = []
     contenders = {"a": Recorder("a", calls, target, poison=6), "b": Recorder("b", calls, target)}
-    rows = [row for group in benchmark(target, questions(3), contenders, batch_size=3).rows(set()) for row in group]
+    rows = [row for group in benchmark(target, questions(3), contenders).rows(set()) for row in group]
     errors = {(row.question_id, row.method): row.error for row in rows}
     assert errors.pop(("q1", "a")) == "RuntimeError: poison"
     assert set(errors.values()) == {None}
     assert len(errors) == 5
+
+
+def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
+    calls = []
+    asked = [Question("short", ("5",)), Question("grows", ("6", "7")), Question("long", ("8",))]
+
+    def long_ids(turns, replies) -> list[int]:
+        return [8] * 300 if "8" in turns or len(turns) == 2 else [int(turns[0])]
+
+    contenders = {"a": Recorder("a", calls, target)}
+    bench = Benchmark(target, contenders, asked, long_ids, Work(4, Sampling(), batch_size=4))
+    ((short, grows, long),) = bench.rows(set())
+    assert calls == [("a", [0, 64], 4)]  # one call for all that fit
+    assert short.error is None
+    assert "has 300 tokens and max_new_tokens=4, but the target's context holds 256" in grows.error
+    assert grows.error == long.error
+    assert grows.replies == []
+
+
+def test_what_fails_in_a_batch_fails_for_its_group(target):
+    contenders = {"a": Recorder("a", [], target, poison=6)}
+    (rows,) = benchmark(target, questions(3), contenders, batch_size=3).rows(set())
+    assert [row.error for row in rows] == ["RuntimeError: poison"] * 3
 
 
 def test_warm_up_is_short_and_not_counted(target):

@@ -30,7 +30,6 @@ def generation(n_tokens: int, forwards: int, decode_s: float = 1.0, prefill_s: f
 def test_mean_accepted_pools_steps_and_leaves_out_the_first_token():
     pair = [generation(11, 10), generation(21, 5)]
     assert metrics.mean_accepted(pair).value == 30 / 15
-    assert metrics.mean_accepted_by_question(pair) == [1.0, 4.0]
 
 
 def test_autoregressive_has_one_and_no_spread():
@@ -42,7 +41,6 @@ def test_question_that_ended_at_once_does_not_count():
     estimate = metrics.mean_accepted([generation(1, 0), generation(9, 4)])
     assert estimate.value == 2.0
     assert math.isnan(estimate.low)
-    assert math.isnan(metrics.mean_accepted_by_question([generation(1, 0)])[0])
 
 
 def test_nothing_measured_is_nan():
@@ -60,10 +58,9 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     assert 0.88 <= covered / 200 <= 0.99
 
 
-def test_rates_micro_and_macro():
+def test_rates_are_all_tokens_over_all_time():
     pair = [generation(10, 9, decode_s=0.5, prefill_s=0.5), generation(30, 9, decode_s=1.0)]
     assert metrics.tokens_per_s_micro(pair).value == pytest.approx(40 / 2)
-    assert metrics.tokens_per_s_macro(pair) == pytest.approx((10 + 30) / 2)
 
 
 def test_time_shares_add_up_to_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -138,8 +139,7 @@ def test_long_names_are_cut_and_dollars_start_no_formula():
 
 
 def test_drawing_leaves_matplotlib_as_it_was():
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    drawn(fake_results(["autoregressive", "spire"]))
-    assert dict(matplotlib.rcParams) == before
+    with matplotlib.rc_context({"font.size": 11.0, "svg.fonttype": "path"}):
+        before = dict(matplotlib.rcParams)
+        drawn(fake_results(["autoregressive", "spire"]))
+        assert dict(matplotlib.rcParams) == before
