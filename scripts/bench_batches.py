@@ -23,7 +23,7 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, generate, load_ta
 from spectrain.evaluation.metrics import decode_s, ratio_of_sums
 from spectrain.evaluation.results import BASELINE
 
-SAMPLINGS = {"greedy": Sampling(), "T=0.8, top-k 50": Sampling(temperature=0.8, top_k=50)}
+SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, top_k=50)}
 
 
 def main() -> None:
@@ -67,12 +67,16 @@ def decode(target, drafters, cell: tuple[str, int, str], prompts: list[list[int]
 
 
 def table_of(totals: dict[tuple[str, int, str], list[tuple[int, float]]], first_batch: int) -> Table:
-    table = Table("sampling", "batch", "method", "tokens/s", f"against batch {first_batch}", "against autoregressive")
+    table = Table(title=f"tokens/s, and ratios to batch {first_batch} and to autoregressive decoding at the same batch")
+    for head in ("sampling", "batch", "method", "tokens/s", f"/ batch {first_batch}", "/ autoregressive"):
+        table.add_column(head, no_wrap=True)
     for (setting, batch_size, name), measured in totals.items():
         tokens, seconds = (sum(values) for values in zip(*measured, strict=True))
-        alone = ratio(measured, totals[setting, first_batch, name])
-        plain = ratio(measured, totals[setting, batch_size, BASELINE])
-        table.add_row(setting, str(batch_size), name, f"{tokens / seconds:.0f}", alone, plain)
+        alone = ratio(measured, totals[setting, first_batch, name]) if batch_size != first_batch else ""
+        plain = ratio(measured, totals[setting, batch_size, BASELINE]) if name != BASELINE else ""
+        table.add_row(
+            setting, str(batch_size), name, f"{tokens / seconds:.0f}", alone, plain if name != BASELINE else ""
+        )
     return table
 
 

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="empty the caches each step, as a large target does")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
+    if options.vocab_size and "spectra_core" in options.methods:
+        parser.error("spectra_core keeps a mask of the target's own vocabulary; leave --vocab-size out")
     torch.set_num_threads(options.threads)
     target = load_target(bundled_folder(options.target) or options.target, device="cpu")
     configs = {name: OmegaConf.load(conf_dir() / "method" / f"{name}.yaml") for name in options.methods}

@@ -26,7 +26,7 @@ from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, gener
 from spectrain.decoding.generation import STAGES
 from spectrain.evaluation.metrics import mean_accepted, time_share
 
-SAMPLINGS = {"greedy": Sampling(), "T=0.8, top-k 50": Sampling(temperature=0.8, top_k=50)}
+SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, top_k=50)}
 RANDOM = "random-100m"
 
 
@@ -79,7 +79,9 @@ def build(name: str, target: TargetModel, max_nodes: int | None) -> Drafter:
 
 
 def table_of(found: dict[tuple[str, str], list[Generation]]) -> Table:
-    table = Table("ms a step", "method", "tau", *STAGES, "outside the forward")
+    table = Table(title="ms a step, and the share of time outside the target's forward")
+    for head in ("sampling", "method", "tau", *STAGES, "outside"):
+        table.add_column(head, no_wrap=True)
     for (setting, name), generations in found.items():
         steps = sum(g.target_forwards for g in generations)
         stages = (f"{1000 * sum(g.time_s[stage] for g in generations) / steps:.2f}" for stage in STAGES)
