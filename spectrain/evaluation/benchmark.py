@@ -91,7 +91,8 @@ class Benchmark:
         try:
             return self._play(name, questions, numbers, work)
         except Exception as error:
-            log.warning("%s failed on %s: %s", name, ", ".join(q.id for q in questions), error)
+            others = f" and {len(questions) - 1} more" if len(questions) > 1 else ""
+            log.warning("%s failed on %s%s: %s", name, questions[0].id, others, error)
             log.debug("", exc_info=error)
             return [_failed(q, name, error) for q in questions]
 
