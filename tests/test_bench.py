@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.corpus import is_held_out
 from spectrain import bench
 from spectrain.cli import conf_dir
+from tests.test_cli import composed
 
 MODEL_FREE = {"autoregressive", "pld", "anpd", "lookahead", "logitspec", "spectra_core", "magicdec"}
 RESULT_KEYS = {
@@ -91,6 +93,14 @@ def test_a_question_that_fails_does_not_stop_the_run(run, tmp_path):
     (Path("b") / "results.json").unlink()  # errors are tried again
     run("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
     assert len(question_rows("b")) == 6
+
+
+def test_without_a_prompt_file_held_out_modules_are_continued():
+    questions = bench.read_questions(composed("bench", "limit=3"))
+    assert len({question.id for question in questions}) == 3
+    assert {question.category for question in questions} == {"stdlib"}
+    assert all(is_held_out(q.id, composed("train", "+exp=spire").corpus.held_out_share) for q in questions)
+    assert {len(turn) for question in questions for turn in question.turns} == {bench.STDLIB_CHARACTERS}
 
 
 def test_sampled_lookups_write_what_autoregressive_decoding_samples(run, tmp_path):
