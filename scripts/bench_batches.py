@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from data_prep.prompts import conversation_ids, read_prompts
-from spectrain.cli import build_method, bundled_folder, conf_dir
+from spectrain.cli import build_method, bundled_folder, method_config
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate, load_target
 from spectrain.evaluation.metrics import decode_s, ratio_of_sums
 from spectrain.evaluation.results import BASELINE
@@ -53,10 +52,7 @@ def main() -> None:
 
 def build(name: str, target: TargetModel) -> Drafter:
     method, _, max_nodes = name.partition(":")
-    config = OmegaConf.load(conf_dir() / "method" / f"{method}.yaml")
-    if max_nodes:
-        config.max_nodes = int(max_nodes)
-    return build_method(config, target, None)
+    return build_method(method_config(method, int(max_nodes) if max_nodes else None), target, None)
 
 
 def decode(target, drafters, cell: tuple[str, int, str], prompts: list[list[int]], n_new: int) -> tuple[int, float]:

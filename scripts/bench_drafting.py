@@ -19,13 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from spectrain.cli import build_method, bundled_folder, conf_dir
+from spectrain.cli import build_method, bundled_folder, method_config
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
 from spectrain.decoding.loading import load_target
 from spectrain.evaluation.metrics import median
@@ -50,7 +49,7 @@ def main() -> None:
         parser.error("spectra_core keeps a mask of the target's own vocabulary; leave --vocab-size out")
     torch.set_num_threads(options.threads)
     target = load_target(bundled_folder(options.target) or options.target, device="cpu")
-    configs = {name: OmegaConf.load(conf_dir() / "method" / f"{name}.yaml") for name in options.methods}
+    configs = {name: method_config(name) for name in options.methods}
     drafters = {name: build_method(config, target, None) for name, config in configs.items()}
     n_rows = 64 + max(drafter.max_nodes for drafter in drafters.values())
     evicted = torch.zeros(EVICTED_BYTES if options.cold else 0, dtype=torch.uint8)

@@ -14,15 +14,14 @@ import argparse
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_prep.prompts import conversation_ids, read_prompts
-from spectrain.cli import build_method, bundled_folder, conf_dir
-from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate, load_target
+from spectrain.cli import build_method, bundled_folder, method_config
+from spectrain.decoding import Generation, Sampling, TargetModel, generate, load_target
 from spectrain.decoding.generation import STAGES
 from spectrain.evaluation.metrics import mean_accepted, time_share
 
@@ -41,7 +40,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=80, help="new tokens, a prompt")
     options = parser.parse_args()
     target = open_target(options.target, options.tokenizer)
-    drafters = {name: build(name, target, options.max_nodes) for name in options.methods}
+    drafters = {n: build_method(method_config(n, options.max_nodes), target, None) for n in options.methods}
     questions = read_prompts(options.prompts, options.limit + 1)
     prompts = [conversation_ids(target.tokenizer, q.turns[:1], []) for q in questions]
     found: dict[tuple[str, str], list[Generation]] = {}
@@ -69,13 +68,6 @@ def open_target(name: str, tokenizer: str) -> TargetModel:
         tie_word_embeddings=True,
     )
     return TargetModel(LlamaForCausalLM(config).eval().requires_grad_(False), words)
-
-
-def build(name: str, target: TargetModel, max_nodes: int | None) -> Drafter:
-    config = OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
-    if max_nodes is not None and "max_nodes" in config:
-        config.max_nodes = max_nodes
-    return build_method(config, target, None)
 
 
 def table_of(found: dict[tuple[str, str], list[Generation]]) -> Table:

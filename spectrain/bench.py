@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_prep.corpus import is_held_out, stdlib_documents
 from data_prep.prompts import Question, conversation_ids, read_prompts
-from spectrain.cli import build_method, command, conf_dir, open_target
+from spectrain.cli import build_method, command, conf_dir, method_config, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_whole
@@ -118,9 +118,7 @@ def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
         base = changes.pop("method", name)
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = method_file(base)
-        if cfg.max_nodes is not None and "max_nodes" in options:
-            changes.setdefault("max_nodes", cfg.max_nodes)
+        options = method_config(base, cfg.max_nodes)
         for key, value in changes.items():
             if key not in options or key.startswith("_"):
                 takes = ", ".join(k for k in options if not k.startswith("_")) or "none"
@@ -167,13 +165,9 @@ def build_contenders(
         assistant = None
         if name == "hf_assisted":
             assistant = next((d for d in built.values() if isinstance(d, Speculative)), None)
-            assistant = assistant or build_method(method_file("speculative"), target, given.get("vanilla"))
+            assistant = assistant or build_method(method_config("speculative"), target, given.get("vanilla"))
         contenders[name] = build_peer(name, target, lookup, assistant)
     return contenders, skipped
-
-
-def method_file(name: str) -> DictConfig:
-    return OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
 
 
 def given_drafters(cfg: DictConfig) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import hydra
 import transformers
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
@@ -110,6 +110,14 @@ def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
     path = cfg.target.path
     device = device or cfg.target.device
     return load_target(bundled_folder(path) or path, cfg.target.dtype, device, cfg.target.parallel)
+
+
+def method_config(name: str, max_nodes: int | None = None) -> DictConfig:
+    """`conf/method/<name>.yaml`, with another node budget where one is given and the method has any."""
+    config = OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
+    if max_nodes is not None and "max_nodes" in config:
+        config.max_nodes = max_nodes
+    return config
 
 
 def build_method(method: DictConfig, target: TargetModel, drafter: str | None) -> Drafter:

@@ -193,7 +193,8 @@ class _Batch:
         """One step for all rows. Returns the rows that ended."""
         context, clock, n_rows = self.context, self.clock, len(self.rows)
         tree = self.drafter.propose(context)
-        _ = tree.depth, tree.ancestors  # lazily made; they are the draft's cost, not the forward's
+        if not tree.is_chain:
+            _ = tree.depth, tree.ancestors  # lazily made; they are the draft's cost, not the forward's
         clock.lap("draft", n_rows)
         output = self.target.score(tree, self.cache)
         clock.lap("forward", n_rows)

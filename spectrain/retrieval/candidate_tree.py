@@ -123,8 +123,9 @@ def draft_tree(
         own_probes = probes[i] if n_probes else ()
         tokens.append([row.tokens[0], *own_probes, *row.tokens[1:], *[0] * padding])
         # The root keeps its index 0; a guess's index moves behind the probes.
-        shifted = [parent + n_probes if parent > 0 else parent for parent in row.parents[1:]] if n_probes else None
-        below = row.parents[1:] if shifted is None else shifted
+        below = row.parents[1:]
+        if n_probes:
+            below = [parent + n_probes if parent > 0 else parent for parent in below]
         probe_parents = shape.parents if n_probes else ()
         parents.append([ROOT_PARENT, *probe_parents, *below, *[PADDING_PARENT] * padding])
         sources.append([*row.sources[:1], *[int(Source.ROOT)] * n_probes, *row.sources[1:], *[0] * padding])
