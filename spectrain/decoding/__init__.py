@@ -1,7 +1,7 @@
 """The decoding loop: one lossless loop for every method, batch first. See `loop.py`."""
 
 from spectrain.decoding.drafter import Context, Drafter
-from spectrain.decoding.fingerprint import fingerprint
+from spectrain.decoding.fingerprint import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
@@ -25,5 +25,6 @@ __all__ = [
     "fingerprint",
     "generate",
     "load_target",
+    "tokenizer_fingerprint",
     "verify",
 ]

@@ -42,8 +42,17 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         digest.update(_canonical([name, list(parameter.shape)]))
         digest.update(_sample(parameter).tobytes())
     if tokenizer is not None:
-        digest.update(_canonical([sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), _merges(tokenizer)]))
+        digest.update(_vocabulary(tokenizer))
     return digest.hexdigest()[:16]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits over the vocabulary and the merges: equal where equal texts become equal tokens."""
+    return hashlib.sha256(_vocabulary(tokenizer)).hexdigest()[:16]
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    return _canonical([sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), _merges(tokenizer)])
 
 
 def _sample(parameter: Tensor):

@@ -1,0 +1,249 @@
+"""A datastore: texts of a corpus as tokens with a suffix array, memory-mapped (docs/datastore.md has the format).
+
+    manifest.json           what it was made of and for, shards with their files' sizes and sha256
+    tokens-00000.npy        [n] uint16 or uint32: documents, each closed by the separator (the token vocab_size)
+    suffixes-00000.npy      [n] int32: the suffix array
+    bounds-00000.npy        [V + 2] int64: where the suffixes of each first token lie
+    offsets-00000.npy       [documents + 1] int64: where each document begins
+
+Opening one maps its files and reads none of them: resident memory grows with what is looked up, and processes share it.
+
+Letters: V vocabulary, n tokens of a shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from spectrain.errors import UserError
+from spectrain.retrieval.suffix_array import (
+    MAX_SHARD_TOKENS,
+    build_suffix_array,
+    first_token_bounds,
+    longest_suffix,
+    token_dtype,
+)
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+MANIFEST = "manifest.json"
+PARTS = ("tokens", "suffixes", "bounds", "offsets")
+BUILT_BY = "python -m data_prep.datastore"
+HASHED_BYTES = 2**24  # read at once
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One piece of the text and its index."""
+
+    documents: int
+    tokens: int  # the separators included
+    files: dict[str, dict]  # name -> {"bytes", "sha256"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says."""
+
+    target: str  # folder or id whose tokenizer was used and whose perplexity ranked the documents
+    target_fingerprint: str
+    tokenizer_fingerprint: str
+    vocab_size: int  # of the target; also the separator's id
+    documents: int
+    tokens: int  # without separators
+    shards: list[Shard]
+    build: dict = field(default_factory=dict)  # resolved config, counts, perplexities
+    kind: str = "datastore"
+    version: int = VERSION
+
+
+def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab_size: int) -> Shard:
+    """Writes one shard's files: its documents in the order given. Equal documents give equal bytes.
+
+    Args:
+        folder: exists.
+        index: of the shard, from 0 on.
+        documents: token ids of each, in all at most MAX_SHARD_TOKENS with a separator each.
+        vocab_size: V.
+    """
+    lengths = np.array([len(document) + 1 for document in documents], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    assert offsets[-1] <= MAX_SHARD_TOKENS, offsets[-1]
+    tokens = np.full(offsets[-1], vocab_size, dtype=token_dtype(vocab_size))
+    for start, document in zip(offsets, documents, strict=False):
+        tokens[start : start + len(document)] = document
+    arrays = {
+        "tokens": tokens,
+        "suffixes": build_suffix_array(tokens),
+        "bounds": first_token_bounds(tokens, vocab_size),
+        "offsets": offsets,
+    }
+    files = {}
+    for part in PARTS:
+        name = f"{part}-{index:05d}.npy"
+        temporary = folder / f"{name}.tmp"
+        with temporary.open("wb") as file:
+            np.save(file, arrays[part])
+        temporary.rename(folder / name)
+        files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+    return Shard(len(documents), int(offsets[-1]), files)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Written last: a folder without it is no datastore."""
+    temporary = folder / f"{MANIFEST}.tmp"
+    temporary.write_text(json.dumps(dataclasses.asdict(manifest), indent=2, sort_keys=True) + "\n")
+    temporary.rename(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises UserError where the folder is missing, is no datastore, or is of another version."""
+    file = folder / MANIFEST
+    if not folder.is_dir():
+        raise UserError(f"datastore={folder} does not exist; build one with {BUILT_BY}")
+    if not file.is_file():
+        raise UserError(f"datastore={folder} has no {MANIFEST}; give a folder that {BUILT_BY} wrote")
+    try:
+        values = json.loads(file.read_text())
+        if values.get("kind") != "datastore" or values.get("version") != VERSION:
+            raise UserError(
+                f"datastore={folder} is a {values.get('kind')} of format version {values.get('version')}, not a "
+                f"datastore of version {VERSION}; build it again with {BUILT_BY}"
+            )
+        shards = [Shard(**shard) for shard in values.pop("shards")]
+        return Manifest(shards=shards, **values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); build the datastore again with {BUILT_BY}") from error
+
+
+class Datastore:
+    """An open store. The tuples have an array a shard; compiled searches take them as they are.
+
+    Args:
+        folder: what `data_prep.datastore` wrote.
+
+    Raises:
+        UserError: the folder holds no datastore, or a file of it is missing or truncated.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self._check_sizes()
+        arrays = {
+            part: tuple(self._mapped(f"{part}-{i:05d}.npy") for i in range(len(self.manifest.shards))) for part in PARTS
+        }
+        self.tokens: tuple[np.ndarray, ...] = arrays["tokens"]
+        self.suffixes: tuple[np.ndarray, ...] = arrays["suffixes"]
+        self.bounds: tuple[np.ndarray, ...] = arrays["bounds"]
+        self.offsets: tuple[np.ndarray, ...] = arrays["offsets"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.vocab_size
+
+    @property
+    def separator(self) -> int:
+        """The token that closes each document."""
+        return self.manifest.vocab_size
+
+    def _files(self) -> Iterator[tuple[Path, dict]]:
+        for shard in self.manifest.shards:
+            for name, facts in shard.files.items():
+                yield self.folder / name, facts
+
+    def _check_sizes(self) -> None:
+        for file, facts in self._files():
+            if not file.is_file():
+                raise UserError(f"datastore={self.folder} lacks {file.name}; build it again with {BUILT_BY}")
+            size = file.stat().st_size
+            if size != facts["bytes"]:
+                raise UserError(
+                    f"{file} has {size} bytes, but the manifest says {facts['bytes']}: it is truncated or another "
+                    f"store's; build the datastore again with {BUILT_BY}"
+                )
+
+    def _mapped(self, name: str) -> np.ndarray:
+        try:
+            # A plain read-only array over the map: numba is slow to recognise subclasses.
+            return np.load(self.folder / name, mmap_mode="r").view(np.ndarray)
+        except ValueError as error:
+            raise UserError(
+                f"{self.folder / name} is damaged ({error}); build the datastore again with {BUILT_BY}"
+            ) from error
+
+    def check_fits(self, tokenizer_fingerprint: str, target: str) -> None:
+        """Raises UserError where the store holds the tokens of another tokenizer than the target's."""
+        if self.manifest.tokenizer_fingerprint != tokenizer_fingerprint:
+            raise UserError(
+                f"datastore={self.folder} was built with the tokenizer of {self.manifest.target} "
+                f"({self.manifest.tokenizer_fingerprint}), not of {target} ({tokenizer_fingerprint}); build one for it "
+                f"with {BUILT_BY} target={target}"
+            )
+
+    def verify(self) -> None:
+        """Reads every file whole. Raises UserError where one's sha256 is not the manifest's."""
+        for file, facts in self._files():
+            if sha256(file) != facts["sha256"]:
+                raise UserError(
+                    f"{file} is damaged: its sha256 differs from the manifest's; build the datastore again with "
+                    f"{BUILT_BY}"
+                )
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """Token ids of each document, without the separator."""
+        for tokens, offsets in zip(self.tokens, self.offsets, strict=True):
+            for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+                yield tokens[start : stop - 1]
+
+    def longest_suffix(self, context: Sequence[int], min_length: int, max_length: int) -> tuple[int, np.ndarray]:
+        """The longest suffix of the context that the store holds.
+
+        Returns:
+            Its length, 0 where none of min_length..max_length tokens is known, and where it stands: [n_shards, 2] int64
+            ranges of the shards' suffix arrays.
+        """
+        ranges = np.zeros((len(self.tokens), 2), dtype=np.int64)
+        context = np.asarray(context, dtype=np.int64)
+        length, _ = longest_suffix(self.tokens, self.suffixes, self.bounds, context, min_length, max_length, ranges)
+        return int(length), ranges if length else np.zeros_like(ranges)
+
+
+def sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(HASHED_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
+    """The newest store below `root` for this tokenizer; of those that this very target ranked, where there are any.
+
+    Raises:
+        UserError: there is none.
+    """
+    fitting = []
+    for file in root.glob(f"*/{MANIFEST}"):
+        try:
+            manifest = read_manifest(file.parent)
+        except UserError as error:
+            log.warning("passed over: %s", error)
+            continue
+        if manifest.tokenizer_fingerprint == tokenizer_fingerprint:
+            fitting.append((manifest.target_fingerprint == target_fingerprint, file.stat().st_mtime, file.parent))
+    if not fitting:
+        raise UserError(
+            f"{root}/ holds no datastore for this target; build one with {BUILT_BY} corpus=... target=..., or give "
+            "datastore=<folder>"
+        )
+    return max(fitting)[2]

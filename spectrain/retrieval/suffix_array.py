@@ -1,0 +1,161 @@
+"""Suffix arrays over token texts: building them, and finding where a context stands (methods.md, section 8).
+
+A text is one array of tokens in which every document ends with a separator, a token that no query holds: a match never
+crosses a document's end, and a continuation stops there. Its suffix array lists the positions in the order of the
+texts that begin there, so all occurrences of a context lie side by side. A store may be cut into shards, each with an
+array of its own; every function here takes tuples of shards and treats them as one text.
+
+Searches are compiled by numba, release the GIL, and read memory-mapped arrays in place.
+
+Letters: V vocabulary, n tokens of a shard.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from pydivsufsort import divsufsort
+
+MAX_SHARD_TOKENS = 2**28  # the sort works on bytes and wants 20 bytes a token; its positions are int32
+CHUNK_TOKENS = 2**22
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every token and the separator, which is vocab_size itself."""
+    return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
+
+
+def build_suffix_array(tokens: np.ndarray) -> np.ndarray:
+    """Positions of the text in the order of the suffixes that begin there; a shorter one stands before its extensions.
+
+    Args:
+        tokens: [n] unsigned integers, n at most MAX_SHARD_TOKENS.
+
+    Returns:
+        [n] int32.
+    """
+    assert len(tokens) <= MAX_SHARD_TOKENS, len(tokens)
+    if len(tokens) == 0:
+        return np.zeros(0, dtype=np.int32)
+    return divsufsort(_narrowed(tokens)).astype(np.int32, copy=False)
+
+
+def _narrowed(tokens: np.ndarray) -> np.ndarray:
+    """The same order in two bytes a token where the text has at most 65,536 different ones: half the memory to sort."""
+    if tokens.dtype.itemsize <= 2:
+        return tokens
+    present = np.zeros(int(tokens.max()) + 1, dtype=bool)
+    present[tokens] = True
+    if present.sum() > 2**16:
+        return tokens
+    rank = (np.cumsum(present) - 1).astype(np.uint16)
+    return rank[tokens]
+
+
+def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Where the suffixes that begin with a token lie: those of token t at bounds[t]..bounds[t + 1].
+
+    Returns:
+        [V + 2] int64; the separator's are the last.
+    """
+    counts = np.zeros(vocab_size + 1, dtype=np.int64)
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        counts += np.bincount(tokens[start : start + CHUNK_TOKENS], minlength=vocab_size + 1)
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+@njit(nogil=True, cache=True)
+def compare(tokens, position, context, begin, end):
+    """The text at `position` against context[begin:end]: 0 where it begins with it, else -1 before or 1 behind it."""
+    n_tokens = len(tokens)
+    for i in range(begin, end):
+        if position < 0 or position >= n_tokens:  # below 0 only where a file is damaged; memory is not read past it
+            return -1
+        token = np.int64(tokens[position])
+        if token != context[i]:
+            return -1 if token < context[i] else 1
+        position += 1
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def find_range(tokens, suffixes, bounds, context, begin, end):
+    """The suffixes of one shard that begin with context[begin:end], as low..high; an empty range where none does.
+
+    The lower end by halving, the upper one by doubling steps from there: long contexts stand in few places.
+    """
+    first = context[begin]
+    if first < 0 or first >= len(bounds) - 2:  # no token of the vocabulary, or the separator
+        return 0, 0
+    low, last = bounds[first], bounds[first + 1]
+    if end - begin == 1:
+        return low, last
+    high = last
+    while low < high:
+        middle = (low + high) // 2
+        if compare(tokens, suffixes[middle] + 1, context, begin + 1, end) < 0:
+            low = middle + 1
+        else:
+            high = middle
+    step, inside = 1, low
+    while inside + step <= last and compare(tokens, suffixes[inside + step - 1] + 1, context, begin + 1, end) == 0:
+        inside += step
+        step *= 2
+    high = min(inside + step, last)
+    while inside < high:
+        middle = (inside + high) // 2
+        if compare(tokens, suffixes[middle] + 1, context, begin + 1, end) == 0:
+            inside = middle + 1
+        else:
+            high = middle
+    return low, inside
+
+
+@njit(nogil=True, cache=True)
+def find_ranges(tokens, suffixes, bounds, context, length, ranges):
+    """Enters each shard's range of the last `length` tokens of the context in `ranges` [n_shards, 2]; returns matches."""
+    total = 0
+    n_context = len(context)
+    for shard in range(len(tokens)):
+        low, high = find_range(tokens[shard], suffixes[shard], bounds[shard], context, n_context - length, n_context)
+        ranges[shard, 0] = low
+        ranges[shard, 1] = high
+        total += high - low
+    return total
+
+
+@njit(nogil=True, cache=True)
+def longest_suffix(tokens, suffixes, bounds, context, min_length, max_length, ranges):
+    """The longest suffix of the context, of min_length..max_length tokens, that stands in the store.
+
+    Whoever holds a suffix holds its own suffixes, so the length is found by halving. `ranges` [n_shards, 2] gets where
+    it stands.
+
+    Returns:
+        Its length and the number of matches; 0, 0 where even the shortest is unknown.
+    """
+    shortest, longest = 0, min(max_length, len(context))
+    if longest < min_length:
+        return 0, 0
+    floor = min_length
+    while floor <= longest:
+        middle = (floor + longest + 1) // 2 if shortest else floor  # most often even the shortest is what is found
+        if find_ranges(tokens, suffixes, bounds, context, middle, ranges) > 0:
+            shortest = middle
+            floor = middle + 1
+        else:
+            longest = middle - 1
+    if shortest == 0:
+        return 0, 0
+    return shortest, find_ranges(tokens, suffixes, bounds, context, shortest, ranges)
+
+
+@njit(nogil=True, cache=True)
+def nth_match(tokens, suffixes, ranges, index):
+    """The shard of the index-th match and its position there."""
+    for shard in range(len(tokens)):
+        count = ranges[shard, 1] - ranges[shard, 0]
+        if index < count:
+            return shard, suffixes[shard][ranges[shard, 0] + index]
+        index -= count
+    return -1, -1
