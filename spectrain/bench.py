@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_prep.corpus import is_held_out, stdlib_documents
 from data_prep.prompts import Question, conversation_ids, read_prompts
-from spectrain.cli import build_method, command, conf_dir, method_config, open_target
+from spectrain.cli import AUTO, CHECKPOINTS, build_method, command, conf_dir, method_config, open_target, with_tuned
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_whole
@@ -56,11 +56,11 @@ def main(cfg: DictConfig) -> None:
     questions = read_questions(cfg)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     with open_dict(cfg):
-        cfg.measured = {"methods": methods, "questions": digest(questions)}
+        cfg.measured = {"methods": methods, "questions": digest(questions)} | budget_tables(methods)
     run = RunFolder.find(cfg, result="results.json")
     target = open_target(cfg)
     ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target))
-    contenders, skipped = build_contenders(cfg, methods, target)
+    contenders, skipped = build_contenders(cfg, methods, target, sampling)
     warn_of_defaults(target)
     run.begin(fingerprint(target.model, target.tokenizer))
     benchmark = Benchmark(target, contenders, questions, ids, work)
@@ -71,6 +71,9 @@ def main(cfg: DictConfig) -> None:
     measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32, looking_up)
     if not measured[BASELINE]["questions"]:
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
+    for name, contender in contenders.items():
+        if isinstance(contender, Method):
+            measured[name]["max_nodes"] = nodes_of(contender.drafter, work.batch_size)
     results = known | {"methods": measured, "skipped": skipped}
     write_report(run.path / "report.html", results, [as_json(row) for row in rows])
     run.finish(results)
@@ -118,7 +121,7 @@ def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
         base = changes.pop("method", name)
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = method_config(base, cfg.max_nodes)
+        options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned)
         for key, value in changes.items():
             if key not in options or key.startswith("_"):
                 takes = ", ".join(k for k in options if not k.startswith("_")) or "none"
@@ -126,6 +129,25 @@ def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
             options[key] = value
         found[name] = options
     return found
+
+
+def budget_tables(methods: dict[str, DictConfig]) -> dict[str, str]:
+    """What `max_nodes=auto` will go by, as a digest: a resumed run must not go on with other measurements."""
+    if not any(options.get("max_nodes") == AUTO for options in methods.values()):
+        return {}
+    files = sorted(CHECKPOINTS.glob("budget-*.json"))
+    return {"budgets": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
+
+
+def nodes_of(drafter: Drafter, batch_size: int) -> int | dict | None:
+    """Nodes of a step: a number, or for `auto` what it chose at the typical context for 1, 2, 4, .. rows."""
+    budget = getattr(drafter, "budget", None)
+    if budget is None:
+        return drafter.gamma + 1 if hasattr(drafter, "gamma") else None
+    if budget.fixed is not None:
+        return budget.fixed
+    rows = sorted({batch_size} | {2**i for i in range(batch_size.bit_length())})
+    return {AUTO: {str(n): budget.nodes(n, budget.typical_context_tokens) for n in rows}}
 
 
 def takes_all(cfg: DictConfig) -> bool:
@@ -137,27 +159,29 @@ def _names(names: str | ListConfig | None) -> list[str]:
 
 
 def build_contenders(
-    cfg: DictConfig, methods: dict[str, DictConfig], target: TargetModel
+    cfg: DictConfig, methods: dict[str, DictConfig], target: TargetModel, sampling: Sampling | None = None
 ) -> tuple[dict[str, Contender], dict[str, str]]:
     """Methods, then peers; and what `methods=all` leaves out for want of a drafter, with the reason.
 
     Raises:
         UserError: a method that was named has no drafter for this target, or an option is wrong.
     """
-    given = given_drafters(cfg)
+    given = given_artifacts(cfg)
     built: dict[str, Drafter] = {}
     skipped: dict[str, str] = {}
     for name, options in methods.items():
         kind = options.get("_artifact_")
         try:
-            built[name] = build_method(options, target, given.get(kind))
+            built[name] = build_method(options, target, given.get(kind), sampling)
         except UserError as error:
             if not takes_all(cfg) or kind is None or kind in given:
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
     taken = {options.get("_artifact_") for options in methods.values()} | ({"vanilla"} if cfg.peers else set())
     for kind in given.keys() - taken:
-        raise UserError(f"drafter={given[kind]} is a {kind} drafter, which none of the methods takes; remove it")
+        noun = kind if kind == "datastore" else f"{kind} drafter"
+        option = noun.split()[-1]
+        raise UserError(f"{option}={given[kind]} is a {noun}, which none of the methods takes; remove it")
     contenders: dict[str, Contender] = {name: Method(target, drafter) for name, drafter in built.items()}
     pld = next((d for d in built.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
     lookup = {"draft_tokens": min(pld.draft_tokens, pld.max_nodes - 1), "max_ngram": pld.max_ngram}
@@ -170,9 +194,9 @@ def build_contenders(
     return contenders, skipped
 
 
-def given_drafters(cfg: DictConfig) -> dict[str, str]:
-    """The folders of `drafter=`, by kind; what is no export of ours is taken for a plain Hugging Face model."""
-    given: dict[str, str] = {}
+def given_artifacts(cfg: DictConfig) -> dict[str, str]:
+    """The folders of `datastore=` and `drafter=`, by kind; what is no export of ours is a plain Hugging Face model."""
+    given: dict[str, str] = {"datastore": cfg.datastore} if cfg.get("datastore") else {}
     for folder in _names(cfg.drafter):
         kind = read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"
         if kind in given:

@@ -10,23 +10,28 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
 import transformers
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
+from yaml import YAMLError
 
-from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
+from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, load_target, tokenizer_fingerprint
+from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import UserError
+from spectrain.evaluation.budget_table import find_table
 from spectrain.models.artifacts import newest_artifact
+from spectrain.retrieval.datastore import newest_datastore
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 PACKAGE = Path(__file__).resolve().parent
-FREE_TEXT = ("prompt",)
+AUTO = "auto"  # max_nodes=auto
+FREE_TEXT = ("prompt", "lookup")
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
 
@@ -112,30 +117,91 @@ def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
     return load_target(bundled_folder(path) or path, cfg.target.dtype, device, cfg.target.parallel)
 
 
-def method_config(name: str, max_nodes: int | None = None) -> DictConfig:
-    """`conf/method/<name>.yaml`, with another node budget where one is given and the method has any."""
+def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
+    """`conf/method/<name>.yaml`, with another node budget where one is given and the method has any.
+
+    "auto" is for trees; a method that drafts a chain keeps its own length.
+    """
     config = OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
-    if max_nodes is not None and "max_nodes" in config:
+    for base in config.pop("defaults", []):  # as Hydra composes it: another method with other options
+        if base != "_self_":
+            config = OmegaConf.merge(method_config(base), config)
+    if max_nodes is not None and "max_nodes" in config and (max_nodes != AUTO or drafts_trees(config)):
         config.max_nodes = max_nodes
     return config
 
 
-def build_method(method: DictConfig, target: TargetModel, drafter: str | None) -> Drafter:
-    """A method of `conf/method/` for this target.
+def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictConfig:
+    """A method with the options that files of `spectrain.tune` hold for it: {module of the method: {option: value}}.
+
+    Raises:
+        UserError: a file is missing, no such yaml, or has an option that the method has not.
+    """
+    name = method["_target_"].split(".")[-2]
+    for file in [files] if isinstance(files, str) else files or ():
+        try:
+            found = OmegaConf.to_container(OmegaConf.load(file))
+            changes = dict(found.get(name, {}))
+        except (OSError, YAMLError, AttributeError, TypeError, ValueError) as error:
+            line = str(error).splitlines()[0]
+            raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
+        unknown = [key for key in changes if key not in method or key.startswith("_")]
+        if unknown:
+            raise UserError(f"tuned={file} has {name}.{unknown[0]}, which is no option of the method; tune it again")
+        method = OmegaConf.merge(method, changes)
+    return method
+
+
+def drafts_trees(method: DictConfig) -> bool:
+    """Whether the method's yaml has a node budget that is not just the length of a chain."""
+    return "max_nodes" in method and "gamma" not in method
+
+
+def node_budget(method: DictConfig, target: TargetModel, sampling: Sampling) -> NodeBudget:
+    """What `max_nodes=auto` stands for: the measurements of `spectrain.tune`.
+
+    Raises:
+        UserError: the method drafts a chain, or was not measured with this target, machine and sampling.
+    """
+    if not drafts_trees(method):
+        raise UserError(
+            f"max_nodes=auto sizes trees, but this method drafts a chain of gamma={method.gamma} tokens; give gamma"
+        )
+    return find_table(CHECKPOINTS, target).budget(OmegaConf.to_container(method, resolve=True), sampling)
+
+
+def build_method(
+    method: DictConfig, target: TargetModel, drafter: str | None, sampling: Sampling | None = None
+) -> Drafter:
+    """A method of `conf/method/` for this target. `sampling` (None: greedy) is what `max_nodes=auto` is chosen for.
 
     A yaml's `_target_` is a `build(target, ...)`; `_artifact_` says that it also takes the folder of a trained
-    drafter of that kind, by default the newest fitting one below `checkpoints/`.
+    drafter of that kind, or of a datastore, by default the newest fitting one below `checkpoints/`.
 
     Raises:
         UserError: the drafter is missing, does not fit, or is not taken.
     """
     options = dict(method)
+    if options.get("max_nodes") == AUTO:
+        options["max_nodes"] = node_budget(method, target, sampling or Sampling())
     kind = options.pop("_artifact_", None)
     if kind is None:
         if drafter is not None:
             raise UserError(f"drafter={drafter} is given, but this method takes none; remove drafter=")
         return hydra.utils.get_method(options.pop("_target_"))(target, **options)
-    if drafter is None:
+    if kind == "datastore":
+        drafter = options.pop("datastore", None) or drafter
+        if drafter is None and options.get("datastore_source", True):
+            drafter = find_datastore(target)
+    elif drafter is None:
         drafter = str(newest_artifact(CHECKPOINTS, kind, fingerprint(target.model, target.tokenizer)))
         log.info("drafter: %s", drafter)
     return hydra.utils.get_method(options.pop("_target_"))(target, drafter, **options)
+
+
+def find_datastore(target: TargetModel) -> str:
+    """The newest datastore below `checkpoints/` that fits. Raises UserError where there is none."""
+    prints = tokenizer_fingerprint(target.tokenizer), fingerprint(target.model, target.tokenizer)
+    folder = newest_datastore(CHECKPOINTS, *prints)
+    log.info("datastore: %s", folder)
+    return str(folder)

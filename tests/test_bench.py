@@ -103,6 +103,20 @@ def test_without_a_prompt_file_held_out_modules_are_continued():
     assert {len(turn) for question in questions for turn in question.turns} == {bench.STDLIB_CHARACTERS}
 
 
+def test_auto_without_measurements_is_refused_by_name(run, asked):
+    code, _, err = run("bench", asked, "out=b", "methods=[pld]", "max_nodes=auto")
+    assert code == 2
+    assert "pld: max_nodes=auto" in err
+    assert "run python -m spectrain.tune budget=true" in err
+    assert not Path("b").exists()
+
+
+def test_a_node_budget_that_is_no_number_is_refused(run, asked):
+    code, _, err = run("bench", asked, "out=b", "methods=[pld]", "max_nodes=many")
+    assert code == 2
+    assert "max_nodes=many must be a whole number" in err
+
+
 def test_sampled_lookups_write_what_autoregressive_decoding_samples(run, tmp_path):
     rows = [{"question_id": i, "category": c, "turns": ["def f(x):", "class A:"]} for i, c in enumerate("aab")]
     asked = write(tmp_path, *rows)

@@ -6,13 +6,16 @@ n-grams of orders 2..5 are counted on prompt and output, the highest known order
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
+from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
 
 
-def build(target: TargetModel, max_order: int = 5, draft_tokens: int = 10, max_nodes: int = 11) -> AdaptiveNgram:
+def build(
+    target: TargetModel, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | NodeBudget = 11
+) -> AdaptiveNgram:
     """The method; it takes nothing from the target."""
     return AdaptiveNgram(max_order, draft_tokens, max_nodes)
 
@@ -29,7 +32,7 @@ class AdaptiveNgram(LookupDrafter):
         UserError: an option is out of range.
     """
 
-    def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int = 11):
+    def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | NodeBudget = 11):
         super().__init__(max_nodes)
         check_whole("max_order", max_order, 2)
         check_whole("draft_tokens", draft_tokens, 1)

@@ -6,16 +6,21 @@ steps (paper, Figure 2). So the draft has two parts, both from a table of the n-
 (a) what followed the longest suffix that ends in the root;
 (b) for each token y of the first ranks: y, and what followed the longest suffix that ends in (root, y).
 
+In no paper: a datastore says what follows where the text knows nothing, or only what followed a single token.
+
 Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behind the root.
 """
 
 from __future__ import annotations
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel
+from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import UserError, check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.ngram_table import PositionTable
+from spectrain.retrieval.retriever import RetrievalOptions, Retriever
 
 # Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32 (counted from 0),
 # and y alone behind them.
@@ -27,11 +32,41 @@ def build(target: TargetModel, **options) -> LogitSpec:
     return LogitSpec(**options)
 
 
+def build_with_datastore(
+    target: TargetModel,
+    datastore: str,
+    max_suffix: int = 16,
+    min_suffix: int = 2,
+    max_matches: int = 100,
+    datastore_ranks: int = 9,
+    **options,
+) -> LogitSpec:
+    """The method, with the datastore of this folder behind the row's own text.
+
+    Args:
+        target: whose tokens the store must hold.
+        datastore: folder.
+        max_suffix: longest suffix that is looked for there.
+        min_suffix: shortest one.
+        max_matches: continuations read there; the likeliest of them is guessed.
+        datastore_ranks: candidates of the last logits that the store is asked about.
+        options: those of `LogitSpec`.
+
+    Raises:
+        UserError: the store is missing or damaged, or an option is out of range.
+    """
+    check_whole("datastore_ranks", datastore_ranks, 0)
+    method = LogitSpec(**options)
+    lookup = RetrievalOptions(min_suffix, max_suffix, max(method.input_tokens, method.kept[0]), max_matches)
+    method.retriever, method.datastore_ranks = Retriever(open_datastore(datastore, target), lookup), datastore_ranks
+    return method
+
+
 class LogitSpec(LookupDrafter):
     """A tree a step: one unpruned branch of (a), then the branches of (b) by rank until K nodes stand.
 
     Args:
-        max_nodes: K, the root included.
+        max_nodes: K, the root included, or a budget that says it step by step.
         max_ngram: longest suffix that is looked for.
         continuation_tokens: tokens of a full continuation: the latest occurrence that has as many wins.
         input_tokens: most nodes of (a). The paper does not limit it, so its 20 tokens come before all of (b); in small
@@ -45,7 +80,7 @@ class LogitSpec(LookupDrafter):
 
     def __init__(
         self,
-        max_nodes: int = 64,
+        max_nodes: int | NodeBudget = 64,
         max_ngram: int = 3,
         continuation_tokens: int = 20,
         input_tokens: int = 20,
@@ -65,29 +100,46 @@ class LogitSpec(LookupDrafter):
         self.input_tokens = min(input_tokens, continuation_tokens)
         self.last_logits, self.retrieval = last_logits, retrieval
         longest = 1 + continuation_tokens if retrieval else 1
-        self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * max_nodes  # by rank; more than are used
+        self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * self.max_nodes  # by rank; more than are used
+        self.retriever: Retriever | None = None  # see `build_with_datastore`
+        self.datastore_ranks = 0
         self.ranked: list[list[int]] = []  # a list a row: the likeliest tokens of its last logits, best first
 
     def new_row(self, tokens: list[int]) -> PositionTable:
         return PositionTable(tokens, self.max_ngram, "latest_full", self.continuation_tokens)
 
     def propose(self, context: Context) -> DraftTree:
-        if self.last_logits:
+        n_nodes = self.nodes_of_step(context)
+        if self.last_logits and n_nodes > 1:
             # K - 1 tokens fill a tree, and the root may be among them: K are enough.
-            k = min(self.max_nodes, context.last_logits.shape[1])
+            k = min(n_nodes, context.last_logits.shape[1])
             self.ranked = context.last_logits.topk(k).indices.tolist()  # all rows in one transfer
         return super().propose(context)
 
     def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
         if self.retrieval:
-            tree.add(state.continuation(self.input_tokens), Source.INPUT)
+            tree.add(*self.continuation(state, self.input_tokens, ask_store=self.retriever is not None))
         if not self.last_logits:
             return
         root = tree.tokens[0]
         guesses = (token for token in self.ranked[row] if token != root)
-        for token, kept in zip(guesses, self.kept, strict=False):
+        for rank, (token, kept) in enumerate(zip(guesses, self.kept, strict=False)):
             if not tree.n_free:
                 return
             node = tree.add((token,), Source.LOGITS)
             if kept > 1:
-                tree.add(state.continuation(kept - 1, (token,)), Source.INPUT, node)
+                found = self.continuation(state, kept - 1, (token,), ask_store=rank < self.datastore_ranks)
+                tree.add(*found, node)
+
+    def continuation(
+        self, state: PositionTable, limit: int, extra: tuple[int, ...] = (), ask_store: bool = False
+    ) -> tuple[list[int], Source]:
+        """What followed the text and `extra`, and who says so: the text for two tokens or more, the store, the text."""
+        if ask_store:
+            found = state.continuation(limit, extra, min_ngram=2)
+            if found:
+                return found, Source.INPUT
+            found = self.retriever.chain([*state.tokens[-self.retriever.options.max_suffix :], *extra], limit)
+            if found:
+                return found, Source.DATASTORE
+        return state.continuation(limit, extra), Source.INPUT

@@ -16,6 +16,7 @@ from random import Random
 import torch
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
+from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import UserError, check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
@@ -26,7 +27,7 @@ def build(
     window_columns: int = 15,
     ngram_tokens: int = 5,
     max_guesses: int = 15,
-    max_nodes: int | None = None,
+    max_nodes: int | NodeBudget | None = None,
 ) -> Lookahead:
     """The method; it takes nothing from the target but, step by step, the logits of its probes."""
     return Lookahead(window_columns, ngram_tokens, max_guesses, max_nodes)
@@ -40,7 +41,8 @@ class Lookahead(LookupDrafter):
         ngram_tokens: N; the window has N - 1 levels, a guess has N - 1 tokens.
         max_guesses: G, the n-grams that are kept for each first token.
         max_nodes: root, P = (N - 1) W - 1 probes and guesses; None: all of them, 1 + P + G (N - 1). Where it is
-            smaller than that, W shrinks until the probes take at most half of the nodes.
+            smaller than that, W shrinks until the probes take at most half of the nodes. A NodeBudget is asked when a
+            generation starts, for its rows and the typical context.
 
     Raises:
         UserError: an option is out of range, or max_nodes has no room for one column.
@@ -51,17 +53,30 @@ class Lookahead(LookupDrafter):
         window_columns: int = 15,
         ngram_tokens: int = 5,
         max_guesses: int = 15,
-        max_nodes: int | None = None,
+        max_nodes: int | NodeBudget | None = None,
     ):
         check_whole("window_columns", window_columns, 1)
         check_whole("ngram_tokens", ngram_tokens, 2)
         check_whole("max_guesses", max_guesses, 1)
-        levels = ngram_tokens - 1
-        all_nodes = levels * (window_columns + max_guesses)  # (0, 0) is the root
-        if max_nodes is not None and max_nodes != all_nodes:
-            window_columns = min(window_columns, most_columns(max_nodes, all_nodes, levels))
-        self.window_columns, self.ngram_tokens, self.max_guesses = window_columns, ngram_tokens, max_guesses
-        super().__init__(all_nodes if max_nodes is None else max_nodes, window_shape(window_columns, levels))
+        self.all_columns, self.ngram_tokens, self.max_guesses = window_columns, ngram_tokens, max_guesses
+        self.all_nodes = (ngram_tokens - 1) * (window_columns + max_guesses)  # (0, 0) is the root
+        if max_nodes is None:
+            max_nodes = self.all_nodes
+        self.window_columns = self._columns(max_nodes.largest if isinstance(max_nodes, NodeBudget) else max_nodes)
+        super().__init__(max_nodes, window_shape(self.window_columns, ngram_tokens - 1))
+
+    def start(self, target: TargetModel, cache) -> None:
+        super().start(target, cache)
+        n_nodes = self.nodes_of_generation(cache)
+        if n_nodes != self.max_nodes:
+            self.window_columns = self._columns(n_nodes)
+            self.set_nodes(n_nodes, window_shape(self.window_columns, self.ngram_tokens - 1))
+
+    def _columns(self, max_nodes: int) -> int:
+        """W under a node budget."""
+        if max_nodes == self.all_nodes:
+            return self.all_columns
+        return min(self.all_columns, most_columns(max_nodes, self.all_nodes, self.ngram_tokens - 1))
 
     def new_row(self, tokens: list[int]) -> LookaheadRow:
         return LookaheadRow(tokens, self.window_columns, self.ngram_tokens, self.max_guesses)

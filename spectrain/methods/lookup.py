@@ -11,7 +11,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Protocol
 
-from spectrain.decoding import Context, Drafter, DraftTree, TargetOutput, Verified
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetOutput, Verified
+from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import check_whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape, draft_tree
 
@@ -27,7 +28,8 @@ class LookupDrafter(Drafter):
     """Guesses from what was read and written so far. A method defines `new_row` and `propose_row`.
 
     Args:
-        max_nodes: nodes of a tree: root, guesses and probes.
+        max_nodes: nodes of a tree: root, guesses and probes. A NodeBudget is asked in every step, so trees follow the
+            rows and the context; `self.max_nodes` is then its largest answer.
         probe_shape: of the probes, which stand at nodes 1..P of every row; None: no probes.
 
     Raises:
@@ -36,13 +38,31 @@ class LookupDrafter(Drafter):
 
     looks_up = True
 
-    def __init__(self, max_nodes: int, probe_shape: ProbeShape | None = None):
-        self.probe_shape = probe_shape
+    def __init__(self, max_nodes: int | NodeBudget, probe_shape: ProbeShape | None = None):
+        if not isinstance(max_nodes, NodeBudget):
+            check_whole("max_nodes", max_nodes, 2)
+        self.budget = max_nodes if isinstance(max_nodes, NodeBudget) else NodeBudget(fixed=max_nodes)
+        self.rows: list[RowState] = []
+        self.set_nodes(self.budget.largest, probe_shape)
+
+    def set_nodes(self, max_nodes: int, probe_shape: ProbeShape | None) -> None:
+        """Says how large trees get and what probes they carry; see the class."""
         n_probes = probe_shape.n_probes if probe_shape is not None else 0
         check_whole("max_nodes", max_nodes, 2 + n_probes)
-        self.max_nodes = max_nodes
+        self.probe_shape, self.max_nodes = probe_shape, max_nodes
         self.n_guess_nodes = max_nodes - n_probes  # the root included
-        self.rows: list[RowState] = []
+
+    def nodes_of_step(self, context: Context) -> int:
+        """Nodes of each row's tree in this step, root, guesses and probes; 1: nothing is worth proposing."""
+        if self.probe_shape is not None or self.budget.fixed is not None:
+            return self.max_nodes  # a method with probes decides at `start`: their number fixes what its rows keep
+        return self.budget.nodes(context.n_rows, max(context.n_tokens))
+
+    def nodes_of_generation(self, cache: KVCache) -> int:
+        """Nodes for all steps of a generation, of a method whose rows keep as many probes as they began with."""
+        if self.budget.fixed is not None:
+            return self.budget.fixed
+        return self.budget.nodes(cache.max_rows, self.budget.typical_context_tokens)
 
     @abstractmethod
     def new_row(self, tokens: list[int]) -> RowState:
@@ -65,9 +85,11 @@ class LookupDrafter(Drafter):
 
     def propose(self, context: Context) -> DraftTree:
         trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
+        n_probes = self.max_nodes - self.n_guess_nodes
+        n_guess_nodes = self.nodes_of_step(context) - n_probes
         for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
-            tree = CandidateTree(int(tokens[row, context.n_tokens[row] - 1]), self.n_guess_nodes, room - 1)
-            if room > 1:
+            tree = CandidateTree(int(tokens[row, context.n_tokens[row] - 1]), n_guess_nodes, room - 1)
+            if room > 1 and n_guess_nodes > 1:
                 self.propose_row(state, tree, row)
             trees.append(tree)
         probes = [self.probes(state) for state in self.rows] if self.probe_shape is not None else None

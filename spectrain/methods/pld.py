@@ -7,6 +7,7 @@ where none did, nothing is proposed.
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
+from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import UserError, check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
@@ -16,7 +17,11 @@ MATCH_RULES = ("latest", "earliest")
 
 
 def build(
-    target: TargetModel, max_ngram: int = 3, draft_tokens: int = 10, match: str = "latest", max_nodes: int = 11
+    target: TargetModel,
+    max_ngram: int = 3,
+    draft_tokens: int = 10,
+    match: str = "latest",
+    max_nodes: int | NodeBudget = 11,
 ) -> PromptLookup:
     """The method; it takes nothing from the target."""
     return PromptLookup(max_ngram, draft_tokens, match, max_nodes)
@@ -35,7 +40,9 @@ class PromptLookup(LookupDrafter):
         UserError: an option is out of range.
     """
 
-    def __init__(self, max_ngram: int = 3, draft_tokens: int = 10, match: str = "latest", max_nodes: int = 11):
+    def __init__(
+        self, max_ngram: int = 3, draft_tokens: int = 10, match: str = "latest", max_nodes: int | NodeBudget = 11
+    ):
         super().__init__(max_nodes)
         check_whole("max_ngram", max_ngram, 1)
         check_whole("draft_tokens", draft_tokens, 1)

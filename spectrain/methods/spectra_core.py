@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
+from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import UserError, check_whole
 from spectrain.methods.lookahead import prompt_random, remember
 from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.spectra_retrieval import add_retrieved
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
+from spectrain.retrieval.retriever import Retriever
 
 
-def build(target: TargetModel, max_nodes: int | None = None, **options) -> SpectraCore:
+def build(target: TargetModel, max_nodes: int | NodeBudget | None = None, **options) -> SpectraCore:
     """The method; options are those of `CoreOptions`. It takes nothing from the target but the logits of its probes."""
     return SpectraCore(CoreOptions(**options), max_nodes)
 
@@ -69,33 +72,49 @@ class CoreOptions:
 
 
 class SpectraCore(LookupDrafter):
-    """The core alone.
+    """The core alone, or with retrieved guesses behind its own.
 
     Args:
         options: see there.
         max_nodes: root, P = (N - 1) W probes and guesses; None: all of them, 1 + P + (G - 1)(N - 1) + N. Where it is
-            smaller than that, W shrinks until the probes take at most half of the nodes.
+            smaller than that, W shrinks until the probes take at most half of the nodes. A NodeBudget is asked when a
+            generation starts, for its rows and the typical context.
+        retriever: fills what the core leaves of the G guesses; None: nothing does.
 
     Raises:
         UserError: max_nodes has no room for one candidate.
     """
 
-    def __init__(self, options: CoreOptions | None = None, max_nodes: int | None = None):
+    def __init__(
+        self,
+        options: CoreOptions | None = None,
+        max_nodes: int | NodeBudget | None = None,
+        retriever: Retriever | None = None,
+    ):
         options = options or CoreOptions()
+        self.retriever = retriever
         if max_nodes is None:
             max_nodes = options.all_nodes
-        self.core = Core(options, n_candidates(options, max_nodes))
+        largest = max_nodes.largest if isinstance(max_nodes, NodeBudget) else max_nodes
+        self.core = Core(options, n_candidates(options, largest))
         super().__init__(max_nodes, self.core.probe_shape)
 
     def start(self, target: TargetModel, cache) -> None:
         super().start(target, cache)
+        n_nodes = self.nodes_of_generation(cache)
+        if n_nodes != self.max_nodes:
+            options = self.core.options
+            self.core = Core(options, n_candidates(options, n_nodes))
+            self.set_nodes(n_nodes, self.core.probe_shape)
         self.core.start(target, cache.max_rows)
 
     def new_row(self, tokens: list[int]) -> CoreRow:
-        return self.core.new_row(tokens)
+        return self.core.new_row(tokens, self.retriever.options.max_suffix if self.retriever is not None else 0)
 
     def propose_row(self, state: CoreRow, tree: CandidateTree, row: int) -> None:
-        state.add_guesses(tree)
+        n_guesses = state.add_guesses(tree)
+        if self.retriever is not None:
+            add_retrieved(self.retriever, state.tail, tree, self.core.options.max_guesses - n_guesses)
 
     def probes(self, state: CoreRow) -> list[int]:
         return state.candidates
@@ -133,9 +152,9 @@ class Core:
         self.is_key = torch.zeros(max_rows, target.vocab_size, dtype=torch.bool, device=target.device)
         self.n_rows = 0
 
-    def new_row(self, tokens: list[int]) -> CoreRow:
+    def new_row(self, tokens: list[int], tail_tokens: int = 0) -> CoreRow:
         """The state of a row that joined at the end; tokens: its prompt and its first token, the root."""
-        state = CoreRow(tokens, self.options, self.n_candidates)
+        state = CoreRow(tokens, self.options, self.n_candidates, tail_tokens)
         self.is_key[self.n_rows] = False
         self.n_rows += 1
         return state
@@ -183,14 +202,17 @@ class CoreRow:
         tokens: the prompt and the first token, the root.
         options: see there.
         n_candidates: W.
+        tail_tokens: last tokens of the text that someone else wants to read in `tail`.
     """
 
-    def __init__(self, tokens: list[int], options: CoreOptions, n_candidates: int):
+    def __init__(self, tokens: list[int], options: CoreOptions, n_candidates: int, tail_tokens: int = 0):
         prompt = tokens[:-1]
         self.options, self.n_candidates = options, n_candidates
         self.random = prompt_random(prompt)
         others = options.ngram_tokens - 1
-        self.tail = tokens[-others:]  # the end of the text, as long as the longest key of the backward dictionary
+        # The end of the text, at least as long as the longest key of the backward dictionary.
+        self.tail_tokens = max(others, tail_tokens)
+        self.tail = tokens[-self.tail_tokens :]
         # Token j of candidate i stands at j W + i. Algorithm 1, line 3, does not say what the random tokens are drawn
         # from; Lookahead's are the prompt's.
         self.candidates = self.random.choices(prompt, k=others * n_candidates)
@@ -233,7 +255,7 @@ class CoreRow:
 
     def extend(self, tokens: list[int]) -> None:
         """The text went on. The pool does not move with it: candidates hang under whatever the root is."""
-        self.tail = (self.tail + tokens)[1 - self.options.ngram_tokens :]
+        self.tail = (self.tail + tokens)[-self.tail_tokens :]
 
 
 class NgramStorage:

@@ -54,19 +54,39 @@ class CandidateTree:
                 break
             child = children.get((node, token))
             if child is None:
-                child = len(tokens)
-                if child >= max_nodes:
+                if len(tokens) >= max_nodes:
                     break
-                children[node, token] = child
-                tokens.append(token)
-                self.parents.append(node)
-                self.sources.append(source)
-                if node != child - 1:
-                    self.is_chain = False
-                if depth > self.depth:
-                    self.depth = depth
+                child = self._append(token, node, depth, source)
             node = child
         return node
+
+    def add_tree(self, tokens: Sequence[int], parents: Sequence[int], source: Source) -> None:
+        """Adds another tree below the root: its nodes in order, the root first, parents before children."""
+        depths, places = [0], [0]  # of its nodes: depth, and where they stand here (-1: left out)
+        children = self._children
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            node, depth = places[parent], depths[parent] + 1
+            depths.append(depth)
+            if node < 0 or depth > self.max_depth:
+                places.append(-1)
+                continue
+            child = children.get((node, token))
+            if child is None:
+                child = self._append(token, node, depth, int(source)) if len(self.tokens) < self.max_nodes else -1
+            places.append(child)
+
+    def _append(self, token: int, node: int, depth: int, source: int) -> int:
+        """A new node below `node`, `depth` deep."""
+        child = len(self.tokens)
+        self._children[node, token] = child
+        self.tokens.append(token)
+        self.parents.append(node)
+        self.sources.append(source)
+        if node != child - 1:
+            self.is_chain = False
+        if depth > self.depth:
+            self.depth = depth
+        return child
 
     def _depth_of(self, node: int) -> int:
         depth = 0

@@ -19,10 +19,12 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.retrieval.suffix_array import (
     MAX_SHARD_TOKENS,
@@ -202,7 +204,7 @@ class Datastore:
     def documents(self) -> Iterator[np.ndarray]:
         """Token ids of each document, without the separator."""
         for tokens, offsets in zip(self.tokens, self.offsets, strict=True):
-            for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+            for start, stop in pairwise(offsets):
                 yield tokens[start : stop - 1]
 
     def longest_suffix(self, context: Sequence[int], min_length: int, max_length: int) -> tuple[int, np.ndarray]:
@@ -224,6 +226,18 @@ def sha256(file: Path) -> str:
         while block := content.read(HASHED_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def open_datastore(folder: str | Path, target: TargetModel) -> Datastore:
+    """A store whose tokens are this target's.
+
+    Raises:
+        UserError: there is none in the folder, it is damaged, or it was built with another tokenizer.
+    """
+    store = Datastore(folder)
+    if target.tokenizer is not None:
+        store.check_fits(tokenizer_fingerprint(target.tokenizer), target.model.name_or_path)
+    return store
 
 
 def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:

@@ -63,13 +63,13 @@ class PositionTable:
             else:
                 positions.setdefault(longest[start:], position)
 
-    def continuation(self, limit: int, extra: tuple[int, ...] = ()) -> list[int]:
+    def continuation(self, limit: int, extra: tuple[int, ...] = (), min_ngram: int = 1) -> list[int]:
         """What followed the longest known suffix of the text and `extra`: up to `limit` tokens, [] where none is known.
 
-        A suffix has 1..max_ngram tokens; `extra` is not entered in the table.
+        A suffix has min_ngram..max_ngram tokens; `extra` is not entered in the table.
         """
         suffix, positions = self._tail + extra, self._positions
-        for start in range(max(0, len(suffix) - self.max_ngram), len(suffix)):
+        for start in range(max(0, len(suffix) - self.max_ngram), len(suffix) - min_ngram + 1):
             position = positions.get(suffix[start:])
             if position is not None:
                 return self.tokens[position : position + limit]

@@ -18,6 +18,7 @@ from pydivsufsort import divsufsort
 
 MAX_SHARD_TOKENS = 2**28  # the sort works on bytes and wants 20 bytes a token; its positions are int32
 CHUNK_TOKENS = 2**22
+FIRST_LENGTH = 4  # tokens of a suffix that is known about as often as not
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -113,7 +114,7 @@ def find_range(tokens, suffixes, bounds, context, begin, end):
 
 @njit(nogil=True, cache=True)
 def find_ranges(tokens, suffixes, bounds, context, length, ranges):
-    """Enters each shard's range of the last `length` tokens of the context in `ranges` [n_shards, 2]; returns matches."""
+    """Enters where the context's last `length` tokens stand in `ranges` [n_shards, 2]. Returns the matches."""
     total = 0
     n_context = len(context)
     for shard in range(len(tokens)):
@@ -128,26 +129,29 @@ def find_ranges(tokens, suffixes, bounds, context, length, ranges):
 def longest_suffix(tokens, suffixes, bounds, context, min_length, max_length, ranges):
     """The longest suffix of the context, of min_length..max_length tokens, that stands in the store.
 
-    Whoever holds a suffix holds its own suffixes, so the length is found by halving. `ranges` [n_shards, 2] gets where
-    it stands.
+    Whoever holds a suffix holds its own suffixes, so the length is found by halving. It is a few tokens in running text
+    and all of them where the text is a copy: FIRST_LENGTH is tried first and then the longest. `ranges` [n_shards, 2]
+    gets where it stands.
 
     Returns:
         Its length and the number of matches; 0, 0 where even the shortest is unknown.
     """
-    shortest, longest = 0, min(max_length, len(context))
-    if longest < min_length:
-        return 0, 0
-    floor = min_length
+    longest, n_context = 0, len(context)
+    separator = len(bounds[0]) - 2
+    while longest < min(max_length, n_context) and 0 <= context[n_context - 1 - longest] < separator:
+        longest += 1
+    known, matches, floor = 0, 0, min_length
+    found = np.empty_like(ranges)
+    length = max(min_length, min(FIRST_LENGTH, longest))
     while floor <= longest:
-        middle = (floor + longest + 1) // 2 if shortest else floor  # most often even the shortest is what is found
-        if find_ranges(tokens, suffixes, bounds, context, middle, ranges) > 0:
-            shortest = middle
-            floor = middle + 1
+        total = find_ranges(tokens, suffixes, bounds, context, length, found)
+        if total > 0:
+            known, matches, floor = length, total, length + 1
+            ranges[:] = found
         else:
-            longest = middle - 1
-    if shortest == 0:
-        return 0, 0
-    return shortest, find_ranges(tokens, suffixes, bounds, context, shortest, ranges)
+            longest = length - 1
+        length = longest if length == FIRST_LENGTH and total > 0 else (floor + longest + 1) // 2
+    return known, matches
 
 
 @njit(nogil=True, cache=True)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import tempfile
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import torch
 from scipy.stats import chisquare
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, Verified, generate, loop, verify
-from spectrain.methods import anpd, logitspec, pld, spectra_core
+from spectrain.methods import anpd, logitspec, pld, rest, spectra, spectra_core, spectra_retrieval, sssd
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.lookahead import Lookahead
 from spectrain.methods.magicdec import MagicDec
@@ -26,6 +28,7 @@ from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
 from tests.conftest import tiny_model
 from tests.decoding.reference import ScriptedDrafter
+from tests.retrieval.reference import make_store
 
 ALPHA = 1e-4
 VOCAB_SIZE = 4
@@ -38,6 +41,15 @@ TINY = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "hidden_size": 16, "in
 @lru_cache
 def target() -> TargetModel:
     return TargetModel(tiny_model("llama", seed=4, **TINY))
+
+
+@lru_cache
+def datastore() -> str:
+    """A store that knows what follows the prompt, in several ways."""
+    folder = Path(tempfile.mkdtemp())
+    documents = [[3, 0, 2, 1, 1, 0], [0, 2, 1, 3], [0, 2, 3, 3, 2], [2, 0, 0, 1, 2, 3], [1, 2, 2, 0]]
+    make_store(folder, documents, VOCAB_SIZE, n_shards=2)
+    return str(folder)
 
 
 def same_tree_always(context, row) -> list[tuple[int, int]]:
@@ -57,6 +69,12 @@ DRAFTERS = {
     "logitspec": lambda: logitspec.build(target(), max_nodes=9),
     "lookahead": lambda: Lookahead(window_columns=3, ngram_tokens=3, max_guesses=3),
     "spectra_core": lambda: spectra_core.build(target(), pool_sequences=3, ngram_tokens=3, max_guesses=4),
+    "rest": lambda: rest.build(target(), datastore()),
+    "spectra_retrieval": lambda: spectra_retrieval.build(target(), datastore(), max_guesses=4, ngram_tokens=3),
+    "spectra": lambda: spectra.build(target(), datastore(), pool_sequences=3, ngram_tokens=3, max_guesses=6),
+    "sssd": lambda: sssd.build(target(), datastore(), max_nodes=9),
+    "sssd_logits": lambda: sssd.build(target(), datastore(), max_nodes=9, last_logits=True),
+    "logitspec_datastore": lambda: logitspec.build_with_datastore(target(), datastore(), max_nodes=9),
 }
 DRAWING = ("speculative", "spire", "magicdec")  # their drafts are drawn from a q
 
@@ -142,6 +160,8 @@ def accepts_too_readily(tree, logits, sampling, generators, verification) -> Ver
         ("anpd", redraws_the_bonus),
         ("logitspec", redraws_the_bonus),
         ("spectra_core", redraws_the_bonus),
+        ("rest", redraws_the_bonus),
+        ("sssd", redraws_the_bonus),
         ("magicdec", accepts_too_readily),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

@@ -1,5 +1,9 @@
 """The loop emits the target's own greedy text, ends where it must, and accounts for every token."""
 
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -7,18 +11,19 @@ from transformers import PreTrainedTokenizerFast
 
 from spectrain.decoding import Sampling, Source, TargetModel, generate
 from spectrain.errors import UserError
-from spectrain.methods import anpd, logitspec, pld, spectra_core
+from spectrain.methods import anpd, logitspec, pld, rest, spectra, spectra_core, spectra_retrieval, sssd
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.lookahead import Lookahead
 from spectrain.methods.magicdec import MagicDec
 from spectrain.methods.speculative import Speculative
-from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
+from tests.conftest import EOS_ID, FAMILIES, VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import (
     ScriptedDrafter,
     greedy_by_full_forwards,
     greedy_by_hugging_face,
     oracle_script,
 )
+from tests.retrieval.reference import make_store
 
 N_NEW = 30
 LENGTHS = [5, 17, 1, 40, 9, 23, 3]  # more prompts than slots: rows join while others are under way
@@ -35,6 +40,16 @@ def family(request):
     return TargetModel(model, prefill_chunk=16), prompts, texts
 
 
+@lru_cache
+def datastore() -> str:
+    """A store of the targets' own continuations of the prompts, so that what is retrieved is often right."""
+    folder = Path(tempfile.mkdtemp())
+    prompts = random_prompts(LENGTHS)
+    documents = [greedy_by_full_forwards(tiny_model(family), p, N_NEW) for family in FAMILIES for p in prompts]
+    make_store(folder, documents, VOCAB_SIZE, n_shards=2)
+    return str(folder)
+
+
 DRAFTERS = {
     "autoregressive": lambda model: Autoregressive(),
     "same model": lambda model: Speculative(TargetModel(model), gamma=4),
@@ -46,6 +61,12 @@ DRAFTERS = {
     "logitspec": lambda model: logitspec.build(TargetModel(model)),
     "lookahead": lambda model: Lookahead(window_columns=5, ngram_tokens=4, max_guesses=5),
     "spectra_core": lambda model: spectra_core.build(TargetModel(model), pool_sequences=5),
+    "rest": lambda model: rest.build(TargetModel(model), datastore()),
+    "spectra_retrieval": lambda model: spectra_retrieval.build(TargetModel(model), datastore()),
+    "spectra": lambda model: spectra.build(TargetModel(model), datastore(), pool_sequences=5),
+    "sssd": lambda model: sssd.build(TargetModel(model), datastore()),
+    "sssd_logits": lambda model: sssd.build(TargetModel(model), datastore(), last_logits=True),
+    "logitspec_datastore": lambda model: logitspec.build_with_datastore(TargetModel(model), datastore()),
 }
 
 

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, Source, generate
+from spectrain.decoding import DraftTree, Source, TargetModel, generate
 from spectrain.errors import UserError
 from spectrain.methods import logitspec
 from spectrain.methods.logitspec import LogitSpec
-from tests.conftest import VOCAB_SIZE, random_prompts
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.methods.test_pld import check_text, proposed
+from tests.retrieval.reference import make_store
 
 
 def logits_in_order(order: list[int], vocab_size: int) -> torch.Tensor:
@@ -170,3 +173,29 @@ def test_wrong_options_are_refused():
         LogitSpec(last_logits=False, retrieval=False)
     with pytest.raises(UserError, match="leave nothing to propose"):
         LogitSpec(last_logits=False, input_tokens=0)
+
+
+def test_a_datastore_says_what_follows_where_the_text_does_not_know(tmp_path):
+    store = make_store(tmp_path, [[7, 8, 9, 10], [5, 6, 20]], 40)
+    method = LogitSpec(max_nodes=40, continuation_tokens=4)
+    method.retriever = Retriever(store, RetrievalOptions(2, 8, 4))
+    known = method.new_row([1, 7, 8, 30, 31, 7, 8])  # the text itself knows what follows (7, 8)
+    assert method.continuation(known, 4, ask_store=True) == ([30, 31, 7, 8], Source.INPUT)
+    unknown = method.new_row([8, 33, 1, 7, 8])  # it knows what followed 8 alone; the store what followed (7, 8)
+    assert method.continuation(unknown, 4, ask_store=True) == ([9, 10], Source.DATASTORE)
+    assert method.continuation(unknown, 4) == ([33, 1, 7, 8], Source.INPUT)
+    branch = method.new_row([1, 2, 5])
+    assert method.continuation(branch, 4, (6,), ask_store=True) == ([20], Source.DATASTORE)
+    nowhere = method.new_row([1, 2, 1])
+    assert method.continuation(nowhere, 4, ask_store=True) == ([2, 1], Source.INPUT)
+
+
+def test_only_so_many_ranks_ask_the_store(tmp_path):
+    make_store(tmp_path, [[5, 6, 20], [5, 7, 21]], 61)
+    target = TargetModel(tiny_model("llama"))
+    method = logitspec.build_with_datastore(target, str(tmp_path), datastore_ranks=1, max_nodes=20)
+    method.ranked = [[6, 7]]
+    tree = CandidateTree(5, 20, 50)
+    method.propose_row(method.new_row([1, 5]), tree, 0)
+    assert 20 in tree.tokens
+    assert 21 not in tree.tokens

@@ -1,0 +1,74 @@
+"""REST (He et al. 2023; methods.md, section 9): the likeliest continuations of the last tokens in a datastore.
+
+The longest suffix of 16 down to 2 tokens that the store holds gives up to 5000 continuations of 10 tokens; the draft
+tree is made of the 64 nodes that most of them share.
+
+Differs from the reference, which samples every path of the tree on its own, also where paths share a node, and draws a
+new token after a mismatch: its text does not have the target's law. Here trees are verified as everywhere.
+"""
+
+from __future__ import annotations
+
+from spectrain.decoding import Source, TargetModel
+from spectrain.decoding.budget import NodeBudget
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.datastore import Datastore, open_datastore
+from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+
+
+def build(
+    target: TargetModel,
+    datastore: str,
+    max_suffix: int = 16,
+    min_suffix: int = 2,
+    max_matches: int = 5000,
+    branch_tokens: int = 10,
+    max_nodes: int | NodeBudget = 65,
+) -> Rest:
+    """The method over the datastore of this folder.
+
+    Args:
+        target: whose tokens the store must hold.
+        datastore: folder.
+        max_suffix: longest suffix that is looked for.
+        min_suffix: shortest suffix.
+        max_matches: continuations read, the first ones in sorted order, as the reference reads them.
+        branch_tokens: tokens of a continuation.
+        max_nodes: of a tree, the root included.
+
+    Raises:
+        UserError: the store is missing or damaged, or an option is out of range.
+    """
+    options = RetrievalOptions(min_suffix, max_suffix, branch_tokens, max_matches, first_matches=True)
+    return Rest(open_datastore(datastore, target), options, max_nodes)
+
+
+class Tail:
+    """The last tokens of a row.
+
+    Args:
+        tokens: the text so far.
+        longest: tokens kept.
+    """
+
+    def __init__(self, tokens: list[int], longest: int):
+        self.longest, self.tokens = longest, tokens[-longest:]
+
+    def extend(self, tokens: list[int]) -> None:
+        self.tokens = (self.tokens + tokens)[-self.longest :]
+
+
+class Rest(LookupDrafter):
+    """A tree a step, from one lookup. Arguments as in `build`."""
+
+    def __init__(self, store: Datastore, options: RetrievalOptions, max_nodes: int | NodeBudget = 65):
+        super().__init__(max_nodes)
+        self.retriever = Retriever(store, options)
+
+    def new_row(self, tokens: list[int]) -> Tail:
+        return Tail(tokens, self.retriever.options.max_suffix)
+
+    def propose_row(self, state: Tail, tree: CandidateTree, row: int) -> None:
+        tokens, parents = self.retriever.draft(state.tokens, tree.max_nodes, tree.max_depth)
+        tree.add_tree(tokens, parents, Source.DATASTORE)

@@ -1,0 +1,225 @@
+"""Weighted trees of what followed a context: nodes are continuations, counts how often each one was seen.
+
+`gather` draws them from a datastore (methods.md, sections 8 and 9); `ContinuationTrie` keeps all those of one growing
+text, prompt and output, up to date token by token (section 8, "input source").
+
+A tree is an int32 array [capacity, 4] with the columns TOKEN, COUNT, CHILD (the newest one) and SIBLING (the next older
+one). Node 0 is its root; 0 as a child or sibling says that there is none.
+
+Letters: P longest prefix of the trie, D its depth: P and the longest continuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from spectrain.retrieval.suffix_array import find_ranges, longest_suffix, nth_match
+
+TOKEN, COUNT, CHILD, SIBLING = range(4)
+EMPTY = -1  # a free place of the trie's hash table
+FIRST_CAPACITY = 1024  # nodes
+
+
+@njit(nogil=True, cache=True)
+def child_of(tree, n_nodes, node, token):
+    """The child of `node` with this token, made where there is none; and the nodes of the tree after that.
+
+    The child is 0 where the tree is full.
+    """
+    child = tree[node, CHILD]
+    while child != 0:
+        if tree[child, TOKEN] == token:
+            return child, n_nodes
+        child = tree[child, SIBLING]
+    if n_nodes == len(tree):
+        return 0, n_nodes
+    tree[n_nodes, TOKEN] = token
+    tree[n_nodes, COUNT] = 0
+    tree[n_nodes, CHILD] = 0
+    tree[n_nodes, SIBLING] = tree[node, CHILD]
+    tree[node, CHILD] = n_nodes
+    return n_nodes, n_nodes + 1
+
+
+@njit(nogil=True, cache=True)
+def gather(
+    tokens, suffixes, bounds, separator, context, lengths, max_matches, min_matches, first_matches, branch, tree, ranges
+):
+    """The tree of what follows the context's suffixes in a store.
+
+    Begins with the longest suffix found. Where it stands in fewer than min_matches places, shorter ones are looked up
+    too and their counts added.
+
+    Args:
+        tokens, suffixes, bounds, separator: of the `Datastore`.
+        context: [n] int64.
+        lengths: the shortest and the longest suffix to look for.
+        max_matches: continuations taken in all (M of SSSD).
+        min_matches: enough not to go on to a shorter suffix; 1: the first hit wins.
+        first_matches: True takes the first ones of the sorted range, as REST does; False takes them at regular
+            intervals of it, an unbiased sample.
+        branch: longest continuation, tokens.
+        tree: [capacity, 4] int32, overwritten. What does not fit is left out.
+        ranges: [n_shards, 2] int64 scratch.
+
+    Returns:
+        The nodes of the tree, and the length of the longest suffix found; the root counts the continuations taken.
+    """
+    tree[0] = 0
+    n_nodes, taken = 1, 0
+    longest, total = longest_suffix(tokens, suffixes, bounds, context, lengths[0], lengths[1], ranges)
+    length = longest
+    while total > 0:
+        take = min(total, max_matches - taken)
+        for i in range(take):
+            index = i if first_matches else ((2 * i + 1) * total) // (2 * take)
+            shard, position = nth_match(tokens, suffixes, ranges, index)
+            n_nodes = _insert(tree, n_nodes, tokens[shard], position + length, branch, separator)
+        taken += take
+        length -= 1
+        if total >= min_matches or taken >= max_matches or length < lengths[0]:
+            break
+        total = find_ranges(tokens, suffixes, bounds, context, length, ranges)
+    tree[0, COUNT] = taken
+    return n_nodes, longest
+
+
+@njit(nogil=True, cache=True)
+def _insert(tree, n_nodes, text, position, branch, separator):
+    """Counts the continuation that begins at `position`."""
+    node = 0
+    for place in range(position, min(position + branch, len(text))):
+        token = text[place]
+        if token == separator:
+            break
+        node, n_nodes = child_of(tree, n_nodes, node, token)
+        if node == 0:
+            break
+        tree[node, COUNT] += 1
+    return n_nodes
+
+
+class ContinuationTrie:
+    """All sequences of up to D = P + branch_tokens tokens of one text, with their counts.
+
+    `cursors[p]` is the node that spells the text's last p tokens: below it stands what followed them before. A new
+    token costs D steps in a hash table of (node, token), however long the text is.
+
+    Args:
+        tokens: the text so far.
+        max_prefix: P.
+        branch_tokens: longest continuation.
+    """
+
+    def __init__(self, tokens: Sequence[int], max_prefix: int, branch_tokens: int):
+        self.max_prefix = max_prefix
+        self.depth = max_prefix + branch_tokens
+        self.n_tokens = 0
+        self.cursors = np.zeros(self.depth + 1, dtype=np.int32)  # of each length; only those the text has
+        self._n_nodes = 1
+        self.nodes = np.zeros((FIRST_CAPACITY, 4), dtype=np.int32)
+        self._places = _new_places(FIRST_CAPACITY)
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on by these tokens."""
+        wanted = self._n_nodes + len(tokens) * self.depth
+        if wanted > len(self.nodes):
+            self._grow(max(wanted, 2 * len(self.nodes)))
+        new = np.asarray(tokens, dtype=np.int32)
+        self._n_nodes = _extend(self.nodes, self._places, self._n_nodes, self.cursors, self.n_tokens, new)
+        self.n_tokens += len(tokens)
+
+    @property
+    def n_prefixes(self) -> int:
+        """Lengths of prefixes that the text has: cursors 1..n_prefixes are to be read."""
+        return min(self.max_prefix, self.n_tokens)
+
+    def _grow(self, capacity: int) -> None:
+        nodes = np.zeros((capacity, 4), dtype=np.int32)
+        nodes[: self._n_nodes] = self.nodes[: self._n_nodes]
+        self.nodes, self._places = nodes, _new_places(capacity)
+        _rehash(nodes, self._places)
+
+    def find(self, node: int, token: int) -> int:
+        """The child of a node with this token, 0 where there is none."""
+        return int(find_child(self.nodes, self._places, node, token))
+
+    @property
+    def places(self) -> np.ndarray:
+        """The hash table, for compiled code."""
+        return self._places
+
+
+def _new_places(capacity: int) -> np.ndarray:
+    """A hash table for so many nodes, at most half full: [size, 2] int32 of parent and child; a power of two."""
+    places = np.empty((1 << (2 * capacity - 1).bit_length(), 2), dtype=np.int32)
+    places.fill(EMPTY)
+    return places
+
+
+@njit(nogil=True, cache=True)
+def _hash(node, token, mask):
+    mixed = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    return np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
+
+
+@njit(nogil=True, cache=True)
+def find_child(nodes, places, node, token):
+    """The child of `node` with this token, 0 where there is none."""
+    mask = len(places) - 1
+    place = _hash(node, token, mask)
+    while places[place, 0] != EMPTY:
+        child = places[place, 1]
+        if places[place, 0] == node and nodes[child, TOKEN] == token:
+            return child
+        place = (place + 1) & mask
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def _enter(nodes, places, node, child):
+    mask = len(places) - 1
+    place = _hash(node, nodes[child, TOKEN], mask)
+    while places[place, 0] != EMPTY:
+        place = (place + 1) & mask
+    places[place, 0] = node
+    places[place, 1] = child
+
+
+@njit(nogil=True, cache=True)
+def _rehash(nodes, places):
+    """Enters every node in an empty table, walking the tree."""
+    stack = [0]
+    while len(stack) > 0:
+        node = stack.pop()
+        child = nodes[node, CHILD]
+        while child != 0:
+            _enter(nodes, places, node, child)
+            stack.append(child)
+            child = nodes[child, SIBLING]
+
+
+@njit(nogil=True, cache=True)
+def _extend(nodes, places, n_nodes, cursors, n_tokens, new):
+    """Counts every sequence that ends in a new token. Returns the nodes of the trie."""
+    longest = len(cursors) - 1
+    for i in range(len(new)):
+        token = new[i]
+        # From the longest down: cursors[p] is read before it is overwritten.
+        for length in range(min(longest, n_tokens + i + 1), 0, -1):
+            node = cursors[length - 1]
+            child = find_child(nodes, places, node, token)
+            if child == 0:
+                child = n_nodes
+                nodes[child, TOKEN] = token
+                nodes[child, SIBLING] = nodes[node, CHILD]
+                nodes[node, CHILD] = child
+                _enter(nodes, places, node, child)
+                n_nodes += 1
+            nodes[child, COUNT] += 1
+            cursors[length] = child
+    return n_nodes

@@ -1,0 +1,34 @@
+"""Chooses what depends on the machine or the text: how many nodes a draft tree should have.
+
+    python -m spectrain.tune budget=true target=<folder or hub id> prompts=<file.jsonl> methods=[logitspec,pld]
+
+See docs/tune.md. `max_nodes=auto` of `spectrain.bench` and `spectrain.generate` then goes by what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from omegaconf import DictConfig
+
+from spectrain.cli import command
+from spectrain.errors import UserError
+from spectrain.tune_budget import tune_budget
+
+SEARCHES: dict[str, Callable[[DictConfig], None]] = {}  # method=<name>: what searches for its options
+
+
+def main(cfg: DictConfig) -> None:
+    if cfg.budget:
+        tune_budget(cfg)
+        return
+    method = cfg.get("method")  # the yaml of conf/method/
+    name = method["_target_"].split(".")[-2] if method else None
+    if name not in SEARCHES:
+        choices = " or ".join(["budget=true", *(f"method={known}" for known in SEARCHES)])
+        raise UserError(f"method={name or 'null'} has nothing to tune; give {choices}")
+    SEARCHES[name](cfg)
+
+
+if __name__ == "__main__":
+    command("tune")(main)()

@@ -1,0 +1,152 @@
+"""Node budgets: the best quotient, interpolation, and losslessness where the budget changes between steps."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from math import log
+
+import pytest
+
+from spectrain.decoding import generate
+from spectrain.decoding.budget import CONTEXT_BUCKET_TOKENS, ForwardCost, MethodCurve, NodeBudget, Roofline
+from spectrain.errors import UserError
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.logitspec import LogitSpec
+from spectrain.methods.lookahead import Lookahead
+from spectrain.methods.pld import PromptLookup
+from spectrain.methods.spectra_core import CoreOptions, SpectraCore
+from tests.conftest import random_prompts
+
+NODES, BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (1, 2, 8), (64, 256)
+ROOFLINE = Roofline(1e-3, 4e-3, 1e-4, 2e-7, 1e-8, 0.0)
+
+
+def cost_of(seconds=ROOFLINE.seconds, roofline: Roofline | None = ROOFLINE) -> ForwardCost:
+    grid = tuple(tuple(tuple(seconds(n, b, c) for c in CONTEXTS) for b in BATCHES) for n in NODES)
+    return ForwardCost(NODES, BATCHES, CONTEXTS, grid, grid, roofline)
+
+
+def curve_of(tau=lambda n: 1 + log(n), full=True, least=1, nodes=NODES[1:]) -> MethodCurve:
+    widths = tuple(((n, 1.0),) if full else ((1, 0.9), (n, 0.1)) for n in nodes)
+    taus = tuple(tau(n) for n in nodes)
+    return MethodCurve(nodes, taus, (2e-4,) * len(nodes), (1e-4,) * len(nodes), widths, 100, least)
+
+
+def test_it_takes_the_best_quotient_of_all_candidates():
+    budget = NodeBudget(cost=cost_of(), curve=curve_of())
+    for b, c in product(BATCHES, CONTEXTS):
+        by_hand = {n: (1 + log(n)) / (ROOFLINE.seconds(n, b, c) + 2e-4 + 1e-4 * b) for n in NODES}
+        chosen = budget.nodes(b, c)
+        (rate,) = [rate for rate in budget.rates(b, c) if rate.nodes == chosen]
+        assert rate.tokens_per_s >= b * max(by_hand.values()) - 1e-9
+        for rate in budget.rates(b, c):
+            if rate.nodes in by_hand:
+                assert rate.tokens_per_s == pytest.approx(b * by_hand[rate.nodes])
+
+
+def test_grid_points_are_exact_and_what_lies_between_is_linear():
+    cost = cost_of(lambda n, b, c: n * b * c, roofline=None)
+    for n, b, c in product(NODES, BATCHES, CONTEXTS):
+        assert cost.at(n, b, c) == n * b * c
+    assert cost.at(12, 5, 160) == pytest.approx(12 * 5 * 160)
+    assert cost.at(64, 16, 10) == 32 * 8 * 64  # without a fit the borders go on
+
+
+def test_outside_the_grid_the_fit_says_by_what_it_grows():
+    for wanted in ((128, 1, 64), (4, 64, 256), (4, 8, 4096), (128, 64, 4096)):
+        assert cost_of().at(*wanted) == pytest.approx(ROOFLINE.seconds(*wanted))
+    assert cost_of().over_nodes(64, 4096) == pytest.approx([ROOFLINE.seconds(n, 64, 4096) for n in NODES])
+
+
+def test_a_larger_batch_never_gets_more_nodes():
+    budget = NodeBudget(cost=cost_of(), curve=curve_of())
+    chosen = [budget.nodes(b, 128) for b in range(1, 65)]
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > chosen[-1]
+
+
+def test_nothing_is_drafted_where_one_node_is_best_unless_the_method_cannot():
+    dear = cost_of(lambda n, b, c: n * 1e-2)
+    assert NodeBudget(cost=dear, curve=curve_of()).nodes(1, 64) == 1
+    assert NodeBudget(cost=dear, curve=curve_of(least=4, nodes=(4, 8, 16))).nodes(1, 64) == 4
+
+
+def test_a_method_that_seldom_proposes_pays_for_what_it_proposes():
+    dear = cost_of(lambda n, b, c: n * 1e-2)
+    curve = curve_of(tau=lambda n: 1.5, full=False)
+    (two,) = [rate for rate in NodeBudget(cost=dear, curve=curve).rates(1, 64) if rate.nodes == 2]
+    assert two.forward_s == pytest.approx(0.9 * 1e-2 + 0.1 * 2e-2)
+    (two,) = [rate for rate in NodeBudget(cost=dear, curve=curve).rates(2, 64) if rate.nodes == 2]
+    assert two.forward_s == pytest.approx(0.81 * 1e-2 + 0.19 * 2e-2)  # the widest of two trees
+
+
+def test_shares_of_widths_add_up():
+    curve = curve_of(full=False)
+    for nodes, b in product((1, 2, 3, 11, 32), (1, 2, 8)):
+        widths = curve.widths_at(nodes, b)
+        assert sum(share for _, share in widths) == pytest.approx(1)
+        assert all(width <= nodes for width, _ in widths)
+
+
+def test_one_answer_a_context_bucket_is_kept():
+    budget = NodeBudget(cost=cost_of(), curve=curve_of())
+    assert budget.nodes(1, 1) == budget.nodes(1, CONTEXT_BUCKET_TOKENS)
+    assert len(budget._known) == 1
+
+
+def test_a_fixed_budget_is_that_number():
+    budget = NodeBudget(fixed=7)
+    assert (budget.nodes(1, 10), budget.nodes(64, 5000), budget.largest, budget.candidates) == (7, 7, 7, (7,))
+
+
+def test_json_gives_back_the_same():
+    cost, curve = cost_of(), curve_of(full=False)
+    assert ForwardCost.from_json(json.loads(json.dumps(cost.as_json()))) == cost
+    assert MethodCurve.from_json(json.loads(json.dumps(curve.as_json()))) == curve
+
+
+class Restless(NodeBudget):
+    """Another budget in every step, by rows and context."""
+
+    def nodes(self, batch_size: int, context_tokens: int) -> int:
+        choices = self.candidates
+        return choices[(3 * batch_size + context_tokens) % len(choices)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda budget, probing: LogitSpec(budget),
+        lambda budget, probing: PromptLookup(max_nodes=budget),
+        lambda budget, probing: SpectraCore(CoreOptions(ngram_tokens=3), probing),
+        lambda budget, probing: Lookahead(ngram_tokens=3, max_nodes=probing),
+    ],
+    ids=["logitspec", "pld", "spectra_core", "lookahead"],
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_text_is_the_targets_own_while_the_budget_changes(llama_target, make, batch_size):
+    budget = Restless(cost=cost_of(), curve=curve_of())
+    probing = Restless(cost=cost_of(), curve=curve_of(least=8, nodes=(8, 16, 32)))
+    prompts = random_prompts([5, 9, 14, 20])
+    drafter, seen = make(budget, probing), set()
+    propose = drafter.propose
+
+    def watched(context):
+        tree = propose(context)
+        seen.add(tree.shape[1])
+        assert tree.shape[1] <= drafter.nodes_of_step(context)
+        return tree
+
+    drafter.propose = watched
+    for size in (batch_size, 2):  # a second generation, of another size
+        found = generate(llama_target, drafter, prompts, 24, batch_size=size)
+        plain = generate(llama_target, Autoregressive(), prompts, 24)
+        assert [g.tokens for g in found] == [g.tokens for g in plain]
+    assert len(seen) > 1
+
+
+def test_a_number_without_room_is_refused():
+    for wrong in (0, 1, 2.5, "many", None):
+        with pytest.raises(UserError, match="max_nodes"):
+            PromptLookup(max_nodes=wrong)

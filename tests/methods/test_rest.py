@@ -1,0 +1,65 @@
+"""REST: first hit wins, the likeliest nodes by prefix count, the reference's biased sample."""
+
+from __future__ import annotations
+
+import pytest
+
+from spectrain.decoding import Source
+from spectrain.errors import UserError
+from spectrain.methods.rest import Rest, Tail
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.retriever import RetrievalOptions
+from tests.retrieval.reference import make_store
+
+V = 200
+
+
+def drafted(method: Rest, text: list[int], max_nodes: int = 65, max_depth: int = 50) -> CandidateTree:
+    tree = CandidateTree(text[-1], max_nodes, max_depth)
+    method.propose_row(method.new_row(text), tree, 0)
+    return tree
+
+
+def rest(store, max_nodes: int = 65, **options) -> Rest:
+    defaults = {"min_suffix": 2, "max_suffix": 16, "branch_tokens": 10, "max_matches": 5000, "first_matches": True}
+    return Rest(store, RetrievalOptions(**defaults | options), max_nodes)
+
+
+def test_the_longest_suffix_wins_and_shorter_ones_are_not_added(tmp_path):
+    store = make_store(tmp_path, [[1, 2, 3, 9], [2, 3, 8], [2, 3, 8]], V)
+    assert drafted(rest(store), [1, 2, 3]).tokens == [3, 9]
+    assert drafted(rest(store), [7, 2, 3]).tokens == [3, 8, 9]
+    assert drafted(rest(store), [7, 7, 3]).tokens == [3]  # one token is too short a suffix
+
+
+def test_the_likeliest_nodes_are_kept(tmp_path):
+    store = make_store(tmp_path, [[0, 1, 5, 6], [0, 1, 5, 7], [0, 1, 4], [0, 1, 4, 8]], V)
+    tree = drafted(rest(store), [0, 1], max_nodes=4)
+    assert tree.tokens == [1, 4, 5, 6]  # 4 and 5 twice each, then one of those seen once
+    assert tree.parents == [-1, 0, 0, 2]
+    assert set(tree.sources[1:]) == {Source.DATASTORE}
+
+
+def test_only_the_first_matches_in_sorted_order_are_read(tmp_path):
+    store = make_store(tmp_path, [[0, 1, token] for token in range(100, 150)], V)
+    tree = drafted(rest(store, max_matches=5), [0, 1])
+    assert tree.tokens == [1, 100, 101, 102, 103, 104]
+
+
+def test_depth_is_what_may_still_be_emitted(tmp_path):
+    store = make_store(tmp_path, [list(range(40))], V)
+    assert len(drafted(rest(store), [0, 1]).tokens) == 11
+    assert drafted(rest(store), [0, 1], max_depth=3).tokens == [1, 2, 3, 4]
+
+
+def test_tail_keeps_the_end_of_the_text():
+    tail = Tail([1, 2, 3, 4], 3)
+    tail.extend([5, 6])
+    assert tail.tokens == [4, 5, 6]
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(UserError, match="max_suffix=1 must be at least min_suffix=2"):
+        RetrievalOptions(2, 1, 10)
+    with pytest.raises(UserError, match="max_matches=0 must be"):
+        RetrievalOptions(1, 1, 10, 0)

@@ -1,0 +1,83 @@
+"""SPECTRA with its retrieval module: G guesses in all, the core's first."""
+
+from __future__ import annotations
+
+import pytest
+
+from spectrain.decoding import Source, TargetModel, generate
+from spectrain.errors import UserError
+from spectrain.methods import spectra, spectra_retrieval
+from spectrain.methods.spectra_core import CoreOptions, SpectraCore
+from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.retriever import Retriever
+from tests.conftest import random_prompts, tiny_model
+from tests.retrieval.reference import make_store
+
+V = 200
+FAN = [[0, token, 50, 51] for token in range(100, 130)]  # 30 different tokens follow 0
+
+
+def leaves(tree: CandidateTree) -> int:
+    return len(set(range(1, len(tree.tokens))) - set(tree.parents))
+
+
+def test_retrieval_alone_proposes_g_branches_of_n_tokens(tmp_path):
+    method = SpectraRetrieval(make_store(tmp_path, FAN, V), retrieval_options(2), max_guesses=4)
+    assert method.max_nodes == 1 + 4 * 2
+    tree = CandidateTree(0, method.max_nodes, 50)
+    method.propose_row(method.new_row([7, 0]), tree, 0)
+    assert leaves(tree) == 4
+    assert tree.depth == 2
+    assert set(tree.sources[1:]) == {Source.DATASTORE}
+
+
+@pytest.mark.parametrize(("core_guesses", "retrieved"), [(0, 5), (2, 3), (4, 1), (9, 1)])  # the core: G - 1
+def test_retrieval_fills_what_the_core_leaves_of_g(tmp_path, core_guesses, retrieved):
+    options = CoreOptions(ngram_tokens=3, pool_sequences=2, max_guesses=5, backward=False)
+    retriever = Retriever(make_store(tmp_path, FAN, V), retrieval_options(3))
+    method = SpectraCore(options, None, retriever)
+    method.start(TargetModel(tiny_model("llama", vocab_size=V)), type("Cache", (), {"max_rows": 1})())
+    row = method.new_row([3, 4, 0])
+    for i in range(core_guesses):
+        row.ngrams.enter((0, 10 + i, 20))
+    tree = CandidateTree(0, method.n_guess_nodes, 50)
+    method.propose_row(row, tree, 0)
+    kinds = {int(s) for s, p in zip(tree.sources, tree.parents, strict=True) if p == 0}
+    by_source = [s for s, p in zip(tree.sources, tree.parents, strict=True) if p == 0]
+    assert by_source.count(int(Source.DATASTORE)) == retrieved
+    assert by_source == sorted(by_source, key=lambda s: s == Source.DATASTORE)  # the core's come first
+    assert kinds <= {int(Source.FORWARD), int(Source.BACKWARD), int(Source.DATASTORE)}
+
+
+def test_the_retriever_reads_more_of_the_text_than_the_core_keeps(tmp_path):
+    store = make_store(tmp_path, [[*range(1, 9), 99], *[[8, 77]] * 5], V)
+    retriever = Retriever(store, retrieval_options(2, max_suffix=8))
+    method = SpectraCore(CoreOptions(ngram_tokens=2, pool_sequences=1, max_guesses=3), None, retriever)
+    method.start(TargetModel(tiny_model("llama", vocab_size=V)), type("Cache", (), {"max_rows": 1})())
+    row = method.new_row([1, 2, 3, 4, 5, 6])
+    row.extend([7, 8])
+    tree = CandidateTree(8, 20, 50)
+    method.propose_row(row, tree, 0)
+    assert 99 in tree.tokens
+    assert 77 not in tree.tokens
+
+
+def test_build_makes_both_from_one_list_of_options(tmp_path):
+    make_store(tmp_path, random_prompts([80]), 61)
+    target = TargetModel(tiny_model("llama"))
+    method = spectra.build(target, str(tmp_path), ngram_tokens=3, pool_sequences=4, max_guesses=6, min_suffix=2)
+    assert method.retriever.options.branch_tokens == 3
+    assert method.retriever.options.min_suffix == 2
+    assert method.core.options.max_guesses == 6
+    alone = spectra_retrieval.build(target, str(tmp_path), max_guesses=2, ngram_tokens=3)
+    (prompt,) = random_prompts([12])
+    texts = [generate(target, drafter, [prompt], 20)[0].tokens for drafter in (method, alone)]
+    assert texts[0] == texts[1]
+
+
+def test_wrong_options_are_refused(tmp_path):
+    with pytest.raises(UserError, match="ngram_tokens=0"):
+        retrieval_options(0)
+    with pytest.raises(UserError, match="max_guesses=0"):
+        SpectraRetrieval(make_store(tmp_path, FAN, V), retrieval_options(3), 0)

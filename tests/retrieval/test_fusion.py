@@ -1,0 +1,122 @@
+"""The fused tree equals a slow version of SSSD's Algorithm 1, over sources made by brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spectrain.decoding.tree import Source
+from spectrain.retrieval.continuation_tree import ContinuationTrie
+from spectrain.retrieval.fusion import Queue, fuse
+from spectrain.retrieval.retriever import (
+    NO_CURSORS,
+    NO_PLACES,
+    NO_PROBS,
+    NO_TOKENS,
+    NO_TREE,
+    RetrievalOptions,
+    Retriever,
+)
+from tests.retrieval.reference import continuations, fused, longest, make_store, prefix_counts, text_counts
+from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
+
+P, S, E = 3, 4, 4  # longest prefix of the input and of the store, longest branch
+NAMES = {int(s): s.name.lower() for s in Source}
+
+
+def discounts(draw_from: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Multiples of 1/8, so that products are exact and ties happen."""
+    return draw_from.integers(0, 9, size=shape) / 8
+
+
+def kernel(store_tree, store_discounts, trie, input_discounts, tokens, probs, logit_discounts, limits, root):
+    queue = Queue(4096)
+    draft = np.zeros((3, limits[0]), dtype=np.int64)
+    inputs = (NO_TREE, NO_PLACES, NO_CURSORS)
+    if trie is not None:
+        inputs = (trie.nodes, trie.places, trie.cursors[: trie.n_prefixes + 1])
+    n_nodes, depth = fuse(
+        (queue.items, queue.numbers, queue.heap), store_tree, store_discounts, *inputs, input_discounts,
+        tokens, probs, logit_discounts, *limits, root, draft,
+    )  # fmt: skip
+    found = [(int(t), int(p), NAMES[int(s)]) for t, p, s in draft[:, :n_nodes].T]
+    depths = [0]
+    for _, parent, _ in found[1:]:
+        depths.append(depths[parent] + 1)
+    assert depth == max(depths)
+    return found
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    documents=DOCUMENTS,
+    text=st.lists(TOKEN, min_size=1, max_size=25),
+    limits=st.tuples(st.integers(1, 24), st.integers(0, 5), st.integers(1, 9)),
+    candidates=st.lists(TOKEN, max_size=3, unique=True),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_fused_tree_equals_the_slow_algorithm(documents, text, limits, candidates, seed, tmp_path_factory):
+    random = np.random.default_rng(seed)
+    store_table, input_table, logit_table = (discounts(random, shape) for shape in ((E + 1,), (P + 1, E + 1), (E + 1,)))
+    probs = discounts(random, (len(candidates),))
+    store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE)
+    retriever = Retriever(store, RetrievalOptions(1, S, E, max_matches=1000))
+    retriever.gather(np.array(text))
+    trie = ContinuationTrie(text, P, E)
+    guesses = np.array(candidates, dtype=np.int64)
+    found = kernel(
+        retriever.tree, store_table, trie, input_table, guesses, probs, logit_table, limits, text[-1]
+    )  # fmt: skip
+
+    length, total = longest(documents, text, 1, S)
+    counts = prefix_counts(continuations(documents, text[len(text) - length :], E)) if length else {}
+    sources = [{"name": "datastore", "probs": {p: c * (1 / total) * store_table[len(p)] for p, c in counts.items()}}]
+    for prefix in range(1, min(P, len(text)) + 1):
+        total, counts = text_counts(text, prefix, E)
+        probabilities = {p: c * (1 / total) * input_table[prefix, len(p)] for p, c in counts.items()}
+        sources.append({"name": "input", "probs": probabilities})
+    logits = {}
+    for token, prob in zip(candidates, probs, strict=True):
+        logits[token,] = prob * logit_table[1]
+        below = prefix_counts([tuple(text[i + 1 : i + E]) for i, t in enumerate(text) if t == token])
+        scale = prob / max(1, text.count(token))
+        logits |= {(token, *p): c * scale * logit_table[1 + len(p)] for p, c in below.items()}
+    sources.append({"name": ["logits", *["input"] * E], "probs": logits})
+    assert found == fused(sources, text[-1], *limits)
+
+
+def test_the_first_level_takes_the_childs_probability_not_the_roots(tmp_path):
+    # 0 is followed by 1 twice and by 2 once: with the root's probability of 1 for both, 1 and 2 would tie.
+    store = make_store(tmp_path, [[0, 2], [0, 1], [0, 1]], VOCAB_SIZE)
+    retriever = Retriever(store, RetrievalOptions(1, 1, 2))
+    assert retriever.draft([0], 2, 2) == ([0, 1], [-1, 0])
+    retriever.gather(np.array([0]))
+    even = np.ones(E + 1)
+    # An input source that believes 3 at 0.5 stands between the store's 2/3 and 1/3.
+    trie = ContinuationTrie([0, 3, 0, 2, 0], 1, E)
+    table = np.array([even, even])
+    found = kernel(retriever.tree, even, trie, table, NO_TOKENS, NO_PROBS, even, (4, 1, 9), 0)
+    assert [token for token, _, _ in found] == [0, 1, 2, 3]
+    assert [source for _, _, source in found] == ["root", "datastore", "input", "input"]
+
+
+def test_a_leaf_limit_keeps_chains_going(tmp_path):
+    store = make_store(tmp_path, [[0, 1, 2, 3], [0, 2, 3, 1], [0, 1, 3]], VOCAB_SIZE)
+    retriever = Retriever(store, RetrievalOptions(1, 1, 3))
+    assert retriever.chain([0], 3) == [1, 2, 3]
+    tokens, parents = retriever.draft([0], 9, 3, max_leaves=2)
+    assert len(tokens) - len(set(parents) - {-1}) == 2  # leaves
+    assert len(set(parents) - {-1}) + 2 == len(tokens)
+
+
+def test_a_full_queue_leaves_the_rest_out():
+    trie = ContinuationTrie([t for i in range(40) for t in (0, i + 1)] + [0], 1, 2)
+    queue = Queue(8)
+    draft = np.zeros((3, 20), dtype=np.int64)
+    even = np.ones(3)
+    n_nodes, _ = fuse(
+        (queue.items, queue.numbers, queue.heap), np.zeros((1, 4), dtype=np.int32), even, trie.nodes, trie.places,
+        trie.cursors[:2], np.array([even, even]), NO_TOKENS, NO_PROBS, even, 20, 2, 20, 0, draft,
+    )  # fmt: skip
+    assert 2 <= n_nodes <= 9
