@@ -7,12 +7,12 @@ every machine and for every run, whatever the order in which files are found.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-import json
 import logging
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,11 +20,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from data_prep.tables import (
+    hub_texts,
+    is_saved,
+    jsonl_texts,
+    looks_like_hub_id,
+    parquet_bytes,
+    parquet_texts,
+    saved_texts,
+)
 from spectrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
+PROSE = (".txt", ".md", ".rst", ".tex")
+CODE = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala"),
+    *(".js", ".jsx", ".ts", ".tsx", ".cs", ".swift", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".sh"),
+    *(".sql", ".proto", ".html", ".css"),
+)
+SUFFIXES = (*PROSE, *CODE, ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -43,78 +59,163 @@ class PackedRows:
     held_out: Tensor  # [n_held_out, L] int32
 
 
-def stdlib_documents() -> Iterator[Document]:
+@dataclass
+class Skipped:
+    """What a corpus holds besides documents."""
+
+    not_utf8: list[str] = field(default_factory=list)  # names of files
+    empty: int = 0  # documents without text
+    quiet: bool = False  # True: files are not named in the log
+
+
+def read_documents(
+    path: str | None,
+    fields: list[str] | None = None,
+    split: str = "train",
+    subset: str | None = None,
+    skipped: Skipped | None = None,
+) -> Iterator[Document]:
+    """The corpus of a config: the standard library without a path, a file or folder, or a dataset of the hub.
+
+    Args:
+        path: see `file_documents`; otherwise a Hugging Face dataset's id, which is streamed.
+        fields: which fields of a row make its text, joined by blank lines; all that are strings when None.
+        split: of a dataset.
+        subset: of a dataset of the hub.
+        skipped: counts what is left out.
+
+    Raises:
+        UserError: there is no such corpus, or a row of it is malformed or lacks a field.
+    """
+    skipped = Skipped() if skipped is None else skipped
+    if path is None:
+        yield from stdlib_documents(skipped)
+    elif is_remote(path):
+        log.info("streaming %s from the Hugging Face hub", path)
+        yield from _numbered(f"{subset or ''}:{split}".lstrip(":"), hub_texts(path, subset, split, fields), skipped)
+    else:
+        yield from file_documents(path, fields, split, skipped)
+
+
+def is_remote(path: str | None) -> bool:
+    """Whether a corpus is a dataset of the hub: nothing stands at its path, and it looks like an id."""
+    return bool(path) and not Path(path).expanduser().exists() and looks_like_hub_id(path) and not _is_source(path)
+
+
+def _is_source(path: str) -> bool:
+    return Path(path).suffix in SUFFIXES
+
+
+def stdlib_documents(skipped: Skipped | None = None) -> Iterator[Document]:
     """Yields the sources of the Python standard library of this interpreter, without what pip installed beside it.
 
     Tables that are data rather than code (`encodings`, `pydoc_data`) and files that are not UTF-8 are left out.
     """
+    skipped = Skipped() if skipped is None else skipped
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"} & set(parts):
-            continue
+    for path in _stdlib_files():
+        name = path.relative_to(root).as_posix()
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             log.debug("left out, not UTF-8: %s", path)
+            skipped.not_utf8.append(name)
             continue
-        if text.strip():
-            yield Document("/".join(parts), text)
+        yield from _unless_empty(Document(name, text), skipped)
 
 
-def file_documents(path: str, fields: list[str] | None = None) -> Iterator[Document]:
-    """Yields the texts of a file or of every `.py`, `.txt`, `.md` and `.jsonl` file below a folder.
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    no_code = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
+    return [path for path in sorted(root.rglob("*.py")) if not no_code & set(path.relative_to(root).parts)]
+
+
+def file_documents(
+    path: str, fields: list[str] | None = None, split: str = "train", skipped: Skipped | None = None
+) -> Iterator[Document]:
+    """Yields the texts of a file, of every file below a folder that `SUFFIXES` names, or of a saved dataset.
 
     Args:
-        path: a file or folder. A `.jsonl` file gives one document a line.
-        fields: which string fields of a JSONL row make its text, joined by blank lines; all of them when None.
+        path: a file or folder. A `.jsonl` file gives one document a line, a `.parquet` file and a folder that
+            `datasets.save_to_disk` wrote one a row.
+        fields: which fields of a row make its text, joined by blank lines; all that are strings when None.
+        split: of a saved dataset.
+        skipped: counts what is left out.
 
     Raises:
-        UserError: nothing stands at `path`, or a JSONL line is malformed or lacks a field.
+        UserError: nothing stands at `path`, or a row is malformed or lacks a field.
     """
     root = Path(path).expanduser()
+    skipped = Skipped() if skipped is None else skipped
     if not root.exists():
         raise UserError(f"corpus.path={path} does not exist; give a text file, a .jsonl file or a folder of them")
-    files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-    for file in files:
+    if root.is_dir() and is_saved(root):
+        yield from _numbered("row", saved_texts(root, split, fields), skipped)
+        return
+    for file in _files(root):
         name = file.name if root.is_file() else file.relative_to(root).as_posix()
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            log.warning("left out, not UTF-8: %s", file)
-            continue
-        if file.suffix == ".jsonl":
-            yield from _jsonl_documents(name, text, fields)
-        elif text.strip():
-            yield Document(name, text)
+        if file.suffix == ".parquet":
+            yield from _numbered(name, parquet_texts(file, name, fields), skipped)
+        elif not _is_utf8(file):
+            log.log(logging.DEBUG if skipped.quiet else logging.WARNING, "left out, not UTF-8: %s", file)
+            skipped.not_utf8.append(name)
+        elif file.suffix == ".jsonl":
+            yield from _numbered(name, jsonl_texts(file, name, fields), skipped)
+        else:
+            yield from _unless_empty(Document(name, file.read_text(encoding="utf-8")), skipped)
 
 
-SUFFIXES = (".py", ".txt", ".md", ".jsonl")
+def _files(root: Path) -> list[Path]:
+    """The files of a corpus, what lies in hidden folders (version control, environments) left out."""
+    if root.is_file():
+        return [root]
+    found = (path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts[:-1]))
 
 
-def _jsonl_documents(name: str, text: str, fields: list[str] | None) -> Iterator[Document]:
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines also cuts at U+2028, inside JSON strings
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{name} line {number} is not JSON ({error.msg}); mend or remove the line") from error
-        keys = fields or [key for key, value in row.items() if isinstance(value, str)]
-        missing = [key for key in keys if not isinstance(row.get(key), str)]
-        if missing:
-            raise UserError(f"{name} line {number} has no text field {missing[0]!r}; set corpus.fields to keys it has")
-        body = "\n\n".join(row[key] for key in keys if row[key])
-        if body.strip():
-            yield Document(f"{name}:{number}", body)
+def _is_utf8(file: Path) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with file.open("rb") as content:
+            while block := content.read(2**20):
+                decoder.decode(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _numbered(name: str, rows: Iterable[tuple[int, str]], skipped: Skipped) -> Iterator[Document]:
+    for number, text in rows:
+        yield from _unless_empty(Document(f"{name}:{number}", text), skipped)
+
+
+def _unless_empty(document: Document, skipped: Skipped) -> Iterator[Document]:
+    if document.text.strip():
+        yield document
+    else:
+        skipped.empty += 1
+
+
+def corpus_bytes(path: str | None) -> int | None:
+    """About how many bytes of text a corpus has, or None where that is not known before it is read."""
+    if is_remote(path):
+        return None
+    if path is None:
+        return sum(file.stat().st_size for file in _stdlib_files())
+    root = Path(path).expanduser()
+    if root.is_dir() and is_saved(root):
+        return sum(file.stat().st_size for file in root.rglob("*.arrow"))
+    files = _files(root) if root.exists() else []
+    return sum(parquet_bytes(file) if file.suffix == ".parquet" else file.stat().st_size for file in files)
 
 
 def is_held_out(document_id: str, share: float) -> bool:
     """Whether a document belongs to the held-out `share` (0 to 1) of its corpus: a hash of its id decides."""
-    return _unit_hash(f"held-out:{document_id}") < share
+    return unit_hash(f"held-out:{document_id}") < share
 
 
-def _unit_hash(text: str) -> float:
+def unit_hash(text: str) -> float:
     """A number in [0, 1) that is the same for the same text on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
@@ -162,7 +263,7 @@ def pack(
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
-    ordered = sorted(documents, key=lambda document: _unit_hash(document.id))[:max_documents]
+    ordered = sorted(documents, key=lambda document: unit_hash(document.id))[:max_documents]
     sides: dict[bool, list[str]] = {True: [], False: []}
     for document in ordered:
         sides[is_held_out(document.id, held_out_share)].append(document.text)

@@ -46,7 +46,19 @@ def child_of(tree, n_nodes, node, token):
 
 @njit(nogil=True, cache=True)
 def gather(
-    tokens, suffixes, bounds, separator, context, lengths, max_matches, min_matches, first_matches, branch, tree, ranges
+    tokens,
+    suffixes,
+    bounds,
+    pairs,
+    separator,
+    context,
+    lengths,
+    max_matches,
+    min_matches,
+    first_matches,
+    branch,
+    tree,
+    ranges,
 ):
     """The tree of what follows the context's suffixes in a store.
 
@@ -54,7 +66,7 @@ def gather(
     too and their counts added.
 
     Args:
-        tokens, suffixes, bounds, separator: of the `Datastore`.
+        tokens, suffixes, bounds, pairs, separator: of the `Datastore`.
         context: [n] int64.
         lengths: the shortest and the longest suffix to look for.
         max_matches: continuations taken in all (M of SSSD).
@@ -70,7 +82,7 @@ def gather(
     """
     tree[0] = 0
     n_nodes, taken = 1, 0
-    longest, total = longest_suffix(tokens, suffixes, bounds, context, lengths[0], lengths[1], ranges)
+    longest, total = longest_suffix(tokens, suffixes, bounds, pairs, context, lengths[0], lengths[1], ranges)
     length = longest
     while total > 0:
         take = min(total, max_matches - taken)
@@ -82,7 +94,7 @@ def gather(
         length -= 1
         if total >= min_matches or taken >= max_matches or length < lengths[0]:
             break
-        total = find_ranges(tokens, suffixes, bounds, context, length, ranges)
+        total = find_ranges(tokens, suffixes, bounds, pairs, context, length, ranges)
     tree[0, COUNT] = taken
     return n_nodes, longest
 
@@ -91,7 +103,7 @@ def gather(
 def _insert(tree, n_nodes, text, position, branch, separator):
     """Counts the continuation that begins at `position`."""
     node = 0
-    for place in range(position, min(position + branch, len(text))):
+    for place in range(max(0, position), min(position + branch, len(text))):
         token = text[place]
         if token == separator:
             break

@@ -4,6 +4,7 @@
     tokens-00000.npy        [n] uint16 or uint32: documents, each closed by the separator (the token vocab_size)
     suffixes-00000.npy      [n] int32: the suffix array
     bounds-00000.npy        [V + 2] int64: where the suffixes of each first token lie
+    pairs-00000.npy         [n] uint32 or uint64: second and third token of each suffix, to search without leaps
     offsets-00000.npy       [documents + 1] int64: where each document begins
 
 Opening one maps its files and reads none of them: resident memory grows with what is looked up, and processes share it.
@@ -31,6 +32,7 @@ from spectrain.retrieval.suffix_array import (
     build_suffix_array,
     first_token_bounds,
     longest_suffix,
+    next_pairs,
     token_dtype,
 )
 
@@ -38,7 +40,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 MANIFEST = "manifest.json"
-PARTS = ("tokens", "suffixes", "bounds", "offsets")
+PARTS = ("tokens", "suffixes", "bounds", "pairs", "offsets")
 BUILT_BY = "python -m data_prep.datastore"
 HASHED_BYTES = 2**24  # read at once
 
@@ -83,10 +85,12 @@ def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab
     tokens = np.full(offsets[-1], vocab_size, dtype=token_dtype(vocab_size))
     for start, document in zip(offsets, documents, strict=False):
         tokens[start : start + len(document)] = document
+    suffixes = build_suffix_array(tokens)
     arrays = {
         "tokens": tokens,
-        "suffixes": build_suffix_array(tokens),
+        "suffixes": suffixes,
         "bounds": first_token_bounds(tokens, vocab_size),
+        "pairs": next_pairs(tokens, suffixes),
         "offsets": offsets,
     }
     files = {}
@@ -147,7 +151,13 @@ class Datastore:
         self.tokens: tuple[np.ndarray, ...] = arrays["tokens"]
         self.suffixes: tuple[np.ndarray, ...] = arrays["suffixes"]
         self.bounds: tuple[np.ndarray, ...] = arrays["bounds"]
+        self.pairs: tuple[np.ndarray, ...] = arrays["pairs"]
         self.offsets: tuple[np.ndarray, ...] = arrays["offsets"]
+
+    @property
+    def index(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        """Tokens, suffixes, bounds and pairs: the first arguments of every compiled search."""
+        return self.tokens, self.suffixes, self.bounds, self.pairs
 
     @property
     def vocab_size(self) -> int:
@@ -216,7 +226,7 @@ class Datastore:
         """
         ranges = np.zeros((len(self.tokens), 2), dtype=np.int64)
         context = np.asarray(context, dtype=np.int64)
-        length, _ = longest_suffix(self.tokens, self.suffixes, self.bounds, context, min_length, max_length, ranges)
+        length, _ = longest_suffix(*self.index, context, min_length, max_length, ranges)
         return int(length), ranges if length else np.zeros_like(ranges)
 
 

@@ -72,9 +72,7 @@ class Retriever:
         """
         store, options = self.store, self.options
         _, longest = gather(
-            store.tokens,
-            store.suffixes,
-            store.bounds,
+            *store.index,
             store.separator,
             context,
             self._lengths,

@@ -19,6 +19,7 @@ from pydivsufsort import divsufsort
 MAX_SHARD_TOKENS = 2**28  # the sort works on bytes and wants 20 bytes a token; its positions are int32
 CHUNK_TOKENS = 2**22
 FIRST_LENGTH = 4  # tokens of a suffix that is known about as often as not
+FEW_MATCHES = 16
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -65,6 +66,24 @@ def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
+def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
+    """The second and the third token of each suffix, in the suffixes' order: sorted among those of one first token.
+
+    Returns:
+        [n] unsigned, twice as wide as the tokens: the second token above, the third below. Where the text ends before
+        them, behind a separator that no query holds, they are 0.
+    """
+    wide = np.dtype(f"u{2 * tokens.dtype.itemsize}")
+    pairs = np.zeros(len(tokens), dtype=wide)
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        places = suffixes[start : start + CHUNK_TOKENS].astype(np.int64)
+        piece = pairs[start : start + CHUNK_TOKENS]
+        for behind, shift in ((1, 8 * tokens.dtype.itemsize), (2, 0)):
+            inside = places + behind < len(tokens)
+            piece[inside] |= tokens[places[inside] + behind].astype(wide) << wide.type(shift)
+    return pairs
+
+
 @njit(nogil=True, cache=True)
 def compare(tokens, position, context, begin, end):
     """The text at `position` against context[begin:end]: 0 where it begins with it, else -1 before or 1 behind it."""
@@ -80,10 +99,23 @@ def compare(tokens, position, context, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def find_range(tokens, suffixes, bounds, context, begin, end):
+def _first_above(values, low, high, least):
+    """The first of the sorted values[low:high] that is `least` or more."""
+    while low < high:
+        middle = (low + high) // 2
+        if np.uint64(values[middle]) < least:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(nogil=True, cache=True)
+def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
     """The suffixes of one shard that begin with context[begin:end], as low..high; an empty range where none does.
 
-    The lower end by halving, the upper one by doubling steps from there: long contexts stand in few places.
+    The first three tokens are looked up in tables, without a leap to the text at every step. Of what is left, the lower
+    end is found by halving, the upper one by doubling steps from there: long contexts stand in few places.
     """
     first = context[begin]
     if first < 0 or first >= len(bounds) - 2:  # no token of the vocabulary, or the separator
@@ -91,21 +123,31 @@ def find_range(tokens, suffixes, bounds, context, begin, end):
     low, last = bounds[first], bounds[first + 1]
     if end - begin == 1:
         return low, last
+    shift = np.uint64(8 * tokens.itemsize)
+    least = np.uint64(context[begin + 1]) << shift
+    more = np.uint64(1) << shift
+    if end - begin > 2:
+        least |= np.uint64(context[begin + 2])
+        more = np.uint64(1)
+    low = _first_above(pairs, low, last, least)
+    last = _first_above(pairs, low, last, least + more)
+    if end - begin <= 3:
+        return low, last
     high = last
     while low < high:
         middle = (low + high) // 2
-        if compare(tokens, suffixes[middle] + 1, context, begin + 1, end) < 0:
+        if compare(tokens, suffixes[middle] + 3, context, begin + 3, end) < 0:
             low = middle + 1
         else:
             high = middle
     step, inside = 1, low
-    while inside + step <= last and compare(tokens, suffixes[inside + step - 1] + 1, context, begin + 1, end) == 0:
+    while inside + step <= last and compare(tokens, suffixes[inside + step - 1] + 3, context, begin + 3, end) == 0:
         inside += step
         step *= 2
     high = min(inside + step, last)
     while inside < high:
         middle = (inside + high) // 2
-        if compare(tokens, suffixes[middle] + 1, context, begin + 1, end) == 0:
+        if compare(tokens, suffixes[middle] + 3, context, begin + 3, end) == 0:
             inside = middle + 1
         else:
             high = middle
@@ -113,12 +155,14 @@ def find_range(tokens, suffixes, bounds, context, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def find_ranges(tokens, suffixes, bounds, context, length, ranges):
+def find_ranges(tokens, suffixes, bounds, pairs, context, length, ranges):
     """Enters where the context's last `length` tokens stand in `ranges` [n_shards, 2]. Returns the matches."""
     total = 0
     n_context = len(context)
     for shard in range(len(tokens)):
-        low, high = find_range(tokens[shard], suffixes[shard], bounds[shard], context, n_context - length, n_context)
+        low, high = find_range(
+            tokens[shard], suffixes[shard], bounds[shard], pairs[shard], context, n_context - length, n_context
+        )
         ranges[shard, 0] = low
         ranges[shard, 1] = high
         total += high - low
@@ -126,7 +170,7 @@ def find_ranges(tokens, suffixes, bounds, context, length, ranges):
 
 
 @njit(nogil=True, cache=True)
-def longest_suffix(tokens, suffixes, bounds, context, min_length, max_length, ranges):
+def longest_suffix(tokens, suffixes, bounds, pairs, context, min_length, max_length, ranges):
     """The longest suffix of the context, of min_length..max_length tokens, that stands in the store.
 
     Whoever holds a suffix holds its own suffixes, so the length is found by halving. It is a few tokens in running text
@@ -144,14 +188,36 @@ def longest_suffix(tokens, suffixes, bounds, context, min_length, max_length, ra
     found = np.empty_like(ranges)
     length = max(min_length, min(FIRST_LENGTH, longest))
     while floor <= longest:
-        total = find_ranges(tokens, suffixes, bounds, context, length, found)
+        total = find_ranges(tokens, suffixes, bounds, pairs, context, length, found)
         if total > 0:
             known, matches, floor = length, total, length + 1
             ranges[:] = found
+            if total <= FEW_MATCHES:  # cheaper to look how far each of them goes on to the left
+                longest = _leftwards(tokens, suffixes, context, length, longest, ranges)
+                if longest > length:
+                    matches = find_ranges(tokens, suffixes, bounds, pairs, context, longest, ranges)
+                return longest, matches
         else:
             longest = length - 1
         length = longest if length == FIRST_LENGTH and total > 0 else (floor + longest + 1) // 2
     return known, matches
+
+
+@njit(nogil=True, cache=True)
+def _leftwards(tokens, suffixes, context, length, limit, ranges):
+    """The longest suffix, of at most `limit` tokens, that any of the matches of the last `length` tokens ends."""
+    longest, n_context = length, len(context)
+    for shard in range(len(tokens)):
+        text = tokens[shard]
+        for i in range(ranges[shard, 0], ranges[shard, 1]):
+            start, reached = suffixes[shard][i], length
+            if start >= len(text):  # a damaged file
+                continue
+            while reached < limit and start > 0 and text[start - 1] == context[n_context - 1 - reached]:
+                start -= 1
+                reached += 1
+            longest = max(longest, reached)
+    return longest
 
 
 @njit(nogil=True, cache=True)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
+import datasets
 import pytest
 
-from data_prep.corpus import Document, file_documents, is_held_out, pack, stdlib_documents, train_tokenizer
+from data_prep import tables
+from data_prep.corpus import (
+    Document,
+    Skipped,
+    corpus_bytes,
+    file_documents,
+    is_held_out,
+    is_remote,
+    pack,
+    read_documents,
+    stdlib_documents,
+    train_tokenizer,
+)
 from spectrain.errors import UserError
 
 
@@ -93,3 +107,106 @@ def test_wrong_corpora_are_named(tmp_path, tokenizer):
         pack(documents(20), tokenizer, 16, held_out_share=0.0)
     with pytest.raises(UserError, match="no training row"):
         pack([], tokenizer, 16, held_out_share=0.5)
+
+
+ROWS = [{"q": f"question {i}", "n": i, "a": f"answer {i}" if i != 1 else None} for i in range(3)]
+TEXTS = ["question 0\n\nanswer 0", "question 1", "question 2\n\nanswer 2"]
+
+
+def texts(path: Path | str, *arguments) -> list[str]:
+    return [document.text for document in read_documents(str(path), *arguments)]
+
+
+def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, monkeypatch):
+    table = datasets.Dataset.from_list(ROWS)
+    for folder in ("pq", "saved", "splits"):
+        (tmp_path / folder).mkdir()
+    table.to_parquet(tmp_path / "pq" / "train-0.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table.select([2])}).save_to_disk(tmp_path / "splits")
+    monkeypatch.setattr(tables, "BATCH_ROWS", 2)
+    for folder in ("pq", "saved", "splits"):
+        assert texts(tmp_path / folder) == TEXTS, folder
+        assert texts(tmp_path / folder, ["a"]) == ["answer 0", "answer 2"], folder
+        assert corpus_bytes(str(tmp_path / folder)) > 30, folder
+    assert texts(tmp_path / "splits", None, "test") == TEXTS[2:]
+    streamed = tables.hub_texts(str(tmp_path / "pq"), None, "train", ["q", "a"])
+    assert list(streamed) == list(enumerate(TEXTS, start=1))
+    with pytest.raises(UserError, match="has no split dev; set corpus.split to one of train, test"):
+        texts(tmp_path / "splits", None, "dev")
+    for folder in ("pq", "saved"):
+        with pytest.raises(UserError, match=r"has no text field 'x'.*\(q, n, a\)"):
+            texts(tmp_path / folder, ["x"])
+        with pytest.raises(UserError, match="row 1 has no text field 'n'"):
+            texts(tmp_path / folder, ["n"])
+    with pytest.raises(UserError, match="no subset by default with a split dev"):
+        list(tables.hub_texts(str(tmp_path / "pq"), None, "dev", None))
+    file = tmp_path / "pq" / "train-0.parquet"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(UserError, match=r"train-0\.parquet cannot be read as Parquet"):
+        texts(tmp_path / "pq")
+
+
+def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch):
+    asked = []
+
+    def stream(*arguments):
+        asked.append(arguments)
+        return iter([(1, "a"), (2, " "), (3, "b")])
+
+    monkeypatch.setattr("data_prep.corpus.hub_texts", stream)
+    skipped = Skipped()
+    found = list(read_documents("owner/name", ["text"], "test", "small", skipped))
+    assert found == [Document("small:test:1", "a"), Document("small:test:3", "b")]
+    assert asked == [("owner/name", "small", "test", ["text"])]
+    assert skipped.empty == 1
+    assert corpus_bytes("owner/name") is None
+
+
+def test_what_is_a_hub_dataset_and_what_a_wrong_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    assert [p for p in ("a/b", "wikitext", "here", "./a/b", "/a/b", "a/b/c", "a/b.jsonl", None) if is_remote(p)] == [
+        "a/b",
+        "wikitext",
+    ]
+
+    def unreachable(*arguments, **options):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(tables.HfApi, "dataset_info", unreachable)
+    with pytest.raises(UserError, match=r"corpus.path=a/b is no file or folder here.*no route\); give") as caught:
+        texts("a/b")
+    assert "\n" not in str(caught.value)
+
+
+def test_conversations_are_texts(tmp_path):
+    file = tmp_path / "a.jsonl"
+    rows = [{"m": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"m": ["a", "b"]}]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    assert texts(file, ["m"]) == ["Hi\n\nHo", "a\n\nb"]
+    file.write_text(json.dumps({"m": [1]}))
+    with pytest.raises(UserError, match="line 1 has no text field 'm'"):
+        texts(file, ["m"])
+    file.write_text("[1]")
+    with pytest.raises(UserError, match="line 1 is no JSON object"):
+        texts(file)
+
+
+def test_source_files_are_read_and_what_is_skipped_is_counted(tmp_path):
+    for name in ("a.c", "b.rs", "c.go", "d.java", "e.ts", "f.rst", "g.png", "sub/h.cpp", ".venv/i.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "latin.md").write_bytes("größe".encode("latin-1"))
+    (tmp_path / "cut.jsonl").write_bytes(b'{"q": "one"}\n{"q": "\xc3')
+    (tmp_path / "empty.py").write_text(" \n")
+    skipped = Skipped()
+    found = [d.id for d in read_documents(str(tmp_path), skipped=skipped)]
+    assert found == ["a.c", "b.rs", "c.go", "d.java", "e.ts", "f.rst", "sub/h.cpp"]
+    assert skipped == Skipped(not_utf8=["cut.jsonl", "latin.md"], empty=1)
+
+
+def test_reading_is_lazy(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"q": "one"}\nnot JSON\n')
+    assert next(file_documents(str(file))).text == "one"

@@ -11,6 +11,7 @@ from spectrain.retrieval.suffix_array import (
     build_suffix_array,
     find_range,
     first_token_bounds,
+    next_pairs,
     nth_match,
     token_dtype,
 )
@@ -30,13 +31,14 @@ CONTEXT = st.lists(TOKEN, min_size=1, max_size=10)
 
 def indexed(tokens: list[int], vocab_size: int = VOCAB_SIZE):
     text = np.array(tokens, dtype=token_dtype(vocab_size))
-    return text, build_suffix_array(text), first_token_bounds(text, vocab_size)
+    suffixes = build_suffix_array(text)
+    return text, suffixes, first_token_bounds(text, vocab_size), next_pairs(text, suffixes)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 70000), max_size=60))
 def test_suffixes_are_in_order(tokens):
-    text, suffixes, _ = indexed(tokens, 70001)
+    text, suffixes, _, _ = indexed(tokens, 70001)
     assert suffixes.dtype == np.int32
     assert suffixes.tolist() == sorted(range(len(tokens)), key=lambda i: tokens[i:])
     assert text.tolist() == tokens
@@ -44,7 +46,7 @@ def test_suffixes_are_in_order(tokens):
 
 def test_more_different_tokens_than_two_bytes_hold():
     tokens = list(range(70000, -1, -1))
-    _, suffixes, bounds = indexed(tokens, 70001)
+    _, suffixes, bounds, _ = indexed(tokens, 70001)
     assert suffixes.tolist() == list(range(70000, -1, -1))
     assert bounds.tolist() == [*range(70002), 70001]
 
@@ -52,8 +54,9 @@ def test_more_different_tokens_than_two_bytes_hold():
 @settings(deadline=None)  # the first call compiles
 @given(st.lists(st.integers(0, VOCAB_SIZE), max_size=60), CONTEXT)
 def test_ranges_are_those_of_a_scan(tokens, context):
-    text, suffixes, bounds = indexed(tokens)
-    low, high = find_range(text, suffixes, bounds, np.array(context), 0, len(context))
+    tokens = [*tokens, VOCAB_SIZE]  # as every document ends
+    text, suffixes, *tables = indexed(tokens)
+    low, high = find_range(text, suffixes, *tables, np.array(context), 0, len(context))
     expected = [i for i in range(len(tokens)) if tokens[i : i + len(context)] == context]
     assert sorted(suffixes[low:high].tolist()) == expected
 
@@ -94,8 +97,8 @@ def test_no_match_crosses_the_end_of_a_document(tmp_path):
 def test_a_damaged_array_is_not_read_beyond_its_end(tmp_path):
     documents = [[0, 1, 2, 0, 1, 3]]
     store = make_store(tmp_path, documents, VOCAB_SIZE)
-    text, bounds = store.tokens[0], store.bounds[0]
-    for wrong in (-(2**31), 2**31 - 1):
+    text, bounds, pairs = store.tokens[0], store.bounds[0], store.pairs[0]
+    for wrong in (-(2**31), 2**31 - 3):
         suffixes = np.full(len(text), wrong, dtype=np.int32)
-        low, high = find_range(text, suffixes, bounds, np.array([0, 1, 2]), 0, 3)
+        low, high = find_range(text, suffixes, bounds, pairs, np.array([0, 1, 2, 0]), 0, 4)
         assert low == high

@@ -1,0 +1,257 @@
+"""Builds a datastore: the documents of a corpus that the target finds likeliest, indexed for retrieval.
+
+    python -m data_prep.datastore corpus=<file, folder or dataset id> target=<folder or hub id>
+    torchrun --nproc-per-node 2 -m data_prep.datastore corpus=... target=...
+    python -m data_prep.datastore inspect=<datastore> lookup="for i in range("
+
+The same command goes on after an interruption. Options are in `conf/datastore.yaml`, the format in docs/datastore.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning import Fabric
+from lightning.fabric.strategies import DDPStrategy
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from data_prep.lookup import look_up
+from data_prep.perplexity import Scoring
+from data_prep.selection import Selection
+from data_prep.store_builder import Corpus, Job, build, is_finished, readable
+from data_prep.token_parts import Reading
+from spectrain.cli import CHECKPOINTS, bundled_folder, command, open_target
+from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.errors import UserError, check_whole
+from spectrain.retrieval.datastore import Datastore, Manifest, read_manifest
+from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
+
+log = logging.getLogger(__name__)
+
+NOT_HASHED = ("out", "fresh", "inspect", "lookup")  # they do not change the store
+NOT_HASHED_OF_TARGET = ("device", "parallel")  # nor do these, but for rounding
+TABLE_COLUMNS = 100  # where the output is no terminal
+WAIT = datetime.timedelta(days=30)  # ranks wait for rank zero, which reads the whole corpus
+
+
+def main(cfg: DictConfig) -> None:
+    if cfg.inspect is not None:
+        inspect(cfg)
+        return
+    if cfg.lookup is not None:
+        raise UserError("lookup= needs inspect=<datastore>; give the folder to look it up in")
+    config = store_config(cfg)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+    out = Path(cfg.out or CHECKPOINTS / f"datastore-{digest}")
+    selection = check_options(cfg)
+    if is_done(out, config, cfg.fresh):
+        show(out)
+        return
+    fabric = launch(cfg)
+    try:
+        target = open_target(cfg, rank_device(cfg, fabric))
+        build(make_job(cfg, config, out, selection, target), target, fabric, cfg.fresh)
+    except KeyboardInterrupt:
+        again = "the same command without fresh=true" if cfg.fresh else "the same command"
+        print(f"interrupted; {again} goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+    if fabric.is_global_zero:
+        show(out)
+
+
+def store_config(cfg: DictConfig) -> dict:
+    """What the store depends on, resolved."""
+    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    config = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    config["target"] = {key: value for key, value in config["target"].items() if key not in NOT_HASHED_OF_TARGET}
+    return config
+
+
+def check_options(cfg: DictConfig) -> Selection:
+    """Raises UserError for what can be known to be wrong before anything is loaded."""
+    check_whole("part_documents", cfg.part_documents, 1)
+    if cfg.shard_tokens is not None:
+        check_whole("shard_tokens", cfg.shard_tokens, 1)
+    if cfg.corpus.max_documents is not None:
+        check_whole("corpus.max_documents", cfg.corpus.max_documents, 1)
+    for name in ("perplexity_filter", "always_score", "fresh"):
+        if not isinstance(cfg[name], bool):
+            raise UserError(f"{name}={cfg[name]} must be true or false")
+    share = cfg.corpus.held_out_share
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise UserError(f"corpus.held_out_share={share} must be a number in [0, 1)")
+    return Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
+
+
+def is_done(out: Path, config: dict, fresh: bool) -> bool:
+    """Whether only the work folder of this very store is left to remove, after a build that was cut at its very end.
+
+    Raises:
+        UserError: something else stands at `out`, or a finished store that is not to be replaced.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    if not is_finished(out):
+        raise UserError(f"out={out} exists and is no datastore; give another out")
+    if fresh:
+        return False
+    work = out.with_name(f".{out.name}.partial")
+    if work.exists() and read_manifest(out).build.get("config") == config:
+        shutil.rmtree(work)
+        return True
+    raise UserError(f"{out} is finished; change an option, give another out, or build it anew with fresh=true")
+
+
+def launch(cfg: DictConfig) -> Fabric:
+    """One process, or a rank of torchrun's.
+
+    Raises:
+        UserError: the target's layers are spread by one process, but there are more.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Fabric(accelerator="cpu", devices=1)  # only counts ranks: the target stands where target.device says
+    if cfg.target.parallel == "device_map":
+        raise UserError(f"target.parallel=device_map works in one process, not in {world}; start it without torchrun")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    on_gpu = uses_gpu(cfg)
+    # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
+    backend = "nccl" if on_gpu and cfg.target.parallel == "tp" else "gloo"
+    fabric = Fabric(
+        accelerator="cuda" if on_gpu else "cpu",
+        devices=local,
+        num_nodes=world // local,
+        strategy=DDPStrategy(process_group_backend=backend, timeout=WAIT),
+    )
+    fabric.launch()
+    if not fabric.is_global_zero:
+        logging.getLogger().setLevel(logging.WARNING)
+    return fabric
+
+
+def uses_gpu(cfg: DictConfig) -> bool:
+    return cfg.target.device.startswith("cuda") or (cfg.target.device == "auto" and torch.cuda.is_available())
+
+
+def rank_device(cfg: DictConfig, fabric: Fabric) -> str | None:
+    """The device of this rank's target; None: as configured."""
+    return str(fabric.device) if fabric.world_size > 1 else None
+
+
+def make_job(cfg: DictConfig, config: dict, out: Path, selection: Selection, target: TargetModel) -> Job:
+    corpus = cfg.corpus
+    fields = [corpus.fields] if isinstance(corpus.fields, str) else list(corpus.fields or [])
+    return Job(
+        out=out,
+        config=config,
+        target=cfg.target.path,
+        target_fingerprint=fingerprint(target.model, target.tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
+        corpus=Corpus(corpus.path, fields or None, corpus.split, corpus.subset, corpus.max_documents),
+        reading=Reading(target.tokenizer, target.vocab_size, corpus.held_out_share, cfg.part_documents),
+        selection=selection,
+        scoring=Scoring.of(target, cfg.window_tokens, cfg.stride_tokens, cfg.batch_tokens),
+        scores=selection.needs_perplexities or cfg.always_score,
+        shard_tokens=min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
+        ranks_share=cfg.target.parallel != "tp",
+    )
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
+
+
+def show(out: Path) -> None:
+    """The table at the end of a build, and the command to type next."""
+    manifest = read_manifest(out)
+    console().print(facts_table(out, manifest))
+    target = "" if manifest.build["config"]["target"]["path"] == "pystdlib-8l" else f" target={manifest.target}"
+    console().print(f"next: python -m spectrain.bench methods=all datastore={out}{target}", style="dim", soft_wrap=True)
+
+
+def facts_table(folder: Path, manifest: Manifest) -> Table:
+    """What a datastore was made of."""
+    build, counts = manifest.build, manifest.build.get("counts", {})
+    table = Table(title="datastore", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("folder", str(folder))
+    corpus = build.get("config", {}).get("corpus", {})
+    table.add_row("corpus", corpus.get("path") or "sources of Python's standard library")
+    table.add_row("target", f"{manifest.target} ({manifest.target_fingerprint})")
+    for label, key in (("documents read", "read"), ("duplicates", "duplicates"), ("without text", "empty")):
+        table.add_row(label, f"{counts.get(key, 0):,}")
+    names = counts.get("not_utf8_files", [])
+    more = f": {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
+    table.add_row("files not UTF-8", f"{counts.get('not_utf8', 0):,}{more}")
+    table.add_row("held out", f"{counts.get('held_out', 0):,} (as in training, so that benchmarks on them stay honest)")
+    dropped = counts.get("dropped", 0)
+    table.add_row("kept", f"{manifest.documents:,} documents, {manifest.tokens:,} tokens")
+    table.add_row("dropped", f"{dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens")
+    medians = build.get("perplexity")
+    if medians:
+        kept, other = (medians[side].get("median", "-") for side in ("kept", "dropped"))
+        table.add_row("perplexity, median", f"kept {number(kept)}, dropped {number(other)}")
+    else:
+        table.add_row("perplexity, median", "not scored")
+    table.add_row("shards", str(len(manifest.shards)))
+    table.add_row("size on disk", readable(sum(file.stat().st_size for file in folder.iterdir())))
+    return table
+
+
+def number(value: float | str | None) -> str:
+    return "infinite" if value is None else value if isinstance(value, str) else f"{value:,.4g}"
+
+
+def inspect(cfg: DictConfig) -> None:
+    """Checks a store's files, shows what it is and, with `lookup`, where a text stands in it."""
+    store = Datastore(cfg.inspect)
+    store.verify()
+    console().print(facts_table(store.folder, store.manifest))
+    console().print("every file has the sha256 of the manifest", style="dim")
+    if cfg.lookup is None:
+        return
+    named = [o for o in HydraConfig.get().overrides.task if o.startswith(("target=", "target.path="))]
+    path = cfg.target.path if named else store.manifest.target
+    tokenizer = open_tokenizer(path)
+    store.check_fits(tokenizer_fingerprint(tokenizer), path)
+    found = look_up(store, tokenizer(str(cfg.lookup), add_special_tokens=False, verbose=False)["input_ids"])
+    if not found.count:
+        console().print("no token of the text stands in the store")
+        return
+    suffix = tokenizer.decode(found.suffix)
+    console().print(f"{found.count:,} times: {suffix!r} ({len(found.suffix)} tokens)", markup=False, highlight=False)
+    table = Table(title=f"what follows ({found.looked_at:,} places looked at)", title_justify="left")
+    table.add_column("places", justify="right")
+    table.add_column("tokens", justify="right")
+    table.add_column("continuation", overflow="fold")
+    for continuation in found.continuations:
+        text = tokenizer.decode(continuation.tokens)
+        table.add_row(f"{continuation.count:,}", str(len(continuation.tokens)), repr(text).replace("[", r"\["))
+    console().print(table)
+
+
+def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(bundled_folder(path) or path)
+    except Exception as error:  # tokenizers, JSON and the hub each raise their own types here
+        raise UserError(
+            f"the tokenizer of {path} cannot be read ({type(error).__name__}); give target=<folder or id> of the "
+            "datastore's target"
+        ) from error
+
+
+if __name__ == "__main__":
+    command("datastore")(main)()

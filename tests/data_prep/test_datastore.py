@@ -1,0 +1,473 @@
+"""`python -m data_prep.datastore`: what is kept, written, resumed, inspected and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from data_prep import datastore as data_datastore
+from data_prep import store_builder
+from data_prep.corpus import is_held_out, train_tokenizer
+from data_prep.lookup import look_up
+from data_prep.selection import Selection, draw_histogram, select
+from spectrain.cli import command
+from spectrain.errors import UserError
+from spectrain.retrieval.datastore import Datastore
+from tests.conftest import tiny_model
+
+ROOT = Path(__file__).parent.parent.parent
+BIG_VOCABULARY = 70_000  # above 65,535: uint32
+
+
+def text_of(i: int) -> str:
+    return f"def read_{i % 7}(path, n={i}):\n    return open(path).read({i * 37 % 101})\n" * (1 + i % 5)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A tiny target, and a corpus of 40 rows, two copies of such rows and an empty one."""
+    root = tmp_path_factory.mktemp("made")
+    texts = [text_of(i) for i in range(40)]
+    tokenizer = train_tokenizer(texts, 300)
+    model = tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=2, initializer_range=0.1)
+    model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    rows = [{"text": text, "n": i} for i, text in enumerate([*texts, texts[3], " ", texts[4]])]
+    (root / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture
+def small(made) -> list[str]:
+    return [
+        f"corpus={made / 'corpus.jsonl'}",
+        f"target={made / 'target'}",
+        "corpus.held_out_share=0.2",
+        "window_tokens=48",
+        "part_documents=8",
+        "batch_tokens=200",
+    ]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Runs the command in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["data_prep.datastore", *arguments])
+        code = 0
+        try:
+            command("datastore")(data_datastore.main)()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def contents(folder: Path | str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+def kept_ids(folder: Path | str) -> list[str]:
+    return [json.loads(line)["id"] for line in (Path(folder) / "documents.jsonl").read_text().splitlines()]
+
+
+def expected_ids() -> list[str]:
+    """Every id that is neither held out, nor a duplicate, nor empty."""
+    known, found = set(), []
+    for i, text in enumerate([*map(text_of, range(40)), text_of(3), " ", text_of(4)]):
+        name = f"corpus.jsonl:{i + 1}"
+        if text.strip() and not is_held_out(name, 0.2) and text not in known:
+            known.add(text)
+            found.append(name)
+    return found
+
+
+def test_a_store_holds_the_likeliest_half_in_the_corpus_s_order(run, small, made):
+    code, out, err = run(*small)
+    assert code == 0, err
+    (folder,) = Path("checkpoints").iterdir()
+    assert "bench" in out
+    assert f"datastore={folder}" in out
+    store = Datastore(folder)
+    store.verify()
+    everything = expected_ids()
+    assert run(*small, "out=all", "keep=null", "always_score=true")[0] == 0
+    rows = {r["id"]: r for r in map(json.loads, Path("all/documents.jsonl").read_text().splitlines())}
+    assert list(rows) == everything
+    best = sorted(everything, key=lambda name: rows[name]["perplexity"])[: round(len(everything) / 2)]
+    assert kept_ids(folder) == [name for name in everything if name in best]
+    tokenizer = AutoTokenizer.from_pretrained(made / "target")
+    texts = [tokenizer.decode(document.tolist()) for document in store.documents()]
+    assert texts == [text_of(int(name.split(":")[1]) - 1) for name in kept_ids(folder)]
+    counts = store.manifest.build["counts"]
+    n_held_out = sum(is_held_out(f"corpus.jsonl:{i}", 0.2) for i in [*range(1, 42), 43])
+    assert n_held_out > 2
+    assert counts["read"] == 42
+    assert (counts["held_out"], counts["empty"], counts["not_utf8"]) == (n_held_out, 1, 0)
+    assert counts["duplicates"] == 42 - n_held_out - len(everything) > 0
+    assert (counts["scored"], counts["kept"], counts["kept"] + counts["dropped"]) == (
+        len(everything),
+        len(best),
+        len(everything),
+    )
+    assert store.manifest.tokens == counts["tokens_kept"] == sum(rows[name]["tokens"] for name in best)
+    quantiles = store.manifest.build["perplexity"]
+    assert quantiles["kept"]["highest"] < quantiles["dropped"]["lowest"]
+    assert (folder / "perplexity.png").stat().st_size > 5000
+    assert not list(Path("checkpoints").glob(".*"))
+
+
+def test_equal_commands_give_equal_bytes_and_a_finished_store_is_refused(run, small):
+    for out in ("a", "b"):
+        assert run(*small, f"out={out}")[0] == 0
+    assert contents("a") == contents("b")
+    code, _, err = run(*small, "out=a")
+    assert code == 2
+    assert err.strip() == ("error: a is finished; change an option, give another out, or build it anew with fresh=true")
+    before = Path("a/manifest.json").stat().st_mtime_ns
+    assert run(*small, "out=a", "fresh=true")[0] == 0
+    assert Path("a/manifest.json").stat().st_mtime_ns > before
+    assert contents("a") == contents("b")
+
+
+def test_by_chance_another_set_of_the_same_size_is_kept_without_scoring(run, small, monkeypatch):
+    assert run(*small, "out=filtered")[0] == 0
+    monkeypatch.setattr(store_builder, "score", lambda *arguments: pytest.fail("scored"))
+    for out, seed in (("random", 0), ("again", 0), ("other", 1)):
+        assert run(*small, f"out={out}", "perplexity_filter=false", f"seed={seed}")[0] == 0
+    assert kept_ids("random") == kept_ids("again")
+    assert len(kept_ids("random")) == len(kept_ids("filtered"))
+    assert len({tuple(kept_ids(name)) for name in ("random", "other", "filtered")}) == 3
+    assert not Path("random/perplexity.png").exists()
+    assert run(*small, "out=all", "keep=1.0")[0] == 0
+    assert kept_ids("all") == expected_ids()
+
+
+def test_shards_are_cut_and_read_as_one(run, small):
+    assert run(*small, "out=one", "keep=null")[0] == 0
+    assert run(*small, "out=many", "keep=null", "shard_tokens=300")[0] == 0
+    one, many = Datastore("one"), Datastore("many")
+    assert len(one.manifest.shards) == 1 < len(many.manifest.shards)
+    assert all(shard.tokens <= 300 for shard in many.manifest.shards)
+    pairs = zip(one.documents(), many.documents(), strict=True)
+    assert all(a.tolist() == b.tolist() for a, b in pairs)
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(run, small, made, tmp_path):
+    target = tmp_path / "target"
+    tiny_model("llama", vocab_size=BIG_VOCABULARY, hidden_size=8, num_hidden_layers=1, eos_token_id=0).save_pretrained(
+        target
+    )
+    AutoTokenizer.from_pretrained(made / "target").save_pretrained(target)
+    code, _, err = run(*small, f"target={target}", "out=large")
+    assert code == 0, err
+    assert run(*small, "out=small", "keep=null")[0] == 0
+    store = Datastore("large")
+    assert (store.tokens[0].dtype, store.separator) == (np.uint32, BIG_VOCABULARY)
+    known = [document.tolist() for document in Datastore("small").documents()]
+    assert all(document.tolist() in known for document in store.documents())
+
+
+def files(corpus: Path) -> None:
+    corpus.mkdir()
+    for i in range(12):
+        (corpus / f"{i}.py").write_text(text_of(i))
+    (corpus / "latin.txt").write_bytes("größe".encode("latin-1"))
+
+
+def test_what_is_not_utf8_is_named_and_counted(run, small, tmp_path):
+    files(tmp_path / "files")
+    code, out, err = run(*small, "corpus=files", "out=store")
+    assert code == 0, err
+    assert err.count("left out, not UTF-8: files/latin.txt") == 1
+    assert "1: latin.txt" in out
+    assert Datastore("store").manifest.build["counts"]["not_utf8_files"] == ["latin.txt"]
+
+
+SCORES = np.array([5.0, 2.0, np.inf, 3.0, 2.0, 9.0])
+TOKENS = np.array([10, 20, 1, 30, 40, 50])
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"keep": 2}, [1, 4]),
+        ({"keep": 3}, [1, 3, 4]),
+        ({"keep": 100}, [0, 1, 2, 3, 4, 5]),
+        ({"keep": 0.5}, [1, 3, 4]),
+        ({"keep": 0.01}, [1]),
+        ({"keep": None}, [0, 1, 2, 3, 4, 5]),
+        ({"keep": 1.0, "max_perplexity": 5.0}, [0, 1, 3, 4]),
+        ({"keep": 3, "max_perplexity": 2.5}, [1, 4]),
+        ({"keep": None, "keep_tokens": 99}, [1, 3, 4]),
+        ({"keep": None, "keep_tokens": 89}, [1, 4]),
+        ({"keep": None, "max_perplexity": 4, "keep_tokens": 20}, [1]),
+    ],
+)
+def test_limits_hold_together(options, kept):
+    found = select(Selection(**options), list("abcdef"), TOKENS, SCORES)
+    assert np.flatnonzero(found).tolist() == kept
+
+
+def test_what_keeps_nothing_is_said():
+    for options, message in (
+        ({"max_perplexity": 1.5}, "max_perplexity=1.5 keeps none of 6 documents, the lowest is 2; raise it"),
+        ({"keep_tokens": 19}, "keep_tokens=19 keeps nothing, the first document has 20 tokens; raise it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            select(Selection(keep=None, **options), list("abcdef"), TOKENS, SCORES)
+
+
+def test_the_histogram_is_drawn_of_anything(tmp_path):
+    for scores in (SCORES, np.full(4, np.inf), np.full(4, 3.0), np.array([1.0, 1e6])):
+        for kept in (scores < 4, np.ones(len(scores), bool), np.zeros(len(scores), bool)):
+            draw_histogram(tmp_path / "h.png", scores, kept, by_perplexity=True)
+
+
+STAGES = [
+    "work.json",
+    "part-00001.npz",
+    "corpus.json",
+    "score-00000.npy",
+    "score-00003.npy",
+    "bounds-00000.npy",
+    "/cut",
+]
+KILLED_BEHIND = """
+import os, pathlib, signal, sys
+from data_prep.datastore import main
+from spectrain.cli import command
+
+def build(out, stage=None):
+    pid = os.fork()  # a process of its own, without loading torch again
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    rename = pathlib.Path.rename
+    def rename_and_die(self, target):
+        rename(self, target)
+        if stage and str(target).endswith(stage):
+            os.kill(os.getpid(), signal.SIGKILL)
+    pathlib.Path.rename = rename_and_die
+    sys.argv += [f"out={out}"]
+    command("datastore")(main)()
+    os._exit(0)
+
+stages = os.environ["STAGES"].split()
+folder = pathlib.Path.cwd()
+assert build(folder / "whole") == 0
+for stage in stages:
+    assert build(folder / "cut", stage) == signal.SIGKILL, stage
+    assert (folder / ".cut.partial").is_dir(), stage
+    assert (folder / "cut").exists() == (stage == "/cut"), stage
+assert build(folder / "cut") == 0
+"""
+
+
+def test_a_build_killed_at_every_stage_goes_on_to_the_same_bytes(small, tmp_path):
+    """The same build is killed behind the rename of one file after another, and last behind the store's own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STAGES": " ".join(STAGES)}
+    child = [sys.executable, "-c", KILLED_BEHIND, *small]
+    ended = subprocess.run(child, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+    assert not (tmp_path / ".cut.partial").exists()
+
+
+def test_finished_parts_are_neither_tokenised_nor_scored_again(run, small, monkeypatch):
+    scored = []
+    perplexities = store_builder.perplexities
+
+    def interrupted(target, documents, *rest):
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        scored.append(len(documents))
+        return perplexities(target, documents, *rest)
+
+    assert run(*small, "out=whole")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(store_builder, "perplexities", interrupted)
+        code, _, err = run(*small, "out=cut")
+    assert code == 130
+    assert err.strip().endswith("interrupted; the same command goes on from here")
+    assert not Path("cut").exists()
+    monkeypatch.setattr("data_prep.token_parts._tokenised", lambda *arguments: pytest.fail("tokenised again"))
+    scored.clear()
+    monkeypatch.setattr(store_builder, "perplexities", lambda *arguments: scored.append(1) or perplexities(*arguments))
+    code, _, err = run(*small, "out=cut")
+    assert code == 0, err
+    assert "2 of 6 parts are scored already" in err
+    assert len(scored) == 4
+    assert contents("cut") == contents("whole")
+
+
+def cut(run, monkeypatch, *arguments: str) -> None:
+    """Leaves a build after reading."""
+    with monkeypatch.context() as patch:
+        patch.setattr(store_builder, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*arguments)[0] == 130
+
+
+def test_a_resumed_build_refuses_another_corpus_config_or_target(run, small, made, monkeypatch, tmp_path):
+    corpus = tmp_path / "c.jsonl"
+    shutil.copy(made / "corpus.jsonl", corpus)
+    arguments = [*small, "corpus=c.jsonl", "out=store"]
+    cut(run, monkeypatch, *arguments)
+    original = corpus.read_text()
+    lines = original.splitlines(keepends=True)
+    longer = json.dumps({"text": "more"}) + "\n"
+    changed = [lines[:-1], [*lines, longer], [lines[0].replace("def", "class"), *lines[1:]], [*lines[8:], *lines[:8]]]
+    for other in changed:
+        corpus.write_text("".join(other))
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "the corpus is no longer what this build began with; remove .store.partial, or give fresh=true" in err
+        corpus.write_text(original)
+        cut(run, monkeypatch, *arguments, "fresh=true")
+    code, _, err = run(*arguments, "keep=3")
+    assert code == 2
+    assert ".store.partial holds a build with another config (differs in keep)" in err
+    shutil.copytree(made / "target", tmp_path / "target")
+    cut(run, monkeypatch, *arguments, "target=./target", "out=two")
+    tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=2).save_pretrained(
+        tmp_path / "target"
+    )
+    code, _, err = run(*arguments, "target=./target", "out=two")
+    assert code == 2
+    assert "holds a build with another target fingerprint" in err
+    assert run(*arguments)[0] == 0  # all the while the first build waited
+
+
+def test_two_ranks_keep_the_same_documents(run, small, tmp_path):
+    assert run(*small, "out=one")[0] == 0
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*launcher, "-m", "data_prep.datastore", *small, "out=two"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("documents read") == 1
+    assert kept_ids("two") == kept_ids("one")
+    one, two = contents("one"), contents("two")
+    arrays = [name for name in one if name.endswith(".npy")]
+    assert len(arrays) == 4
+    assert all(one[name] == two[name] for name in arrays)
+
+
+def test_inspect_finds_what_follows_a_text(run, small, made):
+    assert run(*small, "out=store", "keep=null")[0] == 0
+    code, out, err = run("inspect=store", "lookup=never seen: def read_3(path, n=")
+    assert code == 0, err
+    assert "every file has the sha256 of the manifest" in out
+    store, tokenizer = Datastore("store"), AutoTokenizer.from_pretrained(made / "target")
+    documents = [document.tolist() for document in store.documents()]
+    found = look_up(store, tokenizer("zzz read_3(path")["input_ids"])
+    n = len(found.suffix)
+    places = [(d, i) for d in documents for i in range(len(d)) if d[i : i + n] == found.suffix]
+    assert found.count == len(places) == found.looked_at > 3
+    assert f"{look_up(store, tokenizer('never seen: def read_3(path, n=')['input_ids']).count:,} times" in out
+    for continuation in found.continuations:
+        length = len(continuation.tokens)
+        following = [tuple(d[i + n : i + n + length]) for d, i in places]
+        assert following.count(continuation.tokens) == continuation.count > 0
+    ends = look_up(store, documents[0][-3:])  # here documents end
+    assert all(store.separator not in continuation.tokens for continuation in ends.continuations)
+    assert run("inspect=store", "lookup=")[0] == 0
+
+
+def test_inspect_refuses_damage_and_another_tokenizer(run, small, tmp_path):
+    assert run(*small, "out=store")[0] == 0
+    other = tmp_path / "other"
+    tiny_model("llama", vocab_size=280, eos_token_id=0, num_hidden_layers=1).save_pretrained(other)
+    train_tokenizer(["other words"] * 9, 280).save_pretrained(other)
+    code, _, err = run("inspect=store", "lookup=def", f"target={other}")
+    assert code == 2
+    assert "was built with the tokenizer of" in err
+    file = Path("store/suffixes-00000.npy")
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1
+    file.write_bytes(whole)
+    code, _, err = run("inspect=store")
+    assert code == 2
+    assert "suffixes-00000.npy is damaged: its sha256 differs" in err
+    file.write_bytes(whole[:-8])
+    code, _, err = run("inspect=store")
+    assert code == 2
+    assert "it is truncated" in err
+
+
+def test_a_damaged_part_is_named_and_made_again_once_removed(run, small, monkeypatch):
+    assert run(*small, "out=whole")[0] == 0
+    cut(run, monkeypatch, *small, "out=cut")
+    part = Path(".cut.partial/part-00002.npz")
+    part.write_bytes(part.read_bytes()[:100])
+    code, _, err = run(*small, "out=cut")
+    assert code == 2
+    assert "part-00002.npz is damaged" in err
+    part.unlink()
+    assert run(*small, "out=cut")[0] == 0
+    assert contents("cut") == contents("whole")
+
+
+def test_too_small_a_disk_is_said_before_anything_is_written(run, small, monkeypatch, tmp_path):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 8, 2000))
+    code, _, err = run(*small, "out=store")
+    assert code == 2
+    assert "has 2.0 kB free, but this build needs about" in err
+    assert not any(tmp_path.iterdir())
+
+
+BAD = {
+    "missing corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
+    "empty corpus": (["corpus=empty"], "corpus=empty has no document with text; give another corpus"),
+    "all held out": (["corpus.held_out_share=0.99", "corpus.max_documents=3"], "no document is left to build from"),
+    "share": (["keep=1.5"], "keep=1.5 must be a share in (0, 1]"),
+    "count": (["keep=0"], "keep=0 must be a whole number of at least 1"),
+    "keep of no kind": (["keep=half"], "keep=half must be a whole number"),
+    "tokens": (["keep_tokens=0"], "keep_tokens=0 must be a whole number"),
+    "threshold": (["max_perplexity=0.5"], "max_perplexity=0.5 must be a number of at least 1"),
+    "threshold by chance": (
+        ["max_perplexity=9", "perplexity_filter=false"],
+        "max_perplexity=9 needs perplexity_filter",
+    ),
+    "window": (["window_tokens=9999"], "window_tokens=9999 is longer than the target's context of 256"),
+    "filter": (["perplexity_filter=maybe"], "perplexity_filter=maybe must be true or false"),
+    "held out": (["corpus.held_out_share=1"], "corpus.held_out_share=1 must be a number in [0, 1)"),
+    "shards": (["shard_tokens=0"], "shard_tokens=0 must be a whole number"),
+    "fields": (["corpus.fields=[n]"], "line 1 has no text field 'n'"),
+    "out": (["out=taken"], "out=taken exists and is no datastore"),
+    "target": (["target=/no/such/target"], "target folder /no/such/target does not exist"),
+    "lookup": (["lookup=x"], "lookup= needs inspect="),
+    "inspect": (["inspect=taken"], "datastore=taken has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_sentence_and_leaves_nothing(run, small, case, tmp_path):
+    arguments, message = BAD[case]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    code, _, err = run(*small, "out=store", *arguments)
+    assert code == 2, err
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["empty", "file", "taken"]

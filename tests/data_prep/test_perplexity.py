@@ -1,0 +1,126 @@
+"""Perplexity: against one plain forward a document, and a slow loop of windows, whatever the batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from data_prep.perplexity import Scoring, length_buckets, perplexities, token_log_probs, windows_of
+from spectrain.decoding import TargetModel
+from spectrain.errors import UserError
+from tests.conftest import random_prompts, tiny_model
+from tests.models.test_artifacts import tiny_tokenizer
+
+LENGTHS = [2, 3, 17, 40, 40, 41, 5, 64]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama"), tiny_tokenizer())
+
+
+def documents(lengths: list[int] = LENGTHS) -> list[np.ndarray]:
+    return [np.array(ids, dtype=np.uint16) for ids in random_prompts(lengths)]
+
+
+def by_hand(target: TargetModel, document: np.ndarray, bos_id: int | None = None) -> float:
+    """One forward of the Hugging Face model, its own loss."""
+    ids = torch.tensor([([] if bos_id is None else [bos_id]) + document.tolist()])
+    with torch.inference_mode():
+        return float(target.model(input_ids=ids, labels=ids).loss.exp())
+
+
+def by_windows(target: TargetModel, document: np.ndarray, window: int, stride: int) -> float:
+    """Token by token: the window in which a token is scored first decides what it sees."""
+    ids = document.astype(np.int64)
+    total = 0.0
+    for position in range(1, len(ids)):
+        start = 0
+        while position >= start + window:
+            start += stride
+        assert position - start >= min(position, window - stride)
+        with torch.inference_mode():
+            logits = target.model(input_ids=torch.from_numpy(ids[None, start:position])).logits[0, -1]
+        total += float(logits.log_softmax(-1)[ids[position]])
+    return float(np.exp(-total / (len(ids) - 1)))
+
+
+@pytest.mark.parametrize("bos_id", [None, 1])
+def test_documents_within_the_window_equal_one_forward_each(target, bos_id):
+    scoring = Scoring(window_tokens=128, stride_tokens=64, batch_tokens=100, bos_id=bos_id)
+    expected = [by_hand(target, document, bos_id) for document in documents()]
+    assert perplexities(target, documents(), scoring) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 15), (16, 1), (7, 3), (63, 10)])
+def test_longer_documents_equal_a_slow_loop_of_windows(target, window, stride):
+    few = documents([40, 16, 17, 64, 15])
+    expected = [by_windows(target, document, window, stride) for document in few]
+    assert perplexities(target, few, Scoring(window, stride, 90)) == pytest.approx(expected, rel=1e-4)
+    if window < 40:  # windows matter here
+        assert expected[0] != pytest.approx(by_hand(target, few[0]), rel=1e-3)
+
+
+def test_every_token_is_scored_once():
+    for n_tokens in range(2, 60):
+        for window, stride in ((2, 1), (8, 4), (8, 7), (10, 3)):
+            windows = list(windows_of(0, n_tokens, window, stride))
+            scored = [p for w in windows for p in range(w.scored_from, w.stop)]
+            assert scored == list(range(1, n_tokens))
+            assert all(w.stop - w.start <= window for w in windows)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 64, 333, 10_000])
+def test_batches_do_not_change_scores(target, batch_tokens):
+    many = documents([5, 90, 33, 34, 8, 61, 2, 90, 17] * 3)
+    one_by_one = [perplexities(target, [document], Scoring(32, 16, 1))[0] for document in many]
+    assert perplexities(target, many, Scoring(32, 16, batch_tokens)) == pytest.approx(one_by_one, rel=1e-4)
+
+
+def test_a_document_without_a_token_to_score_has_infinite_perplexity(target):
+    one = [np.array([5]), np.array([5, 6])]
+    without = perplexities(target, one, Scoring(32, 16, 64))
+    assert without[0] == np.inf
+    assert np.isfinite(without[1])
+    assert np.isfinite(perplexities(target, one, Scoring(32, 16, 64, bos_id=1))).all()
+    assert perplexities(target, [], Scoring(32, 16, 64)).shape == (0,)
+
+
+def test_an_impossible_token_has_infinite_perplexity_not_an_error(target, monkeypatch):
+    monkeypatch.setattr("data_prep.perplexity.token_log_probs", lambda logits, tokens: torch.full(tokens.shape, -1e4))
+    assert perplexities(target, documents([5]), Scoring(32, 16, 64)).tolist() == [np.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_in_chunks_equal_log_softmax_in_float32(dtype, monkeypatch):
+    monkeypatch.setattr("data_prep.perplexity.CHUNK_LOGITS", {"cpu": 250})
+    logits = (8 * torch.randn(3, 7, 100)).to(dtype)
+    tokens = torch.randint(100, (3, 7))
+    expected = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    torch.testing.assert_close(token_log_probs(logits, tokens), expected)
+
+
+def test_buckets_hold_each_row_once_within_the_budget():
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 300, 500).tolist()
+    buckets = list(length_buckets(lengths, 1000))
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(500))
+    padded = [len(bucket) * max(lengths[i] for i in bucket) for bucket in buckets]
+    assert max(padded) <= 1000
+    assert sum(padded) < 1.1 * sum(lengths)
+    assert list(length_buckets([50, 2000], 1000)) == [[1], [0]]
+
+
+def test_defaults_follow_the_target_and_wrong_values_are_named(target):
+    scoring = Scoring.of(target, None, None, 8192)
+    assert (scoring.window_tokens, scoring.stride_tokens) == (256, 128)
+    for window, stride, batch, message in (
+        (257, None, 1, "window_tokens=257 is longer than the target's context of 256"),
+        (1, None, 1, "window_tokens=1 must be a whole number of at least 2"),
+        (64, 64, 1, "stride_tokens=64 must be below window_tokens=64"),
+        (64, 0, 1, "stride_tokens=0 must be a whole number"),
+        (64, None, 0, "batch_tokens=0 must be"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Scoring.of(target, window, stride, batch)
