@@ -31,7 +31,7 @@ from data_prep.selection import Selection, draw_histogram, quantiles, rounded, s
 from data_prep.token_parts import TOKENS_ONLY, Counts, Reading, read_counts, read_part, write_parts
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import MANIFEST, Manifest, Shard, write_manifest, write_shard
+from spectrain.retrieval.datastore import MANIFEST, Manifest, Shard, bytes_a_token, write_manifest, write_shard
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 DOCUMENTS, HISTOGRAM = "documents.jsonl", "perplexity.png"
 SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 64, 4096  # tokenised to learn how many tokens a byte of text makes
 MARGIN = 1.1  # of the disk need
-SUFFIX_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def _store_bytes(job: Job, n_tokens: int) -> int:
     kept = n_tokens * selection.keep if isinstance(selection.keep, float) else n_tokens
     kept = min(kept, selection.keep_tokens or kept)
     shards = kept // job.shard_tokens + 1
-    return int(kept * (_token_bytes(job) + SUFFIX_BYTES) + shards * 8 * (job.reading.vocab_size + 2))
+    return int(kept * bytes_a_token(job.reading.vocab_size) + shards * 8 * (job.reading.vocab_size + 2))
 
 
 def readable(n_bytes: float) -> str:
@@ -256,7 +255,7 @@ def write(job: Job, counts: Counts) -> None:
     lengths = np.concatenate(by_part)
     scores = _read_scores(job, counts) if job.scores else None
     kept = select(job.selection, ids, lengths, scores)
-    check_disk(job, int((lengths[kept] + 1).sum()) * (_token_bytes(job) + SUFFIX_BYTES))
+    check_disk(job, int((lengths[kept] + 1).sum()) * bytes_a_token(job.reading.vocab_size))
     store = job.work / "store"
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir()

@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 from spectrain.cli import command
 from spectrain.errors import UserError
 from spectrain.tune_budget import tune_budget
+from spectrain.tune_sssd import tune_sssd
 
-SEARCHES: dict[str, Callable[[DictConfig], None]] = {}  # method=<name>: what searches for its options
+SEARCHES: dict[str, Callable[[DictConfig], None]] = {"sssd": tune_sssd}  # method=<name>: what searches for its options
 
 
 def main(cfg: DictConfig) -> None:

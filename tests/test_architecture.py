@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # The commands and what only they share.
-ENTRY_POINTS = {"train", "generate", "bench", "tune", "tune_budget", "cli", "fitting", "runs"}
+ENTRY_POINTS = {"train", "generate", "bench", "tune", "tune_budget", "tune_sssd", "cli", "fitting", "runs"}
 DATA_COMMANDS = {"data_prep.datastore"}  # entry points of data_prep
 LEAVES = {"spectrain.errors"}
 ALLOWED = {  # package -> what of this project it may import

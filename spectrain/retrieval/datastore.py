@@ -104,6 +104,12 @@ def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab
     return Shard(len(documents), int(offsets[-1]), files)
 
 
+def bytes_a_token(vocab_size: int) -> int:
+    """Bytes of a token on disk: itself, its place in the suffix array, the two behind it."""
+    width = token_dtype(vocab_size).itemsize
+    return width + 4 + 2 * width
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Written last: a folder without it is no datastore."""
     temporary = folder / f"{MANIFEST}.tmp"

@@ -1,0 +1,186 @@
+"""`spectrain.tune method=sssd`: searches for the discounts and calibrates the sources on known responses.
+
+    python -m spectrain.tune method=sssd datastore=<folder> target=<folder or hub id> prompts=<file.jsonl> limit=60
+
+The target answers the prompts once, greedily (`responses.jsonl` in the run folder; or `responses=<file>` of an earlier
+run, and then it does not run). Every combination of `grid` is then tried on half of the responses by simulation, the
+best one is calibrated, and what was chosen is compared with the defaults on the other half. `sssd.yaml` holds the
+choice: `spectrain.bench tuned=<run>/sssd.yaml`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from data_prep.prompts import conversation_ids
+from spectrain.bench import digest, read_questions, use_chat
+from spectrain.cli import build_method, method_config, open_target, with_tuned
+from spectrain.decoding import TargetModel, fingerprint, generate
+from spectrain.errors import UserError, check_whole
+from spectrain.evaluation.metrics import ratio_of_sums
+from spectrain.evaluation.simulation import Text, simulate
+from spectrain.methods.sssd import Sssd
+from spectrain.retrieval.calibration import calibrate
+from spectrain.runs import RunFolder
+
+log = logging.getLogger(__name__)
+
+DECODED_TOGETHER = 8  # rows
+NEUTRAL = ("input_scale", "input_prefix_decay", "input_depth_decay", "datastore_prefix_decay", "datastore_depth_decay")
+
+
+def tune_sssd(cfg: DictConfig) -> None:
+    """See the module.
+
+    Raises:
+        UserError: an option is out of range, or there are too few responses.
+    """
+    grid = {name: list(values) for name, values in cfg.grid.items()}
+    method = with_tuned(cfg.method, cfg.tuned)
+    for name in grid:
+        if name not in method or name.startswith("_"):
+            raise UserError(f"grid.{name} is no option of sssd; leave it out")
+    if method.last_logits:
+        raise UserError("last_logits cannot be simulated without the target; give method.last_logits=false")
+    check_whole("max_new_tokens", cfg.max_new_tokens, 2)
+    questions = [] if cfg.responses else read_questions(cfg)
+    with open_dict(cfg):
+        cfg.measured = {"questions": digest(questions)}
+    run = RunFolder.find(cfg)
+    target = open_target(cfg)
+    first = build_method(method, target, cfg.datastore)
+    run.begin(fingerprint(target.model, target.tokenizer))
+    file = Path(cfg.responses) if cfg.responses else run.path / "responses.jsonl"
+    if not cfg.responses:
+        write_responses(cfg, target, first, questions, file)
+    chosen_on, told_on = halves(read_responses(file, target.vocab_size))
+    best, tried = search(first, method, grid, chosen_on)
+    calibrated = with_calibration(first, best, chosen_on)
+    scores = {name: tau_of(first, options, told_on) for name, options in
+              (("defaults", method), ("best discounts", best), ("calibrated", calibrated))}  # fmt: skip
+    # Chosen by what was not told on: the half that the discounts were chosen on.
+    on_chosen = [tau_of(first, options, chosen_on).value for options in (best, calibrated)]
+    winner = best if on_chosen[0] >= on_chosen[1] else calibrated
+    changed = {k: v for k, v in OmegaConf.to_container(winner).items() if v != method_config("sssd").get(k)}
+    changed = {k: v for k, v in changed.items() if k not in ("datastore", "max_nodes")}
+    output = run.path / "sssd.yaml"
+    header = f"# python -m spectrain.bench tuned={output} ...   (spectrain.tune method=sssd on {file.name})\n"
+    output.write_text(header + OmegaConf.to_yaml(OmegaConf.create({"sssd": changed})))
+    told = {name: [score.value, score.low, score.high] for name, score in scores.items()}
+    run.finish({"tau": told, "chosen": changed, "tried": tried, "responses": [len(chosen_on), len(told_on)]})
+    report(scores, "calibrated" if winner is calibrated else "best discounts", len(told_on), output)
+
+
+def write_responses(cfg: DictConfig, target: TargetModel, method: Sssd, questions: Sequence, file: Path) -> None:
+    """Greedy answers to what `file` lacks, a line each; an interrupted run goes on."""
+    done = {row["id"] for row in _rows(file)}
+    kept = "".join(json.dumps(row) + "\n" for row in _rows(file))
+    file.write_text(kept)  # without a line that was cut off
+    chat = use_chat(cfg.chat, target)
+    todo = [q for q in questions if q.id not in done]
+    with file.open("a") as out:
+        for start in track(range(0, len(todo), DECODED_TOGETHER), "responses", console=Console(stderr=True)):
+            some = todo[start : start + DECODED_TOGETHER]
+            prompts = [conversation_ids(target.tokenizer, list(q.turns[:1]), [], chat) for q in some]
+            found = generate(target, method, prompts, cfg.max_new_tokens, batch_size=DECODED_TOGETHER)
+            for question, prompt, generation in zip(some, prompts, found, strict=True):
+                row = {"id": question.id, "prompt": prompt, "response": generation.tokens}
+                out.write(json.dumps(row) + "\n")
+            out.flush()
+
+
+def _rows(file: Path) -> Iterator[dict]:
+    if not file.is_file():
+        return
+    for line in file.read_text().split("\n"):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def read_responses(file: Path, vocab_size: int) -> list[Text]:
+    """The texts of a file of responses.
+
+    Raises:
+        UserError: it is missing, or a row is no pair of token lists of this vocabulary.
+    """
+    if not file.is_file():
+        raise UserError(f"responses={file} does not exist; give responses.jsonl of a run of spectrain.tune")
+    texts = []
+    for number, row in enumerate(_rows(file), start=1):
+        try:
+            text = Text(list(row["prompt"]), list(row["response"]))
+            fits = all(isinstance(t, int) and 0 <= t < vocab_size for t in text.prompt + text.response)
+        except (KeyError, TypeError):
+            fits = False
+        if not fits:
+            raise UserError(
+                f"responses={file} row {number} has no prompt and response as token ids of this target; let "
+                "spectrain.tune write them anew"
+            )
+        if len(text.response) > 1 and text.prompt:
+            texts.append(text)
+    return texts
+
+
+def halves(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+    """Every other response to choose on, the rest to tell the result on."""
+    if len(texts) < 2:
+        raise UserError(f"there are {len(texts)} responses of two tokens or more; give more prompts")
+    return list(texts[::2]), list(texts[1::2])
+
+
+def tau_of(first: Sssd, options: DictConfig, texts: Sequence[Text]):
+    """Tokens a step, with its interval over texts."""
+    steps = simulate(with_options(first, options), texts)
+    return ratio_of_sums([sum(s) for s in steps], [len(s) for s in steps])
+
+
+def with_options(first: Sssd, options: DictConfig) -> Sssd:
+    """The method over the store that is open already, with other options."""
+    values = {k: v for k, v in OmegaConf.to_container(options).items() if k in first.options.__dataclass_fields__}
+    return Sssd(first.store, type(first.options)(**values), first.budget)
+
+
+def search(
+    first: Sssd, method: DictConfig, grid: dict[str, list], texts: Sequence[Text]
+) -> tuple[DictConfig, list[dict]]:
+    """The best combination, and all of them with their tau."""
+    tried = []
+    combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    for changes in track(combinations, "combinations", console=Console(stderr=True)):
+        options = OmegaConf.merge(method, changes)
+        tried.append({**changes, "tau": tau_of(first, options, texts).value})
+    best = max(tried, key=lambda one: one["tau"])
+    return OmegaConf.merge(method, {k: v for k, v in best.items() if k != "tau"}), tried
+
+
+def with_calibration(first: Sssd, options: DictConfig, texts: Sequence[Text]) -> DictConfig:
+    """Measured factors in place of the discounts."""
+    lookup = with_options(first, options)
+    retriever = lookup.workers[0].retriever
+    pairs = [(text.prompt, text.response) for text in texts]
+    factors = calibrate(pairs, retriever, lookup.options.max_prefix, lookup.branch_tokens)
+    return OmegaConf.merge(options, dict.fromkeys(NEUTRAL, 1.0), {"calibration": factors})
+
+
+def report(scores: dict, winner: str, n_texts: int, output: Path) -> None:
+    table = Table("options", "tau", "95 %", title=f"sssd, simulated on {n_texts} responses that nothing was chosen on")
+    for name, score in scores.items():
+        style = "bold" if name == winner else ""
+        table.add_row(
+            name, f"{score.value:.3f}", f"[{score.low:.3f}, {score.high:.3f}]".replace("[", "\\["), style=style
+        )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    Console(stderr=True).print(f"{output}: python -m spectrain.bench tuned={output} ...", style="dim", soft_wrap=True)
