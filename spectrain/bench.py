@@ -38,6 +38,7 @@ from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summari
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.models.artifacts import MANIFEST, read_manifest
+from spectrain.retrieval.datastore import Datastore
 from spectrain.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ def main(cfg: DictConfig) -> None:
     for name, contender in contenders.items():
         if isinstance(contender, Method):
             measured[name]["max_nodes"] = nodes_of(contender.drafter, work.batch_size)
-    results = known | {"methods": measured, "skipped": skipped}
+    stores = {name: str(store.folder) for name, store in datastores(contenders).items()}
+    results = known | {"methods": measured, "skipped": skipped, "datastores": stores}
     write_report(run.path / "report.html", results, [as_json(row) for row in rows])
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
@@ -148,6 +150,12 @@ def nodes_of(drafter: Drafter, batch_size: int) -> int | dict | None:
         return budget.fixed
     rows = sorted({batch_size} | {2**i for i in range(batch_size.bit_length())})
     return {AUTO: {str(n): budget.nodes(n, budget.typical_context_tokens) for n in rows}}
+
+
+def datastores(contenders: dict[str, Contender]) -> dict[str, Datastore]:
+    """The stores that methods draft from."""
+    drafters = {name: c.drafter for name, c in contenders.items() if isinstance(c, Method)}
+    return {name: drafter.store for name, drafter in drafters.items() if getattr(drafter, "store", None) is not None}
 
 
 def takes_all(cfg: DictConfig) -> bool:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from data_prep.corpus import Document, file_documents, is_held_out, pack, stdlib_documents, train_tokenizer
+from data_prep.corpus import Document, is_held_out, pack, read_documents, train_tokenizer
 from spectrain.cli import CHECKPOINTS, command, open_target
 from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
@@ -225,10 +225,8 @@ def tau_settings(cfg: DictConfig, target: TargetModel) -> TauSettings:
 
 
 def read_corpus(cfg: DictConfig) -> list[Document]:
-    """All documents of the configured corpus."""
-    if cfg.corpus.path is None:
-        return list(stdlib_documents())
-    return list(file_documents(cfg.corpus.path, cfg.corpus.fields))
+    """All documents of the configured corpus, in memory."""
+    return list(read_documents(cfg.corpus.path, cfg.corpus.fields, cfg.corpus.split, cfg.corpus.subset))
 
 
 def make_rows(cfg: DictConfig, documents: list[Document], target: TargetModel) -> PackedRowsData:

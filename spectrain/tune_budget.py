@@ -2,7 +2,7 @@
 
     runs/tune-<hash>/forward.json     seconds of the target's forward (evaluation/forward_cost.py)
     runs/tune-<hash>/groups.jsonl     a row a group of prompts, method and node budget (evaluation/acceptance_curve.py)
-    runs/tune-<hash>/budget.png       the curves
+    runs/tune-<hash>/budget.png       what nodes gain and cost; accepted.png: the gain of all methods
     checkpoints/budget-*.json         what `max_nodes=auto` reads (evaluation/budget_table.py)
 
 The same command goes on after an interruption.
@@ -30,7 +30,7 @@ from spectrain.decoding.budget import ForwardCost
 from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.acceptance_curve import GroupRow, curve_of, measure_group
-from spectrain.evaluation.budget_plot import draw_budgets
+from spectrain.evaluation.budget_plot import draw_acceptance, draw_budgets
 from spectrain.evaluation.budget_report import budget_tables, forward_table, roofline_line
 from spectrain.evaluation.budget_table import NO_OPTIONS, BudgetTable, CurveEntry, machine_of
 from spectrain.evaluation.forward_cost import check_grid, measure_forward, steadied
@@ -96,6 +96,7 @@ def tune_budget(cfg: DictConfig) -> None:
     table = BudgetTable(prints, machine, cost, entries, facts)
     file = table.save(CHECKPOINTS)
     draw_budgets(table, run.path / "budget.png")
+    draw_acceptance(table, run.path / "accepted.png")
     run.finish({"budget_table": str(file), "machine": machine})
     report(table)
     Console(stderr=True).print(f"{file}, {run.path}/budget.png", style="dim", soft_wrap=True)

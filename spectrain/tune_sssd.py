@@ -61,20 +61,32 @@ def tune_sssd(cfg: DictConfig) -> None:
     first = build_method(method, target, cfg.datastore)
     run.begin(fingerprint(target.model, target.tokenizer))
     file = Path(cfg.responses) if cfg.responses else run.path / "responses.jsonl"
-    if not cfg.responses:
-        write_responses(cfg, target, first, questions, file)
-    chosen_on, told_on = halves(read_responses(file, target.vocab_size))
+    try:
+        if not cfg.responses:
+            write_responses(cfg, target, first, questions, file)
+        choose(cfg, method, first, grid, read_responses(file, target.vocab_size), run)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on in {run.path}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def choose(
+    cfg: DictConfig, method: DictConfig, first: Sssd, grid: dict[str, list], texts: Sequence[Text], run: RunFolder
+) -> None:
+    """Searches, calibrates, compares, and writes the choice into the run folder."""
+    chosen_on, told_on = halves(texts)
     best, tried = search(first, method, grid, chosen_on)
     calibrated = with_calibration(first, best, chosen_on)
-    scores = {name: tau_of(first, options, told_on) for name, options in
-              (("defaults", method), ("best discounts", best), ("calibrated", calibrated))}  # fmt: skip
-    # Chosen by what was not told on: the half that the discounts were chosen on.
+    candidates = {"defaults": method, "best discounts": best, "calibrated": calibrated}
+    scores = {name: tau_of(first, options, told_on) for name, options in candidates.items()}
+    # Chosen by what is not told on: the half that the discounts were chosen on.
     on_chosen = [tau_of(first, options, chosen_on).value for options in (best, calibrated)]
     winner = best if on_chosen[0] >= on_chosen[1] else calibrated
-    changed = {k: v for k, v in OmegaConf.to_container(winner).items() if v != method_config("sssd").get(k)}
+    defaults = method_config("sssd")
+    changed = {k: v for k, v in OmegaConf.to_container(winner).items() if v != defaults.get(k)}
     changed = {k: v for k, v in changed.items() if k not in ("datastore", "max_nodes")}
     output = run.path / "sssd.yaml"
-    header = f"# python -m spectrain.bench tuned={output} ...   (spectrain.tune method=sssd on {file.name})\n"
+    header = f"# python -m spectrain.bench tuned={output} ...   (written by spectrain.tune method=sssd)\n"
     output.write_text(header + OmegaConf.to_yaml(OmegaConf.create({"sssd": changed})))
     told = {name: [score.value, score.low, score.high] for name, score in scores.items()}
     run.finish({"tau": told, "chosen": changed, "tried": tried, "responses": [len(chosen_on), len(told_on)]})

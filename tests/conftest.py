@@ -11,9 +11,11 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoTokenizer,
     GemmaConfig,
     GemmaForCausalLM,
     GPTNeoXConfig,
@@ -27,7 +29,8 @@ from transformers import (
 
 from data_prep.corpus import train_tokenizer
 from spectrain.cli import command
-from spectrain.decoding import TargetModel
+from spectrain.decoding import TargetModel, tokenizer_fingerprint
+from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
 
 VOCAB_SIZE = 61
 EOS_ID = 3
@@ -110,6 +113,19 @@ def shared(tmp_path_factory) -> Path:
     model.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")
     return root
+
+
+@pytest.fixture(scope="session")
+def stored(shared, tmp_path_factory) -> Path:
+    """A datastore of the corpus, for the tiny target."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "target")
+    texts = [file.read_text() for file in sorted((shared / "corpus").iterdir())[:20]]
+    documents = [np.array(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    folder = tmp_path_factory.mktemp("stored")
+    shard = write_shard(folder, 0, documents, 300)
+    facts = ("the tiny target", "0" * 16, tokenizer_fingerprint(tokenizer), 300)
+    write_manifest(folder, Manifest(*facts, len(documents), sum(map(len, documents)), [shard]))
+    return folder
 
 
 @pytest.fixture

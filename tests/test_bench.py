@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from data_prep.corpus import is_held_out
 from spectrain import bench
@@ -13,6 +15,7 @@ from spectrain.cli import conf_dir
 from tests.test_cli import composed
 
 MODEL_FREE = {"autoregressive", "pld", "anpd", "lookahead", "logitspec", "spectra_core", "magicdec"}
+OF_DATASTORES = {"rest", "spectra_retrieval", "spectra", "sssd", "sssd_logits", "logitspec_datastore"}
 RESULT_KEYS = {
     *("questions", "tokens", "target_forwards", "mean_accepted", "mean_accepted_ci95", "tokens_per_s_micro"),
     *("tokens_per_s_macro", "speedup", "time_share", "acceptance_by_position", "acceptance_by_source", "discard_rate"),
@@ -50,8 +53,9 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
         assert (method["lossless"], method["greedy_mismatches"]) == (True, 0), name
     assert found["methods"]["autoregressive"]["mean_accepted"] == 1
     assert found["methods"]["autoregressive"]["speedup"] == 1
-    assert set(found["skipped"]) == {"speculative", "spire"}
+    assert set(found["skipped"]) == {"speculative", "spire"} | OF_DATASTORES
     assert "holds no spire drafter" in found["skipped"]["spire"]
+    assert "holds no datastore for this target; build one with" in found["skipped"]["rest"]
     assert len(question_rows("b")) == 3 * 9
     page = (Path("b") / "report.html").read_text()
     for word in (*found["methods"], "spire"):
@@ -60,7 +64,55 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
 
 
 def test_every_method_of_the_project_is_known_to_the_bench():
-    assert {path.stem for path in (conf_dir() / "method").glob("*.yaml")} == MODEL_FREE | {"speculative", "spire"}
+    assert {path.stem for path in (conf_dir() / "method").glob("*.yaml")} == (
+        MODEL_FREE | OF_DATASTORES | {"speculative", "spire"}
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_methods_of_datastores_are_lossless_and_say_what_they_took(run, asked, stored, batch_size):
+    code, _, err = run(
+        *("bench", asked, "out=b", f"methods=[{','.join(OF_DATASTORES)}]", f"datastore={stored}", "max_new_tokens=12"),
+        *("variants=retrieval", f"batch_size={batch_size}"),
+    )
+    assert code == 0, err
+    found = results("b")["methods"]
+    assert set(found) == OF_DATASTORES | {"autoregressive"}
+    for name in OF_DATASTORES:
+        assert found[name]["lossless"], name
+    for name in (
+        "sssd",
+        "spectra",
+        "spectra_retrieval",
+    ):  # the others want two known tokens; the target writes nonsense
+        assert found[name]["acceptance_by_source"]["datastore"]["drafted"] > 0, name
+        assert found[name]["retrieval_hit_rate"] > 0
+
+
+def test_the_newest_fitting_datastore_is_found_and_a_variant_may_have_its_own(run, asked, stored, tmp_path):
+    shutil.copytree(stored, tmp_path / "checkpoints" / "datastore-x")
+    shutil.copytree(stored, tmp_path / "other")
+    code, _, err = run(
+        *("bench", asked, "out=b", "methods=[rest,mine]", "max_new_tokens=6", "limit=1"),
+        "+variants.mine={method: rest, datastore: other}",
+    )
+    assert code == 0, err
+    assert results("b")["datastores"] == {"rest": "checkpoints/datastore-x", "mine": "other"}
+
+
+def test_tuned_options_take_the_place_of_the_defaults(run, asked, stored, tmp_path):
+    (tmp_path / "t.yaml").write_text("sssd: {input_scale: 0.25, calibration: {input: [[0.5, 0.5]]}}\n")
+    command = ("bench", asked, "methods=[sssd]", f"datastore={stored}", "max_new_tokens=6", "limit=1")
+    code, _, err = run(*command, "out=b", "tuned=t.yaml")
+    assert code == 0, err
+    options = OmegaConf.load(Path("b") / "config.yaml").measured.methods.sssd
+    assert (options.input_scale, options.calibration.input[0][0]) == (0.25, 0.5)
+    for content, reason in (("sssd: {inputscale: 1}", "no option of the method"), ("- 1", "no file of spectrain.tune")):
+        (tmp_path / "t.yaml").write_text(content)
+        code, _, err = run(*command, "out=c", "tuned=t.yaml")
+        assert code == 2
+        assert reason in err
+    assert "nowhere.yaml" in run(*command, "out=c", "tuned=nowhere.yaml")[2]
 
 
 def test_an_interrupted_run_goes_on_and_a_finished_one_is_refused(run, asked):
@@ -222,6 +274,9 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         (["drafter=nowhere", "methods=[speculative]"], "nowhere"),
         (["drafter=nowhere", "methods=[pld]"], "drafter=nowhere is a vanilla drafter, which none of the methods takes"),
         (["peers=[hf_assisted]", "methods=[pld]"], "holds no vanilla drafter"),
+        (["methods=[rest]"], "holds no datastore for this target"),
+        (["methods=[rest]", "datastore=nowhere"], "datastore=nowhere does not exist; build one"),
+        (["methods=[pld]", "datastore=nowhere"], "datastore=nowhere is a datastore, which none of the methods takes"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )

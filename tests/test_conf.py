@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 
 from spectrain.bench import method_configs
 from spectrain.cli import build_method, conf_dir
-from spectrain.decoding import Drafter, Sampling, TargetModel
+from spectrain.decoding import Drafter, Sampling, TargetModel, tokenizer_fingerprint
 from spectrain.train import TRAININGS, optimizer_settings
 from tests.conftest import tiny_model
+from tests.retrieval.reference import make_store
 from tests.test_cli import composed
 
 CONF = conf_dir()
@@ -84,10 +85,11 @@ def test_every_method_instantiates(option, exported):
 @pytest.mark.parametrize("option", options("variants"))
 def test_every_variant_instantiates(option, exported):
     cfg = composed("bench", f"variants={option}")
-    target, _ = exported
+    target, folders = exported
     for name, options_of in method_configs(cfg).items():
         if name in cfg.variants:
-            assert isinstance(build_method(options_of, target, None), Drafter)
+            folder = folders.get(options_of.get("_artifact_"))
+            assert isinstance(build_method(options_of, target, folder and str(folder)), Drafter)
 
 
 @pytest.fixture(scope="module")
@@ -97,4 +99,9 @@ def exported(tmp_path_factory) -> tuple[TargetModel, dict[str, Path]]:
 
     target = TargetModel(tiny_model("llama"), tiny_tokenizer())
     root = tmp_path_factory.mktemp("checkpoints")
-    return target, {"spire": export_spire(root / "spire", target), "vanilla": export_vanilla(root / "vanilla", target)}
+    make_store(root / "store", [[1, 2, 3]], target.vocab_size, tokenizer=tokenizer_fingerprint(target.tokenizer))
+    return target, {
+        "spire": export_spire(root / "spire", target),
+        "vanilla": export_vanilla(root / "vanilla", target),
+        "datastore": root / "store",
+    }

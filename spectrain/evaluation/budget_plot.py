@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from spectrain.decoding.budget import NodeBudget
 from spectrain.evaluation.budget_report import plain_tokens_per_s
-from spectrain.evaluation.budget_table import BudgetTable, CurveEntry
+from spectrain.evaluation.budget_table import BudgetTable, CurveEntry, sampling_name
+from spectrain.evaluation.plots import COLOURS, DASHES
 
 ORANGE, BLUE, GREEN = "#e69f00", "#0072b2", "#009e73"  # Okabe and Ito's, in the roles of the paper's figure
 PANEL_IN = (2.7, 2.3)
@@ -32,6 +33,26 @@ def draw_budgets(table: BudgetTable, file: Path) -> None:
             ax.set_xlabel("nodes of a tree, root included")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+        figure.savefig(file, dpi=140)
+
+
+def draw_acceptance(table: BudgetTable, file: Path) -> None:
+    """Writes a PNG in the form of SSSD's Figure 4: accepted tokens of every method against the nodes it may use."""
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure((6.4, 4.2), layout="constrained")
+        ax = figure.subplots()
+        by_gain = sorted(table.entries, key=lambda entry: -entry.curve.tau[-1])
+        for i, entry in enumerate(by_gain):
+            label = entry.name + (f", {sampling}" if (sampling := sampling_name(entry.sampling)) != "greedy" else "")
+            dashes = DASHES[i // 8 % len(DASHES)]
+            ax.plot(entry.curve.nodes, entry.curve.tau, "o", ls=dashes, color=COLOURS[i % 16], ms=4, label=label)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.set_ylim(bottom=1)
+        ax.set_xlabel("nodes of a tree, root included")
+        ax.set_ylabel("accepted tokens a forward, bonus included")
+        ax.grid(alpha=0.25)
+        figure.legend(loc="outside right upper", frameon=False)
         figure.savefig(file, dpi=140)
 
 

@@ -127,8 +127,8 @@ class BudgetTable:
         own = [entry for entry in self.entries if entry.options["_target_"] == options["_target_"]]
         fitting = [entry for entry in own if entry.sampling == asdict(sampling)]
         if not fitting:
-            wanted = _sampling_name(asdict(sampling))
-            known = sorted({_sampling_name(entry.sampling) for entry in own})
+            wanted = sampling_name(asdict(sampling))
+            known = sorted({sampling_name(entry.sampling) for entry in own})
             under = f"under {wanted}, only under {'; '.join(known)}" if known else "on this machine"
             raise UserError(
                 f"max_nodes=auto: {method} was not measured {under}; run {COMMAND} methods=[{method}] "
@@ -180,7 +180,7 @@ def _differing(measured: Mapping, options: Mapping) -> list[str]:
     ]
 
 
-def _sampling_name(sampling: dict) -> str:
+def sampling_name(sampling: dict) -> str:
     if not sampling["temperature"]:
         return "greedy"
     return ", ".join(f"{name} {value}" for name, value in sampling.items() if value != getattr(Sampling(), name))

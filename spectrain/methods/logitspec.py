@@ -58,7 +58,8 @@ def build_with_datastore(
     check_whole("datastore_ranks", datastore_ranks, 0)
     method = LogitSpec(**options)
     lookup = RetrievalOptions(min_suffix, max_suffix, max(method.input_tokens, method.kept[0]), max_matches)
-    method.retriever, method.datastore_ranks = Retriever(open_datastore(datastore, target), lookup), datastore_ranks
+    method.store = open_datastore(datastore, target)
+    method.retriever, method.datastore_ranks = Retriever(method.store, lookup), datastore_ranks
     return method
 
 

@@ -15,6 +15,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetOutpu
 from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import check_whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape, draft_tree
+from spectrain.retrieval.datastore import Datastore
 
 
 class RowState(Protocol):
@@ -37,6 +38,7 @@ class LookupDrafter(Drafter):
     """
 
     looks_up = True
+    store: Datastore | None = None  # that it drafts from
 
     def __init__(self, max_nodes: int | NodeBudget, probe_shape: ProbeShape | None = None):
         if not isinstance(max_nodes, NodeBudget):

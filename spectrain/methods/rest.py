@@ -64,7 +64,7 @@ class Rest(LookupDrafter):
 
     def __init__(self, store: Datastore, options: RetrievalOptions, max_nodes: int | NodeBudget = 65):
         super().__init__(max_nodes)
-        self.retriever = Retriever(store, options)
+        self.store, self.retriever = store, Retriever(store, options)
 
     def new_row(self, tokens: list[int]) -> Tail:
         return Tail(tokens, self.retriever.options.max_suffix)

@@ -93,6 +93,7 @@ class SpectraCore(LookupDrafter):
     ):
         options = options or CoreOptions()
         self.retriever = retriever
+        self.store = retriever.store if retriever is not None else None
         if max_nodes is None:
             max_nodes = options.all_nodes
         largest = max_nodes.largest if isinstance(max_nodes, NodeBudget) else max_nodes

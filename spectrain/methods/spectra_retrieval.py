@@ -60,7 +60,7 @@ class SpectraRetrieval(LookupDrafter):
     ):
         check_whole("max_guesses", max_guesses, 1)
         super().__init__(1 + max_guesses * options.branch_tokens if max_nodes is None else max_nodes)
-        self.retriever, self.max_guesses = Retriever(store, options), max_guesses
+        self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
 
     def new_row(self, tokens: list[int]) -> Tail:
         return Tail(tokens, self.retriever.options.max_suffix)
