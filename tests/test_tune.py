@@ -43,7 +43,8 @@ def test_what_tune_measures_is_what_auto_takes(run):
     out = tuned(run, "methods=[logitspec,pld,spectra_core]", "out=t")
     for word in ("forward of the target", "free speculation budget", "logitspec: nodes", "spectra_core: nodes"):
         assert word in out
-    assert (Path("t") / "budget.png").read_bytes().startswith(b"\x89PNG")
+    for plot in ("budget.png", "accepted.png"):
+        assert (Path("t") / plot).read_bytes().startswith(b"\x89PNG")
     table = BudgetTable.load(table_file())
     assert {entry.name: entry.curve.least for entry in table.entries} == {"logitspec": 1, "pld": 1, "spectra_core": 8}
 

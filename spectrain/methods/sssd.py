@@ -62,7 +62,7 @@ class SssdOptions:
 
     max_prefix: int = 4  # P (paper, section 3.1.1)
     datastore_prefix: int = 8  # S
-    min_matches: int = 20  # fewer matches of a suffix in the datastore, and shorter ones are added
+    min_matches: int = 50  # fewer matches of a suffix in the datastore, and shorter ones are added
     max_matches: int = 100  # M (section 3.1.2)
     branch_tokens: int | None = None  # E; None: shrinks with the budget, see `branch_of`
     input_source: bool = True
@@ -72,10 +72,10 @@ class SssdOptions:
     input_prefix_decay: float = 0.5
     input_depth_decay: float = 0.95
     datastore_prefix_decay: float = 0.8
-    datastore_depth_decay: float = 0.95
-    logits_candidates: int = 16
-    logits_scale: float = 0.5  # pseudo-probability of the likeliest candidate
-    logits_rank_decay: float = 1.0  # the one of rank r has scale / (r + 1) ^ decay
+    datastore_depth_decay: float = 0.7
+    logits_candidates: int = 32
+    logits_scale: float = 0.03  # pseudo-probability of the likeliest candidate
+    logits_rank_decay: float = 0.5  # the one of rank r has scale / (r + 1) ^ decay
     calibration: Mapping[str, Sequence] | None = None  # input, datastore: [prefix - 1][depth - 1]; logits: [depth - 1]
 
     def __post_init__(self) -> None:
