@@ -38,7 +38,8 @@ from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summari
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.models.artifacts import MANIFEST, read_manifest
-from spectrain.retrieval.datastore import Datastore
+from spectrain.retrieval.datastore import MANIFEST as MANIFEST_OF_STORE
+from spectrain.retrieval.datastore import Datastore, sha256
 from spectrain.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,9 @@ def main(cfg: DictConfig) -> None:
     ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target))
     contenders, skipped = build_contenders(cfg, methods, target, sampling)
     warn_of_defaults(target)
+    stores = {name: str(store.folder) for name, store in datastores(contenders).items()}
     run.begin(fingerprint(target.model, target.tokenizer))
+    keep_to_stores(run, contenders)
     benchmark = Benchmark(target, contenders, questions, ids, work)
     known = facts(cfg, target, work, len(questions))
     rows = measure(benchmark, run.path / "questions.jsonl")
@@ -75,7 +78,6 @@ def main(cfg: DictConfig) -> None:
     for name, contender in contenders.items():
         if isinstance(contender, Method):
             measured[name]["max_nodes"] = nodes_of(contender.drafter, work.batch_size)
-    stores = {name: str(store.folder) for name, store in datastores(contenders).items()}
     results = known | {"methods": measured, "skipped": skipped, "datastores": stores}
     write_report(run.path / "report.html", results, [as_json(row) for row in rows])
     run.finish(results)
@@ -156,6 +158,21 @@ def datastores(contenders: dict[str, Contender]) -> dict[str, Datastore]:
     """The stores that methods draft from."""
     drafters = {name: c.drafter for name, c in contenders.items() if isinstance(c, Method)}
     return {name: drafter.store for name, drafter in drafters.items() if getattr(drafter, "store", None) is not None}
+
+
+def keep_to_stores(run: RunFolder, contenders: dict[str, Contender]) -> None:
+    """Notes which stores a run began with. Raises UserError where a resumed run has found other ones."""
+    file = run.path / "datastores.json"
+    stores = datastores(contenders)
+    found = {name: [str(store.folder), sha256(store.folder / MANIFEST_OF_STORE)] for name, store in stores.items()}
+    begun = json.loads(file.read_text()) if file.is_file() else found
+    for name, (folder, _) in begun.items():
+        if found.get(name) != begun[name]:
+            raise UserError(
+                f"{run.path} was begun with {name} drafting from {folder} as it was then, not from what was found now; "
+                "give that datastore, or another out"
+            )
+    file.write_text(json.dumps(found) + "\n")
 
 
 def takes_all(cfg: DictConfig) -> bool:

@@ -26,11 +26,13 @@ from data_prep.prompts import conversation_ids
 from spectrain.bench import digest, read_questions, use_chat
 from spectrain.cli import build_method, method_config, open_target, with_tuned
 from spectrain.decoding import TargetModel, fingerprint, generate
+from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.metrics import ratio_of_sums
 from spectrain.evaluation.simulation import Text, simulate
 from spectrain.methods.sssd import Sssd
 from spectrain.retrieval.calibration import calibrate
+from spectrain.retrieval.datastore import sha256
 from spectrain.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,9 @@ def tune_sssd(cfg: DictConfig) -> None:
     check_whole("max_new_tokens", cfg.max_new_tokens, 2)
     questions = [] if cfg.responses else read_questions(cfg)
     with open_dict(cfg):
-        cfg.measured = {"questions": digest(questions)}
+        cfg.measured = {"questions": digest(questions), "method": OmegaConf.to_container(method)}
+        if cfg.responses and Path(cfg.responses).is_file():
+            cfg.measured.responses = sha256(Path(cfg.responses))
     run = RunFolder.find(cfg)
     target = open_target(cfg)
     first = build_method(method, target, cfg.datastore)
@@ -79,9 +83,10 @@ def choose(
     calibrated = with_calibration(first, best, chosen_on)
     candidates = {"defaults": method, "best discounts": best, "calibrated": calibrated}
     scores = {name: tau_of(first, options, told_on) for name, options in candidates.items()}
-    # Chosen by what is not told on: the half that the discounts were chosen on.
-    on_chosen = [tau_of(first, options, chosen_on).value for options in (best, calibrated)]
-    winner = best if on_chosen[0] >= on_chosen[1] else calibrated
+    # Chosen by what is not told on: the half that the discounts were chosen on. Of equal ones the plainest.
+    on_chosen = {name: tau_of(first, options, chosen_on).value for name, options in candidates.items()}
+    name = max(on_chosen, key=on_chosen.get)
+    winner = candidates[name]
     defaults = method_config("sssd")
     changed = {k: v for k, v in OmegaConf.to_container(winner).items() if v != defaults.get(k)}
     changed = {k: v for k, v in changed.items() if k not in ("datastore", "max_nodes")}
@@ -90,7 +95,7 @@ def choose(
     output.write_text(header + OmegaConf.to_yaml(OmegaConf.create({"sssd": changed})))
     told = {name: [score.value, score.low, score.high] for name, score in scores.items()}
     run.finish({"tau": told, "chosen": changed, "tried": tried, "responses": [len(chosen_on), len(told_on)]})
-    report(scores, "calibrated" if winner is calibrated else "best discounts", len(told_on), output)
+    report(scores, name, len(told_on), output)
 
 
 def write_responses(cfg: DictConfig, target: TargetModel, method: Sssd, questions: Sequence, file: Path) -> None:
@@ -100,6 +105,9 @@ def write_responses(cfg: DictConfig, target: TargetModel, method: Sssd, question
     file.write_text(kept)  # without a line that was cut off
     chat = use_chat(cfg.chat, target)
     todo = [q for q in questions if q.id not in done]
+    for question in todo:
+        prompt = conversation_ids(target.tokenizer, list(question.turns[:1]), [], chat)
+        check_prompt(target, prompt, cfg.max_new_tokens, f"prompt {question.id}")
     with file.open("a") as out:
         for start in track(range(0, len(todo), DECODED_TOGETHER), "responses", console=Console(stderr=True)):
             some = todo[start : start + DECODED_TOGETHER]
@@ -114,10 +122,10 @@ def write_responses(cfg: DictConfig, target: TargetModel, method: Sssd, question
 def _rows(file: Path) -> Iterator[dict]:
     if not file.is_file():
         return
-    for line in file.read_text().split("\n"):
+    for line in file.read_bytes().split(b"\n"):
         try:
             yield json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:  # a line that was cut off
             continue
 
 
@@ -130,7 +138,11 @@ def read_responses(file: Path, vocab_size: int) -> list[Text]:
     if not file.is_file():
         raise UserError(f"responses={file} does not exist; give responses.jsonl of a run of spectrain.tune")
     texts = []
-    for number, row in enumerate(_rows(file), start=1):
+    n_lines = sum(1 for line in file.read_bytes().split(b"\n") if line.strip())
+    rows = list(_rows(file))
+    if len(rows) < n_lines:
+        raise UserError(f"responses={file} has {n_lines - len(rows)} lines that are not JSON; write it anew")
+    for number, row in enumerate(rows, start=1):
         try:
             text = Text(list(row["prompt"]), list(row["response"]))
             fits = all(isinstance(t, int) and 0 <= t < vocab_size for t in text.prompt + text.response)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -80,11 +81,7 @@ def test_methods_of_datastores_are_lossless_and_say_what_they_took(run, asked, s
     assert set(found) == OF_DATASTORES | {"autoregressive"}
     for name in OF_DATASTORES:
         assert found[name]["lossless"], name
-    for name in (
-        "sssd",
-        "spectra",
-        "spectra_retrieval",
-    ):  # the others want two known tokens; the target writes nonsense
+    for name in ("sssd", "spectra_retrieval"):  # the others want two known tokens or little else to guess
         assert found[name]["acceptance_by_source"]["datastore"]["drafted"] > 0, name
         assert found[name]["retrieval_hit_rate"] > 0
 
@@ -98,6 +95,20 @@ def test_the_newest_fitting_datastore_is_found_and_a_variant_may_have_its_own(ru
     )
     assert code == 0, err
     assert results("b")["datastores"] == {"rest": "checkpoints/datastore-x", "mine": "other"}
+
+
+def test_a_resumed_run_keeps_to_its_datastore(run, asked, stored, tmp_path):
+    shutil.copytree(stored, tmp_path / "checkpoints" / "first")
+    command = ("bench", asked, "out=b", "methods=[rest]", "max_new_tokens=6", "limit=1")
+    assert run(*command)[0] == 0
+    (Path("b") / "results.json").unlink()
+    shutil.copytree(stored, tmp_path / "checkpoints" / "second")
+    os.utime(tmp_path / "checkpoints" / "second" / "manifest.json", (2e9, 2e9))
+    code, _, err = run(*command)
+    assert code == 2
+    assert "was begun with rest drafting from checkpoints/first" in err
+    shutil.rmtree(tmp_path / "checkpoints" / "second")
+    assert run(*command)[0] == 0
 
 
 def test_tuned_options_take_the_place_of_the_defaults(run, asked, stored, tmp_path):

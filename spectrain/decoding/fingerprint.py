@@ -47,7 +47,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits over the vocabulary and the merges: equal where equal texts become equal tokens."""
+    """16 hex digits over the vocabulary and the merges; normalisers and splitting rules do not count."""
     return hashlib.sha256(_vocabulary(tokenizer)).hexdigest()[:16]
 
 

@@ -76,9 +76,10 @@ class SpectraCore(LookupDrafter):
 
     Args:
         options: see there.
-        max_nodes: root, P = (N - 1) W probes and guesses; None: all of them, 1 + P + (G - 1)(N - 1) + N. Where it is
-            smaller than that, W shrinks until the probes take at most half of the nodes. A NodeBudget is asked when a
-            generation starts, for its rows and the typical context.
+        max_nodes: root, P = (N - 1) W probes and guesses; None: all of them, 1 + P + (G - 1)(N - 1) + N, or 1 + P + G N
+            with a retriever, whose guesses have N tokens. Where it is smaller than that, W shrinks until the probes
+            take at most half of the nodes. A NodeBudget is asked when a generation starts, for its rows and the
+            typical context.
         retriever: fills what the core leaves of the G guesses; None: nothing does.
 
     Raises:
@@ -96,6 +97,9 @@ class SpectraCore(LookupDrafter):
         self.store = retriever.store if retriever is not None else None
         if max_nodes is None:
             max_nodes = options.all_nodes
+            if retriever is not None:
+                others = options.ngram_tokens - 1
+                max_nodes = 1 + others * options.pool_sequences + options.ngram_tokens * options.max_guesses
         largest = max_nodes.largest if isinstance(max_nodes, NodeBudget) else max_nodes
         self.core = Core(options, n_candidates(options, largest))
         super().__init__(max_nodes, self.core.probe_shape)

@@ -92,6 +92,8 @@ class SssdOptions:
                 "input_source, datastore_source and last_logits are all false, which leaves nothing to propose; set "
                 "one of them to true"
             )
+        if self.calibration is not None and not isinstance(self.calibration, Mapping):
+            raise UserError(f"calibration={self.calibration} must hold tables for input, datastore and logits")
         for source in self.calibration or {}:
             if source not in ("input", "datastore", "logits"):
                 raise UserError(f"calibration.{source} is unknown; it takes input, datastore and logits")
@@ -223,8 +225,12 @@ def _calibration(factors: Sequence[Sequence[float]] | None, longest: int, branch
     """[longest + 1, E + 1]: factors by prefix and depth; what lies beyond the table takes its last entry."""
     if factors is None:
         return np.ones((longest + 1, branch_tokens + 1))
-    table = np.asarray(factors, dtype=np.float64)
-    if table.ndim != 2 or not table.size or (table < 0).any():
+    try:
+        table = np.asarray(factors, dtype=np.float64)
+        fits = table.ndim == 2 and table.size > 0 and bool((table >= 0).all()) and bool(np.isfinite(table).all())
+    except (ValueError, TypeError):  # rows of unequal length, words
+        fits = False
+    if not fits:
         raise UserError("calibration must hold a row of numbers of at least 0 for each prefix length; tune it again")
     prefixes = np.clip(np.arange(longest + 1) - 1, 0, len(table) - 1)
     depths = np.clip(np.arange(branch_tokens + 1) - 1, 0, table.shape[1] - 1)

@@ -23,8 +23,8 @@ FEW_PLACES = 20.0  # places that say nothing yet: a factor from few places is dr
 
 @njit(nogil=True, cache=True)
 def _tally(tree, node, seen, coming, claimed, kept):
-    """Adds what the tree below `node` claims at each depth, and whether the text `coming` kept to it."""
-    n_depths = len(claimed)
+    """Adds what the tree below `node` claims at each depth that the text reaches, and whether `coming` kept to it."""
+    n_depths = min(len(claimed), len(coming))
     stack = [(tree[node, CHILD], 0)]
     while len(stack) > 0:
         child, depth = stack.pop()
@@ -34,7 +34,7 @@ def _tally(tree, node, seen, coming, claimed, kept):
                 stack.append((tree[child, CHILD], depth + 1))
             child = tree[child, SIBLING]
     at = node
-    for depth in range(min(n_depths, len(coming))):
+    for depth in range(n_depths):
         child = tree[at, CHILD]
         while child != 0 and tree[child, TOKEN] != coming[depth]:
             child = tree[child, SIBLING]

@@ -105,7 +105,7 @@ def _insert(tree, n_nodes, text, position, branch, separator):
     node = 0
     for place in range(max(0, position), min(position + branch, len(text))):
         token = text[place]
-        if token == separator:
+        if token >= separator:  # the end of the document; above it only in a damaged file
             break
         node, n_nodes = child_of(tree, n_nodes, node, token)
         if node == 0:

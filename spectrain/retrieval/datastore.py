@@ -94,8 +94,7 @@ def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab
         "offsets": offsets,
     }
     files = {}
-    for part in PARTS:
-        name = f"{part}-{index:05d}.npy"
+    for part, name in zip(PARTS, _file_names(index), strict=True):
         temporary = folder / f"{name}.tmp"
         with temporary.open("wb") as file:
             np.save(file, arrays[part])
@@ -126,15 +125,26 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"datastore={folder} has no {MANIFEST}; give a folder that {BUILT_BY} wrote")
     try:
         values = json.loads(file.read_text())
-        if values.get("kind") != "datastore" or values.get("version") != VERSION:
-            raise UserError(
-                f"datastore={folder} is a {values.get('kind')} of format version {values.get('version')}, not a "
-                f"datastore of version {VERSION}; build it again with {BUILT_BY}"
-            )
+        kind, version = values.get("kind"), values.get("version")
         shards = [Shard(**shard) for shard in values.pop("shards")]
-        return Manifest(shards=shards, **values)
+        complete = bool(shards) and all(
+            set(shard.files) == set(_file_names(i)) for i, shard in enumerate(shards)
+        )  # fmt: skip
+        if (kind, version) == ("datastore", VERSION) and complete:
+            return Manifest(shards=shards, **values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{file} cannot be read ({error}); build the datastore again with {BUILT_BY}") from error
+    if (kind, version) == ("datastore", VERSION):
+        raise UserError(f"{file} does not name all files of a datastore; build it again with {BUILT_BY}")
+    raise UserError(
+        f"datastore={folder} is a {kind} of format version {version}, not a datastore of version {VERSION}; build it "
+        f"again with {BUILT_BY}"
+    )
+
+
+def _file_names(index: int) -> list[str]:
+    """Of a shard's parts, in the order of PARTS."""
+    return [f"{part}-{index:05d}.npy" for part in PARTS]
 
 
 class Datastore:
@@ -151,14 +161,13 @@ class Datastore:
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         self._check_sizes()
-        arrays = {
-            part: tuple(self._mapped(f"{part}-{i:05d}.npy") for i in range(len(self.manifest.shards))) for part in PARTS
-        }
-        self.tokens: tuple[np.ndarray, ...] = arrays["tokens"]
-        self.suffixes: tuple[np.ndarray, ...] = arrays["suffixes"]
-        self.bounds: tuple[np.ndarray, ...] = arrays["bounds"]
-        self.pairs: tuple[np.ndarray, ...] = arrays["pairs"]
-        self.offsets: tuple[np.ndarray, ...] = arrays["offsets"]
+        shards = [self._open_shard(i, shard) for i, shard in enumerate(self.manifest.shards)]
+        self.tokens: tuple[np.ndarray, ...]
+        self.suffixes: tuple[np.ndarray, ...]
+        self.bounds: tuple[np.ndarray, ...]
+        self.pairs: tuple[np.ndarray, ...]
+        self.offsets: tuple[np.ndarray, ...]
+        self.tokens, self.suffixes, self.bounds, self.pairs, self.offsets = zip(*shards, strict=True)
 
     @property
     def index(self) -> tuple[tuple[np.ndarray, ...], ...]:
@@ -190,14 +199,34 @@ class Datastore:
                     f"store's; build the datastore again with {BUILT_BY}"
                 )
 
-    def _mapped(self, name: str) -> np.ndarray:
-        try:
-            # A plain read-only array over the map: numba is slow to recognise subclasses.
-            return np.load(self.folder / name, mmap_mode="r").view(np.ndarray)
-        except ValueError as error:
-            raise UserError(
-                f"{self.folder / name} is damaged ({error}); build the datastore again with {BUILT_BY}"
-            ) from error
+    def _open_shard(self, index: int, shard: Shard) -> list[np.ndarray]:
+        """Its arrays in the order of PARTS.
+
+        Compiled searches do not check bounds. Types, shapes and the table of ranges are checked here; places in the
+        suffix array and tokens are checked when they are read.
+        """
+        V, n = self.vocab_size, shard.tokens
+        tokens = token_dtype(V)
+        pairs = np.dtype(f"u{2 * tokens.itemsize}")
+        expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pairs, n), (np.int64, shard.documents + 1)]
+        arrays = []
+        for name, (dtype, length) in zip(_file_names(index), expected, strict=True):
+            file = self.folder / name
+            try:
+                mapped = np.load(file, mmap_mode="r")
+                ends_with_file = mapped.offset + mapped.nbytes == shard.files[name]["bytes"]
+                array = mapped.view(np.ndarray)  # numba is slow to recognise subclasses
+            except Exception as error:  # a damaged header is parsed as Python, and fails in as many ways
+                raise UserError(f"{file} is damaged ({error}); build the datastore again with {BUILT_BY}") from error
+            # Its content says where to read, so this small one is read whole.
+            damaged = name.startswith("bounds") and sha256(file) != shard.files[name]["sha256"]
+            if damaged or not ends_with_file or array.dtype != dtype or array.shape != (length,):
+                raise UserError(
+                    f"{file} is damaged: it does not hold what the manifest says; build the datastore again with "
+                    f"{BUILT_BY}"
+                )
+            arrays.append(array)
+        return arrays
 
     def check_fits(self, tokenizer_fingerprint: str, target: str) -> None:
         """Raises UserError where the store holds the tokens of another tokenizer than the target's."""

@@ -15,8 +15,13 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.logitspec import LogitSpec
 from spectrain.methods.lookahead import Lookahead
 from spectrain.methods.pld import PromptLookup
+from spectrain.methods.rest import Rest
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
-from tests.conftest import random_prompts
+from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options
+from spectrain.methods.sssd import Sssd, SssdOptions
+from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from tests.conftest import VOCAB_SIZE, random_prompts
+from tests.retrieval.reference import make_store
 
 NODES, BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (1, 2, 8), (64, 256)
 ROOFLINE = Roofline(1e-3, 4e-3, 1e-4, 2e-7, 1e-8, 0.0)
@@ -117,19 +122,27 @@ class Restless(NodeBudget):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda budget, probing: LogitSpec(budget),
-        lambda budget, probing: PromptLookup(max_nodes=budget),
-        lambda budget, probing: SpectraCore(CoreOptions(ngram_tokens=3), probing),
-        lambda budget, probing: Lookahead(ngram_tokens=3, max_nodes=probing),
+        lambda budget, probing, store: LogitSpec(budget),
+        lambda budget, probing, store: PromptLookup(max_nodes=budget),
+        lambda budget, probing, store: SpectraCore(CoreOptions(ngram_tokens=3), probing),
+        lambda budget, probing, store: Lookahead(ngram_tokens=3, max_nodes=probing),
+        lambda budget, probing, store: Sssd(store, SssdOptions(last_logits=True), budget),
+        lambda budget, probing, store: Rest(store, RetrievalOptions(1, 8, 5), budget),
+        lambda budget, probing, store: SpectraRetrieval(store, retrieval_options(4), max_nodes=budget),
+        lambda budget, probing, store: SpectraCore(
+            CoreOptions(ngram_tokens=3), probing, Retriever(store, retrieval_options(3))
+        ),
     ],
-    ids=["logitspec", "pld", "spectra_core", "lookahead"],
+    ids=["logitspec", "pld", "spectra_core", "lookahead", "sssd", "rest", "spectra_retrieval", "spectra"],
 )
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_text_is_the_targets_own_while_the_budget_changes(llama_target, make, batch_size):
+def test_text_is_the_targets_own_while_the_budget_changes(llama_target, make, batch_size, tmp_path):
     budget = Restless(cost=cost_of(), curve=curve_of())
     probing = Restless(cost=cost_of(), curve=curve_of(least=8, nodes=(8, 16, 32)))
     prompts = random_prompts([5, 9, 14, 20])
-    drafter, seen = make(budget, probing), set()
+    plain = [g.tokens for g in generate(llama_target, Autoregressive(), prompts, 24)]
+    store = make_store(tmp_path, [*plain, *random_prompts([40, 60])], VOCAB_SIZE)
+    drafter, seen = make(budget, probing, store), set()
     propose = drafter.propose
 
     def watched(context):
@@ -141,8 +154,7 @@ def test_text_is_the_targets_own_while_the_budget_changes(llama_target, make, ba
     drafter.propose = watched
     for size in (batch_size, 2):  # a second generation, of another size
         found = generate(llama_target, drafter, prompts, 24, batch_size=size)
-        plain = generate(llama_target, Autoregressive(), prompts, 24)
-        assert [g.tokens for g in found] == [g.tokens for g in plain]
+        assert [g.tokens for g in found] == plain
     assert len(seen) > 1
 
 

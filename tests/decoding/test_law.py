@@ -161,6 +161,8 @@ def accepts_too_readily(tree, logits, sampling, generators, verification) -> Ver
         ("logitspec", redraws_the_bonus),
         ("spectra_core", redraws_the_bonus),
         ("rest", redraws_the_bonus),
+        ("spectra_retrieval", redraws_the_bonus),
+        ("spectra", redraws_the_bonus),
         ("sssd", redraws_the_bonus),
         ("magicdec", accepts_too_readily),
     ],

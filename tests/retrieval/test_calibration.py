@@ -24,7 +24,8 @@ def slow(documents, texts) -> dict[str, list[list[float]]]:
 
     def add(source: str, prefix: int, total: int, counts: dict, coming: tuple[int, ...]) -> None:
         for path, count in counts.items():
-            claimed[source, prefix, len(path)] += count / total
+            if len(path) <= len(coming):
+                claimed[source, prefix, len(path)] += count / total
         for depth in range(1, len(coming) + 1):
             kept[source, prefix, depth] += coming[:depth] in counts
 

@@ -45,7 +45,7 @@ def test_equal_documents_give_equal_bytes(tmp_path):
 
 def test_files_are_mapped_and_read_only(tmp_path):
     store = make_store(tmp_path, DOCUMENTS, 5)
-    for arrays in (store.tokens, store.suffixes, store.bounds, store.offsets):
+    for arrays in (*store.index, store.offsets):
         assert isinstance(arrays[0].base, np.memmap)
         assert not arrays[0].flags.writeable
         assert type(arrays[0]) is np.ndarray  # numba is slow to recognise a memmap
@@ -74,12 +74,41 @@ def test_a_flipped_byte_is_found_by_its_checksum(tmp_path):
         store.verify()
 
 
-def test_a_damaged_header_is_named(tmp_path):
+@pytest.mark.parametrize("name", ["tokens", "suffixes", "pairs", "offsets"])
+def test_every_damaged_header_is_named_or_harmless(tmp_path, name):
     make_store(tmp_path, DOCUMENTS, 5)
-    file = tmp_path / "tokens-00000.npy"
-    file.write_bytes(b"x" * file.stat().st_size)
-    with pytest.raises(UserError, match=r"tokens-00000\.npy is damaged"):
+    file = tmp_path / f"{name}-00000.npy"
+    whole = file.read_bytes()
+    for place in range(0, 128 * 8, 3):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        file.write_bytes(content)
+        refused = None
+        try:
+            assert Datastore(tmp_path).longest_suffix([2, 2], 1, 4)[0] == 2
+        except UserError as error:
+            refused = str(error)
+        assert refused is None or f"{name}-00000.npy is damaged" in refused
+
+
+def test_a_damaged_table_of_ranges_is_refused_at_once(tmp_path):
+    make_store(tmp_path, DOCUMENTS, 5)
+    file = tmp_path / "bounds-00000.npy"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 64  # a range that would lead far beyond the text
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"bounds-00000\.npy is damaged"):
         Datastore(tmp_path)
+
+
+def test_a_manifest_that_lacks_a_file_or_all_shards_is_refused(tmp_path):
+    make_store(tmp_path, DOCUMENTS, 5)
+    file = tmp_path / "manifest.json"
+    values = json.loads(file.read_text())
+    for shards in ([], [values["shards"][0] | {"files": {}}]):
+        file.write_text(json.dumps(values | {"shards": shards}))
+        with pytest.raises(UserError, match="does not name all files"):
+            Datastore(tmp_path)
 
 
 def test_another_tokenizer_is_refused_naming_both(tmp_path):
@@ -103,7 +132,7 @@ def test_what_is_no_store_is_refused(tmp_path):
     make_store(tmp_path, DOCUMENTS, 5)
     values = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(values | {"version": 9}))
-    with pytest.raises(UserError, match="format version 9"):
+    with pytest.raises(UserError, match="^datastore=.* of format version 9, not a datastore of version 1; build it"):
         read_manifest(tmp_path)
 
 
