@@ -133,7 +133,7 @@ def report_lookups(stores: dict[int, Datastore], held_out: list[np.ndarray], n_q
         query = text[place - QUERY_TOKENS : place].copy()
         for n_tokens, store in stores.items():
             started = time.perf_counter()
-            longest_suffix(*store.index, query, 1, QUERY_TOKENS, ranges)
+            longest_suffix(store.index, query, 1, QUERY_TOKENS, ranges)
             middle = time.perf_counter()
             retrievers[n_tokens].gather(query)
             ended = time.perf_counter()

@@ -26,14 +26,7 @@ from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import Queue, fuse
-from spectrain.retrieval.retriever import (
-    NO_CURSORS,
-    NO_PLACES,
-    NO_TOKENS,
-    NO_TREE,
-    RetrievalOptions,
-    Retriever,
-)
+from spectrain.retrieval.retriever import NO_TEXT, NO_TOKENS, RetrievalOptions, Retriever
 
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
@@ -175,7 +168,7 @@ class Sssd(LookupDrafter):
 class _NoInput:
     """The state of a row whose text is no source."""
 
-    nodes, places, cursors = NO_TREE, NO_PLACES, NO_CURSORS
+    arrays = NO_TEXT
 
     def extend(self, tokens: list[int]) -> None:
         """Nothing to remember."""
@@ -242,8 +235,7 @@ class _Worker:
 
     def __init__(self, retriever: Retriever | None, discounts: Discounts):
         self.retriever, self.discounts = retriever, discounts
-        queue = Queue()
-        self.queue = (queue.items, queue.numbers, queue.heap)
+        self.queue = Queue()
         self.store_tree = retriever.tree if retriever is not None else np.zeros((1, 4), dtype=np.int32)
 
     def draft(
@@ -266,24 +258,12 @@ class _Worker:
         """
         discounts = self.discounts
         longest = self.retriever.gather(text, branch_tokens) if self.retriever is not None else 0
-        cursors = state.cursors[: state.n_prefixes + 1] if isinstance(state, ContinuationTrie) else NO_CURSORS
-        return fuse(
-            self.queue,
-            self.store_tree,
-            discounts.datastore[longest],
-            state.nodes,
-            state.places,
-            cursors,
-            discounts.input,
-            logit_tokens,
-            discounts.ranks[: len(logit_tokens)],
-            discounts.logits,
-            draft.shape[1],
-            min(max_depth, branch_tokens),
-            draft.shape[1],
-            text[-1],
-            draft,
-        )
+        store = self.store_tree, discounts.datastore[longest]
+        own = (*state.arrays, discounts.input)
+        logits = logit_tokens, discounts.ranks[: len(logit_tokens)], discounts.logits
+        max_nodes = draft.shape[1]
+        limits = max_nodes, min(max_depth, branch_tokens), max_nodes
+        return fuse(self.queue.arrays, store, own, logits, limits, text[-1], draft)
 
 
 class _Step:

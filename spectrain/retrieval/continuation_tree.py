@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from spectrain.retrieval.suffix_array import find_ranges, longest_suffix, nth_match
+from spectrain.retrieval.suffix_array import find_ranges, longest_suffix, nth_match, separator_of
 
 TOKEN, COUNT, CHILD, SIBLING = range(4)
 EMPTY = -1  # a free place of the trie's hash table
@@ -45,34 +45,19 @@ def child_of(tree, n_nodes, node, token):
 
 
 @njit(nogil=True, cache=True)
-def gather(
-    tokens,
-    suffixes,
-    bounds,
-    pairs,
-    separator,
-    context,
-    lengths,
-    max_matches,
-    min_matches,
-    first_matches,
-    branch,
-    tree,
-    ranges,
-):
+def gather(index, context, lengths, matches, branch, tree, ranges):
     """The tree of what follows the context's suffixes in a store.
 
-    Begins with the longest suffix found. Where it stands in fewer than min_matches places, shorter ones are looked up
-    too and their counts added.
+    Begins with the longest suffix found. Where it stands in too few places, shorter ones are looked up too and their
+    counts added.
 
     Args:
-        tokens, suffixes, bounds, pairs, separator: of the `Datastore`.
+        index: of a `Datastore`.
         context: [n] int64.
         lengths: the shortest and the longest suffix to look for.
-        max_matches: continuations taken in all (M of SSSD).
-        min_matches: enough not to go on to a shorter suffix; 1: the first hit wins.
-        first_matches: True takes the first ones of the sorted range, as REST does; False takes them at regular
-            intervals of it, an unbiased sample.
+        matches: how many continuations are taken in all (M of SSSD); how many are enough not to go on to a shorter
+            suffix (1: the first hit wins); whether the first ones of the sorted range are taken, as REST does, or, an
+            unbiased sample, those at regular intervals of it.
         branch: longest continuation, tokens.
         tree: [capacity, 4] int32, overwritten. What does not fit is left out.
         ranges: [n_shards, 2] int64 scratch.
@@ -80,21 +65,23 @@ def gather(
     Returns:
         The nodes of the tree, and the length of the longest suffix found; the root counts the continuations taken.
     """
+    most, enough, first_ones = matches
+    separator = separator_of(index)
     tree[0] = 0
     n_nodes, taken = 1, 0
-    longest, total = longest_suffix(tokens, suffixes, bounds, pairs, context, lengths[0], lengths[1], ranges)
+    longest, total = longest_suffix(index, context, lengths[0], lengths[1], ranges)
     length = longest
     while total > 0:
-        take = min(total, max_matches - taken)
+        take = min(total, most - taken)
         for i in range(take):
-            index = i if first_matches else ((2 * i + 1) * total) // (2 * take)
-            shard, position = nth_match(tokens, suffixes, ranges, index)
-            n_nodes = _insert(tree, n_nodes, tokens[shard], position + length, branch, separator)
+            n = i if first_ones else ((2 * i + 1) * total) // (2 * take)
+            shard, position = nth_match(index, ranges, n)
+            n_nodes = _insert(tree, n_nodes, index[0][shard], position + length, branch, separator)
         taken += take
         length -= 1
-        if total >= min_matches or taken >= max_matches or length < lengths[0]:
+        if total >= enough or taken >= most or length < lengths[0]:
             break
-        total = find_ranges(tokens, suffixes, bounds, pairs, context, length, ranges)
+        total = find_ranges(index, context, length, ranges)
     tree[0, COUNT] = taken
     return n_nodes, longest
 
@@ -156,14 +143,10 @@ class ContinuationTrie:
         self.nodes, self._places = nodes, _new_places(capacity)
         _rehash(nodes, self._places)
 
-    def find(self, node: int, token: int) -> int:
-        """The child of a node with this token, 0 where there is none."""
-        return int(find_child(self.nodes, self._places, node, token))
-
     @property
-    def places(self) -> np.ndarray:
-        """The hash table, for compiled code."""
-        return self._places
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Nodes, hash table, and the cursors of the last 1..n_prefixes tokens (cursors[0] is the root): for `fuse`."""
+        return self.nodes, self._places, self.cursors[: self.n_prefixes + 1]
 
 
 def _new_places(capacity: int) -> np.ndarray:

@@ -171,7 +171,7 @@ class Datastore:
 
     @property
     def index(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Tokens, suffixes, bounds and pairs: the first arguments of every compiled search."""
+        """Tokens, suffixes, bounds and pairs: what every compiled search takes."""
         return self.tokens, self.suffixes, self.bounds, self.pairs
 
     @property
@@ -261,7 +261,7 @@ class Datastore:
         """
         ranges = np.zeros((len(self.tokens), 2), dtype=np.int64)
         context = np.asarray(context, dtype=np.int64)
-        length, _ = longest_suffix(*self.index, context, min_length, max_length, ranges)
+        length, _ = longest_suffix(self.index, context, min_length, max_length, ranges)
         return int(length), ranges if length else np.zeros_like(ranges)
 
 

@@ -37,6 +37,11 @@ class Queue:
         self.numbers = np.zeros((max_items, 2), dtype=np.float64)  # priority; what a child's count is multiplied with
         self.heap = np.zeros(max_items, dtype=np.int32)
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For `fuse`."""
+        return self.items, self.numbers, self.heap
+
 
 @njit(nogil=True, cache=True)
 def _before(items, numbers, a, b):
@@ -122,66 +127,62 @@ def _into_draft(draft, n_nodes, parent, token, source):
 
 
 @njit(nogil=True, cache=True)
-def fuse(
-    queue, store_tree, store_discounts, input_tree, input_places, cursors, input_discounts,
-    logit_tokens, logit_probs, logit_discounts, max_nodes, max_depth, max_leaves, root, draft,
-):  # fmt: skip
+def _seed(queue, store, own, logits):
+    """Enters the first level of every source. Returns how many wait and how many items there are."""
+    n_waiting, n_items = 0, 0
+    tree, discounts = store
+    if tree[0, COUNT] > 0:
+        scale = 1.0 / tree[0, COUNT]
+        n_waiting, n_items = _push_children(
+            queue, n_waiting, n_items, tree, DATASTORE_KIND, 0, 1, 0, scale, discounts
+        )  # fmt: skip
+    tree, places, cursors, by_prefix = own
+    for length in range(1, len(cursors)):
+        node = cursors[length]
+        seen = tree[node, COUNT] - 1  # the end of the text is no occurrence with a continuation
+        if seen > 0:
+            n_waiting, n_items = _push_children(
+                queue, n_waiting, n_items, tree, length, node, 1, 0, 1.0 / seen, by_prefix[length]
+            )
+    tokens, probs, discounts = logits
+    for i in range(len(tokens)):
+        node = find_child(tree, places, 0, tokens[i]) if len(tree) > 0 else 0
+        scale = probs[i] / tree[node, COUNT] if node != 0 else 0.0
+        priority = probs[i] * discounts[1]
+        n_waiting, n_items = _push(
+            queue, n_waiting, n_items, len(by_prefix), node, 1, 0, tokens[i], priority, scale
+        )  # fmt: skip
+    return n_waiting, n_items
+
+
+@njit(nogil=True, cache=True)
+def fuse(queue, store, own, logits, limits, root, draft):
     """Fills a draft tree with the likeliest nodes.
 
     Args:
         queue: (items, numbers, heap) of a `Queue`.
-        store_tree: [.., 4] int32 as `gather` leaves it; a root of count 0 has nothing below.
-        store_discounts: [E + 1] float64 by depth, for the prefix length that was found; entry 0 is not read.
-        input_tree, input_places: `nodes` and `places` of a `ContinuationTrie`.
-        cursors: [p + 1] int32, the trie's nodes of the last 1..p tokens.
-        input_discounts: [P + 1, E + 1] float64 by prefix length and depth.
-        logit_tokens, logit_probs: [K] int64 and float64: guesses of the next token, and how likely each is; each goes
-            on with what followed it in the input.
-        logit_discounts: [E + 1] float64 by depth.
-        max_nodes: of the draft, root included.
-        max_depth: edges from the root.
-        max_leaves: branches of the draft.
+        store: (tree [.., 4] int32 as `gather` leaves it, discounts [E + 1] float64 by depth for the prefix length that
+            was found; entry 0 is not read). A root of count 0 has nothing below.
+        own: (`nodes` and `places` of a `ContinuationTrie`, its cursors [p + 1] int32 of the last 1..p tokens, discounts
+            [P + 1, E + 1] float64 by prefix length and depth).
+        logits: (tokens [K] int64: guesses of the next token, [K] float64: how likely each is, discounts [E + 1] float64
+            by depth). Each goes on with what followed it in the row's own text.
+        limits: nodes of the draft, root included; edges from the root; branches.
         root: the last token.
-        draft: [3, >= max_nodes] int64, filled: tokens, parents, sources.
+        draft: [3, >= limits[0]] int64, filled: tokens, parents, sources.
 
     Returns:
         Nodes of the draft, and the depth of the deepest.
     """
-    n_prefixes, logits_kind = len(cursors) - 1, len(input_discounts)
+    max_nodes, max_depth, max_leaves = limits
     draft[0, 0] = root
     draft[1, 0] = ROOT_PARENT
     draft[2, 0] = ROOT
     n_nodes, n_leaves, deepest = 1, 1, 0
-    n_waiting, n_items = 0, 0
     if max_depth < 1:
         return 1, 0
-    if store_tree[0, COUNT] > 0:
-        scale = 1.0 / store_tree[0, COUNT]
-        n_waiting, n_items = _push_children(
-            queue, n_waiting, n_items, store_tree, DATASTORE_KIND, 0, 1, 0, scale, store_discounts
-        )
-    for length in range(1, n_prefixes + 1):
-        seen = input_tree[cursors[length], COUNT] - 1  # the end of the text is no occurrence with a continuation
-        if seen > 0:
-            n_waiting, n_items = _push_children(
-                queue,
-                n_waiting,
-                n_items,
-                input_tree,
-                length,
-                cursors[length],
-                1,
-                0,
-                1.0 / seen,
-                input_discounts[length],
-            )
-    for i in range(len(logit_tokens)):
-        node = find_child(input_tree, input_places, 0, logit_tokens[i]) if len(input_tree) > 0 else 0
-        scale = logit_probs[i] / input_tree[node, COUNT] if node != 0 else 0.0
-        n_waiting, n_items = _push(
-            queue, n_waiting, n_items, logits_kind, node, 1, 0, logit_tokens[i],
-            logit_probs[i] * logit_discounts[1], scale,
-        )  # fmt: skip
+    n_waiting, n_items = _seed(queue, store, own, logits)
+    logits_kind = len(own[3])
     items, numbers, _ = queue
     has_child = np.zeros(max_nodes, dtype=np.bool_)
     while n_waiting > 0 and n_nodes < max_nodes:
@@ -202,12 +203,11 @@ def fuse(
             has_child[parent] = True
             deepest = max(deepest, depth)
         if depth < max_depth and items[item, NODE] != 0:
-            tree = store_tree if kind == DATASTORE_KIND else input_tree
-            discounts = store_discounts
-            if kind == logits_kind:
-                discounts = logit_discounts
-            elif kind != DATASTORE_KIND:
-                discounts = input_discounts[kind]
+            tree, discounts = own[0], logits[2]
+            if kind == DATASTORE_KIND:
+                tree, discounts = store
+            elif kind != logits_kind:
+                discounts = own[3][kind]
             n_waiting, n_items = _push_children(
                 queue, n_waiting, n_items, tree, kind, items[item, NODE], depth + 1, node, numbers[item, 1], discounts
             )

@@ -12,12 +12,9 @@ from spectrain.retrieval.continuation_tree import COUNT, gather
 from spectrain.retrieval.datastore import Datastore
 from spectrain.retrieval.fusion import Queue, fuse
 
+# What `fuse` is given for a source that there is not.
 NO_TOKENS, NO_PROBS = np.zeros(0, dtype=np.int64), np.zeros(0)
-NO_TREE, NO_PLACES, NO_CURSORS = (
-    np.zeros((0, 4), dtype=np.int32),
-    np.zeros((0, 2), dtype=np.int32),
-    np.zeros(1, dtype=np.int32),
-)
+NO_TEXT = np.zeros((0, 4), dtype=np.int32), np.zeros((0, 2), dtype=np.int32), np.zeros(1, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,12 @@ class Retriever:
     def __init__(self, store: Datastore, options: RetrievalOptions):
         self.store, self.options = store, options
         self.tree = np.zeros((1 + options.max_matches * options.branch_tokens, 4), dtype=np.int32)
-        self._lengths = (options.min_suffix, options.max_suffix)
+        self._lengths = options.min_suffix, options.max_suffix
+        self._matches = options.max_matches, options.min_matches, options.first_matches
         self._ranges = np.zeros((len(store.tokens), 2), dtype=np.int64)
         self._queue = Queue(len(self.tree))
         self._even = np.ones(options.branch_tokens + 1)
+        self._no_others = (*NO_TEXT, self._even[None]), (NO_TOKENS, NO_PROBS, self._even)
 
     def gather(self, context: np.ndarray, branch_tokens: int | None = None) -> int:
         """Leaves what follows the context's suffixes in `tree`.
@@ -70,19 +69,10 @@ class Retriever:
         Returns:
             Length of the longest suffix found; 0, and a root of count 0, where none was.
         """
-        store, options = self.store, self.options
+        branch_tokens = branch_tokens or self.options.branch_tokens
         _, longest = gather(
-            *store.index,
-            store.separator,
-            context,
-            self._lengths,
-            options.max_matches,
-            options.min_matches,
-            options.first_matches,
-            branch_tokens or options.branch_tokens,
-            self.tree,
-            self._ranges,
-        )
+            self.store.index, context, self._lengths, self._matches, branch_tokens, self.tree, self._ranges
+        )  # fmt: skip
         return int(longest)
 
     def draft(
@@ -104,23 +94,8 @@ class Retriever:
         if self.tree[0, COUNT] == 0:
             return [int(tail[-1])], [-1]
         draft = np.empty((3, max_nodes), dtype=np.int64)
-        n_nodes, _ = fuse(
-            (self._queue.items, self._queue.numbers, self._queue.heap),
-            self.tree,
-            self._even,
-            NO_TREE,
-            NO_PLACES,
-            NO_CURSORS,
-            self._even[None],
-            NO_TOKENS,
-            NO_PROBS,
-            self._even,
-            max_nodes,
-            max_depth,
-            max_leaves or max_nodes,
-            tail[-1],
-            draft,
-        )
+        limits = max_nodes, max_depth, max_leaves or max_nodes
+        n_nodes, _ = fuse(self._queue.arrays, (self.tree, self._even), *self._no_others, limits, tail[-1], draft)
         return draft[0, :n_nodes].tolist(), draft[1, :n_nodes].tolist()
 
     def chain(self, context: Sequence[int], limit: int) -> list[int]:

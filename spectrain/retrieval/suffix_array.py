@@ -3,7 +3,8 @@
 A text is one array of tokens in which every document ends with a separator, a token that no query holds: a match never
 crosses a document's end, and a continuation stops there. Its suffix array lists the positions in the order of the
 texts that begin there, so all occurrences of a context lie side by side. A store may be cut into shards, each with an
-array of its own; every function here takes tuples of shards and treats them as one text.
+array of its own. Searches take an index, the tuples of the shards' (tokens, suffixes, bounds, pairs), and treat all of
+them as one text.
 
 Searches are compiled by numba, release the GIL, and read memory-mapped arrays in place.
 
@@ -155,14 +156,21 @@ def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def find_ranges(tokens, suffixes, bounds, pairs, context, length, ranges):
+def separator_of(index):
+    """The token that closes each document: the tables of ranges have an entry more for it."""
+    return len(index[2][0]) - 2
+
+
+@njit(nogil=True, cache=True)
+def find_ranges(index, context, length, ranges):
     """Enters where the context's last `length` tokens stand in `ranges` [n_shards, 2]. Returns the matches."""
+    tokens, suffixes, bounds, pairs = index
+    end = len(context)
     total = 0
-    n_context = len(context)
     for shard in range(len(tokens)):
         low, high = find_range(
-            tokens[shard], suffixes[shard], bounds[shard], pairs[shard], context, n_context - length, n_context
-        )
+            tokens[shard], suffixes[shard], bounds[shard], pairs[shard], context, end - length, end
+        )  # fmt: skip
         ranges[shard, 0] = low
         ranges[shard, 1] = high
         total += high - low
@@ -170,7 +178,7 @@ def find_ranges(tokens, suffixes, bounds, pairs, context, length, ranges):
 
 
 @njit(nogil=True, cache=True)
-def longest_suffix(tokens, suffixes, bounds, pairs, context, min_length, max_length, ranges):
+def longest_suffix(index, context, min_length, max_length, ranges):
     """The longest suffix of the context, of min_length..max_length tokens, that stands in the store.
 
     Whoever holds a suffix holds its own suffixes, so the length is found by halving. It is a few tokens in running text
@@ -181,21 +189,21 @@ def longest_suffix(tokens, suffixes, bounds, pairs, context, min_length, max_len
         Its length and the number of matches; 0, 0 where even the shortest is unknown.
     """
     longest, n_context = 0, len(context)
-    separator = len(bounds[0]) - 2
+    separator = separator_of(index)
     while longest < min(max_length, n_context) and 0 <= context[n_context - 1 - longest] < separator:
         longest += 1
     known, matches, floor = 0, 0, min_length
     found = np.empty_like(ranges)
     length = max(min_length, min(FIRST_LENGTH, longest))
     while floor <= longest:
-        total = find_ranges(tokens, suffixes, bounds, pairs, context, length, found)
+        total = find_ranges(index, context, length, found)
         if total > 0:
             known, matches, floor = length, total, length + 1
             ranges[:] = found
             if total <= FEW_MATCHES:  # cheaper to look how far each of them goes on to the left
-                longest = _leftwards(tokens, suffixes, context, length, longest, ranges)
+                longest = _leftwards(index, context, length, longest, ranges)
                 if longest > length:
-                    matches = find_ranges(tokens, suffixes, bounds, pairs, context, longest, ranges)
+                    matches = find_ranges(index, context, longest, ranges)
                 return longest, matches
         else:
             longest = length - 1
@@ -204,9 +212,10 @@ def longest_suffix(tokens, suffixes, bounds, pairs, context, min_length, max_len
 
 
 @njit(nogil=True, cache=True)
-def _leftwards(tokens, suffixes, context, length, limit, ranges):
+def _leftwards(index, context, length, limit, ranges):
     """The longest suffix, of at most `limit` tokens, that any of the matches of the last `length` tokens ends."""
     longest, n_context = length, len(context)
+    tokens, suffixes, _, _ = index
     for shard in range(len(tokens)):
         text = tokens[shard]
         for i in range(ranges[shard, 0], ranges[shard, 1]):
@@ -221,11 +230,12 @@ def _leftwards(tokens, suffixes, context, length, limit, ranges):
 
 
 @njit(nogil=True, cache=True)
-def nth_match(tokens, suffixes, ranges, index):
-    """The shard of the index-th match and its position there."""
-    for shard in range(len(tokens)):
+def nth_match(index, ranges, n):
+    """The shard of the n-th match and its position there."""
+    suffixes = index[1]
+    for shard in range(len(suffixes)):
         count = ranges[shard, 1] - ranges[shard, 0]
-        if index < count:
-            return shard, suffixes[shard][ranges[shard, 0] + index]
-        index -= count
+        if n < count:
+            return shard, suffixes[shard][ranges[shard, 0] + n]
+        n -= count
     return -1, -1

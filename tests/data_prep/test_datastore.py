@@ -5,83 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data_prep import datastore as data_datastore
-from data_prep import store_builder
+from data_prep import store_builder, tables
 from data_prep.corpus import is_held_out, train_tokenizer
 from data_prep.lookup import look_up
 from data_prep.selection import Selection, draw_histogram, select
-from spectrain.cli import command
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Datastore
 from tests.conftest import tiny_model
+from tests.data_prep.conftest import contents, cut, kept_ids, text_of
 
 ROOT = Path(__file__).parent.parent.parent
 BIG_VOCABULARY = 70_000  # above 65,535: uint32
-
-
-def text_of(i: int) -> str:
-    return f"def read_{i % 7}(path, n={i}):\n    return open(path).read({i * 37 % 101})\n" * (1 + i % 5)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """A tiny target, and a corpus of 40 rows, two copies of such rows and an empty one."""
-    root = tmp_path_factory.mktemp("made")
-    texts = [text_of(i) for i in range(40)]
-    tokenizer = train_tokenizer(texts, 300)
-    model = tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=2, initializer_range=0.1)
-    model.save_pretrained(root / "target")
-    tokenizer.save_pretrained(root / "target")
-    rows = [{"text": text, "n": i} for i, text in enumerate([*texts, texts[3], " ", texts[4]])]
-    (root / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return root
-
-
-@pytest.fixture
-def small(made) -> list[str]:
-    return [
-        f"corpus={made / 'corpus.jsonl'}",
-        f"target={made / 'target'}",
-        "corpus.held_out_share=0.2",
-        "window_tokens=48",
-        "part_documents=8",
-        "batch_tokens=200",
-    ]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs the command in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["data_prep.datastore", *arguments])
-        code = 0
-        try:
-            command("datastore")(data_datastore.main)()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
-
-    return call
-
-
-def contents(folder: Path | str) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
-
-
-def kept_ids(folder: Path | str) -> list[str]:
-    return [json.loads(line)["id"] for line in (Path(folder) / "documents.jsonl").read_text().splitlines()]
 
 
 def expected_ids() -> list[str]:
@@ -197,6 +139,45 @@ def test_what_is_not_utf8_is_named_and_counted(run, small, tmp_path):
     assert Datastore("store").manifest.build["counts"]["not_utf8_files"] == ["latin.txt"]
 
 
+def test_names_that_are_no_utf8_and_halves_of_characters_are_kept_readable(run, small, tmp_path):
+    files(tmp_path / "files")
+    Path(os.fsdecode(b"files/gr\xf6\xdfe.py")).write_text(text_of(20))
+    Path(os.fsdecode(b"files/gr\xf6.txt")).write_bytes(b"\xff")
+    rows = [{"text": "def half(): return '\ud800'"}, {"text": "\ud83d\ude00 whole"}]
+    Path("files/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = run(*small, "corpus=files", "out=store", "keep=null", "corpus.held_out_share=0")
+    assert code == 0, err
+    assert r"2: gr\xf6.txt, latin.txt" in out
+    assert r"left out, not UTF-8: files/gr\xf6.txt" in err
+    assert [name for name in kept_ids("store") if "gr" in name] == [r"gr\xf6\xdfe.py"]
+    assert {"rows.jsonl:1", "rows.jsonl:2"} <= set(kept_ids("store"))
+
+
+def test_a_corpus_that_cannot_be_read_leaves_nothing(run, small, tmp_path, monkeypatch):
+    def unreachable(*arguments, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tables.HfApi, "dataset_info", unreachable)
+    code, _, err = run(*small, "corpus=owner/name")
+    assert code == 2
+    assert "as a Hugging Face dataset it cannot be reached" in err
+    assert not any(tmp_path.iterdir())
+
+
+def test_kept_documents_do_not_hold_their_parts_in_memory(run, small, monkeypatch):
+    owned = []
+    write_shard = store_builder.write_shard
+
+    def watched(folder, index, documents, vocab_size):
+        owned.extend(document.base is None for document in documents)
+        return write_shard(folder, index, documents, vocab_size)
+
+    monkeypatch.setattr(store_builder, "write_shard", watched)
+    assert run(*small, "out=store")[0] == 0
+    assert owned
+    assert all(owned)
+
+
 SCORES = np.array([5.0, 2.0, np.inf, 3.0, 2.0, 9.0])
 TOKENS = np.array([10, 20, 1, 30, 40, 50])
 
@@ -237,89 +218,6 @@ def test_the_histogram_is_drawn_of_anything(tmp_path):
             draw_histogram(tmp_path / "h.png", scores, kept, by_perplexity=True)
 
 
-STAGES = [
-    "work.json",
-    "part-00001.npz",
-    "corpus.json",
-    "score-00000.npy",
-    "score-00003.npy",
-    "bounds-00000.npy",
-    "/cut",
-]
-KILLED_BEHIND = """
-import os, pathlib, signal, sys
-from data_prep.datastore import main
-from spectrain.cli import command
-
-def build(out, stage=None):
-    pid = os.fork()  # a process of its own, without loading torch again
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    rename = pathlib.Path.rename
-    def rename_and_die(self, target):
-        rename(self, target)
-        if stage and str(target).endswith(stage):
-            os.kill(os.getpid(), signal.SIGKILL)
-    pathlib.Path.rename = rename_and_die
-    sys.argv += [f"out={out}"]
-    command("datastore")(main)()
-    os._exit(0)
-
-stages = os.environ["STAGES"].split()
-folder = pathlib.Path.cwd()
-assert build(folder / "whole") == 0
-for stage in stages:
-    assert build(folder / "cut", stage) == signal.SIGKILL, stage
-    assert (folder / ".cut.partial").is_dir(), stage
-    assert (folder / "cut").exists() == (stage == "/cut"), stage
-assert build(folder / "cut") == 0
-"""
-
-
-def test_a_build_killed_at_every_stage_goes_on_to_the_same_bytes(small, tmp_path):
-    """The same build is killed behind the rename of one file after another, and last behind the store's own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STAGES": " ".join(STAGES)}
-    child = [sys.executable, "-c", KILLED_BEHIND, *small]
-    ended = subprocess.run(child, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-    assert not (tmp_path / ".cut.partial").exists()
-
-
-def test_finished_parts_are_neither_tokenised_nor_scored_again(run, small, monkeypatch):
-    scored = []
-    perplexities = store_builder.perplexities
-
-    def interrupted(target, documents, *rest):
-        if len(scored) == 2:
-            raise KeyboardInterrupt
-        scored.append(len(documents))
-        return perplexities(target, documents, *rest)
-
-    assert run(*small, "out=whole")[0] == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(store_builder, "perplexities", interrupted)
-        code, _, err = run(*small, "out=cut")
-    assert code == 130
-    assert err.strip().endswith("interrupted; the same command goes on from here")
-    assert not Path("cut").exists()
-    monkeypatch.setattr("data_prep.token_parts._tokenised", lambda *arguments: pytest.fail("tokenised again"))
-    scored.clear()
-    monkeypatch.setattr(store_builder, "perplexities", lambda *arguments: scored.append(1) or perplexities(*arguments))
-    code, _, err = run(*small, "out=cut")
-    assert code == 0, err
-    assert "2 of 6 parts are scored already" in err
-    assert len(scored) == 4
-    assert contents("cut") == contents("whole")
-
-
-def cut(run, monkeypatch, *arguments: str) -> None:
-    """Leaves a build after reading."""
-    with monkeypatch.context() as patch:
-        patch.setattr(store_builder, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
-        assert run(*arguments)[0] == 130
-
-
 def test_a_resumed_build_refuses_another_corpus_config_or_target(run, small, made, monkeypatch, tmp_path):
     corpus = tmp_path / "c.jsonl"
     shutil.copy(made / "corpus.jsonl", corpus)
@@ -333,12 +231,12 @@ def test_a_resumed_build_refuses_another_corpus_config_or_target(run, small, mad
         corpus.write_text("".join(other))
         code, _, err = run(*arguments)
         assert code == 2
-        assert "the corpus is no longer what this build began with; remove .store.partial, or give fresh=true" in err
+        assert "the corpus is no longer what this build began with; remove .store.partial to begin anew" in err
         corpus.write_text(original)
         cut(run, monkeypatch, *arguments, "fresh=true")
-    code, _, err = run(*arguments, "keep=3")
+    code, _, err = run(*arguments, "window_tokens=32")
     assert code == 2
-    assert ".store.partial holds a build with another config (differs in keep)" in err
+    assert ".store.partial holds a build with another config (differs in window_tokens)" in err
     shutil.copytree(made / "target", tmp_path / "target")
     cut(run, monkeypatch, *arguments, "target=./target", "out=two")
     tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=2).save_pretrained(
@@ -425,15 +323,6 @@ def test_a_damaged_part_is_named_and_made_again_once_removed(run, small, monkeyp
     assert contents("cut") == contents("whole")
 
 
-def test_too_small_a_disk_is_said_before_anything_is_written(run, small, monkeypatch, tmp_path):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 8, 2000))
-    code, _, err = run(*small, "out=store")
-    assert code == 2
-    assert "has 2.0 kB free, but this build needs about" in err
-    assert not any(tmp_path.iterdir())
-
-
 BAD = {
     "missing corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
     "empty corpus": (["corpus=empty"], "corpus=empty has no document with text; give another corpus"),
@@ -453,6 +342,9 @@ BAD = {
     "shards": (["shard_tokens=0"], "shard_tokens=0 must be a whole number"),
     "fields": (["corpus.fields=[n]"], "line 1 has no text field 'n'"),
     "out": (["out=taken"], "out=taken exists and is no datastore"),
+    "out without a name": (["out=."], "out=. has no name of its own"),
+    "out above": (["out=.."], "out=.. has no name of its own"),
+    "out below a file": (["out=taken/file/store"], "taken/file/.store.partial cannot be made (Not a directory)"),
     "target": (["target=/no/such/target"], "target folder /no/such/target does not exist"),
     "lookup": (["lookup=x"], "lookup= needs inspect="),
     "inspect": (["inspect=taken"], "datastore=taken has no manifest.json"),

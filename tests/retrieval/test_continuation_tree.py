@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.retrieval.continuation_tree import COUNT, ContinuationTrie
+from spectrain.retrieval.continuation_tree import COUNT, ContinuationTrie, find_child
 from spectrain.retrieval.retriever import RetrievalOptions, Retriever
 from tests.retrieval.reference import continuations, counts_of, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import CONTEXT, DOCUMENTS, REPETITIVE, TOKEN, VOCAB_SIZE
@@ -101,6 +101,6 @@ def test_the_trie_grows_and_finds_its_children():
     trie = ContinuationTrie(text, 2, 6)
     assert len(trie.nodes) > 10000
     for token in range(50):
-        child = trie.find(0, token)
+        child = find_child(*trie.arrays[:2], 0, token)
         assert trie.nodes[child, COUNT] == text.count(token)
-    assert trie.find(0, 77) == 0
+    assert find_child(*trie.arrays[:2], 0, 77) == 0

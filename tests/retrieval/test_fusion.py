@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 from spectrain.decoding.tree import Source
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.fusion import Queue, fuse
-from spectrain.retrieval.retriever import (
-    NO_CURSORS,
-    NO_PLACES,
-    NO_PROBS,
-    NO_TOKENS,
-    NO_TREE,
-    RetrievalOptions,
-    Retriever,
-)
+from spectrain.retrieval.retriever import NO_PROBS, NO_TOKENS, RetrievalOptions, Retriever
 from tests.retrieval.reference import continuations, fused, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 
@@ -30,16 +22,10 @@ def discounts(draw_from: np.random.Generator, shape: tuple[int, ...]) -> np.ndar
     return draw_from.integers(0, 9, size=shape) / 8
 
 
-def kernel(store_tree, store_discounts, trie, input_discounts, tokens, probs, logit_discounts, limits, root):
-    queue = Queue(4096)
+def kernel(store, trie: ContinuationTrie, input_discounts, logits, limits, root):
     draft = np.zeros((3, limits[0]), dtype=np.int64)
-    inputs = (NO_TREE, NO_PLACES, NO_CURSORS)
-    if trie is not None:
-        inputs = (trie.nodes, trie.places, trie.cursors[: trie.n_prefixes + 1])
-    n_nodes, depth = fuse(
-        (queue.items, queue.numbers, queue.heap), store_tree, store_discounts, *inputs, input_discounts,
-        tokens, probs, logit_discounts, *limits, root, draft,
-    )  # fmt: skip
+    own = (*trie.arrays, input_discounts)
+    n_nodes, depth = fuse(Queue(4096).arrays, store, own, logits, limits, root, draft)
     found = [(int(t), int(p), NAMES[int(s)]) for t, p, s in draft[:, :n_nodes].T]
     depths = [0]
     for _, parent, _ in found[1:]:
@@ -65,9 +51,8 @@ def test_fused_tree_equals_the_slow_algorithm(documents, text, limits, candidate
     retriever.gather(np.array(text))
     trie = ContinuationTrie(text, P, E)
     guesses = np.array(candidates, dtype=np.int64)
-    found = kernel(
-        retriever.tree, store_table, trie, input_table, guesses, probs, logit_table, limits, text[-1]
-    )  # fmt: skip
+    logits = guesses, probs, logit_table
+    found = kernel((retriever.tree, store_table), trie, input_table, logits, limits, text[-1])
 
     length, total = longest(documents, text, 1, S)
     counts = prefix_counts(continuations(documents, text[len(text) - length :], E)) if length else {}
@@ -96,7 +81,7 @@ def test_the_first_level_takes_the_childs_probability_not_the_roots(tmp_path):
     # An input source that believes 3 at 0.5 stands between the store's 2/3 and 1/3.
     trie = ContinuationTrie([0, 3, 0, 2, 0], 1, E)
     table = np.array([even, even])
-    found = kernel(retriever.tree, even, trie, table, NO_TOKENS, NO_PROBS, even, (4, 1, 9), 0)
+    found = kernel((retriever.tree, even), trie, table, (NO_TOKENS, NO_PROBS, even), (4, 1, 9), 0)
     assert [token for token, _, _ in found] == [0, 1, 2, 3]
     assert [source for _, _, source in found] == ["root", "datastore", "input", "input"]
 
@@ -112,11 +97,8 @@ def test_a_leaf_limit_keeps_chains_going(tmp_path):
 
 def test_a_full_queue_leaves_the_rest_out():
     trie = ContinuationTrie([t for i in range(40) for t in (0, i + 1)] + [0], 1, 2)
-    queue = Queue(8)
     draft = np.zeros((3, 20), dtype=np.int64)
     even = np.ones(3)
-    n_nodes, _ = fuse(
-        (queue.items, queue.numbers, queue.heap), np.zeros((1, 4), dtype=np.int32), even, trie.nodes, trie.places,
-        trie.cursors[:2], np.array([even, even]), NO_TOKENS, NO_PROBS, even, 20, 2, 20, 0, draft,
-    )  # fmt: skip
+    store, own = (np.zeros((1, 4), dtype=np.int32), even), (*trie.arrays, np.array([even, even]))
+    n_nodes, _ = fuse(Queue(8).arrays, store, own, (NO_TOKENS, NO_PROBS, even), (20, 2, 20), 0, draft)
     assert 2 <= n_nodes <= 9

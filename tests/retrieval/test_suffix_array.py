@@ -81,7 +81,7 @@ def test_longest_suffix_equals_brute_force_over_all_shards(documents, context, l
     assert (length, (ranges[:, 1] - ranges[:, 0]).sum()) == longest(documents, context, *limits)
     found = []
     for i in range((ranges[:, 1] - ranges[:, 0]).sum()):
-        shard, position = nth_match(store.tokens, store.suffixes, ranges, i)
+        shard, position = nth_match(store.index, ranges, i)
         found.append((int(shard), int(position)))
     assert len(set(found)) == len(found)
     for shard, position in found:
