@@ -10,8 +10,10 @@ from __future__ import annotations
 import codecs
 import hashlib
 import logging
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,11 +101,32 @@ def read_documents(
 
 def is_remote(path: str | None) -> bool:
     """Whether a corpus is a dataset of the hub: nothing stands at its path, and it looks like an id."""
-    return bool(path) and not Path(path).expanduser().exists() and looks_like_hub_id(path) and not _is_source(path)
+    return bool(path) and not _exists(path) and looks_like_hub_id(path) and not _is_source(path)
+
+
+def _exists(path: str | Path) -> bool:
+    return os.path.exists(Path(path).expanduser())  # Path.exists raises where a folder above may not be looked into
 
 
 def _is_source(path: str) -> bool:
     return Path(path).suffix in SUFFIXES
+
+
+def _name(path: Path) -> str:
+    """The path as text; bytes of it that are no UTF-8 as \\xff, so that any name can be hashed and written."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises UserError where something of the corpus cannot be read, which must not go missing unnoticed."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path} cannot be read ({error.strerror or error}); make it readable, or take it out of "
+            "the corpus"
+        ) from error
 
 
 def stdlib_documents(skipped: Skipped | None = None) -> Iterator[Document]:
@@ -114,9 +137,10 @@ def stdlib_documents(skipped: Skipped | None = None) -> Iterator[Document]:
     skipped = Skipped() if skipped is None else skipped
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in _stdlib_files():
-        name = path.relative_to(root).as_posix()
+        name = _name(path.relative_to(root))
         try:
-            text = path.read_text(encoding="utf-8")
+            with _reading(path):
+                text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             log.debug("left out, not UTF-8: %s", path)
             skipped.not_utf8.append(name)
@@ -143,33 +167,39 @@ def file_documents(
         skipped: counts what is left out.
 
     Raises:
-        UserError: nothing stands at `path`, or a row is malformed or lacks a field.
+        UserError: nothing stands at `path`, a file cannot be read, or a row is malformed or lacks a field.
     """
     root = Path(path).expanduser()
     skipped = Skipped() if skipped is None else skipped
-    if not root.exists():
+    if not _exists(root):
         raise UserError(f"corpus.path={path} does not exist; give a text file, a .jsonl file or a folder of them")
     if root.is_dir() and is_saved(root):
         yield from _numbered("row", saved_texts(root, split, fields), skipped)
         return
     for file in _files(root):
-        name = file.name if root.is_file() else file.relative_to(root).as_posix()
-        if file.suffix == ".parquet":
-            yield from _numbered(name, parquet_texts(file, name, fields), skipped)
-        elif not _is_utf8(file):
-            log.log(logging.DEBUG if skipped.quiet else logging.WARNING, "left out, not UTF-8: %s", file)
-            skipped.not_utf8.append(name)
-        elif file.suffix == ".jsonl":
-            yield from _numbered(name, jsonl_texts(file, name, fields), skipped)
-        else:
-            yield from _unless_empty(Document(name, file.read_text(encoding="utf-8")), skipped)
+        with _reading(file):
+            name = _name(file.relative_to(file.parent if root.is_file() else root))
+            yield from _documents_of(file, name, fields, skipped)
+
+
+def _documents_of(file: Path, name: str, fields: list[str] | None, skipped: Skipped) -> Iterator[Document]:
+    if file.suffix == ".parquet":
+        yield from _numbered(name, parquet_texts(file, name, fields), skipped)
+    elif not _is_utf8(file):
+        log.log(logging.DEBUG if skipped.quiet else logging.WARNING, "left out, not UTF-8: %s", _name(file))
+        skipped.not_utf8.append(name)
+    elif file.suffix == ".jsonl":
+        yield from _numbered(name, jsonl_texts(file, name, fields), skipped)
+    else:
+        yield from _unless_empty(Document(name, file.read_text(encoding="utf-8")), skipped)
 
 
 def _files(root: Path) -> list[Path]:
     """The files of a corpus, what lies in hidden folders (version control, environments) left out."""
     if root.is_file():
         return [root]
-    found = (path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    with _reading(root):
+        found = [path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file()]
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts[:-1]))
 
 
@@ -206,7 +236,7 @@ def corpus_bytes(path: str | None) -> int | None:
     root = Path(path).expanduser()
     if root.is_dir() and is_saved(root):
         return sum(file.stat().st_size for file in root.rglob("*.arrow"))
-    files = _files(root) if root.exists() else []
+    files = _files(root) if _exists(root) else []
     return sum(parquet_bytes(file) if file.suffix == ".parquet" else file.stat().st_size for file in files)
 
 

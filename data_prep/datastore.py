@@ -10,12 +10,12 @@ The same command goes on after an interruption. Options are in `conf/datastore.y
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
+import io
 import logging
 import os
-import shutil
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -27,11 +27,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from data_prep.disk_need import readable
 from data_prep.lookup import look_up
 from data_prep.perplexity import Scoring
 from data_prep.selection import Selection
-from data_prep.store_builder import Corpus, Job, build, is_finished, readable
+from data_prep.store_builder import build
+from data_prep.store_job import Corpus, Job
 from data_prep.token_parts import Reading
+from data_prep.work_folder import digest, held, placed, stands, work_folder
 from spectrain.cli import CHECKPOINTS, bundled_folder, command, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError, check_whole
@@ -53,22 +56,32 @@ def main(cfg: DictConfig) -> None:
     if cfg.lookup is not None:
         raise UserError("lookup= needs inspect=<datastore>; give the folder to look it up in")
     config = store_config(cfg)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-    out = Path(cfg.out or CHECKPOINTS / f"datastore-{digest}")
+    out = out_folder(cfg, config)
+    work = work_folder(out, config, named=bool(cfg.out))
     selection = check_options(cfg)
-    if is_done(out, config, cfg.fresh):
-        show(out)
-        return
-    fabric = launch(cfg)
     try:
-        target = open_target(cfg, rank_device(cfg, fabric))
-        build(make_job(cfg, config, out, selection, target), target, fabric, cfg.fresh)
+        fabric = launch(cfg)
+        with ExitStack() as folder:
+
+            def decide() -> bool:
+                folder.enter_context(held(work))
+                return is_done(out, work, config, cfg.fresh)
+
+            if not decided(fabric, decide):
+                target = open_target(cfg, rank_device(cfg, fabric))
+                build(make_job(cfg, config, out, work, selection, target), target, fabric, cfg.fresh)
     except KeyboardInterrupt:
-        again = "the same command without fresh=true" if cfg.fresh else "the same command"
-        print(f"interrupted; {again} goes on from here", file=sys.stderr)
+        print("interrupted; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
     if fabric.is_global_zero:
         show(out)
+
+
+def out_folder(cfg: DictConfig, config: dict) -> Path:
+    out = Path(cfg.out or CHECKPOINTS / f"datastore-{digest(config)}")
+    if out.name in ("", ".."):  # a store is renamed to its place, which the working folder or a root cannot be
+        raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
+    return out
 
 
 def store_config(cfg: DictConfig) -> dict:
@@ -95,23 +108,33 @@ def check_options(cfg: DictConfig) -> Selection:
     return Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
 
 
-def is_done(out: Path, config: dict, fresh: bool) -> bool:
-    """Whether only the work folder of this very store is left to remove, after a build that was cut at its very end.
+def decided(fabric: Fabric, decide: Callable[[], bool]) -> bool:
+    """What rank zero decides, on all ranks. What it refuses, it says alone, and all of them end."""
+    done, refusal = False, None
+    if fabric.is_global_zero:
+        try:
+            done = decide()
+        except UserError as error:
+            refusal = error
+    done, refused = fabric.broadcast((done, refusal is not None))
+    if refusal:
+        raise refusal
+    if refused:
+        raise SystemExit(2)
+    return done
+
+
+def is_done(out: Path, work: Path, config: dict, fresh: bool) -> bool:
+    """Whether this very store was complete already, and its build cut at the very end, which is made up for.
 
     Raises:
         UserError: something else stands at `out`, or a finished store that is not to be replaced.
     """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
-    if not is_finished(out):
-        raise UserError(f"out={out} exists and is no datastore; give another out")
-    if fresh:
-        return False
-    work = out.with_name(f".{out.name}.partial")
-    if work.exists() and read_manifest(out).build.get("config") == config:
-        shutil.rmtree(work)
+    if placed(work, out, config, fresh):
         return True
-    raise UserError(f"{out} is finished; change an option, give another out, or build it anew with fresh=true")
+    if stands(out) and not fresh:
+        raise UserError(f"{out} is finished; change an option, give another out, or build it anew with fresh=true")
+    return False
 
 
 def launch(cfg: DictConfig) -> Fabric:
@@ -150,11 +173,12 @@ def rank_device(cfg: DictConfig, fabric: Fabric) -> str | None:
     return str(fabric.device) if fabric.world_size > 1 else None
 
 
-def make_job(cfg: DictConfig, config: dict, out: Path, selection: Selection, target: TargetModel) -> Job:
+def make_job(cfg: DictConfig, config: dict, out: Path, work: Path, selection: Selection, target: TargetModel) -> Job:
     corpus = cfg.corpus
     fields = [corpus.fields] if isinstance(corpus.fields, str) else list(corpus.fields or [])
     return Job(
         out=out,
+        work=work,
         config=config,
         target=cfg.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),
@@ -170,6 +194,8 @@ def make_job(cfg: DictConfig, config: dict, out: Path, selection: Selection, tar
 
 
 def console() -> Console:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a character that the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     return Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
 
 

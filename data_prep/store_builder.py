@@ -1,13 +1,11 @@
 """The stages of a datastore: read and tokenise, score, choose, write (docs/datastore.md).
 
-Every stage leaves its parts in a work folder beside the store, `.<name>.partial`, each renamed into place when it is
-whole: the same command goes on from there after any interruption, and the store comes out byte for byte the same. The
-store itself appears by one rename, after which the work folder goes.
+Every stage leaves its parts in a work folder beside the store (work_folder.py), each renamed into place when it is
+whole: the same command goes on from there after any interruption, and the store comes out byte for byte the same.
 
-    work.json           the config, target and tokenizer that the build began with
     part-*, corpus.json     documents as tokens (token_parts.py)
-    score-00000.npy     [documents of the part] float64 perplexities
-    store/              what becomes the datastore
+    score-00000.npy         [documents of the part] float64 perplexities
+    store/                  what becomes the datastore
 """
 
 from __future__ import annotations
@@ -16,65 +14,26 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from lightning import Fabric
 
-from data_prep.corpus import Document, Skipped, corpus_bytes, is_remote, read_documents
-from data_prep.perplexity import Scoring, perplexities
+from data_prep import work_folder
+from data_prep.corpus import Skipped, corpus_bytes, is_remote
+from data_prep.disk_need import check_disk, check_start, store_bytes
+from data_prep.perplexity import perplexities
 from data_prep.progress import TokenProgress
-from data_prep.selection import Selection, draw_histogram, quantiles, rounded, select
-from data_prep.token_parts import TOKENS_ONLY, Counts, Reading, read_counts, read_part, write_parts
+from data_prep.selection import draw_histogram, quantiles, rounded, select
+from data_prep.store_job import Job
+from data_prep.token_parts import Counts, read_counts, read_part, write_parts
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import MANIFEST, Manifest, Shard, bytes_a_token, write_manifest, write_shard
-from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
+from spectrain.retrieval.datastore import Manifest, Shard, bytes_a_token, write_manifest, write_shard
 
 log = logging.getLogger(__name__)
 
 DOCUMENTS, HISTOGRAM = "documents.jsonl", "perplexity.png"
-SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 64, 4096  # tokenised to learn how many tokens a byte of text makes
-MARGIN = 1.1  # of the disk need
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Where documents come from; see `read_documents`."""
-
-    path: str | None
-    fields: list[str] | None
-    split: str
-    subset: str | None
-    max_documents: int | None
-
-    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
-        return islice(read_documents(self.path, self.fields, self.split, self.subset, skipped), self.max_documents)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One datastore to build."""
-
-    out: Path
-    config: dict  # resolved; what the store depends on
-    target: str  # name
-    target_fingerprint: str
-    tokenizer_fingerprint: str
-    corpus: Corpus
-    reading: Reading
-    selection: Selection
-    scoring: Scoring
-    scores: bool  # whether perplexities are computed
-    shard_tokens: int = MAX_SHARD_TOKENS
-    ranks_share: bool = True  # False: all ranks hold one target together and work on the same part
-
-    @property
-    def work(self) -> Path:
-        return self.out.with_name(f".{self.out.name}.partial")
 
 
 def build(job: Job, target: TargetModel, fabric: Fabric, fresh: bool = False) -> Path:
@@ -98,25 +57,21 @@ def build(job: Job, target: TargetModel, fabric: Fabric, fresh: bool = False) ->
 
 def read_corpus(job: Job, fresh: bool) -> Counts:
     """The first stage. A hub dataset that was read to its end is not streamed again."""
-    if fresh and job.work.exists():
-        shutil.rmtree(job.work)
-    _check_same_build(job)
+    identity = _identity(job)
+    work_folder.resume(job.work, identity, fresh)
     counts = read_counts(job.work)
     if counts is None or not is_remote(job.corpus.path):
         n_bytes = corpus_bytes(job.corpus.path)
         check_start(job, n_bytes)
-        _begin(job)
-
-        def before_write(part_bytes: int, n_tokens: int) -> None:
-            check_disk(job, part_bytes + _store_bytes(job, n_tokens))
-
-        skipped = Skipped()
-        total = n_bytes if job.corpus.max_documents is None else None
-        with TokenProgress("tokenise", total) as progress:
-            documents = job.corpus.documents(skipped)
-            counts = write_parts(job.work, documents, job.reading, skipped, progress, before_write)
+        work_folder.begin(job.work, identity, fresh)
+        try:
+            counts = _read_parts(job, n_bytes)
+        except BaseException:
+            if not any(job.work.glob("part-*.npz")):
+                work_folder.empty(job.work)  # nothing was begun
+            raise
     if not counts.documents:
-        shutil.rmtree(job.work)
+        work_folder.empty(job.work)
         raise UserError(
             f"no document is left to build from ({counts.read} read, {counts.held_out} held out); use a larger corpus "
             "or a smaller corpus.held_out_share"
@@ -124,84 +79,23 @@ def read_corpus(job: Job, fresh: bool) -> Counts:
     return counts
 
 
-def _check_same_build(job: Job) -> None:
-    file = job.work / "work.json"
-    if not file.is_file():
-        return
-    known = json.loads(file.read_text())
-    for name, value in _identity(job).items():
-        if known.get(name) != value:
-            what = f"another {name.replace('_', ' ')}"
-            if name == "config":
-                before = known.get("config", {})
-                differing = sorted(key for key in before.keys() | value.keys() if before.get(key) != value.get(key))
-                what = f"another config (differs in {', '.join(differing)})"
-            raise UserError(f"{job.work} holds a build with {what}; remove it, give another out, or fresh=true")
+def _read_parts(job: Job, n_bytes: int | None) -> Counts:
+    def before_write(part_bytes: int, n_documents: int, n_tokens: int) -> None:
+        check_disk(job.out, part_bytes + store_bytes(job, n_tokens, n_tokens / max(1, n_documents)))
+
+    skipped = Skipped()
+    total = n_bytes if job.corpus.max_documents is None else None
+    with TokenProgress("tokenise", total) as progress:
+        return write_parts(job.work, job.corpus.documents(skipped), job.reading, skipped, progress, before_write)
 
 
 def _identity(job: Job) -> dict:
+    """What parts and scores depend on."""
     return {
-        "config": json.loads(json.dumps(job.config)),
+        "config": json.loads(json.dumps(work_folder.scored_config(job.config))),
         "target_fingerprint": job.target_fingerprint,
         "tokenizer_fingerprint": job.tokenizer_fingerprint,
     }
-
-
-def _begin(job: Job) -> None:
-    job.work.mkdir(parents=True, exist_ok=True)
-    temporary = job.work / "work.tmp"
-    temporary.write_text(json.dumps(_identity(job), indent=2) + "\n")
-    temporary.rename(job.work / "work.json")
-
-
-def check_start(job: Job, n_bytes: int | None) -> None:
-    """Raises UserError where the corpus has no document, or the disk has no room for what it becomes."""
-    if n_bytes is None:
-        return  # not known beforehand: checked before every part
-    first = islice(job.corpus.documents(Skipped(quiet=True)), SAMPLE_DOCUMENTS)
-    sample = [document.text[:SAMPLE_CHARACTERS] for document in first]
-    if not sample:
-        raise UserError(f"corpus={job.corpus.path or 'stdlib'} has no document with text; give another corpus")
-    if job.corpus.max_documents is not None:
-        return  # nor is this
-    encoded = job.reading.tokenizer(sample, **TOKENS_ONLY)["input_ids"]
-    tokens_a_byte = sum(map(len, encoded)) / sum(len(text.encode("utf-8", "surrogatepass")) for text in sample)
-    n_tokens = int(n_bytes * tokens_a_byte * (1 - job.reading.held_out_share))
-    done = sum(file.stat().st_size for file in job.work.glob("part-*.npz"))
-    check_disk(job, max(0, n_tokens * _token_bytes(job) - done) + _store_bytes(job, n_tokens))
-
-
-def check_disk(job: Job, need_bytes: int) -> None:
-    """Raises UserError where the disk of `out` has no room for so many more bytes."""
-    folder = next(parent for parent in job.out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free < need_bytes * MARGIN:
-        raise UserError(
-            f"{folder} has {readable(free)} free, but this build needs about {readable(need_bytes * MARGIN)}; free "
-            "some, lower keep or keep_tokens, or give out=<folder on another disk>"
-        )
-
-
-def _token_bytes(job: Job) -> int:
-    return token_dtype(job.reading.vocab_size).itemsize
-
-
-def _store_bytes(job: Job, n_tokens: int) -> int:
-    """Of a store that is chosen from so many tokens."""
-    selection = job.selection
-    kept = n_tokens * selection.keep if isinstance(selection.keep, float) else n_tokens
-    kept = min(kept, selection.keep_tokens or kept)
-    shards = kept // job.shard_tokens + 1
-    return int(kept * bytes_a_token(job.reading.vocab_size) + shards * 8 * (job.reading.vocab_size + 2))
-
-
-def readable(n_bytes: float) -> str:
-    """12.3 MB"""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.1f} {unit}" if unit != "B" else f"{n_bytes:.0f} B"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} TB"
 
 
 def score(job: Job, target: TargetModel, fabric: Fabric) -> None:
@@ -247,7 +141,7 @@ def _read_scores(job: Job, counts: Counts) -> np.ndarray:
 
 
 def write(job: Job, counts: Counts) -> None:
-    """Chooses documents, writes the store beside its place and renames it there."""
+    """Chooses documents, writes the store in the work folder and renames it to its place."""
     ids, by_part = [], []
     for part in (read_part(job.work, index) for index in range(counts.parts)):
         ids += part.ids
@@ -255,8 +149,8 @@ def write(job: Job, counts: Counts) -> None:
     lengths = np.concatenate(by_part)
     scores = _read_scores(job, counts) if job.scores else None
     kept = select(job.selection, ids, lengths, scores)
-    check_disk(job, int((lengths[kept] + 1).sum()) * bytes_a_token(job.reading.vocab_size))
-    store = job.work / "store"
+    check_disk(job.out, int((lengths[kept] + 1).sum()) * bytes_a_token(job.reading.vocab_size))
+    store = job.work / work_folder.STORE
     shutil.rmtree(store, ignore_errors=True)
     store.mkdir()
     shards = _write_shards(job, counts, kept, store)
@@ -281,10 +175,7 @@ def write(job: Job, counts: Counts) -> None:
         build=facts,
     )
     write_manifest(store, manifest)
-    if job.out.exists():
-        shutil.rmtree(job.out)
-    store.rename(job.out)
-    shutil.rmtree(job.work)
+    work_folder.place(job.work, job.out, job.config)
 
 
 def _write_shards(job: Job, counts: Counts, kept: np.ndarray, store: Path) -> list[Shard]:
@@ -307,7 +198,7 @@ def _write_shards(job: Job, counts: Counts, kept: np.ndarray, store: Path) -> li
             if n_waiting + len(document) + 1 > job.shard_tokens:
                 flush()
                 n_waiting = 0
-            waiting.append(document)
+            waiting.append(document.copy())  # a view would hold its whole part in memory
             n_waiting += len(document) + 1
         first += len(documents)
     flush()
@@ -325,8 +216,3 @@ def _final_counts(counts: Counts, lengths: np.ndarray, kept: np.ndarray, scores:
         "tokens_kept": int(lengths[kept].sum()),
         "tokens_dropped": int(lengths[~kept].sum()),
     }
-
-
-def is_finished(out: Path) -> bool:
-    """Whether a datastore stands there; the manifest is written last."""
-    return (out / MANIFEST).is_file()

@@ -20,6 +20,7 @@ from spectrain.errors import UserError
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
 HUB_TIMEOUT_S = 20.0
+SURROGATE = re.compile("[\ud800-\udfff]")
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 SAVED, SAVED_SPLITS = "dataset_info.json", "dataset_dict.json"  # what save_to_disk leaves in a folder
 
@@ -51,7 +52,8 @@ def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterat
         UserError: the file is damaged, or lacks a field.
     """
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        # Opened here: pyarrow itself takes no path that is not UTF-8.
+        with file.open("rb") as content, pyarrow.parquet.ParquetFile(content) as table:
             missing = [field for field in fields or () if field not in table.schema_arrow.names]
             if missing:
                 raise UserError(_no_such_field(name, missing[0], table.schema_arrow.names))
@@ -126,7 +128,8 @@ def _texts(rows, name: str, fields: Sequence[str] | None) -> Iterator[tuple[int,
 def row_text(row: dict, fields: Sequence[str] | None, where: str) -> str:
     """The text of a row: its fields joined by blank lines. Without `fields`, every field that is a string.
 
-    A named field may also be a conversation, a list of strings or of {"content": string}; null is an empty text.
+    A named field may also be a conversation, a list of strings or of {"content": string}; null is an empty text. Halves
+    of characters, which JSON can name and UTF-8 cannot (a lone \\ud800), become U+FFFD.
 
     Raises:
         UserError: a field is missing or is no text.
@@ -138,7 +141,7 @@ def row_text(row: dict, fields: Sequence[str] | None, where: str) -> str:
         if text is None:
             raise UserError(f"{where} has no text field {key!r}; set corpus.fields to keys it has ({', '.join(row)})")
         texts.append(text)
-    return "\n\n".join(text for text in texts if text)
+    return SURROGATE.sub("\ufffd", "\n\n".join(text for text in texts if text))
 
 
 def _field_text(value: object) -> str | None:
@@ -175,7 +178,8 @@ def looks_like_hub_id(path: str) -> bool:
 def parquet_bytes(file: Path) -> int:
     """Uncompressed size of a Parquet file's columns; 0 where it cannot be read, which reading then says."""
     try:
-        metadata = pyarrow.parquet.read_metadata(file)
+        with file.open("rb") as content:
+            metadata = pyarrow.parquet.read_metadata(content)
     except (ArrowException, OSError):
         return 0
     return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))

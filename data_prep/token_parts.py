@@ -92,7 +92,7 @@ def write_parts(
     reading: Reading,
     skipped: Skipped,
     progress: TokenProgress,
-    before_write: Callable[[int, int], None],
+    before_write: Callable[[int, int, int], None],
 ) -> Counts:
     """Reads the corpus to its end; writes the parts that the folder lacks.
 
@@ -102,7 +102,8 @@ def write_parts(
         reading: tokenizer and cuts.
         skipped: what the corpus counts while it is read.
         progress: told of every part.
-        before_write: called with the bytes of a part and the tokens so far; raises where the disk is too small.
+        before_write: called with the bytes of a part, the documents and the tokens so far; raises where the disk is
+            too small.
 
     Raises:
         UserError: the corpus changed since the parts were written, or is empty.
@@ -118,7 +119,7 @@ def write_parts(
                 raise _changed(folder)
         else:
             part = _tokenised(new, reading)
-            before_write(part.tokens.nbytes, counts.tokens + len(part.tokens))
+            before_write(part.tokens.nbytes, counts.documents + len(part.ids), counts.tokens + len(part.tokens))
             _write(file, part, digest)
         counts.parts += 1
         counts.read += len(batch)
@@ -137,9 +138,7 @@ def write_parts(
 
 
 def _changed(folder: Path) -> UserError:
-    return UserError(
-        f"the corpus is no longer what this build began with; remove {folder}, or give fresh=true, to begin anew"
-    )
+    return UserError(f"the corpus is no longer what this build began with; remove {folder} to begin anew")
 
 
 def _batches(documents: Iterable[Document], part_documents: int) -> Iterator[list[Document]]:
@@ -159,7 +158,7 @@ def _digest(batch: list[Document]) -> str:
     digest = hashlib.sha256()
     for document in batch:
         for text in (document.id, document.text):
-            encoded = text.encode("utf-8", "surrogatepass")
+            encoded = text.encode()
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
     return digest.hexdigest()
 
@@ -171,7 +170,7 @@ def _undecided(batch: list[Document], held_out_share: float, seen: set[bytes], c
         if is_held_out(document.id, held_out_share):
             counts.held_out += 1
             continue
-        key = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).digest()[:16]
+        key = hashlib.sha256(document.text.encode()).digest()[:16]
         if key in seen:
             counts.duplicates += 1
             continue

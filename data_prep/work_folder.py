@@ -51,10 +51,14 @@ def held(work: Path) -> Iterator[None]:
         UserError: another build holds it.
     """
     made = [folder for folder in work.parents if not folder.exists()]
-    work.mkdir(parents=True, exist_ok=True)
-    handle = os.open(work, os.O_RDONLY)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        handle = os.open(work, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{work} cannot be made ({error.strerror}); give out=<folder elsewhere>") from error
     try:
         try:
+            # The folder itself is locked: a file inside would go with its content. A killed build's lock goes with it.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"{work} is in use by another build; wait for its end, or give another out") from error

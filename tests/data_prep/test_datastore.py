@@ -18,7 +18,7 @@ from data_prep.corpus import is_held_out, train_tokenizer
 from data_prep.lookup import look_up
 from data_prep.selection import Selection, draw_histogram, select
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import Datastore
+from spectrain.retrieval.datastore import PARTS, Datastore
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import contents, cut, kept_ids, text_of
 
@@ -264,7 +264,7 @@ def test_two_ranks_keep_the_same_documents(run, small, tmp_path):
     assert kept_ids("two") == kept_ids("one")
     one, two = contents("one"), contents("two")
     arrays = [name for name in one if name.endswith(".npy")]
-    assert len(arrays) == 4
+    assert len(arrays) == len(PARTS)
     assert all(one[name] == two[name] for name in arrays)
 
 
