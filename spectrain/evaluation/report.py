@@ -145,7 +145,8 @@ def _facts(results: Mapping) -> str:
         "dtype": results.get("dtype"),
         "batch size": results.get("batch_size"),
         "reply length": f"at most {results['max_new_tokens']} tokens" if results.get("max_new_tokens") else None,
-        "nodes a step": results.get("max_nodes") or ("each method's own" if "max_nodes" in results else None),
+        "nodes a step": _nodes(results),
+        "datastores": _stores(results.get("datastores") or {}),
         "sampling": describe_sampling(results.get("sampling") or {}),
         "verification": f"{results['verification']} by {results['verification']}"
         if results.get("verification")
@@ -156,6 +157,25 @@ def _facts(results: Mapping) -> str:
         "command": results.get("command"),
     }
     return _definitions((name, str(value)) for name, value in facts.items() if value not in (None, ""))
+
+
+def _nodes(results: Mapping) -> str | None:
+    """The budget of all methods; under `auto`, what each method's measurements chose for full batches."""
+    if results.get("max_nodes") != "auto":
+        return results.get("max_nodes") or ("each method's own" if "max_nodes" in results else None)
+    chosen = {
+        name: m["max_nodes"]["auto"] for name, m in results["methods"].items() if isinstance(m.get("max_nodes"), dict)
+    }
+    parts = (f"{name} {nodes[max(nodes, key=int)]}" for name, nodes in chosen.items())
+    return f"auto: {', '.join(parts)}"
+
+
+def _stores(stores: Mapping[str, str]) -> str:
+    """Each folder, and the methods that draft from it."""
+    by_folder: dict[str, list[str]] = {}
+    for name, folder in stores.items():
+        by_folder.setdefault(folder, []).append(name)
+    return "; ".join(f"{folder} ({', '.join(names)})" for folder, names in by_folder.items())
 
 
 def describe_sampling(sampling: Mapping) -> str:
