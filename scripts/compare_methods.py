@@ -37,7 +37,7 @@ def main() -> None:
         cells = [difference(rows, runs, options.of, other) for other in options.others]
         own = pairs(rows, runs, options.of, options.of)
         table.add_row(name, str(len(own)), f"{tau(own[:, 0].sum(0)):.2f}", *cells)
-    Console(width=max(100, 26 + 26 * len(options.others))).print(table)
+    Console(width=max(100, 48 + 26 * len(options.others))).print(table)
 
 
 def counts(run: Path) -> dict[tuple[str, str], tuple[int, int]]:
