@@ -32,7 +32,8 @@ def draw_budgets(table: BudgetTable, file: Path) -> None:
         for ax in panels[-1]:
             ax.set_xlabel("nodes of a tree, root included")
         handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+        n_columns = 4 if len(batch_sizes) > 3 else 2  # as wide as the panels
+        figure.legend(handles, labels, loc="outside upper center", ncols=n_columns, frameon=False)
         figure.savefig(file, dpi=140)
 
 
