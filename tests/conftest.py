@@ -117,10 +117,11 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def stored(shared, tmp_path_factory) -> Path:
-    """A datastore of the corpus, for the tiny target."""
+    """A datastore of the corpus, and of every token once, as the tiny target writes nonsense."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "target")
     texts = [file.read_text() for file in sorted((shared / "corpus").iterdir())[:20]]
     documents = [np.array(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    documents.append(np.arange(300))
     folder = tmp_path_factory.mktemp("stored")
     shard = write_shard(folder, 0, documents, 300)
     facts = ("the tiny target", "0" * 16, tokenizer_fingerprint(tokenizer), 300)
