@@ -68,12 +68,13 @@ def _rows(file: Path) -> Iterator[tuple[int, dict]]:
         with file.open(encoding="utf-8-sig", newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield number, _parse(line, f"line {number} of {file.name}")
+                    yield number, parse_row(line, f"line {number} of {file.name}")
     except UnicodeDecodeError as error:
         raise UserError(f"{file.name} is not UTF-8 text after line {number}; save it as UTF-8") from error
 
 
-def _parse(line: str, where: str) -> dict:
+def parse_row(line: str, where: str) -> dict:
+    """A line of a user's JSON-lines file, which `where` names. Raises UserError where it is no JSON object."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:

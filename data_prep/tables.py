@@ -5,7 +5,6 @@ Everything is read row by row or batch by batch, so a table may be larger than m
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
+from data_prep.prompts import parse_row
 from spectrain.errors import UserError
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
@@ -34,15 +34,9 @@ def jsonl_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterator
     # newline="\n": nothing else ends a line, neither a carriage return nor a U+2028 inside a JSON string.
     with file.open(encoding="utf-8-sig", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{name} line {number} is not JSON ({error.msg}); mend or remove the line") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{name} line {number} is no JSON object; give one {{...}} a line")
-            yield number, row_text(row, fields, f"{name} line {number}")
+            if line.strip():
+                where = f"{name} line {number}"
+                yield number, row_text(parse_row(line, where), fields, where)
 
 
 def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:

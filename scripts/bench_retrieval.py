@@ -30,8 +30,8 @@ from rich.table import Table
 
 from spectrain.cli import bundled_folder
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, TargetOutput, Verified, load_target
-from spectrain.decoding.tree import DraftTree
 from spectrain.evaluation.metrics import median
+from spectrain.evaluation.simulation import follow
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.retriever import RetrievalOptions, Retriever
@@ -193,16 +193,6 @@ class WalkingBatch:
         started = time.perf_counter()
         self.method.observe(context, tree, None, verified)
         return 1e6 * (taken_s + time.perf_counter() - started)
-
-
-def follow(tree: DraftTree, row: int, text: list[int]) -> list[int]:
-    """The tokens that a step emits: the path of the tree that spells the text, and the token behind it."""
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    children = {(parents[i], tokens[i]): i for i in range(1, len(tokens)) if parents[i] >= 0}
-    node, n = 0, 0
-    while (node, text[n]) in children:
-        node, n = children[node, text[n]], n + 1
-    return text[: n + 1]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from spectrain.methods.speculative import Speculative
 from spectrain.models.artifacts import MANIFEST, read_manifest
 from spectrain.retrieval.datastore import MANIFEST as MANIFEST_OF_STORE
 from spectrain.retrieval.datastore import Datastore, sha256
-from spectrain.runs import RunFolder
+from spectrain.runs import RunFolder, read_lines, write_lines
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ def main(cfg: DictConfig) -> None:
     ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target))
     contenders, skipped = build_contenders(cfg, methods, target, sampling)
     warn_of_defaults(target)
-    stores = {name: str(store.folder) for name, store in datastores(contenders).items()}
+    stores = datastores(contenders)
     run.begin(fingerprint(target.model, target.tokenizer))
-    keep_to_stores(run, contenders)
+    keep_to_stores(run, stores)
     benchmark = Benchmark(target, contenders, questions, ids, work)
     known = facts(cfg, target, work, len(questions))
     rows = measure(benchmark, run.path / "questions.jsonl")
@@ -78,7 +78,8 @@ def main(cfg: DictConfig) -> None:
     for name, contender in contenders.items():
         if isinstance(contender, Method):
             measured[name]["max_nodes"] = nodes_of(contender.drafter, work.batch_size)
-    results = known | {"methods": measured, "skipped": skipped, "datastores": stores}
+    folders = {name: str(store.folder) for name, store in stores.items()}
+    results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
     write_report(run.path / "report.html", results, [as_json(row) for row in rows])
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
@@ -160,10 +161,9 @@ def datastores(contenders: dict[str, Contender]) -> dict[str, Datastore]:
     return {name: drafter.store for name, drafter in drafters.items() if getattr(drafter, "store", None) is not None}
 
 
-def keep_to_stores(run: RunFolder, contenders: dict[str, Contender]) -> None:
+def keep_to_stores(run: RunFolder, stores: dict[str, Datastore]) -> None:
     """Notes which stores a run began with. Raises UserError where a resumed run has found other ones."""
     file = run.path / "datastores.json"
-    stores = datastores(contenders)
     found = {name: [str(store.folder), sha256(store.folder / MANIFEST_OF_STORE)] for name, store in stores.items()}
     begun = json.loads(file.read_text()) if file.is_file() else found
     for name, (folder, _) in begun.items():
@@ -272,9 +272,7 @@ def measure(benchmark: Benchmark, file: Path) -> list[QuestionRow]:
     if todo:
         benchmark.warm_up()
     # Errors of an earlier run are tried again: the file keeps what was answered.
-    kept = file.with_suffix(".tmp")
-    kept.write_text("".join(json.dumps(as_json(row)) + "\n" for row in rows))
-    kept.rename(file)
+    write_lines(file, map(as_json, rows))
     try:
         with file.open("a") as out:
             for row in shown(benchmark.rows(done), todo):
@@ -289,13 +287,11 @@ def measure(benchmark: Benchmark, file: Path) -> list[QuestionRow]:
 
 def read_rows(file: Path) -> list[QuestionRow]:
     """The answered questions of an interrupted run; a line that was cut off and errors are left out."""
-    if not file.is_file():
-        return []
     rows = []
-    for line in file.read_text().split("\n"):
+    for values in read_lines(file):
         try:
-            row = QuestionRow(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
+            row = QuestionRow(**values)
+        except TypeError:
             continue
         if row.error is None:
             rows.append(row)

@@ -35,7 +35,7 @@ from spectrain.evaluation.budget_report import budget_tables, forward_table, roo
 from spectrain.evaluation.budget_table import NO_OPTIONS, BudgetTable, CurveEntry, machine_of
 from spectrain.evaluation.forward_cost import check_grid, measure_forward, steadied
 from spectrain.evaluation.results import BASELINE
-from spectrain.runs import RunFolder
+from spectrain.runs import RunFolder, read_lines, write_lines
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def measure_groups(
     asked = [(g, name, nodes) for g in groups for name, budgets in drafters.items() for nodes in budgets]
     todo = [(g, name, nodes) for g, name, nodes in asked if (name, nodes, g.name) not in done]
     warmed: set[str] = set()
-    file.write_text("".join(json.dumps(row.as_json()) + "\n" for row in rows))  # without a line that was cut off
+    write_lines(file, (row.as_json() for row in rows))  # without a line that was cut off
     with file.open("a") as out, Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("acceptance", total=len(todo))
         for group, name, nodes in todo:
@@ -208,11 +208,11 @@ def measure_groups(
 
 
 def read_rows(file: Path) -> Iterator[GroupRow]:
-    for line in file.read_text().splitlines() if file.is_file() else ():
+    for values in read_lines(file):
         try:
-            yield GroupRow.from_json(json.loads(line))
-        except (json.JSONDecodeError, TypeError, KeyError):
-            continue  # killed while it wrote
+            yield GroupRow.from_json(values)
+        except (TypeError, KeyError):
+            continue
 
 
 def curve_entries(

@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -33,7 +33,7 @@ from spectrain.evaluation.simulation import Text, simulate
 from spectrain.methods.sssd import Sssd
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import sha256
-from spectrain.runs import RunFolder
+from spectrain.runs import RunFolder, read_lines, write_lines
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +68,13 @@ def tune_sssd(cfg: DictConfig) -> None:
     try:
         if not cfg.responses:
             write_responses(cfg, target, first, questions, file)
-        choose(cfg, method, first, grid, read_responses(file, target.vocab_size), run)
+        choose(method, first, grid, read_responses(file, target.vocab_size), run)
     except KeyboardInterrupt:
         print(f"interrupted; the same command goes on in {run.path}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def choose(
-    cfg: DictConfig, method: DictConfig, first: Sssd, grid: dict[str, list], texts: Sequence[Text], run: RunFolder
-) -> None:
+def choose(method: DictConfig, first: Sssd, grid: dict[str, list], texts: Sequence[Text], run: RunFolder) -> None:
     """Searches, calibrates, compares, and writes the choice into the run folder."""
     chosen_on, told_on = halves(texts)
     best, tried = search(first, method, grid, chosen_on)
@@ -88,8 +86,9 @@ def choose(
     name = max(on_chosen, key=on_chosen.get)
     winner = candidates[name]
     defaults = method_config("sssd")
-    changed = {k: v for k, v in OmegaConf.to_container(winner).items() if v != defaults.get(k)}
-    changed = {k: v for k, v in changed.items() if k not in ("datastore", "max_nodes")}
+    kept_out = ("datastore", "max_nodes")
+    chosen = OmegaConf.to_container(winner).items()
+    changed = {k: v for k, v in chosen if v != defaults.get(k) and k not in kept_out}
     output = run.path / "sssd.yaml"
     header = f"# python -m spectrain.bench tuned={output} ...   (written by spectrain.tune method=sssd)\n"
     output.write_text(header + OmegaConf.to_yaml(OmegaConf.create({"sssd": changed})))
@@ -100,33 +99,24 @@ def choose(
 
 def write_responses(cfg: DictConfig, target: TargetModel, method: Sssd, questions: Sequence, file: Path) -> None:
     """Greedy answers to what `file` lacks, a line each; an interrupted run goes on."""
-    done = {row["id"] for row in _rows(file)}
-    kept = "".join(json.dumps(row) + "\n" for row in _rows(file))
-    file.write_text(kept)  # without a line that was cut off
+    rows = read_lines(file)
+    write_lines(file, rows)  # without a line that was cut off
+    done = {row["id"] for row in rows}
     chat = use_chat(cfg.chat, target)
-    todo = [q for q in questions if q.id not in done]
-    for question in todo:
-        prompt = conversation_ids(target.tokenizer, list(question.turns[:1]), [], chat)
-        check_prompt(target, prompt, cfg.max_new_tokens, f"prompt {question.id}")
+    todo = []
+    for question in questions:
+        if question.id not in done:
+            prompt = conversation_ids(target.tokenizer, list(question.turns[:1]), [], chat)
+            check_prompt(target, prompt, cfg.max_new_tokens, f"prompt {question.id}")
+            todo.append((question.id, prompt))
     with file.open("a") as out:
         for start in track(range(0, len(todo), DECODED_TOGETHER), "responses", console=Console(stderr=True)):
             some = todo[start : start + DECODED_TOGETHER]
-            prompts = [conversation_ids(target.tokenizer, list(q.turns[:1]), [], chat) for q in some]
+            prompts = [prompt for _, prompt in some]
             found = generate(target, method, prompts, cfg.max_new_tokens, batch_size=DECODED_TOGETHER)
-            for question, prompt, generation in zip(some, prompts, found, strict=True):
-                row = {"id": question.id, "prompt": prompt, "response": generation.tokens}
-                out.write(json.dumps(row) + "\n")
+            for (name, prompt), generation in zip(some, found, strict=True):
+                out.write(json.dumps({"id": name, "prompt": prompt, "response": generation.tokens}) + "\n")
             out.flush()
-
-
-def _rows(file: Path) -> Iterator[dict]:
-    if not file.is_file():
-        return
-    for line in file.read_bytes().split(b"\n"):
-        try:
-            yield json.loads(line)
-        except ValueError:  # a line that was cut off
-            continue
 
 
 def read_responses(file: Path, vocab_size: int) -> list[Text]:
@@ -138,8 +128,7 @@ def read_responses(file: Path, vocab_size: int) -> list[Text]:
     if not file.is_file():
         raise UserError(f"responses={file} does not exist; give responses.jsonl of a run of spectrain.tune")
     texts = []
-    n_lines = sum(1 for line in file.read_bytes().split(b"\n") if line.strip())
-    rows = list(_rows(file))
+    rows, n_lines = read_lines(file), sum(1 for line in file.read_bytes().split(b"\n") if line.strip())
     if len(rows) < n_lines:
         raise UserError(f"responses={file} has {n_lines - len(rows)} lines that are not JSON; write it anew")
     for number, row in enumerate(rows, start=1):

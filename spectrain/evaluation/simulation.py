@@ -46,7 +46,7 @@ def _decode(drafter: Drafter, text: Text) -> list[int]:
     steps, done = [], 1
     while done < len(response):
         tree = drafter.propose(context)
-        emitted = _follow(tree, response[done:])
+        emitted = follow(tree, 0, response[done:])
         verified = Verified(
             torch.zeros(1, 1, dtype=torch.int64), torch.tensor([len(emitted) - 1]), torch.tensor([emitted[-1]])
         )
@@ -58,12 +58,19 @@ def _decode(drafter: Drafter, text: Text) -> list[int]:
     return steps
 
 
-def _follow(tree: DraftTree, coming: list[int]) -> list[int]:
-    """The path of the tree that spells what comes, and the token behind it."""
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-    children = {
-        (parent, token): i for i, (parent, token) in enumerate(zip(parents, tokens, strict=True)) if parent >= 0
-    }
+def follow(tree: DraftTree, row: int, coming: list[int]) -> list[int]:
+    """The tokens that greedy decoding of a known text emits in a step.
+
+    Args:
+        tree: of the step, without probes.
+        row: of the batch.
+        coming: the text behind the row's root.
+
+    Returns:
+        The path of the row's tree that spells what comes, and the token behind it.
+    """
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    children = {edge: i for i, edge in enumerate(zip(parents, tokens, strict=True)) if edge[0] >= 0}
     node, n = 0, 0
     while n < len(coming) - 1 and (node, coming[n]) in children:
         node, n = children[node, coming[n]], n + 1

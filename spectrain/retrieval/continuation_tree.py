@@ -63,7 +63,7 @@ def gather(index, context, lengths, matches, branch, tree, ranges):
         ranges: [n_shards, 2] int64 scratch.
 
     Returns:
-        The nodes of the tree, and the length of the longest suffix found; the root counts the continuations taken.
+        The length of the longest suffix found, 0 where none was. The tree's root counts the continuations taken.
     """
     most, enough, first_ones = matches
     separator = separator_of(index)
@@ -83,7 +83,7 @@ def gather(index, context, lengths, matches, branch, tree, ranges):
             break
         total = find_ranges(index, context, length, ranges)
     tree[0, COUNT] = taken
-    return n_nodes, longest
+    return longest
 
 
 @njit(nogil=True, cache=True)

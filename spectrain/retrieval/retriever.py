@@ -70,10 +70,9 @@ class Retriever:
             Length of the longest suffix found; 0, and a root of count 0, where none was.
         """
         branch_tokens = branch_tokens or self.options.branch_tokens
-        _, longest = gather(
-            self.store.index, context, self._lengths, self._matches, branch_tokens, self.tree, self._ranges
-        )  # fmt: skip
-        return int(longest)
+        return int(
+            gather(self.store.index, context, self._lengths, self._matches, branch_tokens, self.tree, self._ranges)
+        )
 
     def draft(
         self, context: Sequence[int], max_nodes: int, max_depth: int, max_leaves: int | None = None
