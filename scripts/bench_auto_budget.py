@@ -57,13 +57,13 @@ def main() -> None:
 
 
 def build(
-    method: str, fixed: list[int], target: TargetModel, artifact: str | None, sampling: Sampling
+    method: str, fixed: list[int], target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling
 ) -> dict[str, Drafter]:
     """The method under every budget that has room for it, `auto` first; and plain decoding."""
-    drafters = {AUTO: build_method(method_config(method, AUTO), target, artifact, sampling)}
+    drafters = {AUTO: build_method(method_config(method, AUTO), target, artifacts, sampling)}
     for nodes in fixed:
         try:
-            drafters[str(nodes)] = build_method(method_config(method, nodes), target, artifact, sampling)
+            drafters[str(nodes)] = build_method(method_config(method, nodes), target, artifacts, sampling)
         except UserError as error:
             Console(stderr=True).print(f"{method} with {nodes} nodes is left out: {error}")
     return drafters | {"autoregressive": Autoregressive()}

@@ -52,7 +52,7 @@ def main() -> None:
 
 def build(name: str, target: TargetModel) -> Drafter:
     method, _, max_nodes = name.partition(":")
-    return build_method(method_config(method, int(max_nodes) if max_nodes else None), target, None)
+    return build_method(method_config(method, int(max_nodes) if max_nodes else None), target, {})
 
 
 def decode(target, drafters, cell: tuple[str, int, str], prompts: list[list[int]], n_new: int) -> tuple[int, float]:

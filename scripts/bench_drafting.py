@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     target = load_target(bundled_folder(options.target) or options.target, device="cpu")
     configs = {name: method_config(name) for name in options.methods}
-    drafters = {name: build_method(config, target, None) for name, config in configs.items()}
+    drafters = {name: build_method(config, target, {}) for name, config in configs.items()}
     n_rows = 64 + max(drafter.max_nodes for drafter in drafters.values())
     evicted = torch.zeros(EVICTED_BYTES if options.cold else 0, dtype=torch.uint8)
 

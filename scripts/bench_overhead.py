@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=80, help="new tokens, a prompt")
     options = parser.parse_args()
     target = open_target(options.target, options.tokenizer)
-    drafters = {n: build_method(method_config(n, options.max_nodes), target, None) for n in options.methods}
+    drafters = {n: build_method(method_config(n, options.max_nodes), target, {}) for n in options.methods}
     questions = read_prompts(options.prompts, options.limit + 1)
     prompts = [conversation_ids(target.tokenizer, q.turns[:1], []) for q in questions]
     found: dict[tuple[str, str], list[Generation]] = {}

@@ -21,13 +21,25 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data_prep.corpus import is_held_out, stdlib_documents
 from data_prep.prompts import Question, conversation_ids, read_prompts
-from spectrain.cli import AUTO, CHECKPOINTS, build_method, command, conf_dir, method_config, open_target, with_tuned
+from spectrain.cli import (
+    AUTO,
+    CHECKPOINTS,
+    build_method,
+    check_taken,
+    command,
+    conf_dir,
+    given_artifacts,
+    method_config,
+    names,
+    open_target,
+    with_tuned,
+)
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_whole
@@ -37,7 +49,6 @@ from spectrain.evaluation.report import render_table, write_report
 from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summarise
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
-from spectrain.models.artifacts import MANIFEST, read_manifest
 from spectrain.retrieval.datastore import MANIFEST as MANIFEST_OF_STORE
 from spectrain.retrieval.datastore import Datastore, sha256
 from spectrain.runs import RunFolder, read_lines, write_lines
@@ -78,6 +89,7 @@ def main(cfg: DictConfig) -> None:
     for name, contender in contenders.items():
         if isinstance(contender, Method):
             measured[name]["max_nodes"] = nodes_of(contender.drafter, work.batch_size)
+            measured[name]["warning"] = contender.drafter.warning
     folders = {name: str(store.folder) for name, store in stores.items()}
     results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
     write_report(run.path / "report.html", results, [as_json(row) for row in rows])
@@ -98,7 +110,7 @@ def check_work(cfg: DictConfig, sampling: Sampling) -> Work:
 
 
 def check_peers(cfg: DictConfig) -> None:
-    for name in _names(cfg.peers):
+    for name in names(cfg.peers):
         if name not in PEERS:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(PEERS)}")
     if cfg.peers and cfg.batch_size != 1:
@@ -113,15 +125,15 @@ def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
     """
     files = {path.stem: path for path in sorted((conf_dir() / "method").glob("*.yaml"))}
     known = list(dict.fromkeys([*files, *cfg.variants]))
-    names = known if takes_all(cfg) else _names(cfg.methods)
-    unknown = [name for name in names if name not in known]
+    wanted = known if takes_all(cfg) else names(cfg.methods)
+    unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UserError(f"methods={unknown[0]} is unknown; choose among {', '.join(known)}, or all")
     taken = [name for name in cfg.variants if name in (BASELINE, *PEERS)]
     if taken:
         raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
     found = {}
-    for name in dict.fromkeys([BASELINE, *names]):
+    for name in dict.fromkeys([BASELINE, *wanted]):
         changes = dict(cfg.variants.get(name) or {})
         base = changes.pop("method", name)
         if base not in files:
@@ -176,11 +188,7 @@ def keep_to_stores(run: RunFolder, stores: dict[str, Datastore]) -> None:
 
 
 def takes_all(cfg: DictConfig) -> bool:
-    return "all" in _names(cfg.methods)
-
-
-def _names(names: str | ListConfig | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or [])
+    return "all" in names(cfg.methods)
 
 
 def build_contenders(
@@ -197,37 +205,22 @@ def build_contenders(
     for name, options in methods.items():
         kind = options.get("_artifact_")
         try:
-            built[name] = build_method(options, target, given.get(kind), sampling)
+            built[name] = build_method(options, target, given, sampling)
         except UserError as error:
             if not takes_all(cfg) or kind is None or kind in given:
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
-    taken = {options.get("_artifact_") for options in methods.values()} | ({"vanilla"} if cfg.peers else set())
-    for kind in given.keys() - taken:
-        noun = kind if kind == "datastore" else f"{kind} drafter"
-        option = noun.split()[-1]
-        raise UserError(f"{option}={given[kind]} is a {noun}, which none of the methods takes; remove it")
+    check_taken(given, methods, taken_by_peers={"vanilla"} if cfg.peers else set())
     contenders: dict[str, Contender] = {name: Method(target, drafter) for name, drafter in built.items()}
     pld = next((d for d in built.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
     lookup = {"draft_tokens": min(pld.draft_tokens, pld.max_nodes - 1), "max_ngram": pld.max_ngram}
-    for name in _names(cfg.peers):
+    for name in names(cfg.peers):
         assistant = None
         if name == "hf_assisted":
             assistant = next((d for d in built.values() if isinstance(d, Speculative)), None)
-            assistant = assistant or build_method(method_config("speculative"), target, given.get("vanilla"))
+            assistant = assistant or build_method(method_config("speculative"), target, given)
         contenders[name] = build_peer(name, target, lookup, assistant)
     return contenders, skipped
-
-
-def given_artifacts(cfg: DictConfig) -> dict[str, str]:
-    """The folders of `datastore=` and `drafter=`, by kind; what is no export of ours is a plain Hugging Face model."""
-    given: dict[str, str] = {"datastore": cfg.datastore} if cfg.get("datastore") else {}
-    for folder in _names(cfg.drafter):
-        kind = read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"
-        if kind in given:
-            raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one of a kind")
-        given[kind] = folder
-    return given
 
 
 def read_questions(cfg: DictConfig) -> list[Question]:

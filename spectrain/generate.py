@@ -16,7 +16,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.prompts import conversation_ids
-from spectrain.cli import build_method, command, open_target, with_tuned
+from spectrain.cli import build_method, check_taken, command, given_artifacts, open_target, with_tuned
 from spectrain.decoding import Drafter, Generation, Sampling, Source, TargetModel, generate
 from spectrain.errors import UserError
 from spectrain.evaluation.metrics import decode_s, mean_accepted
@@ -39,8 +39,10 @@ def main(cfg: DictConfig) -> None:
     if not str(cfg.prompt).strip():
         raise UserError('prompt is empty; give prompt="some text"')
     sampling = Sampling.from_options(cfg.sampling)
+    given = given_artifacts(cfg)
+    check_taken(given, {"this method": cfg.method}, taken_by_peers=set())
     target = open_target(cfg)
-    drafter = build_method(with_tuned(cfg.method, cfg.tuned), target, given_artifact(cfg), sampling)
+    drafter = build_method(with_tuned(cfg.method, cfg.tuned), target, given, sampling)
     prompt = conversation_ids(target.tokenizer, [str(cfg.prompt)], [], cfg.chat)
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(str(cfg.prompt), style="dim"), end="")
@@ -52,17 +54,6 @@ def main(cfg: DictConfig) -> None:
         rates = timed(cfg, target, {"this method": drafter, "autoregressive": Autoregressive()}, prompt, sampling)
         ours, base = rates["this method"], rates["autoregressive"]
         console.print(f"{ours:.0f} tokens/s, {ours / base:.2f}x autoregressive decoding ({base:.0f} tokens/s)")
-
-
-def given_artifact(cfg: DictConfig) -> str | None:
-    """The folder that the method takes, of `drafter=` and `datastore=`. Raises UserError where it takes the other."""
-    if cfg.method.get("_artifact_") == "datastore":
-        given, other = "datastore", "drafter"
-    else:
-        given, other = "drafter", "datastore"
-    if cfg[other] is not None:
-        raise UserError(f"{other}={cfg[other]} is given, but this method takes none; remove {other}=")
-    return cfg[given]
 
 
 def run(cfg: DictConfig, target: TargetModel, drafter: Drafter, prompt: list[int], sampling: Sampling, on_tokens=None):

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from data_prep.prompts import conversation_ids
-from spectrain.bench import digest, given_artifacts, method_configs, read_questions, takes_all, use_chat
-from spectrain.cli import CHECKPOINTS, build_method, drafts_trees, open_target
+from spectrain.bench import digest, method_configs, read_questions, takes_all, use_chat
+from spectrain.cli import CHECKPOINTS, build_method, drafts_trees, given_artifacts, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.budget import ForwardCost
 from spectrain.decoding.loop import check_prompt
@@ -133,7 +133,7 @@ def build_drafters(
         for nodes in sorted(set(cfg.nodes)):
             try:
                 sized = OmegaConf.merge(options, {"max_nodes": nodes})
-                drafter = build_method(sized, target, given.get(options.get("_artifact_")))
+                drafter = build_method(sized, target, given)
                 found.setdefault(name, {})[nodes] = drafter
             except UserError as error:
                 refused = error

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from data_prep.prompts import conversation_ids
 from spectrain.bench import digest, read_questions, use_chat
-from spectrain.cli import build_method, method_config, open_target, with_tuned
-from spectrain.decoding import TargetModel, fingerprint, generate
+from spectrain.cli import build_method, given_artifacts, method_config, open_target, with_tuned
+from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.metrics import ratio_of_sums
@@ -62,7 +62,7 @@ def tune_sssd(cfg: DictConfig) -> None:
             cfg.measured.responses = sha256(Path(cfg.responses))
     run = RunFolder.find(cfg)
     target = open_target(cfg)
-    first = build_method(method, target, cfg.datastore)
+    first = build_method(method, target, given_artifacts(cfg))
     run.begin(fingerprint(target.model, target.tokenizer))
     file = Path(cfg.responses) if cfg.responses else run.path / "responses.jsonl"
     try:
@@ -97,24 +97,32 @@ def choose(method: DictConfig, first: Sssd, grid: dict[str, list], texts: Sequen
     report(scores, name, len(told_on), output)
 
 
-def write_responses(cfg: DictConfig, target: TargetModel, method: Sssd, questions: Sequence, file: Path) -> None:
-    """Greedy answers to what `file` lacks, a line each; an interrupted run goes on."""
+def write_responses(
+    cfg: DictConfig,
+    target: TargetModel,
+    method: Drafter,
+    questions: Sequence,
+    file: Path,
+    sampling: Sampling | None = None,
+) -> None:
+    """Answers to what `file` lacks, a line each, greedy ones by default; an interrupted run goes on."""
     rows = read_lines(file)
     write_lines(file, rows)  # without a line that was cut off
     done = {row["id"] for row in rows}
     chat = use_chat(cfg.chat, target)
     todo = []
-    for question in questions:
+    for number, question in enumerate(questions):
         if question.id not in done:
             prompt = conversation_ids(target.tokenizer, list(question.turns[:1]), [], chat)
             check_prompt(target, prompt, cfg.max_new_tokens, f"prompt {question.id}")
-            todo.append((question.id, prompt))
+            todo.append((number, question.id, prompt))
     with file.open("a") as out:
         for start in track(range(0, len(todo), DECODED_TOGETHER), "responses", console=Console(stderr=True)):
             some = todo[start : start + DECODED_TOGETHER]
-            prompts = [prompt for _, prompt in some]
-            found = generate(target, method, prompts, cfg.max_new_tokens, batch_size=DECODED_TOGETHER)
-            for (name, prompt), generation in zip(some, found, strict=True):
+            numbers, _, prompts = zip(*some, strict=True)
+            more = {"seed": cfg.seed, "prompt_numbers": numbers, "batch_size": DECODED_TOGETHER}
+            found = generate(target, method, prompts, cfg.max_new_tokens, sampling, **more)
+            for (_, name, prompt), generation in zip(some, found, strict=True):
                 out.write(json.dumps({"id": name, "prompt": prompt, "response": generation.tokens}) + "\n")
             out.flush()
 

@@ -16,6 +16,7 @@ from spectrain.cli import conf_dir
 from tests.test_cli import composed
 
 MODEL_FREE = {"autoregressive", "pld", "anpd", "lookahead", "logitspec", "spectra_core", "magicdec"}
+OF_DRAFT_MODELS = {"speculative", "confidence_stop", "entropy_stop"}
 OF_DATASTORES = {"rest", "spectra_retrieval", "spectra", "sssd", "sssd_logits", "logitspec_datastore"}
 RESULT_KEYS = {
     *("questions", "tokens", "target_forwards", "mean_accepted", "mean_accepted_ci95", "tokens_per_s_micro"),
@@ -54,7 +55,7 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
         assert (method["lossless"], method["greedy_mismatches"]) == (True, 0), name
     assert found["methods"]["autoregressive"]["mean_accepted"] == 1
     assert found["methods"]["autoregressive"]["speedup"] == 1
-    assert set(found["skipped"]) == {"speculative", "spire"} | OF_DATASTORES
+    assert set(found["skipped"]) == {"spire", "specdecpp"} | OF_DRAFT_MODELS | OF_DATASTORES
     assert "holds no spire drafter" in found["skipped"]["spire"]
     assert "holds no datastore for this target; build one with" in found["skipped"]["rest"]
     assert len(question_rows("b")) == 3 * 9
@@ -66,7 +67,7 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
 
 def test_every_method_of_the_project_is_known_to_the_bench():
     assert {path.stem for path in (conf_dir() / "method").glob("*.yaml")} == (
-        MODEL_FREE | OF_DATASTORES | {"speculative", "spire"}
+        MODEL_FREE | OF_DATASTORES | OF_DRAFT_MODELS | {"spire", "specdecpp"}
     )
 
 

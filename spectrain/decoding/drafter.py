@@ -127,6 +127,7 @@ class Drafter(ABC):
     """One method of drafting, for a batch of rows. One object serves many `generate` calls, one at a time."""
 
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
+    warning: str | None = None  # what a reader of its numbers must know
     looks_up = False  # drafts are found in a table or store, so it can be told how often something was found
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027

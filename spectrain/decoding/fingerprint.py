@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES = 256  # values read of each parameter
@@ -36,14 +37,23 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     attention implementation do not count.
     """
     config = model.config.get_text_config()
-    digest = hashlib.sha256()
-    digest.update(_canonical([config.model_type, {key: getattr(config, key, None) for key in SHAPE_KEYS}]))
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(_canonical([name, list(parameter.shape)]))
-        digest.update(_sample(parameter).tobytes())
+    digest = _weights([config.model_type, {key: getattr(config, key, None) for key in SHAPE_KEYS}], model)
     if tokenizer is not None:
         digest.update(_vocabulary(tokenizer))
     return digest.hexdigest()[:16]
+
+
+def module_fingerprint(module: nn.Module, config: object) -> str:
+    """16 hex digits over a dataclass that fixes a module's computation, and its weights, compared likewise."""
+    return _weights(dataclasses.asdict(config), module).hexdigest()[:16]
+
+
+def _weights(description: object, module: nn.Module) -> hashlib._Hash:
+    digest = hashlib.sha256(_canonical(description))
+    for name, parameter in sorted(module.named_parameters()):
+        digest.update(_canonical([name, list(parameter.shape)]))
+        digest.update(_sample(parameter).tobytes())
+    return digest
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

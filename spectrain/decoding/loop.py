@@ -23,6 +23,7 @@ from spectrain.decoding.verify import Verified, verify
 from spectrain.errors import UserError
 
 OnTokens = Callable[[int, list[int], list[int]], None]  # (prompt index, new tokens, source of each)
+OnFinished = Callable[[int, Generation], None]  # (prompt index, its continuation)
 
 
 @torch.inference_mode()
@@ -40,6 +41,7 @@ def generate(
     stop_strings: Sequence[str] = (),
     verification: str = "token",
     on_tokens: OnTokens | None = None,
+    on_finished: OnFinished | None = None,
     cache_block_tokens: int = 256,
 ) -> list[Generation]:
     """Continues each prompt with the target's own law, whatever the drafter guesses.
@@ -57,6 +59,7 @@ def generate(
         stop_strings: end a text with the token that completes one; needs the target's tokenizer.
         verification: how drafts that were drawn from a q are judged, "token" by token or as a "block".
         on_tokens: called after each step, for each row.
+        on_finished: called as each row ends.
         cache_block_tokens: the caches grow by this many.
 
     Returns:
@@ -84,7 +87,7 @@ def generate(
     try:
         drafter.start(target, cache)
         generators = [row_generator(seed, i) for i in prompt_numbers or range(len(prompts))]
-        return _run(batch, prompts, generators, n_slots, max_new_tokens)
+        return _run(batch, prompts, generators, n_slots, max_new_tokens, on_finished)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -98,6 +101,7 @@ def _run(
     generators: Sequence[torch.Generator],
     n_slots: int,
     max_new_tokens: int,
+    on_finished: OnFinished | None,
 ) -> list[Generation]:
     generations: list[Generation | None] = [None] * len(prompts)
     waiting = 0
@@ -110,7 +114,9 @@ def _run(
         else:
             ended = batch.step()
         for row in ended:
-            generations[row.prompt_index] = row.generation(batch.clock)
+            generations[row.prompt_index] = generation = row.generation(batch.clock)
+            if on_finished is not None:
+                on_finished(row.prompt_index, generation)
     return generations
 
 

@@ -55,8 +55,8 @@ class Sampling:
         """From named options, for instance a config's `sampling` node.
 
         Raises:
-            UserError: an option is none of ours. What depends on the text so far (a repetition penalty) cannot be one:
-                a tree is scored before it is known which of its tokens will have been written.
+            UserError: an option is no number, or none of ours. What depends on the text so far (a repetition penalty)
+                cannot be one: a tree is scored before it is known which of its tokens will have been written.
         """
         supported = [field.name for field in fields(cls)]
         for name in options:
@@ -69,11 +69,21 @@ class Sampling:
                 raise UserError(
                     f"sampling.{name} {why}; the options supported under speculation are {', '.join(supported)}"
                 )
+            value, whole = options[name], name == "top_k"
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                raise UserError(f"sampling.{name}={value} must be a {'whole ' if whole else ''}number")
         return cls(**options)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def describe(self) -> str:
+        """Only what is not at its default: "temperature 0.8, top_k 50"; "greedy"."""
+        if self.greedy:
+            return "greedy"
+        changed = [f.name for f in fields(self) if f.name == "temperature" or getattr(self, f.name) != f.default]
+        return ", ".join(f"{name} {getattr(self, name):g}" for name in changed)
 
     def warp(self, logits: Tensor) -> Tensor:
         """Turns logits [..., V] of any dtype into the probabilities [..., V] float32 that tokens are drawn from.

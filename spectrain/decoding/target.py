@@ -32,6 +32,7 @@ class TargetOutput:
         Tensor | None
     )  # [B, N, C, D], likewise, inputs of the blocks `capture_layers`; after a prefill [R, T, C, D]
     positions: Tensor  # [B, N] int64 position ids; after a prefill [R, T]
+    hidden: Tensor | None = None  # [B, N, D] what the unembedding took, of a model that keeps it; none of a prefill
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class TargetModel:
         tokenizer: its tokenizer, where text is read or written.
         capture_layers: indices of the blocks whose inputs every forward returns.
         prefill_chunk: prompt tokens of one forward; bounds the memory of long prompts.
+        keeps_hidden: `score` returns the final hidden states too.
 
     Raises:
         UserError: the model has other than full attention, or takes no position ids.
@@ -61,12 +63,14 @@ class TargetModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         capture_layers: Sequence[int] = (),
         prefill_chunk: int = 512,
+        keeps_hidden: bool = False,
     ):
         check_supported(model)
         self.model = model
         self.tokenizer = tokenizer
         self.capture_layers = tuple(capture_layers)
         self.prefill_chunk = prefill_chunk
+        self.keeps_hidden = keeps_hidden
         self._blocks = find_blocks(model)
         for layer in self.capture_layers:
             if not 0 <= layer < len(self._blocks):
@@ -76,7 +80,11 @@ class TargetModel:
         """The same model, capturing other layers."""
         if tuple(capture_layers) == self.capture_layers:
             return self
-        return TargetModel(self.model, self.tokenizer, capture_layers, self.prefill_chunk)
+        return TargetModel(self.model, self.tokenizer, capture_layers, self.prefill_chunk, self.keeps_hidden)
+
+    def with_hidden(self) -> TargetModel:
+        """The same model, whose `score` keeps the final hidden states."""
+        return TargetModel(self.model, self.tokenizer, self.capture_layers, self.prefill_chunk, keeps_hidden=True)
 
     @property
     def config(self):
@@ -125,19 +133,24 @@ class TargetModel:
     def features(self, tokens: Tensor) -> Features:
         """Plain causal forward of tokens [B, T] int64 that stops short of the logits (one position's are formed)."""
         final: list[Tensor] = []
-
-        def keep_hidden(module: nn.Module, args: tuple) -> tuple:
-            final.append(args[0])
-            return (args[0][:, :1], *args[1:])
-
-        with _removing(self.model.get_output_embeddings().register_forward_pre_hook(keep_hidden)):
+        with _removing(self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 1))):
             _, captured = self._run(tokens, use_cache=False)
         return Features(captured, final[0])
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of final hidden states [..., D], as a forward gives them."""
+        logits = self._unembed(hidden)
+        soft_cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+    @property
+    def _unembed(self) -> nn.Module:
+        return self.model.get_output_embeddings()
 
     @property
     def unembedding(self) -> Tensor:
         """[V, D]: `final_hidden @ unembedding.T` are the logits (of models without output bias or soft-capping)."""
-        return self.model.get_output_embeddings().weight
+        return self._unembed.weight
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range) -> TargetOutput:
         """Reads prompts into the rows `rows` of the cache, new rows at its end.
@@ -196,10 +209,14 @@ class TargetModel:
             if n_nodes > 1:  # a drafter that ignores `room` may guess past the context; those are cut on emission
                 positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
-        logits, captured = self._run(
-            tree.tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-        )
-        return TargetOutput(logits, captured, positions)
+        final: list[Tensor] = []
+        with ExitStack() as hooks:
+            if self.keeps_hidden:
+                hooks.enter_context(_removing(self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 0))))
+            logits, captured = self._run(
+                tree.tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
+        return TargetOutput(logits, captured, positions, final[0] if final else None)
 
     def _run(self, tokens: Tensor, keep: Tensor | None = None, **inputs) -> tuple[Tensor, Tensor | None]:
         """One call of the model. `keep` [B]: the only position of each row to compute logits for.
@@ -213,7 +230,7 @@ class TargetModel:
                 hooks.enter_context(_removing(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)))
             if keep is not None:
                 hook = partial(_keep_position, keep)
-                hooks.enter_context(_removing(self.model.get_output_embeddings().register_forward_pre_hook(hook)))
+                hooks.enter_context(_removing(self._unembed.register_forward_pre_hook(hook)))
             logits = self.model(input_ids=tokens, **inputs).logits
         if not self.capture_layers:
             return logits, None
@@ -228,6 +245,12 @@ def _removing(handle) -> ExitStack:
 
 def _capture(found: dict[int, Tensor], layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
     found[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def _take_hidden(final: list[Tensor], keep: int, module: nn.Module, args: tuple) -> tuple | None:
+    """Remembers what the unembedding takes; of `keep` positions logits are formed, 0: of all."""
+    final.append(args[0])
+    return (args[0][:, :keep], *args[1:]) if keep else None
 
 
 def _keep_position(keep: Tensor, module: nn.Module, args: tuple) -> tuple:

@@ -1,11 +1,12 @@
 """What all methods with a draft model share: a chain of tokens, drawn one after the other for all rows at once.
 
-Letters: n active rows, g draft length, V vocabulary.
+Letters: n active rows, g draft length, V vocabulary, D hidden size of the drafter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from torch import Tensor
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import check_whole
+from spectrain.methods.stopping import StopRule
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What a draft model says after one token a row."""
+
+    logits: Tensor  # [n, V] of the next token
+    hidden: Tensor | None = None  # [n, D] final state of the token that was read, what the unembedding takes
 
 
 def gamma_within(gamma: int, max_nodes: int | None) -> int:
@@ -28,32 +38,63 @@ def gamma_within(gamma: int, max_nodes: int | None) -> int:
     return min(gamma, max_nodes - 1)
 
 
-def draft_chain(context: Context, gamma: int, first: Callable[[], Tensor], step: Callable[[Tensor, int], Tensor]):
-    """Drafts up to gamma tokens a row, fewer where a row may emit fewer.
+def draft_chain(
+    context: Context,
+    gamma: int,
+    first: Callable[[], DraftStep],
+    step: Callable[[Tensor, int], DraftStep],
+    stop: StopRule | None = None,
+) -> DraftTree:
+    """Drafts up to gamma tokens a row, fewer where a row may emit fewer or a rule ends its draft.
 
-    A row that stops early draws no more, so that its sample does not depend on its neighbours; the draft model runs on
-    it all the same, and what it computes there is never read.
+    Every token that is drawn is submitted: a rule that looked at a token and dropped it would bias the sample. A row
+    that stops early draws no more, so that its sample does not depend on its neighbours; the draft model runs on it all
+    the same while they go on, and what it computes there is never read.
 
     Args:
         context: of the active rows.
         gamma: most tokens a row.
-        first: logits [n, V] after each root.
-        step: logits [n, V] after draft tokens [n], which are the i-th (from 1) of their chains. Not called on the last
+        first: what the drafter says after each root.
+        step: what it says after draft tokens [n], which are the i-th (from 1) of their chains. Not called on the last
             token drafted.
+        stop: ends rows one by one; None: all draft as long as they may.
     """
-    gammas = [min(gamma, room - 1) for room in context.room]
-    longest = max(gammas)
-    if longest < 1:
+    left = [min(gamma, room - 1) for room in context.room]  # tokens that each row may still draft
+    drafting = [count > 0 for count in left]
+    if not any(drafting):
         return DraftTree.root_only(context.roots)
-    tokens, probs = [], []
-    logits = first()
-    for i in range(1, longest + 1):
-        token, q = context.draw(logits, None if min(gammas) >= i else [g >= i for g in gammas])
+    if stop is not None:
+        stop.begin(context)
+    tokens, probs, lengths = [], [], [0] * len(left)
+    said = first()
+    for i in range(1, max(left) + 1):
+        if stop is not None:
+            drafting = _without(drafting, stop.before(i, said.logits))
+            if not any(drafting):
+                break
+        token, q = context.draw(said.logits, None if all(drafting) else drafting)
         tokens.append(token)
         probs.append(q)
-        if i < longest:
-            logits = step(token, i)
-    lengths = torch.tensor(gammas, device=context.device) if min(gammas) < longest else None
+        lengths = [length + going for length, going in zip(lengths, drafting, strict=True)]
+        drafting = [going and i < count for going, count in zip(drafting, left, strict=True)]
+        if stop is not None:
+            drafting = _without(drafting, stop.drawn(i, said.logits, token))
+        if not any(drafting):
+            break
+        said = step(token, i)
+        if stop is not None:
+            drafting = _without(drafting, stop.read(i, said.hidden))
+            if not any(drafting):
+                break
+    if not tokens:
+        return DraftTree.root_only(context.roots)
+    ragged = torch.tensor(lengths, device=context.device) if min(lengths) < len(tokens) else None
     return DraftTree.chain(
-        context.roots, torch.stack(tokens, dim=1), lengths, None if context.sampling.greedy else probs
+        context.roots, torch.stack(tokens, dim=1), ragged, None if context.sampling.greedy else probs
     )
+
+
+def _without(drafting: list[bool], stopped: Tensor | None) -> list[bool]:
+    if stopped is None:
+        return drafting
+    return [going and not ends for going, ends in zip(drafting, stopped.tolist(), strict=True)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
 from spectrain.errors import UserError, check_whole
-from spectrain.methods.draft_chain import draft_chain, gamma_within
+from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 
 POSITIONS = ("cache", "text")
 
@@ -78,20 +78,20 @@ class MagicDec(Drafter):
         # The sparse cache is copied anew here, so there is nothing to do when drafts are rejected or rows end.
         roots = context.lengths[:, None] - 1  # [n, 1] positions
 
-        def first() -> Tensor:
+        def first() -> DraftStep:
             self._copy_view()
-            return self._logits(context.roots, roots)
+            return self._read(context.roots, roots)
 
-        return draft_chain(context, self.gamma, first, step=lambda tokens, i: self._logits(tokens, roots + i))
+        return draft_chain(context, self.gamma, first, step=lambda tokens, i: self._read(tokens, roots + i))
 
-    def _logits(self, tokens: Tensor, text_positions: Tensor) -> Tensor:
-        """Reads one token a row, [n], at text positions [n, 1], and keeps it. Returns the next one's logits [n, V]."""
+    def _read(self, tokens: Tensor, text_positions: Tensor) -> DraftStep:
+        """Reads one token a row, [n], at text positions [n, 1], and keeps it."""
         positions = None
         if self.positions == "text":  # a row without room is read on with its neighbours, past the context even
             positions = text_positions.clamp_max(self.target.max_positions - 1)
         output = self.target.score(DraftTree.root_only(tokens), self.cache, positions)
         self.cache.commit(None, [1] * len(tokens))
-        return output.logits[:, 0]
+        return DraftStep(output.logits[:, 0])
 
     def _copy_view(self) -> None:
         """Fills the sparse cache with sink and window of every row; a shorter row gives all its tokens."""

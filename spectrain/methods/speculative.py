@@ -6,7 +6,6 @@ Letters: n active rows, R new rows, T tokens fed, gamma draft length, V vocabula
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from spectrain.decoding.drafter import Context, Drafter
 from spectrain.decoding.kv_cache import KVCache
@@ -15,11 +14,18 @@ from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import draft_chain, gamma_within
+from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
+from spectrain.methods.stopping import StopRule
+from spectrain.models.draft_states import in_vocabulary
 
 
 def build(target: TargetModel, drafter: str, gamma: int = 4, max_nodes: int | None = None) -> Speculative:
-    """The method from a Hugging Face folder or id, loaded as the target is.
+    """The method from a Hugging Face folder or id; see `load_draft_model`."""
+    return Speculative(load_draft_model(target, drafter), gamma, max_nodes)
+
+
+def load_draft_model(target: TargetModel, drafter: str) -> TargetModel:
+    """A Hugging Face folder or id, loaded as the target is.
 
     Raises:
         UserError: it cannot be loaded, or its tokenizer differs from the target's.
@@ -27,7 +33,7 @@ def build(target: TargetModel, drafter: str, gamma: int = 4, max_nodes: int | No
     dtype = str(target.dtype).removeprefix("torch.")
     draft_model = load_target(drafter, dtype=dtype, device=str(target.device))
     check_tokenizers(target, draft_model)
-    return Speculative(draft_model, gamma, max_nodes)
+    return draft_model
 
 
 class Speculative(Drafter):
@@ -37,10 +43,14 @@ class Speculative(Drafter):
         draft_model: the small model, with its tokenizer where the target has one.
         gamma: drafted tokens a step; fewer where a row has less room.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
+        stop: ends drafts before gamma tokens.
     """
 
-    def __init__(self, draft_model: TargetModel, gamma: int = 4, max_nodes: int | None = None):
-        self.draft_model = draft_model
+    def __init__(
+        self, draft_model: TargetModel, gamma: int = 4, max_nodes: int | None = None, stop: StopRule | None = None
+    ):
+        self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model
+        self.stop = stop
         self.gamma = gamma_within(gamma, max_nodes)
         self.cache: KVCache | None = None
         self.vocab_size = draft_model.vocab_size
@@ -68,9 +78,10 @@ class Speculative(Drafter):
         return draft_chain(
             context,
             self.gamma,
-            first=lambda: self._logits(self._unseen(context), context),
+            first=lambda: self._read(self._unseen(context), context),
             # The last token is not fed: its K and V are made up for if it is accepted.
-            step=lambda tokens, i: self._logits(DraftTree.root_only(tokens.to(self.draft_model.device)), context),
+            step=lambda tokens, i: self._read(DraftTree.root_only(tokens.to(self.draft_model.device)), context),
+            stop=self.stop,
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
@@ -94,23 +105,19 @@ class Speculative(Drafter):
         tokens = tokens.to(device)
         return DraftTree.chain(tokens[:, 0], tokens[:, 1:], torch.tensor(missing, device=device) - 1)
 
-    def _feed(self, chain: DraftTree) -> Tensor:
-        """Runs the draft model on a chain a row and keeps it. Returns the logits [n, V] at the end of each chain."""
+    def _read(self, chain: DraftTree, context: Context) -> DraftStep:
+        """Runs the draft model on a chain a row and keeps it. Returns what it says at the end of each chain."""
         output = self.draft_model.score(chain, self.cache)
-        if chain.shape[1] == 1:
-            self.cache.commit(None, [1] * chain.shape[0])
-            return output.logits[:, 0]
-        counts = chain.valid.sum(-1)
-        self.cache.commit(None, counts.tolist())
-        return output.logits[torch.arange(len(counts), device=counts.device), counts - 1]
-
-    def _logits(self, chain: DraftTree, context: Context) -> Tensor:
-        return self._in_target_vocabulary(self._feed(chain)).to(context.device)
-
-    def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
-        """Equal tokenizers may come with embeddings padded to other sizes: cuts, or adds tokens of probability 0."""
-        extra = self.vocab_size - logits.shape[-1]
-        return logits if extra == 0 else torch.nn.functional.pad(logits, (0, extra), value=-torch.inf)
+        n_rows, n_tokens = chain.shape
+        if n_tokens == 1:
+            self.cache.commit(None, [1] * n_rows)
+            ends = (slice(None), 0)
+        else:
+            counts = chain.valid.sum(-1)
+            self.cache.commit(None, counts.tolist())
+            ends = (torch.arange(n_rows, device=counts.device), counts - 1)
+        logits = in_vocabulary(output.logits[ends], self.vocab_size).to(context.device)
+        return DraftStep(logits, output.hidden[ends] if output.hidden is not None else None)
 
 
 def check_tokenizers(target: TargetModel, draft_model: TargetModel) -> None:

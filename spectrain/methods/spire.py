@@ -18,7 +18,8 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import draft_chain, gamma_within
+from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
+from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import load_spire
 from spectrain.models.spire import KeysValues, SpireDrafter
 from spectrain.models.spire_rollout import chunk_tokens, windowed_states
@@ -36,14 +37,21 @@ class Spire(Drafter):
         drafter: trained for the target at hand.
         gamma: draft tokens a step; None takes the k it was trained with.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
+        stop: ends drafts before gamma tokens.
 
     Raises:
         UserError: gamma is larger than the window.
     """
 
-    def __init__(self, drafter: SpireDrafter, gamma: int | None = None, max_nodes: int | None = None) -> None:
+    def __init__(
+        self,
+        drafter: SpireDrafter,
+        gamma: int | None = None,
+        max_nodes: int | None = None,
+        stop: StopRule | None = None,
+    ) -> None:
         config = drafter.config
-        self.drafter = drafter
+        self.drafter, self.stop = drafter, stop
         self.gamma = gamma_within(config.k if gamma is None else gamma, max_nodes)
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
@@ -74,6 +82,7 @@ class Spire(Drafter):
             self.gamma,
             first=lambda: self._step(context.roots, roots),
             step=lambda tokens, i: self._step(tokens, roots + i),
+            stop=self.stop,
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
@@ -89,13 +98,13 @@ class Spire(Drafter):
     def free(self, row: int) -> None:
         self.slots.free(row)
 
-    def _step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Reads one token a row, [n], at positions [n]; returns logits [n, V] of the next."""
+    def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
+        """Reads one token a row, [n], at positions [n]."""
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         hidden, memories = self.drafter.step(self.drafter.embed_tokens(tokens[:, None]), rope, past, seen)
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
-        return self.drafter.lm_head(hidden[:, 0])
+        return DraftStep(self.drafter.lm_head(hidden[:, 0]), hidden[:, 0])
 
     def _read_context(self, context: Context) -> None:
         """Without target activations: the drafter reads each row's text up to its root by itself.

@@ -1,8 +1,8 @@
-"""Exported drafters: what a folder holds, for which target it was made, and where the newest one lies.
+"""Exported drafters and heads: what a folder holds, for which target it was made, and where the newest one lies.
 
 Every export holds `spectrain.json` (kind, version, target and its fingerprint, what training measured) beside
 `model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; a `spire` folder holds
-`SpireConfig` as its `config.json`.
+`SpireConfig` as its `config.json`, a `head` folder what `head_artifact.py` says.
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 MANIFEST = "spectrain.json"
-MADE_BY = {"spire": "+exp=spire", "vanilla": "+exp=vanilla"}
+MADE_BY = {"spire": "+exp=spire", "vanilla": "+exp=vanilla", "head": "+exp=specdecpp"}
+NOUNS = {
+    "spire": "spire drafter",
+    "vanilla": "vanilla drafter",
+    "head": "SpecDec++ head",
+    "datastore": "datastore",
+}
 
 
 @dataclass(frozen=True)
 class Artifact:
     """What `spectrain.json` says."""
 
-    kind: str  # spire | vanilla
+    kind: str  # spire | vanilla | head
     target: str  # folder or id it was trained for
     target_fingerprint: str
     trained: dict  # steps, tokens, final metrics
@@ -40,13 +46,23 @@ def write_manifest(folder: Path, artifact: Artifact) -> None:
     (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(artifact), indent=2) + "\n")
 
 
-def read_manifest(folder: Path) -> Artifact:
-    """Raises UserError where the folder is missing, is no export, or is of another version."""
+def option_of(kind: str) -> str:
+    """The option by which a user gives a folder of this kind."""
+    return kind if kind in ("head", "datastore") else "drafter"
+
+
+def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
+    """Raises UserError where the folder is missing, is no export, or is of another version.
+
+    Args:
+        folder: what the user gave.
+        option: by which option.
+    """
     file = folder / MANIFEST
     if not folder.is_dir():
-        raise UserError(f"drafter={folder} does not exist; give a folder that spectrain.train exported")
+        raise UserError(f"{option}={folder} does not exist; give a folder that spectrain.train exported")
     if not file.is_file():
-        raise UserError(f"drafter={folder} has no {MANIFEST}; give a folder that spectrain.train exported")
+        raise UserError(f"{option}={folder} has no {MANIFEST}; give a folder that spectrain.train exported")
     try:
         artifact = Artifact(**json.loads(file.read_text()))
     except (json.JSONDecodeError, TypeError) as error:
@@ -57,17 +73,19 @@ def read_manifest(folder: Path) -> Artifact:
 
 
 def check_artifact(folder: Path, kind: str, fingerprint: str) -> Artifact:
-    """The manifest of a drafter that fits.
+    """The manifest of a drafter or head that fits.
 
     Raises:
         UserError: it is of another kind, or was trained for a target of another fingerprint.
     """
-    artifact = read_manifest(folder)
+    option = option_of(kind)
+    artifact = read_manifest(folder, option)
     if artifact.kind != kind:
-        raise UserError(f"drafter={folder} is a {artifact.kind} drafter; give one made by {MADE_BY[kind]}")
+        noun = NOUNS.get(artifact.kind, artifact.kind)
+        raise UserError(f"{option}={folder} is a {noun}; give one made by {MADE_BY[kind]}")
     if artifact.target_fingerprint != fingerprint:
         raise UserError(
-            f"drafter={folder} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
+            f"{option}={folder} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
             f"({fingerprint}); train one for it with python -m spectrain.train {MADE_BY[kind]} target=..."
         )
     return artifact
@@ -90,8 +108,8 @@ def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
             fitting.append(file)
     if not fitting:
         raise UserError(
-            f"{root}/ holds no {kind} drafter for this target; train one with python -m spectrain.train "
-            f"{MADE_BY[kind]}, or give drafter=<folder>"
+            f"{root}/ holds no {NOUNS[kind]} for this target; train one with python -m spectrain.train "
+            f"{MADE_BY[kind]}, or give {option_of(kind)}=<folder>"
         )
     return max(fitting, key=lambda file: file.stat().st_mtime).parent
 

@@ -12,6 +12,8 @@ Letters: as in `spire.py`; C tokens a chunk, c chunks a row, n = C / k blocks of
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +21,12 @@ from torch import Tensor
 from spectrain.models.spire import KeysValues, SpireConfig, SpireDrafter
 
 
-def rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None) -> Tensor:
+def rollout(
+    drafter: SpireDrafter,
+    tokens: Tensor,
+    captured: Tensor | None,
+    block_tokens: int | None = None,
+) -> Tensor:
     """The drafter's final hidden states after each token, as decoding would compute them from its block's root.
 
     Args:
@@ -27,11 +34,12 @@ def rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None) -> T
         tokens: [B, L] int64. Token t stands at position t.
         captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None where the drafter does not
             use target activations.
+        block_tokens: tokens of a block, at most the window; None: the k that it is trained with.
 
     Returns:
         [B, L, D]: entry t predicts token t + 1. Multiply by the unembedding for logits.
     """
-    config = drafter.config
+    config = drafter.config if block_tokens is None else replace(drafter.config, k=block_tokens)
     chunk = chunk_tokens(config, tokens.shape[1])
     n_tokens = tokens.shape[1]
     missing = -n_tokens % chunk  # queries past the end are computed and cut; keys past it no real query sees

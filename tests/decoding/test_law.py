@@ -24,6 +24,8 @@ from spectrain.methods.lookahead import Lookahead
 from spectrain.methods.magicdec import MagicDec
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
+from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, StopRule
+from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
 from tests.conftest import tiny_model
@@ -62,6 +64,11 @@ DRAFTERS = {
     "speculative": lambda: Speculative(TargetModel(tiny_model("llama", seed=9, **TINY)), gamma=3),
     "spire": lambda: spire("random"),
     "spire, pruned": lambda: spire("pruned"),
+    "specdecpp": lambda: adaptive(HeadStop(random_head(), 0.6)),
+    "specdecpp, previous": lambda: adaptive(HeadStop(random_head(), 0.6, judge="previous")),
+    "specdecpp on spire": lambda: spire("random", HeadStop(random_head(), 0.6)),
+    "confidence_stop": lambda: adaptive(ConfidenceStop(0.5)),
+    "entropy_stop": lambda: adaptive(EntropyStop(1.0)),
     "tree": lambda: ScriptedDrafter(same_tree_always),
     "magicdec": lambda: MagicDec(gamma=3, window_tokens=2),
     "pld": lambda: pld.build(target()),
@@ -76,13 +83,26 @@ DRAFTERS = {
     "sssd_logits": lambda: sssd.build(target(), datastore(), max_nodes=9, last_logits=True),
     "logitspec_datastore": lambda: logitspec.build_with_datastore(target(), datastore(), max_nodes=9),
 }
-DRAWING = ("speculative", "spire", "magicdec")  # their drafts are drawn from a q
+ADAPTIVE = ("specdecpp", "specdecpp on spire", "confidence_stop", "entropy_stop")
+DRAWING = ("speculative", "spire", "magicdec", *ADAPTIVE)  # their drafts are drawn from a q
 
 
-def spire(init: str) -> Spire:
+def spire(init: str, stop: StopRule | None = None) -> Spire:
     model = target().model
     config = SpireConfig(shape_of(model), last_layers(model, 1), k=3, window_tokens=4)
-    return Spire(new_drafter(model, config, init))
+    return Spire(new_drafter(model, config, init), stop=stop)
+
+
+def adaptive(stop: StopRule) -> Speculative:
+    return Speculative(TargetModel(tiny_model("llama", seed=9, **TINY)), gamma=3, stop=stop)
+
+
+def random_head() -> AcceptanceHead:
+    """Stops at the first, second or third token, depending on what was drawn."""
+    torch.manual_seed(0)
+    head = AcceptanceHead(HeadConfig(TINY["hidden_size"], n_blocks=1))
+    head.output.weight.data.mul_(10)
+    return head
 
 
 def exact_law(sampling: Sampling) -> np.ndarray:
@@ -154,6 +174,7 @@ def accepts_too_readily(tree, logits, sampling, generators, verification) -> Ver
         ("speculative", redraws_the_bonus),
         ("speculative", accepts_too_readily),
         ("spire", redraws_the_bonus),
+        ("specdecpp", redraws_the_bonus),
         ("tree", redraws_the_bonus),
         ("lookahead", redraws_the_bonus),
         ("pld", redraws_the_bonus),
@@ -171,3 +192,18 @@ def accepts_too_readily(tree, logits, sampling, generators, verification) -> Ver
 def test_biased_verifier_fails_the_same_test(method, biased, monkeypatch):
     monkeypatch.setattr(loop, "verify", biased)
     assert p_value(DRAFTERS[method](), SAMPLINGS["plain"]) < ALPHA
+
+
+class DropsWhatItDrew(Speculative):
+    """Looks at the last token it drew and does not submit one it dislikes."""
+
+    def propose(self, context):
+        tree = super().propose(context)
+        dropped = (tree.tokens == 0) & (tree.parents == tree.shape[1] - 2)
+        return dataclasses.replace(tree, parents=tree.parents.masked_fill(dropped, -2))
+
+
+def test_dropping_a_token_that_was_drawn_fails_the_same_test():
+    """Why a stop rule's verdict on a token comes after the token has joined the chain."""
+    draft_model = TargetModel(tiny_model("llama", seed=9, **TINY))
+    assert p_value(DropsWhatItDrew(draft_model, gamma=1), SAMPLINGS["plain"]) < ALPHA

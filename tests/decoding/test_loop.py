@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spectrain.decoding import Sampling, Source, TargetModel, generate
 from spectrain.errors import UserError
@@ -16,6 +16,8 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.lookahead import Lookahead
 from spectrain.methods.magicdec import MagicDec
 from spectrain.methods.speculative import Speculative
+from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, StopRule
+from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from tests.conftest import EOS_ID, FAMILIES, VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import (
     ScriptedDrafter,
@@ -55,6 +57,10 @@ DRAFTERS = {
     "same model": lambda model: Speculative(TargetModel(model), gamma=4),
     "noisy copy": lambda model: Speculative(TargetModel(noisy_copy(model)), gamma=4),
     "other model": lambda model: Speculative(TargetModel(tiny_model("llama", seed=1)), gamma=3),
+    "specdecpp": lambda model: adaptive(model, HeadStop(random_head(model), 0.5)),
+    "specdecpp, previous": lambda model: adaptive(model, HeadStop(random_head(model), 0.5, judge="previous")),
+    "confidence_stop": lambda model: adaptive(model, ConfidenceStop(0.6)),
+    "entropy_stop": lambda model: adaptive(model, EntropyStop(1.0)),
     "magicdec": lambda model: MagicDec(gamma=3, window_tokens=6),
     "pld": lambda model: pld.build(TargetModel(model)),
     "anpd": lambda model: anpd.build(TargetModel(model)),
@@ -68,6 +74,20 @@ DRAFTERS = {
     "sssd_logits": lambda model: sssd.build(TargetModel(model), datastore(), last_logits=True),
     "logitspec_datastore": lambda model: logitspec.build_with_datastore(TargetModel(model), datastore()),
 }
+
+
+ADAPTIVE = ("specdecpp", "specdecpp, previous", "confidence_stop", "entropy_stop")
+
+
+def adaptive(model: PreTrainedModel, stop: StopRule) -> Speculative:
+    return Speculative(TargetModel(noisy_copy(model)), gamma=6, stop=stop)
+
+
+def random_head(model: PreTrainedModel) -> AcceptanceHead:
+    torch.manual_seed(0)
+    head = AcceptanceHead(HeadConfig(model.get_output_embeddings().weight.shape[1], n_blocks=1))
+    head.output.weight.data.mul_(10)
+    return head
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -236,7 +256,7 @@ def test_lookups_sample_what_autoregressive_decoding_samples(llama, drafter):
     assert sum(sum(g.accepted) for g in lookup) > 0
 
 
-@pytest.mark.parametrize("drafter", ["autoregressive", "noisy copy", "magicdec", *LOOKUPS])
+@pytest.mark.parametrize("drafter", ["autoregressive", "noisy copy", *ADAPTIVE, "magicdec", *LOOKUPS])
 def test_a_sample_does_not_depend_on_the_batch(llama, drafter):
     target, _, _ = llama
     prompts = random_prompts(LENGTHS)
@@ -324,3 +344,20 @@ def test_generation_leaves_no_gradients_and_no_random_state(llama):
     before = torch.get_rng_state()
     generate(llama[0], Autoregressive(), [[4, 5]], 5, Sampling(temperature=1.0))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_on_finished_hears_of_each_row_as_it_ends(llama):
+    target, _, _ = llama
+    steps, finished = [], {}
+    generations = generate(
+        target,
+        DRAFTERS["autoregressive"](target.model),
+        random_prompts(LENGTHS),
+        9,
+        Sampling(temperature=1.0),
+        batch_size=2,
+        on_tokens=lambda index, tokens, sources: steps.append(index),
+        on_finished=lambda index, generation: finished.setdefault(index, (generation, len(steps))),
+    )
+    assert [finished[i][0] for i in range(len(LENGTHS))] == generations
+    assert len({when for _, when in finished.values()}) > 1

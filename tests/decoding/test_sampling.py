@@ -81,6 +81,12 @@ def test_impossible_option_is_named(option):
         Sampling(**option)
 
 
+@pytest.mark.parametrize("option", [{"temperature": "hot"}, {"top_k": None}, {"top_k": 1.5}, {"min_p": True}], ids=str)
+def test_an_option_that_is_no_number_is_named(option):
+    with pytest.raises(UserError, match=f"sampling.{next(iter(option))}=.* must be a (whole )?number"):
+        Sampling.from_options(option)
+
+
 def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
     with pytest.raises(UserError, match=r"repetition_penalty depends on the text .* temperature, top_k, top_p, min_p"):
         Sampling.from_options({"temperature": 1.0, "repetition_penalty": 1.2})

@@ -1,0 +1,45 @@
+"""`method=confidence_stop` and `method=entropy_stop`: an ordinary draft model that stops by a rule of thumb.
+
+What SpecDec++ is compared with (methods.md section 3; Kim et al. 2024, Liu et al. 2024; SpecDec++, appendix B.1).
+"""
+
+from __future__ import annotations
+
+from spectrain.decoding import TargetModel
+from spectrain.errors import UserError
+from spectrain.methods.draft_chain import gamma_within
+from spectrain.methods.speculative import Speculative, load_draft_model
+from spectrain.methods.stopping import ConfidenceStop, EntropyStop
+
+RULES = {"confidence": ConfidenceStop, "entropy": EntropyStop}
+
+
+def build(
+    target: TargetModel,
+    drafter: str,
+    rule: str,
+    threshold: float,
+    min_candidates: int = 1,
+    max_candidates: int = 20,
+    max_nodes: int | None = None,
+) -> Speculative:
+    """The method from a Hugging Face folder or id.
+
+    Args:
+        target: what is decoded.
+        drafter: the draft model.
+        rule: "confidence" or "entropy", of the distribution that the next token would be drawn from.
+        threshold: the draft ends where the largest probability is below it, or the entropy (nats) above it.
+        min_candidates: tokens drafted in any case.
+        max_candidates: tokens drafted at most.
+        max_nodes: nodes that the target may score, root and drafted tokens; caps max_candidates.
+
+    Raises:
+        UserError: the drafter cannot be loaded or does not fit, or a value makes no sense.
+    """
+    if rule not in RULES:
+        raise UserError(f"rule={rule} must be one of {', '.join(RULES)}")
+    gamma = gamma_within(max_candidates, max_nodes)
+    if min_candidates > gamma:
+        raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")
+    return Speculative(load_draft_model(target, drafter), gamma, stop=RULES[rule](threshold, min_candidates))

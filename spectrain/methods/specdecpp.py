@@ -1,0 +1,106 @@
+"""`method=specdecpp`: a drafter that knows when to stop (SpecDec++, Huang et al. 2024; methods.md section 3).
+
+An acceptance head reads the drafter's final state of each drafted token; the draft ends once a rejection is likelier
+than the threshold. Any drafter with a hidden state will do: an ordinary draft model, or SPIRe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spectrain.decoding import Drafter, TargetModel, fingerprint
+from spectrain.errors import UserError
+from spectrain.methods.draft_chain import gamma_within
+from spectrain.methods.speculative import Speculative, load_draft_model
+from spectrain.methods.spire import Spire
+from spectrain.methods.stopping import HeadStop, StopRule
+from spectrain.models.artifacts import load_spire
+from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.head_artifact import DrafterFacts, HeadFacts, load_head, read_head_facts
+
+
+@dataclass(frozen=True)
+class OpenDrafter:
+    """A drafter with a hidden state, to be decoded with or to be trained on."""
+
+    facts: DrafterFacts
+    states: DraftStates
+
+    def with_stop(self, gamma: int, stop: StopRule | None) -> Speculative | Spire:
+        """The decoding method: chains of at most gamma tokens, ended by the rule."""
+        if isinstance(self.states, SpireStates):
+            return Spire(self.states.drafter, gamma, stop=stop)
+        return Speculative(self.states.model, gamma, stop=stop)
+
+
+def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: int = 10) -> OpenDrafter:
+    """A drafter of this kind, vanilla or spire.
+
+    Args:
+        target: what it drafts for.
+        kind: of its export.
+        folder: where it lies; a vanilla one may be any Hugging Face folder or id.
+        rollout_tokens: of a SPIRe drafter's rollouts over a whole text; see `SpireStates`.
+
+    Raises:
+        UserError: it cannot be loaded, or does not fit the target.
+    """
+    if kind == "spire":
+        drafter = load_spire(Path(folder), fingerprint(target.model, target.tokenizer))
+        drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        states: DraftStates = SpireStates(drafter, min(rollout_tokens, drafter.config.window_tokens))
+    elif kind == "vanilla":
+        states = ModelStates(load_draft_model(target, folder), target.vocab_size)
+    else:
+        raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
+    return OpenDrafter(DrafterFacts(kind, str(folder), states.fingerprint()), states)
+
+
+def build(
+    target: TargetModel,
+    head: str,
+    drafter: str,
+    threshold: float = 0.5,
+    min_candidates: int = 1,
+    max_candidates: int = 20,
+    judge: str = "current",
+    max_nodes: int | None = None,
+) -> Drafter:
+    """The method from an exported head and the drafter it was trained on.
+
+    Args:
+        target: what is decoded.
+        head: folder of the head.
+        drafter: folder of the drafter.
+        threshold: h: the draft ends once the probability of a rejection is above it.
+        min_candidates: tokens drafted in any case.
+        max_candidates: tokens drafted at most.
+        judge: "current" or "previous"; see `HeadStop`.
+        max_nodes: nodes that the target may score, root and drafted tokens; caps max_candidates.
+
+    Raises:
+        UserError: head, drafter and target do not belong together, or a value makes no sense.
+    """
+    facts = read_head_facts(Path(head), fingerprint(target.model, target.tokenizer))
+    opened = open_drafter(target, facts.drafter.kind, drafter)
+    return adaptive(Path(head), facts, opened, threshold, min_candidates, max_candidates, judge, max_nodes)
+
+
+def adaptive(
+    folder: Path,
+    facts: HeadFacts,
+    opened: OpenDrafter,
+    threshold: float,
+    min_candidates: int = 1,
+    max_candidates: int = 20,
+    judge: str = "current",
+    max_nodes: int | None = None,
+) -> Speculative | Spire:
+    """The same from a drafter that is open already."""
+    gamma = gamma_within(max_candidates, max_nodes)
+    if min_candidates > gamma:
+        raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")
+    head = load_head(folder, facts, opened.facts, opened.states.hidden_size)
+    head.to(next(opened.states.module.parameters()).device)
+    return opened.with_stop(gamma, HeadStop(head, threshold, min_candidates, judge))

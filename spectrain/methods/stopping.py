@@ -1,0 +1,202 @@
+"""When a draft chain ends: the acceptance head of SpecDec++ (methods.md section 3), the heuristics it is compared with,
+and the oracle of its Theorem 4.1.
+
+A rule may look at the distribution that the next token will be drawn from (`before`), at a token that has joined the
+chain (`drawn`), or at the drafter's state once it has read that token (`read`). A token that was drawn is submitted
+whatever the rule says of it.
+
+Letters: n rows, V vocabulary, D hidden size of the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding.drafter import Context
+from spectrain.errors import UserError, check_whole
+from spectrain.models.acceptance_head import AcceptanceHead
+
+JUDGED = ("current", "previous")
+
+
+class StopRule:
+    """Never stops; what a rule does not look at it leaves as it is here.
+
+    Each method returns the rows [n] bool that end with the tokens they have, or None for no row. What it says of rows
+    that ended already is not read.
+    """
+
+    needs_hidden = False  # whether `read` looks at the drafter's state
+
+    def begin(self, context: Context) -> None:
+        """A new draft of all rows of `context`."""
+
+    def before(self, i: int, logits: Tensor) -> Tensor | None:
+        """Rows that do not draw their i-th token, whose logits are [n, V]."""
+
+    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> Tensor | None:
+        """Rows whose i-th token, of `tokens` [n], drawn from `logits` [n, V], is their last; it is not read then."""
+
+    def read(self, i: int, hidden: Tensor | None) -> Tensor | None:
+        """Rows whose i-th token is their last, now that the drafter has read it: its state is [n, D]."""
+
+
+class HeadStop(StopRule):
+    """Stops once 1 - prod_{j <= i} f(token j) > threshold: a rejection is likely (SpecDec++, section 4.3).
+
+    Judging a token needs the draft forward on it. `judge="current"` ends the draft with the token that tipped the
+    scale. `judge="previous"`, as the paper's code does, draws one more, whose distribution that forward has given
+    already.
+
+    Args:
+        head: predicts from the drafter's state of a token that it is accepted, given that those before it are.
+        threshold: h, in (0, 1).
+        min_candidates: tokens that are drafted whatever the head says; the reference has 2.
+        judge: see above.
+
+    Raises:
+        UserError: a value makes no sense.
+    """
+
+    needs_hidden = True
+
+    def __init__(self, head: AcceptanceHead, threshold: float, min_candidates: int = 1, judge: str = "current") -> None:
+        check_share("threshold", threshold)
+        check_whole("min_candidates", min_candidates, 1)
+        if judge not in JUDGED:
+            raise UserError(f"judge={judge} must be one of {', '.join(JUDGED)}")
+        self.head = head.eval()
+        self.least_accepted = 1 - threshold  # stops below it
+        self.min_candidates, self.judge = min_candidates, judge
+        self._accepted: Tensor | None = None  # [n] float32, probability that every token so far is accepted
+        self._due: Tensor | None = None  # [n] bool, judge="previous": the next token is the last
+
+    def begin(self, context: Context) -> None:
+        self._accepted = self._due = None
+
+    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> Tensor | None:
+        return self._due if i >= self.min_candidates else None
+
+    def read(self, i: int, hidden: Tensor) -> Tensor | None:
+        accepted = self.head.probability(hidden)
+        self._accepted = accepted if self._accepted is None else self._accepted * accepted
+        due = self._accepted < self.least_accepted
+        if self.judge == "previous":
+            self._due = due
+            return None
+        return due if i >= self.min_candidates else None
+
+
+class ConfidenceStop(StopRule):
+    """Does not draw from a distribution whose largest probability is below the threshold (Kim 2024, Liu 2024).
+
+    The distribution is the draft model's own, before temperature and the like.
+
+    Raises:
+        UserError: a value makes no sense.
+    """
+
+    def __init__(self, threshold: float, min_candidates: int = 1) -> None:
+        check_share("threshold", threshold)
+        check_whole("min_candidates", min_candidates, 1)
+        self.threshold, self.min_candidates = threshold, min_candidates
+
+    def before(self, i: int, logits: Tensor) -> Tensor | None:
+        if i <= self.min_candidates:
+            return None
+        return confidence(logits) < self.threshold
+
+
+class EntropyStop(StopRule):
+    """Does not draw from a distribution whose entropy, in nats, is above the threshold (SpecDec++, appendix B.1).
+
+    Raises:
+        UserError: a value makes no sense.
+    """
+
+    def __init__(self, threshold: float, min_candidates: int = 1) -> None:
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:
+            raise UserError(f"threshold={threshold} must be an entropy above 0, in nats")
+        check_whole("min_candidates", min_candidates, 1)
+        self.threshold, self.min_candidates = threshold, min_candidates
+
+    def before(self, i: int, logits: Tensor) -> Tensor | None:
+        if i <= self.min_candidates:
+            return None
+        return entropy(logits) > self.threshold
+
+
+class OracleStop(StopRule):
+    """Knows the target's greedy text and ends each draft right before its first disagreement (Theorem 4.1).
+
+    Args:
+        texts: of each prompt, as a tuple of token ids, the target's greedy continuation.
+    """
+
+    def __init__(self, texts: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        self.texts = texts
+        self._next: list[list[int]] = []  # of each row, the tokens after its root
+
+    def begin(self, context: Context) -> None:
+        self._next = [self._following(tokens, n) for tokens, n in zip(context.tokens, context.n_tokens, strict=True)]
+
+    def _following(self, tokens: Tensor, n_tokens: int) -> list[int]:
+        text = tokens[:n_tokens].tolist()
+        for end in range(n_tokens - 1, 0, -1):
+            known = self.texts.get(tuple(text[:end]))
+            if known is not None:
+                return list(known[n_tokens - end :])
+        raise AssertionError("the oracle was asked about a prompt whose text it was not given")
+
+    def before(self, i: int, logits: Tensor) -> Tensor:
+        guesses = logits.argmax(-1).tolist()
+        # The last token of a text comes as the bonus.
+        ends = [i >= len(rest) or guess != rest[i - 1] for guess, rest in zip(guesses, self._next, strict=True)]
+        return torch.tensor(ends)
+
+
+class CountingStop(StopRule):
+    """Another rule, with the drafter's forwards counted: one for the roots, one for each token that is read.
+
+    Args:
+        rule: what decides.
+    """
+
+    def __init__(self, rule: StopRule) -> None:
+        self.rule, self.needs_hidden = rule, rule.needs_hidden
+        self.draft_forwards = 0  # of all rows of a batch together
+
+    def begin(self, context: Context) -> None:
+        self.draft_forwards += 1
+        self.rule.begin(context)
+
+    def before(self, i: int, logits: Tensor) -> Tensor | None:
+        return self.rule.before(i, logits)
+
+    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> Tensor | None:
+        return self.rule.drawn(i, logits, tokens)
+
+    def read(self, i: int, hidden: Tensor | None) -> Tensor | None:
+        self.draft_forwards += 1
+        return self.rule.read(i, hidden)
+
+
+def confidence(logits: Tensor) -> Tensor:
+    """The largest probability [n] float32 of distributions given by logits [n, V]."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropies [n] float32, nats, of distributions given by logits [n, V]."""
+    log_q = logits.float().log_softmax(-1)
+    return -(log_q.exp() * log_q.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
+
+
+def check_share(name: str, value: float) -> None:
+    """Raises UserError unless the value is a number strictly between 0 and 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise UserError(f"{name}={value} must lie strictly between 0 and 1")

@@ -1,0 +1,133 @@
+"""What an acceptance head learns from: drafted tokens beside a text of the target's, and how probable their acceptance
+is (methods.md section 3; Huang et al. 2024, section 4.4).
+
+At each position i of a response X a token Y_i is drawn from q(. | x, X_<i); its label is min(1, p(Y_i) / q(Y_i)). Both
+distributions are warped as in decoding.
+
+Letters: B rows, T tokens, M positions, K draws a position, V vocabulary, C captured layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding.sampling import Sampling, draw_token
+from spectrain.decoding.target import TargetModel
+from spectrain.models.draft_states import DraftStates
+
+CHUNK_POSITIONS = 128  # whose distributions are held at a time: [128, V] float32 of p and of q
+
+
+@dataclass(frozen=True)
+class Draws:
+    """K drafted tokens at each of M positions."""
+
+    tokens: Tensor  # [M, K] int64, drawn from q
+    p: Tensor  # [M, K] float32: the target's probability of each
+    q: Tensor  # [M, K] float32: the drafter's, above 0
+
+    @property
+    def labels(self) -> Tensor:
+        """[M, K] float32: the probability that each is accepted."""
+        return (self.p / self.q).clamp(max=1.0)
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with drafts beside them; where none was drawn, drafts and labels are 0."""
+
+    drafts: Tensor  # [B, T, K] int64
+    p: Tensor  # [B, T, K] float32
+    q: Tensor  # [B, T, K] float32
+    labels: Tensor  # [B, T, K] float32
+    captured: Tensor | None  # [B, T, C, D] of the target on the texts
+
+
+@torch.no_grad()
+def label_texts(
+    target: TargetModel,
+    states: DraftStates,
+    tokens: Tensor,
+    may_draft: Tensor,
+    sampling: Sampling,
+    uniforms: Tensor,
+) -> LabelledTexts:
+    """One forward of the target and one of the drafter over whole texts; drafts and labels of the asked positions.
+
+    Args:
+        target: captures the drafter's `capture_layers`.
+        states: of the drafter.
+        tokens: [B, T] int64, prompt and response, padded on the right.
+        may_draft: [B, T] bool, positions of responses; never the first of a row.
+        sampling: as in decoding.
+        uniforms: [B, T, K] float32 in [0, 1).
+    """
+    features = target.features(tokens)
+    hidden = states.hidden(tokens, features.captured)
+    rows, places = may_draft.nonzero(as_tuple=True)
+    draws = draw_drafts(
+        features.final_hidden[rows, places - 1],
+        hidden[rows, places - 1],
+        target.logits_of,
+        states.logits,
+        sampling,
+        uniforms[rows, places],
+    )
+    filled = []
+    for values in (draws.tokens, draws.p, draws.q, draws.labels):
+        whole = values.new_zeros(uniforms.shape)
+        whole[rows, places] = values
+        filled.append(whole)
+    return LabelledTexts(*filled, features.captured)
+
+
+def draw_drafts(
+    target_hidden: Tensor,
+    draft_hidden: Tensor,
+    target_logits: Callable[[Tensor], Tensor],
+    draft_logits: Callable[[Tensor], Tensor],
+    sampling: Sampling,
+    uniforms: Tensor,
+) -> Draws:
+    """Draws from the drafter at M positions and looks up what the target thinks of it.
+
+    Args:
+        target_hidden: [M, D_target] states that predict the positions.
+        draft_hidden: [M, D] likewise.
+        target_logits: turns some of them into logits [m, V].
+        draft_logits: likewise, over the same vocabulary.
+        sampling: by which both are warped; greedy gives labels 0 and 1.
+        uniforms: [M, K] float32 in [0, 1), one a draw.
+    """
+    parts = []
+    for start in range(0, max(1, len(uniforms)), CHUNK_POSITIONS):  # M = 0 gives tensors too
+        chunk = slice(start, start + CHUNK_POSITIONS)
+        q = sampling.warp(draft_logits(draft_hidden[chunk]))
+        p = sampling.warp(target_logits(target_hidden[chunk]).to(q.device))
+        tokens = torch.stack([draw_token(q, column) for column in uniforms[chunk].unbind(1)], dim=1)  # [m, K]
+        tokens = tokens.clamp(max=q.shape[-1] - 1)  # of a q that is no number: its label will be none either
+        parts.append((tokens, p.gather(1, tokens), q.gather(1, tokens)))
+    return Draws(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def mix_tokens(
+    text: Tensor, drafts: Tensor, may_draft: Tensor, share: float, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token mixing: Z_i is X_i with probability `share`, else Y_i.
+
+    Args:
+        text: [..., T] int64, prompt and response X.
+        drafts: [..., T] int64, Y; read where `may_draft`.
+        may_draft: [..., T] bool: positions of the response that have a draft.
+        share: r, of the target's own tokens; the paper's 0.15.
+        uniforms: [..., T] float32 in [0, 1).
+
+    Returns:
+        Z [..., T] int64, and where it was taken from the drafts, [..., T] bool: there is a loss.
+    """
+    drafted = may_draft & (uniforms >= share)
+    return torch.where(drafted, drafts, text), drafted

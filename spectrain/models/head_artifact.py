@@ -1,0 +1,96 @@
+"""An exported acceptance head: its weights, the drafter it was trained on, and how labels were warped.
+
+A folder of kind `head` (see `artifacts.py`) holds `model.safetensors` and a `config.json` with what `TrainedHead` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from spectrain.decoding.sampling import Sampling
+from spectrain.errors import UserError
+from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
+from spectrain.models.artifacts import check_artifact
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """The drafter that a head belongs to."""
+
+    kind: str  # vanilla | spire
+    path: str  # where it lay
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What a head's `config.json` says."""
+
+    head: HeadConfig
+    drafter: DrafterFacts
+    sampling: Sampling  # by which p and q were warped for the labels
+    w_rej: float  # weight of rejections in the loss
+    mixing_share: float  # r
+
+
+def save_head(folder: Path, head: AcceptanceHead, facts: HeadFacts) -> None:
+    """Writes weights and facts into an existing folder."""
+    save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
+
+
+def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
+    """Raises UserError where it is no head, was trained for another target, or is damaged; see `check_artifact`."""
+    check_artifact(folder, "head", target_fingerprint)
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        return HeadFacts(
+            head=HeadConfig(**values.pop("head")),
+            drafter=DrafterFacts(**values.pop("drafter")),
+            sampling=Sampling(**values.pop("sampling")),
+            **values,
+        )
+    except UserError:
+        raise
+    except Exception as error:  # json and dataclasses each raise their own types here
+        raise _damaged(folder, error) from error
+
+
+def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size: int) -> AcceptanceHead:
+    """The head for the drafter at hand.
+
+    Args:
+        folder: of the export.
+        facts: what `read_head_facts` said of it.
+        drafter: what is at hand.
+        hidden_size: of its final state.
+
+    Raises:
+        UserError: the head was trained on another drafter, or is damaged.
+    """
+    if facts.head.hidden_size != hidden_size:
+        raise UserError(
+            f"head={folder} reads states of width {facts.head.hidden_size}, but the drafter {drafter.path} has "
+            f"{hidden_size}; give drafter={facts.drafter.path}, or train a head for this one with +exp=specdecpp"
+        )
+    if facts.drafter.fingerprint != drafter.fingerprint:
+        raise UserError(
+            f"head={folder} was trained on the {facts.drafter.kind} drafter {facts.drafter.path} "
+            f"({facts.drafter.fingerprint}), not on {drafter.path} ({drafter.fingerprint}); give that drafter, or "
+            "train a head for this one with +exp=specdecpp"
+        )
+    head = AcceptanceHead(facts.head)
+    try:
+        head.load_state_dict(load_file(folder / "model.safetensors"))
+    except Exception as error:  # safetensors and torch each raise their own types here
+        raise _damaged(folder, error) from error
+    return head
+
+
+def _damaged(folder: Path, error: Exception) -> UserError:
+    return UserError(f"head={folder} is damaged ({type(error).__name__}); export it again")

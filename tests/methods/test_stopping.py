@@ -1,0 +1,208 @@
+"""Stop rules, by a scripted head and scripted distributions; and what they cost the rows beside them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.decoding.drafter import Context
+from spectrain.decoding.sampling import row_generator
+from spectrain.errors import UserError
+from spectrain.methods.draft_chain import DraftStep, draft_chain
+from spectrain.methods.speculative import Speculative
+from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, OracleStop, StopRule, confidence, entropy
+from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
+from tests.conftest import noisy_copy, random_prompts, tiny_model
+
+V = 8
+
+
+class ScriptedHead(torch.nn.Module):
+    """Takes the predicted probability from the state itself."""
+
+    def probability(self, hidden):
+        return hidden[:, 0]
+
+
+def context_of(n_rows: int, room: int = 30, sampling: Sampling | None = None) -> Context:
+    context = Context(sampling or Sampling(), max_rows=n_rows)
+    context.append([[1, 2]] * n_rows, room + 1, [row_generator(0, row) for row in range(n_rows)])
+    context.root(range(n_rows), torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows, V))
+    return context
+
+
+def lengths(probabilities: list[list[float]], stop: StopRule, gamma: int = 6, room: int = 30) -> tuple[list[int], int]:
+    """Draft lengths where the head says probabilities[row][i - 1] of the i-th token; and how often the drafter ran."""
+    n_rows, forwards = len(probabilities), []
+
+    def say(i: int) -> DraftStep:
+        forwards.append(i)
+        states = torch.tensor([row[i - 1] if i else 1.0 for row in probabilities])[:, None]
+        return DraftStep(torch.zeros(n_rows, V), states)
+
+    tree = draft_chain(context_of(n_rows, room), gamma, lambda: say(0), lambda tokens, i: say(i), stop)
+    return (tree.parents >= 0).sum(-1).tolist(), len(forwards)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "threshold", "expected"),
+    [
+        ([0.9, 0.9, 0.9, 0.9, 0.9, 0.9], 0.3, 4),  # 1 - 0.9^4 = 0.344 is the first above 0.3
+        ([0.9, 0.9, 0.9, 0.9, 0.9, 0.9], 0.5, 6),  # 1 - 0.9^5 = 0.41: stopped by gamma
+        ([0.2, 1.0, 1.0, 1.0, 1.0, 1.0], 0.3, 1),
+        ([1.0, 1.0, 0.65, 1.0, 1.0, 1.0], 0.3, 3),
+        ([1.0, 1.0, 0.75, 1.0, 0.9, 1.0], 0.3, 5),  # the product of all, not the last: 0.75 * 0.9 = 0.675
+    ],
+)
+def test_stops_once_a_rejection_is_likelier_than_the_threshold(probabilities, threshold, expected):
+    assert lengths([probabilities], HeadStop(ScriptedHead(), threshold))[0] == [expected]
+
+
+def test_judging_the_previous_token_draws_one_more_without_another_forward():
+    probabilities = [[1.0, 0.5, 1.0, 1.0, 1.0, 1.0]]
+    assert lengths(probabilities, HeadStop(ScriptedHead(), 0.3)) == ([2], 3)
+    assert lengths(probabilities, HeadStop(ScriptedHead(), 0.3, judge="previous")) == ([3], 3)
+
+
+def test_at_least_min_candidates_are_drafted():
+    probabilities = [[0.1, 0.1, 0.1, 0.1, 0.1, 0.1]]
+    assert lengths(probabilities, HeadStop(ScriptedHead(), 0.3, min_candidates=1))[0] == [1]
+    assert lengths(probabilities, HeadStop(ScriptedHead(), 0.3, min_candidates=3))[0] == [3]
+    assert lengths(probabilities, HeadStop(ScriptedHead(), 0.3, min_candidates=3, judge="previous"))[0] == [3]
+
+
+def test_each_row_stops_for_itself_and_the_last_token_is_not_read():
+    rows = [[0.5] * 6, [1.0] * 6, [1.0, 1.0, 0.5, 1.0, 1.0, 1.0]]
+    drafted, forwards = lengths(rows, HeadStop(ScriptedHead(), 0.3))
+    assert drafted == [1, 6, 3]
+    assert forwards == 6  # the root and five of six tokens
+    assert lengths([rows[0], rows[2]], HeadStop(ScriptedHead(), 0.3)) == ([1, 3], 4)  # all stopped: nobody waits
+
+
+def test_room_ends_a_draft_before_the_rule():
+    assert lengths([[1.0] * 6], HeadStop(ScriptedHead(), 0.3), room=3)[0] == [2]
+
+
+def test_a_head_begins_each_draft_anew():
+    stop = HeadStop(ScriptedHead(), 0.3)
+    assert lengths([[0.5] * 6], stop)[0] == [1]
+    assert lengths([[1.0] * 6], stop)[0] == [6]
+
+
+def drafted_by(stop: StopRule, logits_by_step: list[torch.Tensor]) -> list[int]:
+    n_rows = len(logits_by_step[0])
+    say = [DraftStep(logits) for logits in logits_by_step]
+    tree = draft_chain(context_of(n_rows), len(say), lambda: say[0], lambda tokens, i: say[i], stop)
+    return (tree.parents >= 0).sum(-1).tolist()
+
+
+def test_confidence_and_entropy_stop_before_an_uncertain_token_is_drawn():
+    sure, unsure = torch.zeros(1, V), torch.zeros(1, V)
+    sure[0, 0] = 9.0
+    steps = [sure, sure, unsure, sure]
+    assert drafted_by(ConfidenceStop(0.5), steps) == [2]
+    assert drafted_by(EntropyStop(1.0), steps) == [2]
+    assert drafted_by(ConfidenceStop(0.5, min_candidates=4), steps) == [4]
+    assert drafted_by(EntropyStop(1.0), [unsure, unsure]) == [1]  # the first is drafted in any case
+
+
+def test_confidence_and_entropy_are_those_of_the_distribution():
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -torch.inf, -torch.inf]])
+    torch.testing.assert_close(confidence(logits), torch.tensor([0.25, 0.75]))
+    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    torch.testing.assert_close(entropy(logits), torch.tensor([math.log(4), expected]))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, -0.1, 1.5, "high", True])
+def test_thresholds_outside_the_open_interval_are_refused(threshold):
+    for make in (lambda: HeadStop(ScriptedHead(), threshold), lambda: ConfidenceStop(threshold)):
+        with pytest.raises(UserError, match="strictly between 0 and 1"):
+            make()
+
+
+def test_other_options_out_of_range_are_refused():
+    with pytest.raises(UserError, match="entropy above 0"):
+        EntropyStop(0)
+    with pytest.raises(UserError, match="min_candidates=0"):
+        HeadStop(ScriptedHead(), 0.5, min_candidates=0)
+    with pytest.raises(UserError, match="judge=next must be one of current, previous"):
+        HeadStop(ScriptedHead(), 0.5, judge="next")
+
+
+def real_head(seed: int = 0) -> AcceptanceHead:
+    torch.manual_seed(seed)
+    head = AcceptanceHead(HeadConfig(hidden_size=32, n_blocks=2))
+    head.output.weight.data.mul_(8)
+    return head
+
+
+def test_a_head_sees_the_state_of_the_very_token():
+    """The states of a draft are those that one forward over prompt and draft gives."""
+    model, draft = tiny_model("llama"), TargetModel(noisy_copy(tiny_model("llama"), 0.3))
+    seen: list[torch.Tensor] = []
+
+    class Spy(StopRule):
+        needs_hidden = True
+
+        def read(self, i, hidden):
+            seen.append(hidden)
+
+    steps = []
+    drafter = Speculative(draft, gamma=4, stop=Spy())
+    propose = drafter.propose
+
+    def spied(context):
+        seen.clear()
+        tree = propose(context)
+        text = context.tokens[0, : context.n_tokens[0]].tolist() + tree.tokens[0, 1:4].tolist()
+        steps.append((text, torch.stack(seen, dim=1)[0]))
+        return tree
+
+    drafter.propose = spied
+    generate(TargetModel(model), drafter, random_prompts([9]), 20)
+    checked = 0
+    for text, states in steps:
+        whole = draft.features(torch.tensor([text])).final_hidden[0]
+        n = min(3, len(states))
+        if len(states) == 3:
+            torch.testing.assert_close(states[:n], whole[-3:], atol=1e-5, rtol=1e-5)
+            checked += 1
+    assert checked > 2
+
+
+def test_a_row_does_not_depend_on_when_its_neighbours_stop():
+    target = TargetModel(tiny_model("llama"))
+    draft = TargetModel(noisy_copy(target.model, 0.3))
+    prompts = random_prompts([4, 11, 7])
+    stop = HeadStop(real_head(), 0.4)
+    sampling = Sampling(temperature=1.0)
+    alone = [
+        generate(target, Speculative(draft, 8, stop=stop), [p], 25, sampling, prompt_numbers=[i])[0]
+        for i, p in enumerate(prompts)
+    ]
+    together = generate(target, Speculative(draft, 8, stop=stop), prompts, 25, sampling, batch_size=3)
+    assert [g.tokens for g in together] == [g.tokens for g in alone]
+    assert [g.drafted for g in together] == [g.drafted for g in alone]
+    assert len({length for g in together for length in g.drafted}) > 2  # it does adapt
+
+
+@pytest.mark.parametrize("stop_token_ids", [None, ()])
+def test_the_oracle_discards_nothing_and_calls_the_target_once_a_disagreement(stop_token_ids):
+    target = TargetModel(tiny_model("llama"))
+    draft = TargetModel(noisy_copy(target.model, 0.1))
+    prompts = random_prompts([4, 11, 7, 20])
+    plain = generate(target, Speculative(draft, 1), prompts, 30, stop_token_ids=stop_token_ids)
+    texts = {tuple(p): g.tokens for p, g in zip(prompts, plain, strict=True)}
+    oracle = Speculative(draft, gamma=30, stop=OracleStop(texts))
+    measured = generate(target, oracle, prompts, 30, stop_token_ids=stop_token_ids, batch_size=2)
+    for prompt, generation, text in zip(prompts, measured, texts.values(), strict=True):
+        assert generation.tokens == text
+        assert sum(generation.drafted) == sum(generation.accepted)  # N_discarded = 0
+        logits = draft.forward(torch.tensor([prompt + text])).logits[0]
+        guesses = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        disagreements = [i for i in range(1, len(text)) if guesses[i] != text[i]]
+        last = len(text) - 1
+        assert generation.target_forwards == len(disagreements) + (last > 0 and last not in disagreements)
