@@ -16,14 +16,20 @@ from omegaconf import DictConfig
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
 from spectrain.runs import RunFolder
+from spectrain.training.acceptance_data import ResponsesData
 from spectrain.training.callbacks import Checkpoints, ProgressBar, ProgressLines, StopOnBadLoss, TokensPerSecond
 from spectrain.training.data import PackedRowsData
+from spectrain.training.optim import OptimizerSettings
 
 log = logging.getLogger(__name__)
 
 
 def fit(
-    cfg: DictConfig, run: RunFolder, module: LightningModule, data: PackedRowsData, target: TargetModel | None = None
+    cfg: DictConfig,
+    run: RunFolder,
+    module: LightningModule,
+    data: PackedRowsData | ResponsesData,
+    target: TargetModel | None = None,
 ) -> Trainer:
     """Trains, or goes on where the run was interrupted, and validates.
 
@@ -42,8 +48,8 @@ def fit(
     global_batch = cfg.data.batch_size * trainer.world_size
     if len(data.train) < global_batch:
         raise UserError(
-            f"the corpus gives {len(data.train)} training rows, fewer than one batch of {global_batch}; lower "
-            "data.batch_size or data.row_tokens, or use a larger corpus"
+            f"there are {len(data.train)} training rows, fewer than one batch of {global_batch}; lower "
+            "data.batch_size or data.row_tokens, or give more text"
         )
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
     log.info("run folder: %s", run.path)
@@ -116,3 +122,18 @@ def check_readable(run: RunFolder) -> None:
         raise UserError(
             f"checkpoint {run.checkpoint_file} cannot be read ({type(error).__name__}); delete it to start over"
         ) from error
+
+
+def target_device(cfg: DictConfig) -> str:
+    """Where the frozen target runs: with the trainer."""
+    return "cpu" if cfg.trainer.accelerator == "cpu" else cfg.target.device
+
+
+def optimizer_settings(cfg: DictConfig) -> OptimizerSettings:
+    return OptimizerSettings(**{**cfg.optimizer, "betas": tuple(cfg.optimizer.betas)})
+
+
+def check_rows(cfg: DictConfig) -> None:
+    """Raises UserError where a number of `data` makes no sense."""
+    for name in ("row_tokens", "batch_size", "val_rows"):
+        check_whole(f"data.{name}", cfg.data[name], 1)

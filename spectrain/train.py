@@ -2,6 +2,7 @@
 
     python -m spectrain.train +exp=spire      # SPIRe drafter for the bundled target (methods.md section 4)
     python -m spectrain.train +exp=vanilla    # small ordinary draft model (section 2)
+    python -m spectrain.train +exp=specdecpp  # acceptance head of a drafter (section 3)
     python -m spectrain.train +exp=target     # the bundled target itself
 
 The same command resumes an interrupted run. Any option is an override: `k=6 window_tokens=128 target=<folder>`.
@@ -11,37 +12,35 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from data_prep.corpus import Document, is_held_out, pack, read_documents, train_tokenizer
-from spectrain.cli import CHECKPOINTS, command, open_target
-from spectrain.decoding import Drafter, TargetModel, fingerprint
-from spectrain.errors import UserError, check_whole
-from spectrain.evaluation.tau import TauSettings, TauTable, measure_tau
-from spectrain.fitting import fit
+from spectrain.cli import command, open_target
+from spectrain.decoding import Drafter, TargetModel
+from spectrain.errors import UserError
+from spectrain.evaluation.tau import TauSettings, measure_tau
+from spectrain.exporting import Made, export, final_metrics, finish
+from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.methods.spire import Spire
-from spectrain.models.artifacts import Artifact, save_spire, write_manifest
+from spectrain.models.artifacts import save_spire
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
 from spectrain.models.vanilla import new_vanilla
 from spectrain.runs import RunFolder, refuse_existing, write_folder
+from spectrain.train_specdecpp import train_specdecpp
 from spectrain.training.data import PackedRowsData
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.losses import LossSettings
-from spectrain.training.optim import OptimizerSettings
 from spectrain.training.spire import SpireTraining
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 
 def main(cfg: DictConfig) -> None:
     if "kind" not in cfg or OmegaConf.is_missing(cfg, "kind"):
-        raise UserError("nothing to train; give +exp=spire, +exp=vanilla or +exp=target")
+        raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
     run = RunFolder.find(cfg)
     if cfg.out and rank_zero_only.rank == 0:
         refuse_existing(Path(cfg.out))
@@ -142,65 +141,12 @@ def own_tokenizer(cfg: DictConfig, run: RunFolder, documents: list[Document]) ->
     return AutoTokenizer.from_pretrained(folder)
 
 
-TRAININGS = {"spire": train_spire, "vanilla": train_vanilla, "target": train_target}
-
-
-@dataclass(frozen=True)
-class Made:
-    """A trained drafter, ready to be exported."""
-
-    kind: str
-    save: Callable[[Path], None]
-    target: TargetModel
-    trainer: Trainer
-    table: TauTable
-
-
-def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
-    """Exports the drafter, keeps the run's numbers, prints the table."""
-    trainer = made.trainer
-    rows = trainer.global_step * trainer.accumulate_grad_batches * trainer.world_size * cfg.data.batch_size
-    result = {
-        "steps": trainer.global_step,
-        "tokens": rows * cfg.data.row_tokens,
-        "metrics": final_metrics(trainer),
-        **made.table.as_dict(),
-    }
-    target_fingerprint = fingerprint(made.target.model, made.target.tokenizer)
-
-    def write(folder: Path) -> None:
-        made.save(folder)
-        write_manifest(folder, Artifact(made.kind, str(cfg.target.path), target_fingerprint, result))
-
-    out = export(cfg, run, write)
-    run.finish(result)
-    console = Console()
-    console.print(made.table.render())
-    console.print(f"exported to {out}", highlight=False)
-
-
-def final_metrics(trainer: Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
 def vanilla_beside(cfg: DictConfig, target: TargetModel) -> dict[str, Drafter]:
     """What SPIRe's table is compared with; opened before training, so that a wrong folder is said at once."""
     drafters: dict[str, Drafter] = {"autoregressive": Autoregressive()}
     if cfg.vanilla:
         drafters["speculative"] = build_speculative(target, cfg.vanilla, cfg.k)
     return drafters
-
-
-def export(cfg: DictConfig, run: RunFolder, write: Callable[[Path], None]) -> Path:
-    """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`, which is replaced."""
-    folder = Path(cfg.out) if cfg.out else CHECKPOINTS / run.name
-    write_folder(folder, write, replace=cfg.out is None)
-    return folder
-
-
-def target_device(cfg: DictConfig) -> str:
-    """Where the frozen target runs: with the trainer."""
-    return "cpu" if cfg.trainer.accelerator == "cpu" else cfg.target.device
 
 
 def tau_settings(cfg: DictConfig, target: TargetModel) -> TauSettings:
@@ -235,8 +181,9 @@ def make_rows(cfg: DictConfig, documents: list[Document], target: TargetModel) -
     Raises:
         UserError: rows are longer than the target's context, or the corpus is too small.
     """
-    for name in ("row_tokens", "batch_size", "val_rows"):
-        check_whole(f"data.{name}", cfg.data[name], 1)
+    check_rows(cfg)
+    if cfg.data.source != "online":
+        raise UserError(f"data={cfg.data.source} is for +exp=specdecpp only; give data=online")
     if cfg.data.row_tokens > target.max_positions:
         raise UserError(
             f"data.row_tokens={cfg.data.row_tokens} is longer than the target's context of {target.max_positions}; "
@@ -249,8 +196,7 @@ def make_rows(cfg: DictConfig, documents: list[Document], target: TargetModel) -
     return PackedRowsData(rows.train, rows.held_out, cfg.data.batch_size, cfg.seed, cfg.data.val_rows)
 
 
-def optimizer_settings(cfg: DictConfig) -> OptimizerSettings:
-    return OptimizerSettings(**{**cfg.optimizer, "betas": tuple(cfg.optimizer.betas)})
+TRAININGS = {"spire": train_spire, "vanilla": train_vanilla, "specdecpp": train_specdecpp, "target": train_target}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""MixedLoss (methods.md section 4, paper section 3.4), without ever holding all logits.
+"""The losses: SPIRe's MixedLoss (methods.md section 4, paper section 3.4), without ever holding all logits, and the
+weighted cross-entropy of acceptance heads (section 3).
 
     MixedLoss = omega * CE(p, q) - (1 - omega) * alpha,    alpha = sum_v min(p_v, q_v)
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.errors import UserError
@@ -141,3 +143,28 @@ def _chunk(
         mass = q * (q < p)  # q_v m_v
         grad -= weights[1] * (mass - q * mass.sum(dim=-1, keepdim=True))
     return cross_entropy, alpha, grad
+
+
+def weighted_bce(log_odds: Tensor, labels: Tensor, w_rej: float, w_acc: float = 1.0) -> Tensor:
+    """The weighted binary cross-entropy on soft labels of SpecDec++ (methods.md section 3; paper, section 4.4).
+
+        sum[ w_rej (1 - a) (-log(1 - f)) + w_acc a (-log f) ] / (w_rej sum(1 - a) + w_acc sum a)
+
+    Args:
+        log_odds: [M] float32, of the predicted acceptance f.
+        labels: [M] float32, a.
+        w_rej: weight of rejections.
+        w_acc: weight of acceptances.
+
+    Returns:
+        A scalar, nats; 0 where there is no position.
+    """
+    rejected, accepted = w_rej * (1 - labels), w_acc * labels
+    loss = rejected * F.softplus(log_odds) + accepted * F.softplus(-log_odds)
+    return loss.sum() / (rejected + accepted).sum().clamp_min(torch.finfo(loss.dtype).tiny)
+
+
+def binary_kl(log_odds: Tensor, labels: Tensor) -> Tensor:
+    """KL(a || f) of Bernoulli labels a [M] and predictions, given as log odds [M]: [M] float32, nats."""
+    cross_entropy = labels * F.softplus(-log_odds) + (1 - labels) * F.softplus(log_odds)
+    return cross_entropy + torch.xlogy(labels, labels) + torch.xlogy(1 - labels, 1 - labels)

@@ -7,6 +7,7 @@ clipping, accumulation and checkpoints work as usual. Muon: Jordan et al. 2024; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -16,6 +17,11 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from spectrain.errors import UserError, check_whole
+
+SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps that is left -> share of the learning rate
+    "linear": lambda left: left,
+    "cosine": lambda left: 0.5 * (1 - math.cos(math.pi * left)),
+}
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,15 @@ class OptimizerSettings:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     warmup_steps: int = 50
+    warmup_share: float | None = None  # of all steps; in place of warmup_steps
+    schedule: str = "linear"  # linear | cosine, from lr down to 0
 
     def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"optimizer.schedule={self.schedule} is unknown; choose {' or '.join(SCHEDULES)}")
+        share = self.warmup_share
+        if share is not None and not (isinstance(share, float | int) and 0 <= share < 1):
+            raise UserError(f"optimizer.warmup_share={share} must be a share of all steps, in [0, 1)")
         if self.name not in ("adamw", "muon"):
             raise UserError(f"optimizer.name={self.name} is unknown; choose adamw or muon")
         if not (isinstance(self.lr, float | int) and self.lr > 0 and self.weight_decay >= 0):
@@ -87,14 +100,18 @@ def _is_lookup(name: str) -> bool:
     return any(part in name for part in ("embed", "lm_head", "feedback"))
 
 
-def warmup_then_linear(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LambdaLR:
-    """Learning rate: up linearly over the warm-up, then down linearly to zero at `total_steps`."""
-    warmup_steps = min(warmup_steps, max(1, total_steps // 10))
+def warmup_then_down(optimizer: Optimizer, settings: OptimizerSettings, total_steps: int) -> LambdaLR:
+    """Learning rate: up linearly over the warm-up, then down to zero at `total_steps`, linearly or as a half cosine."""
+    if settings.warmup_share is None:
+        warmup_steps = min(settings.warmup_steps, max(1, total_steps // 10))
+    else:
+        warmup_steps = round(settings.warmup_share * total_steps)
+    shape = SCHEDULES[settings.schedule]
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
-        return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+        return shape(max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps)))
 
     return LambdaLR(optimizer, factor)
 
@@ -104,5 +121,5 @@ def lightning_optimizers(
 ) -> dict:
     """What a LightningModule's `configure_optimizers` returns: optimizer and a schedule stepped every batch."""
     optimizer = build_optimizer(named_parameters, settings)
-    schedule = warmup_then_linear(optimizer, settings.warmup_steps, total_steps)
+    schedule = warmup_then_down(optimizer, settings, total_steps)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

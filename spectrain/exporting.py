@@ -1,0 +1,62 @@
+"""What every training does with what it made: an export below `checkpoints/`, the run's numbers, a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning import Trainer
+from omegaconf import DictConfig
+from rich.console import Console
+
+from spectrain.cli import CHECKPOINTS
+from spectrain.decoding import TargetModel, fingerprint
+from spectrain.evaluation.tau import TauTable
+from spectrain.models.artifacts import Artifact, write_manifest
+from spectrain.runs import RunFolder, write_folder
+
+
+@dataclass(frozen=True)
+class Made:
+    """A trained drafter, ready to be exported."""
+
+    kind: str
+    save: Callable[[Path], None]
+    target: TargetModel
+    trainer: Trainer
+    table: TauTable
+
+
+def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
+    """Exports the drafter, keeps the run's numbers, prints the table."""
+    trainer = made.trainer
+    rows = trainer.global_step * trainer.accumulate_grad_batches * trainer.world_size * cfg.data.batch_size
+    result = {
+        "steps": trainer.global_step,
+        "tokens": rows * cfg.data.row_tokens,
+        "metrics": final_metrics(trainer),
+        **made.table.as_dict(),
+    }
+    target_fingerprint = fingerprint(made.target.model, made.target.tokenizer)
+
+    def write(folder: Path) -> None:
+        made.save(folder)
+        write_manifest(folder, Artifact(made.kind, str(cfg.target.path), target_fingerprint, result))
+
+    out = export(cfg, run, write)
+    run.finish(result)
+    console = Console()
+    console.print(made.table.render())
+    console.print(f"exported to {out}", highlight=False)
+
+
+def final_metrics(trainer: Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def export(cfg: DictConfig, run: RunFolder, write: Callable[[Path], None]) -> Path:
+    """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`, which is replaced."""
+    folder = Path(cfg.out) if cfg.out else CHECKPOINTS / run.name
+    write_folder(folder, write, replace=cfg.out is None)
+    return folder

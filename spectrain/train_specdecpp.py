@@ -1,0 +1,231 @@
+"""`+exp=specdecpp`: an acceptance head for a drafter (SpecDec++; methods.md section 3).
+
+python -m data_prep.responses                     # what the target answers
+python -m spectrain.train +exp=specdecpp          # labels on the fly
+python -m spectrain.train +exp=specdecpp data=offline data.path=<store of data_prep.acceptance>
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from lightning import Trainer
+from lightning.pytorch.loggers import WandbLogger
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from data_prep.acceptance_store import newest_acceptance, open_acceptance
+from data_prep.corpus import is_held_out
+from data_prep.response_store import newest_responses, open_responses
+from spectrain.cli import CHECKPOINTS, find_artifact, given_artifacts, open_target
+from spectrain.decoding import Sampling, TargetModel, fingerprint
+from spectrain.errors import UserError, check_whole
+from spectrain.evaluation.calibration_plot import plot_reliability
+from spectrain.exporting import export, final_metrics
+from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
+from spectrain.methods.specdecpp import OpenDrafter, open_drafter
+from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
+from spectrain.models.artifacts import Artifact, write_manifest
+from spectrain.models.head_artifact import HeadFacts, save_head
+from spectrain.runs import RunFolder
+from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
+from spectrain.training.acceptance_data import ResponsesData, TextRow
+
+log = logging.getLogger(__name__)
+
+METRICS = {  # what the last table says
+    "eval/kl_binary": "KL of labels and predictions, nats",
+    "eval/label": "mean label",
+    "eval/predicted": "mean prediction",
+    "eval/calibration_error": "expected calibration error",
+    "eval/loss": "weighted loss, held out",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows that a head is trained on, and what they were made with."""
+
+    folder: Path
+    rows: Dataset
+    sampling: Sampling  # by which labels are, or will be, warped
+    manifest: dict  # of the store
+
+
+def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
+    """A head for a vanilla or SPIRe drafter, from the target's responses."""
+    check_rows(cfg)
+    target = open_target(cfg, target_device(cfg))
+    drafter = open_given_drafter(cfg, target)
+    source = SOURCES[cfg.data.source](cfg, target, drafter)
+    head_config = HeadConfig(drafter.states.hidden_size, cfg.n_blocks)
+    settings = AcceptanceSettings(source.sampling, cfg.w_rej, cfg.w_acc, cfg.mixing_share, cfg.seed)
+    module = AcceptanceTraining(AcceptanceHead(head_config), drafter.states, target, settings, optimizer_settings(cfg))
+    data = make_data(cfg, source)
+    if cfg.max_steps is None:
+        check_whole("epochs", cfg.epochs, 1)
+        cfg.max_steps = cfg.epochs * max(1, len(data.train) // (cfg.data.batch_size * n_ranks(cfg)))
+    target_fingerprint = fingerprint(target.model, target.tokenizer)
+    run.begin(target_fingerprint)
+    keep_to_source(run, source, drafter)
+    trainer = fit(cfg, run, module, data, target)
+    if not trainer.is_global_zero:
+        return
+    bins = module.reliability.bins()
+    picture = run.path / "calibration.png"
+    plot_reliability(picture, bins, module.reliability.error)
+    show_in_wandb(trainer, picture)
+    result = {"steps": trainer.global_step, "metrics": final_metrics(trainer), "reliability": bins}
+    facts = HeadFacts(head_config, drafter.facts, source.sampling, float(cfg.w_rej), float(cfg.mixing_share))
+
+    def write(folder: Path) -> None:
+        save_head(folder, module.head, facts)
+        write_manifest(folder, Artifact("head", str(cfg.target.path), target_fingerprint, result))
+
+    out = export(cfg, run, write)
+    run.finish(result)
+    show(out, picture, drafter, source, trainer)
+
+
+def open_given_drafter(cfg: DictConfig, target: TargetModel) -> OpenDrafter:
+    """The drafter that the user gave, else the newest vanilla one.
+
+    Raises:
+        UserError: it has no hidden state, or does not fit the target.
+    """
+    given = given_artifacts(cfg)
+    if len(given) > 1:
+        raise UserError(f"drafter={cfg.drafter} are several; a head belongs to one drafter, so give one")
+    kind, folder = next(iter(given.items()), None) or ("vanilla", find_artifact("vanilla", target))
+    return open_drafter(target, kind, folder, cfg.rollout_tokens)
+
+
+def online_source(cfg: DictConfig, target: TargetModel, drafter: OpenDrafter) -> Source:
+    """Responses; drafts and labels come in the training step.
+
+    Raises:
+        UserError: there are none, or another target wrote them.
+    """
+    print_of_target = fingerprint(target.model, target.tokenizer)
+    store = open_responses(Path(cfg.responses or newest_responses(CHECKPOINTS, print_of_target)))
+    store.check_fits(print_of_target, cfg.target.path)
+    sampling = warping(cfg) or Sampling.from_options(store.manifest.sampling)
+    return Source(store.folder, store.rows, sampling, store.manifest.counts)
+
+
+def offline_source(cfg: DictConfig, target: TargetModel, drafter: OpenDrafter) -> Source:
+    """Responses with drafts and labels.
+
+    Raises:
+        UserError: there are none, or they were made with another target, drafter or warping.
+    """
+    prints = fingerprint(target.model, target.tokenizer), drafter.facts.fingerprint
+    store = open_acceptance(Path(cfg.data.path or newest_acceptance(CHECKPOINTS, *prints)))
+    store.check_fits(*prints, drafter.states.block_tokens)
+    sampling = Sampling.from_options(store.manifest.sampling)
+    asked = warping(cfg)
+    if asked is not None and asked != sampling:
+        raise UserError(
+            f"data.path={store.folder} was labelled for {sampling.describe()}, not for {asked.describe()}; remove "
+            "warping=, or label anew with python -m data_prep.acceptance"
+        )
+    return Source(store.folder, store.rows, sampling, store.manifest.counts)
+
+
+SOURCES = {"online": online_source, "offline": offline_source}
+
+
+def warping(cfg: DictConfig) -> Sampling | None:
+    if cfg.warping is None:
+        return None
+    if not OmegaConf.is_dict(cfg.warping):
+        raise UserError(f"warping={cfg.warping} must be sampling options, such as warping={{temperature: 0.8}}")
+    return Sampling.from_options(cfg.warping)
+
+
+def make_data(cfg: DictConfig, source: Source) -> ResponsesData:
+    """The rows for training and, chosen by a hash of their ids, for validation.
+
+    Raises:
+        UserError: no row is left for one of them.
+    """
+    share = cfg.held_out_share
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise UserError(f"held_out_share={share} must be a share of the rows, strictly between 0 and 1")
+    stored = "drafts" in source.rows.column_names
+    names = ["prompt", "response", *(["drafts", "labels"] if stored else [])]
+    columns = source.rows.with_format("numpy", columns=names)
+    train: list[TextRow] = []
+    held_out: list[TextRow] = []
+    for number, (row_id, values) in enumerate(zip(source.rows["id"], columns, strict=True)):
+        drafts, labels = (np.stack(list(values[name])) if stored else None for name in ("drafts", "labels"))
+        row = TextRow(number, values["prompt"], values["response"], drafts, labels).cut(cfg.data.row_tokens)
+        if len(row.response):
+            (held_out if is_held_out(row_id, share) else train).append(row)
+    n_short = len(source.rows) - len(train) - len(held_out)
+    if n_short:
+        log.warning("%d rows have no response within data.row_tokens=%d and are left out", n_short, cfg.data.row_tokens)
+    if not held_out or not train:
+        raise UserError(
+            f"{source.folder} has {len(train)} training rows and {len(held_out)} held-out rows; give more responses, "
+            "or change held_out_share"
+        )
+    held_out = held_out[: cfg.data.val_rows]
+    log.info("%d training rows, %d held-out rows of %s", len(train), len(held_out), source.folder)
+    return ResponsesData(train, held_out, cfg.data.batch_size, cfg.seed)
+
+
+def n_ranks(cfg: DictConfig) -> int:
+    """As far as the config says; 1 where Lightning is to find out."""
+    devices = cfg.trainer.get("devices", 1)
+    return (devices if isinstance(devices, int) and devices > 0 else 1) * cfg.trainer.get("num_nodes", 1)
+
+
+def keep_to_source(run: RunFolder, source: Source, drafter: OpenDrafter) -> None:
+    """Notes what a run began with. Raises UserError where a resumed run has found something else."""
+    file = run.path / "source.json"
+    found = {
+        "rows": [str(source.folder), len(source.rows), source.manifest],
+        "drafter": [drafter.facts.path, drafter.facts.fingerprint],
+        "warping": source.sampling.describe(),
+    }
+    begun = json.loads(file.read_text()) if file.is_file() else None
+    if begun is None:
+        file.write_text(json.dumps(found) + "\n")
+        return
+    for name, value in json.loads(json.dumps(found)).items():
+        if begun[name] != value:
+            raise UserError(
+                f"{run.path} was begun with other {name} ({begun[name]}) than were found now ({value}); give those, or "
+                "another run_dir"
+            )
+
+
+def show_in_wandb(trainer: Trainer, picture: Path) -> None:
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image("eval/calibration", [str(picture)])
+
+
+def show(out: Path, picture: Path, drafter: OpenDrafter, source: Source, trainer: Trainer) -> None:
+    table = Table(title="acceptance head", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("drafter", f"{drafter.facts.path} ({drafter.facts.kind})")
+    table.add_row("labels", f"{source.folder}, warped for {source.sampling.describe()}")
+    table.add_row("steps", str(trainer.global_step))
+    metrics = final_metrics(trainer)
+    for name, label in METRICS.items():
+        if name in metrics:
+            table.add_row(label, f"{metrics[name]:.4f}")
+    table.add_row("reliability diagram", str(picture))
+    console = Console()
+    console.print(table)
+    console.print(f"exported to {out}", highlight=False)
+    console.print(f'next: python -m spectrain.generate method=specdecpp head={out} prompt="..."', style="dim")

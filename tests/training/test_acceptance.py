@@ -1,0 +1,229 @@
+"""What a head learns from: mixing, masks, states and labels, offline as online, and the losses, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.decoding.sampling import draw_uniforms, row_generator
+from spectrain.errors import UserError
+from spectrain.methods.spire import Spire
+from spectrain.methods.stopping import StopRule
+from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
+from spectrain.models.acceptance_labels import label_texts, mix_tokens
+from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.spire import SpireConfig
+from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
+from spectrain.training.acceptance_data import TextBatch, TextRow
+from spectrain.training.calibration import Reliability
+from spectrain.training.losses import binary_kl, weighted_bce
+from spectrain.training.optim import OptimizerSettings, warmup_then_down
+from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
+
+SAMPLING = Sampling(temperature=0.9, top_k=20)
+
+
+def spire_states(target: TargetModel, block_tokens: int = 5) -> SpireStates:
+    config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=4, window_tokens=8)
+    return SpireStates(new_drafter(target.model, config, "pruned").requires_grad_(False), block_tokens)
+
+
+def model_states(target: TargetModel) -> ModelStates:
+    return ModelStates(TargetModel(noisy_copy(target.model, 0.3)), VOCAB_SIZE)
+
+
+STATES = {"vanilla": model_states, "spire": spire_states}
+
+
+@pytest.fixture
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama"))
+
+
+def text_rows(n_rows: int = 6) -> list[TextRow]:
+    texts = random_prompts([10 + 7 * i for i in range(n_rows)], seed=5)
+    return [TextRow(i, np.array(t[:4], np.int32), np.array(t[4:], np.int32)) for i, t in enumerate(texts)]
+
+
+def training(target: TargetModel, states: DraftStates, mixing_share: float = 0.15) -> AcceptanceTraining:
+    head = AcceptanceHead(HeadConfig(states.hidden_size, 2))
+    return AcceptanceTraining(
+        head, states, target, AcceptanceSettings(SAMPLING, mixing_share=mixing_share), OptimizerSettings()
+    )
+
+
+@pytest.mark.parametrize("w_rej", [1.0, 6.0])
+def test_the_loss_is_the_formula(w_rej):
+    predicted, labels = [0.9, 0.2, 0.5], [1.0, 0.25, 0.0]
+    above = sum(
+        w_rej * (1 - a) * -math.log(1 - f) + 2.0 * a * -math.log(f) for f, a in zip(predicted, labels, strict=True)
+    )
+    below = w_rej * sum(1 - a for a in labels) + 2.0 * sum(labels)
+    log_odds = torch.tensor([math.log(f / (1 - f)) for f in predicted])
+    torch.testing.assert_close(weighted_bce(log_odds, torch.tensor(labels), w_rej, 2.0), torch.tensor(above / below))
+
+
+def test_no_position_gives_no_loss_and_no_nan():
+    assert weighted_bce(torch.zeros(0), torch.zeros(0), 6.0) == 0
+
+
+def test_binary_kl_is_the_formula_and_nothing_where_they_agree():
+    labels, predicted = torch.tensor([1.0, 0.25, 0.0, 0.6]), torch.tensor([0.9, 0.2, 0.5, 0.6])
+    expected = [math.log(1 / 0.9), 0.25 * math.log(1.25) + 0.75 * math.log(0.75 / 0.8), math.log(2), 0.0]
+    torch.testing.assert_close(binary_kl(torch.logit(predicted), labels), torch.tensor(expected), atol=1e-6, rtol=1e-5)
+
+
+def test_mixing_takes_the_targets_token_with_the_share_and_only_drafts_have_a_loss():
+    text, drafts = torch.zeros(200, 500, dtype=torch.int64), torch.ones(200, 500, dtype=torch.int64)
+    may_draft = torch.zeros(200, 500, dtype=torch.bool)
+    may_draft[:, 100:] = True
+    mixed, drafted = mix_tokens(text, drafts, may_draft, 0.15, torch.rand(200, 500))
+    assert not drafted[:, :100].any()
+    assert torch.equal(mixed, drafted.long())  # a draft where there is a loss, the target's own token elsewhere
+    assert drafted[:, 100:].float().mean().item() == pytest.approx(0.85, abs=4 * math.sqrt(0.15 * 0.85 / 80000))
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_mixing_is_drawn_anew_every_epoch_and_does_not_depend_on_the_batch(target, kind):
+    module = training(target, STATES[kind](target), mixing_share=0.5)
+    rows = text_rows()
+    first, again, next_epoch = (module.examples(TextBatch.of(rows), epoch)[0] for epoch in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert first.shape != next_epoch.shape or not torch.equal(first, next_epoch)
+    one_by_one = torch.cat([module.examples(TextBatch.of([row]), 0)[0] for row in rows])
+    torch.testing.assert_close(one_by_one, first, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_stored_labels_give_what_labels_on_the_fly_give(target, kind):
+    states = STATES[kind](target)
+    module, rows = training(target, states), text_rows()
+    online = TextBatch.of(rows)
+    n_tokens = online.tokens.shape[1]
+    generators = [row_generator(1, number) for number in online.numbers]  # those of seed 0, epoch 0
+    drawing = draw_uniforms(generators, [2 * n_tokens] * len(rows)).unflatten(1, (n_tokens, 2))[..., 1:]
+    may_draft = online.is_response & states.reads_drafts(n_tokens)
+    found = label_texts(module.target, states, online.tokens, may_draft, SAMPLING, drawing)
+    stored = []
+    for i, row in enumerate(rows):
+        response = slice(len(row.prompt), len(row))
+        drafts, labels = (values[i, response].T.numpy() for values in (found.drafts, found.labels))
+        stored.append(TextRow(row.number, row.prompt, row.response, drafts.astype(np.int32), labels))
+    hidden, labels = module.examples(online, 0)
+    stored_hidden, stored_labels = module.examples(TextBatch.of(stored), 0)
+    assert torch.equal(labels, stored_labels)
+    torch.testing.assert_close(hidden, stored_hidden)
+    assert 0 < labels.mean() < 1
+
+
+def test_each_epoch_takes_the_next_of_several_draws(target):
+    states = model_states(target)
+    row = text_rows(1)[0]
+    drafts = np.stack([np.full(len(row.response), 7, np.int32), np.full(len(row.response), 9, np.int32)])
+    labels = np.stack([np.full(len(row.response), value, np.float32) for value in (0.25, 0.75)])
+    batch = TextBatch.of([TextRow(0, row.prompt, row.response, drafts, labels)])
+    module = training(target, states)
+    assert [module.examples(batch, epoch)[1].unique().item() for epoch in range(3)] == [0.25, 0.75, 0.25]
+
+
+def test_roots_of_spire_rollouts_are_the_targets_text_and_have_no_loss(target):
+    states = spire_states(target, block_tokens=5)
+    module = training(target, states, mixing_share=0.0)
+    batch = TextBatch.of(text_rows(1))
+    hidden, labels = module.examples(batch, 0)
+    n_roots = sum(1 for position in range(4, batch.tokens.shape[1]) if position % 5 == 0)
+    assert len(labels) == len(hidden) == batch.tokens.shape[1] - 4 - n_roots
+    assert n_roots > 0
+
+
+def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target):
+    """Drafts of the loop, from roots where a block of the training rollout begins, laid over the target's text."""
+    states = spire_states(target, block_tokens=5)
+    drafts: list[tuple[list[int], list[int], list[torch.Tensor]]] = []
+
+    class Spy(StopRule):
+        needs_hidden = True
+
+        def begin(self, context):
+            self.seen = []
+
+        def read(self, i, hidden):
+            self.seen.append(hidden[0])
+
+    spy = Spy()
+    drafter = Spire(states.drafter, gamma=5, stop=spy)
+    propose = drafter.propose
+
+    def spied(context):
+        tree = propose(context)
+        drafts.append((context.tokens[0, : context.n_tokens[0]].tolist(), tree.tokens[0].tolist(), list(spy.seen)))
+        return tree
+
+    drafter.propose = spied
+    generate(target, drafter, random_prompts([7, 10]), 40, Sampling(temperature=1.0))
+    checked = 0
+    for text, (root, *drafted), seen in drafts:
+        if (len(text) - 1) % 5 or len(seen) < 4:
+            continue
+        mixed = torch.tensor([[*text[:-1], root, *drafted[:4]]])
+        own = torch.tensor([text + [0] * 4])  # what the target says after the root is not read
+        captured = target.with_capture(states.capture_layers).features(own).captured
+        hidden = states.hidden(mixed, captured)[0, len(text) :]
+        torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=1e-5, rtol=1e-5)
+        checked += 1
+    assert checked >= 2
+
+
+def test_only_the_head_learns(target):
+    states = model_states(target)
+    module = training(target, states)
+    before = [p.clone() for p in (*target.model.parameters(), *states.module.parameters())]
+    hidden, labels = module.examples(TextBatch.of(text_rows()), 0)
+    weighted_bce(module.head(hidden), labels, 6.0).backward()
+    after = [*target.model.parameters(), *states.module.parameters()]
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
+    assert {name.split(".")[0] for name, _ in module.named_parameters()} == {"head"}
+    assert all(p.grad is not None for p in module.head.parameters())
+
+
+def test_calibration_error_by_hand():
+    reliability = Reliability()
+    reliability.add(torch.tensor([0.91, 0.93, 0.10]), torch.tensor([1.0, 0.5, 0.4]))
+    reliability.add(torch.tensor([1.0]), torch.tensor([1.0]))
+    # Bins of a fifteenth: 0.10 in [0.067, 0.133), 0.91 and 0.93 in [0.867, 0.933), 1 in the last.
+    assert reliability.error == pytest.approx((abs(1.84 - 1.5) + abs(0.1 - 0.4)) / 4, abs=1e-6)
+    assert [b["positions"] for b in reliability.bins()] == [1, 2, 1]
+
+
+def test_cosine_schedule_with_a_share_of_warm_up():
+    settings = OptimizerSettings(lr=1.0, warmup_share=0.2, schedule="cosine")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = warmup_then_down(optimizer, settings, 10)
+    rates = [schedule.lr_lambdas[0](step) for step in range(11)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[6] == pytest.approx(0.5)
+    assert rates[10] == 0
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"w_rej": 0}, "w_rej=0 must be a number above 0"),
+        ({"mixing_share": 1.0}, r"mixing_share=1.0 must lie in \[0, 1\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        AcceptanceSettings(SAMPLING, **options)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "steps"}, {"warmup_share": 1.0}])
+def test_schedules_out_of_range_are_refused(options):
+    with pytest.raises(UserError, match="optimizer"):
+        OptimizerSettings(**options)
