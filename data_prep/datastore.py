@@ -9,32 +9,26 @@ The same command goes on after an interruption. Options are in `conf/datastore.y
 
 from __future__ import annotations
 
-import datetime
-import io
 import logging
-import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning import Fabric
-from lightning.fabric.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data_prep.disk_need import readable
 from data_prep.lookup import look_up
 from data_prep.perplexity import Scoring
+from data_prep.progress import console
+from data_prep.ranks import decided, launch, rank_device
 from data_prep.selection import Selection
 from data_prep.store_builder import build
 from data_prep.store_job import Corpus, Job
 from data_prep.token_parts import Reading
-from data_prep.work_folder import digest, held, placed, stands, work_folder
+from data_prep.work_folder import digest, held, is_done, named_folder, work_folder
 from spectrain.cli import CHECKPOINTS, bundled_folder, command, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError, check_whole
@@ -45,8 +39,6 @@ log = logging.getLogger(__name__)
 
 NOT_HASHED = ("out", "fresh", "inspect", "lookup")  # they do not change the store
 NOT_HASHED_OF_TARGET = ("device", "parallel")  # nor do these, but for rounding
-TABLE_COLUMNS = 100  # where the output is no terminal
-WAIT = datetime.timedelta(days=30)  # ranks wait for rank zero, which reads the whole corpus
 
 
 def main(cfg: DictConfig) -> None:
@@ -60,7 +52,7 @@ def main(cfg: DictConfig) -> None:
     work = work_folder(out, config, named=bool(cfg.out))
     selection = check_options(cfg)
     try:
-        fabric = launch(cfg)
+        fabric = launch(cfg.target.device, cfg.target.parallel)
         with ExitStack() as folder:
 
             def decide() -> bool:
@@ -68,7 +60,7 @@ def main(cfg: DictConfig) -> None:
                 return is_done(out, work, config, cfg.fresh)
 
             if not decided(fabric, decide):
-                target = open_target(cfg, rank_device(cfg, fabric))
+                target = open_target(cfg, rank_device(fabric))
                 build(make_job(cfg, config, out, work, selection, target), target, fabric, cfg.fresh)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
@@ -78,10 +70,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def out_folder(cfg: DictConfig, config: dict) -> Path:
-    out = Path(cfg.out or CHECKPOINTS / f"datastore-{digest(config)}")
-    if out.name in ("", ".."):  # a store is renamed to its place, which the working folder or a root cannot be
-        raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
-    return out
+    return named_folder(Path(cfg.out or CHECKPOINTS / f"datastore-{digest(config)}"))
 
 
 def store_config(cfg: DictConfig) -> dict:
@@ -108,71 +97,6 @@ def check_options(cfg: DictConfig) -> Selection:
     return Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
 
 
-def decided(fabric: Fabric, decide: Callable[[], bool]) -> bool:
-    """What rank zero decides, on all ranks. What it refuses, it says alone, and all of them end."""
-    done, refusal = False, None
-    if fabric.is_global_zero:
-        try:
-            done = decide()
-        except UserError as error:
-            refusal = error
-    done, refused = fabric.broadcast((done, refusal is not None))
-    if refusal:
-        raise refusal
-    if refused:
-        raise SystemExit(2)
-    return done
-
-
-def is_done(out: Path, work: Path, config: dict, fresh: bool) -> bool:
-    """Whether this very store was complete already, and its build cut at the very end, which is made up for.
-
-    Raises:
-        UserError: something else stands at `out`, or a finished store that is not to be replaced.
-    """
-    if placed(work, out, config, fresh):
-        return True
-    if stands(out) and not fresh:
-        raise UserError(f"{out} is finished; change an option, give another out, or build it anew with fresh=true")
-    return False
-
-
-def launch(cfg: DictConfig) -> Fabric:
-    """One process, or a rank of torchrun's.
-
-    Raises:
-        UserError: the target's layers are spread by one process, but there are more.
-    """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return Fabric(accelerator="cpu", devices=1)  # only counts ranks: the target stands where target.device says
-    if cfg.target.parallel == "device_map":
-        raise UserError(f"target.parallel=device_map works in one process, not in {world}; start it without torchrun")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    on_gpu = uses_gpu(cfg)
-    # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
-    backend = "nccl" if on_gpu and cfg.target.parallel == "tp" else "gloo"
-    fabric = Fabric(
-        accelerator="cuda" if on_gpu else "cpu",
-        devices=local,
-        num_nodes=world // local,
-        strategy=DDPStrategy(process_group_backend=backend, timeout=WAIT),
-    )
-    fabric.launch()
-    if not fabric.is_global_zero:
-        logging.getLogger().setLevel(logging.WARNING)
-    return fabric
-
-
-def uses_gpu(cfg: DictConfig) -> bool:
-    return cfg.target.device.startswith("cuda") or (cfg.target.device == "auto" and torch.cuda.is_available())
-
-
-def rank_device(cfg: DictConfig, fabric: Fabric) -> str | None:
-    """The device of this rank's target; None: as configured."""
-    return str(fabric.device) if fabric.world_size > 1 else None
-
-
 def make_job(cfg: DictConfig, config: dict, out: Path, work: Path, selection: Selection, target: TargetModel) -> Job:
     corpus = cfg.corpus
     fields = [corpus.fields] if isinstance(corpus.fields, str) else list(corpus.fields or [])
@@ -191,12 +115,6 @@ def make_job(cfg: DictConfig, config: dict, out: Path, work: Path, selection: Se
         shard_tokens=min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
         ranks_share=cfg.target.parallel != "tp",
     )
-
-
-def console() -> Console:
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a character that the terminal lacks
-        sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
 
 
 def show(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""How much disk a datastore's build takes, so that too small a disk is said before the work and not after it."""
+"""How much disk a build takes, so that too small a disk is said before the work and not after it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def check_start(job: Job, n_bytes: int | None) -> None:
     check_disk(job.out, parts + store_bytes(job, n_tokens, document_bytes * tokens_a_byte))
 
 
-def check_disk(out: Path, need_bytes: int) -> None:
-    """Raises UserError where the disk of `out` has no room for so many more bytes."""
+def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_tokens") -> None:
+    """Raises UserError where the disk of `out` has no room for so many more bytes; `less` says how to need fewer."""
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < need_bytes * MARGIN:
         raise UserError(
             f"{folder} has {readable(free)} free, but this build needs about {readable(need_bytes * MARGIN)}; free "
-            "some, lower keep or keep_tokens, or give out=<folder on another disk>"
+            f"some, {less}, or give out=<folder on another disk>"
         )
 
 

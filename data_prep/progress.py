@@ -1,7 +1,8 @@
-"""Progress of a long command: a bar on a terminal, elsewhere a log line now and then."""
+"""What a long command shows: a bar on a terminal, elsewhere a log line now and then; and where its tables go."""
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import time
@@ -11,6 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 log = logging.getLogger(__name__)
+
+TABLE_COLUMNS = 100  # where the output is no terminal
+
+
+def console() -> Console:
+    """Where a command's tables are printed."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a character that the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
 
 
 class TokenProgress:

@@ -1,13 +1,15 @@
-"""The folder that a datastore is built in: `.<name>.partial` beside the store, from the first part to the last rename.
+"""The folder that a store is built in: `.<name>.partial` beside it, from the first part to the last rename.
 
-    work.json       what the parts and scores below were made of; without it they count for nothing
-    part-*, corpus.json, score-*    (token_parts.py, store_builder.py)
-    store/          what becomes the datastore
+    work.json       what the parts below were made of; without it they count for nothing
+    part-*, corpus.json, score-*    of a datastore (token_parts.py, store_builder.py)
+    rows-*, failed-*                of responses (response_work.py)
+    part-*/                         of acceptance labels (acceptance_parts.py)
+    store/          what becomes the store
     complete        says that store/ is whole: only renames are left
     replaced/       what stood in the store's place
 
-Parts and scores do not depend on what is chosen from them: another `keep` goes on with the same folder. Only rank zero
-calls what is here.
+A datastore's parts and scores do not depend on what is chosen from them: another `keep` goes on with the same folder.
+Only rank zero calls what is here.
 """
 
 from __future__ import annotations
@@ -25,12 +27,24 @@ from spectrain.errors import UserError
 from spectrain.retrieval.datastore import MANIFEST
 
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
-# Options that neither parts nor scores depend on.
+NOUNS = {  # by the manifest's kind
+    "datastore": "datastore",
+    "responses": "store of responses",
+    "acceptance": "store of acceptance labels",
+}
+# Options of a datastore that neither parts nor scores depend on.
 CHOICE = ("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "always_score", "seed", "shard_tokens")
 
 
 def digest(config: dict) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def named_folder(out: Path) -> Path:
+    """`out` itself. Raises UserError where it has no name: a store is renamed to its place."""
+    if out.name in ("", ".."):  # the working folder, one above, or a root
+        raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
+    return out
 
 
 def scored_config(config: dict) -> dict:
@@ -39,7 +53,7 @@ def scored_config(config: dict) -> dict:
 
 
 def work_folder(out: Path, config: dict, named: bool) -> Path:
-    """Beside `out`; where the user did not name that, every store with the same parts and scores shares one."""
+    """Of a datastore. Where the user did not name `out`, every store with the same parts and scores shares one."""
     return out.with_name(f".{out.name if named else f'datastore-{digest(scored_config(config))}'}.partial")
 
 
@@ -111,18 +125,31 @@ def begin(work: Path, identity: dict, fresh: bool) -> None:
         _write(work / WORK, identity | {"fresh": fresh})
 
 
-def place(work: Path, out: Path, config: dict) -> None:
+def place(work: Path, out: Path, config: dict, kind: str = "datastore") -> None:
     """Puts the whole store of the folder in its place, and clears the folder.
 
     Raises:
         UserError: something else stands at `out` by now.
     """
     _write(work / COMPLETE, {"out": out.name, "config": config, "fresh": _read(work / WORK)["fresh"]})
-    _move(work, out)
+    _move(work, out, kind)
     empty(work)
 
 
-def placed(work: Path, out: Path, config: dict, fresh: bool) -> bool:
+def is_done(out: Path, work: Path, config: dict, fresh: bool, kind: str = "datastore") -> bool:
+    """Whether this very store was complete already, and its build cut at the very end, which is made up for.
+
+    Raises:
+        UserError: something else stands at `out`, or a finished store that is not to be replaced.
+    """
+    if placed(work, out, config, fresh, kind):
+        return True
+    if stands(out, kind) and not fresh:
+        raise UserError(f"{out} is finished; change an option, give another out, or build it anew with fresh=true")
+    return False
+
+
+def placed(work: Path, out: Path, config: dict, fresh: bool, kind: str = "datastore") -> bool:
     """Brings the last renames of a complete store to their end; whether that leaves nothing to do for this build.
 
     `fresh` repeats a build that was not begun with it.
@@ -133,34 +160,41 @@ def placed(work: Path, out: Path, config: dict, fresh: bool) -> bool:
     complete = _read(work / COMPLETE)
     if complete is None:
         return False
-    _move(work, work.with_name(complete["out"]))
+    _move(work, work.with_name(complete["out"]), kind)
     if complete["out"] != out.name or complete["config"] != config or (fresh and not complete["fresh"]):
         return False
     empty(work)
     return True
 
 
-def _move(work: Path, out: Path) -> None:
+def _move(work: Path, out: Path, kind: str) -> None:
     """By renames alone: at any time `out` is the old store, nothing, or the new one, and never half of either."""
     if not (work / STORE).exists():
         return
-    if stands(out):
+    if stands(out, kind):
         shutil.rmtree(work / REPLACED, ignore_errors=True)
         out.rename(work / REPLACED)
     (work / STORE).rename(out)
 
 
-def stands(out: Path) -> bool:
-    """Whether a finished store is there; the manifest is written last.
+def stands(out: Path, kind: str = "datastore") -> bool:
+    """Whether a finished store of this kind is there; the manifest is written last.
 
     Raises:
         UserError: something else is.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if not (out / MANIFEST).is_file():
-        raise UserError(f"out={out} exists and is no datastore; give another out")
+    if not (out / MANIFEST).is_file() or _kind(out / MANIFEST) not in (kind, None):
+        raise UserError(f"out={out} exists and is no {NOUNS[kind]}; give another out")
     return True
+
+
+def _kind(manifest: Path) -> str | None:
+    try:
+        return json.loads(manifest.read_text()).get("kind")
+    except (ValueError, AttributeError):
+        return None  # damaged, which fresh=true may replace
 
 
 def _read(file: Path) -> dict | None:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.errors import UserError
+from spectrain.json_lines import read_lines as read_lines  # of run folders
+from spectrain.json_lines import write_lines as write_lines
 
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla")  # they do not change what is trained
 
@@ -129,24 +131,6 @@ class RunFolder:
 
 def _hashed(config: dict) -> dict:
     return {key: value for key, value in config.items() if key not in NOT_HASHED}
-
-
-def read_lines(file: Path) -> list[dict]:
-    """The rows of a JSON-lines file that a run appends to; a line that was cut off when it was killed is left out."""
-    rows = []
-    for line in file.read_bytes().split(b"\n") if file.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
-
-def write_lines(file: Path, rows: Iterable[dict]) -> None:
-    """Replaces the file by these rows, by renaming."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    temporary.rename(file)
 
 
 def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:

@@ -285,6 +285,14 @@ def open_datastore(folder: str | Path, target: TargetModel) -> Datastore:
     return store
 
 
+def _kind(manifest: Path) -> str | None:
+    """What kind of store a manifest is of; None where it does not say, as it is damaged."""
+    try:
+        return json.loads(manifest.read_text()).get("kind")
+    except (ValueError, AttributeError):
+        return None
+
+
 def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
     """The newest store below `root` for this tokenizer; of those that this very target ranked, where there are any.
 
@@ -293,6 +301,8 @@ def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint:
     """
     fitting = []
     for file in root.glob(f"*/{MANIFEST}"):
+        if _kind(file) not in ("datastore", None):
+            continue  # another command's store
         try:
             manifest = read_manifest(file.parent)
         except UserError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import datastore as data_datastore
+from data_prep import responses as data_responses
 from data_prep import store_builder
 from data_prep.corpus import train_tokenizer
 from spectrain.cli import command
@@ -77,3 +78,20 @@ def cut(run, monkeypatch, *arguments: str) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(store_builder, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
         assert run(*arguments)[0] == 130
+
+
+@pytest.fixture
+def respond(tmp_path, monkeypatch, capfd):
+    """Runs `data_prep.responses` in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["data_prep.responses", *arguments])
+        code = 0
+        try:
+            command("responses")(data_responses.main)()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return call

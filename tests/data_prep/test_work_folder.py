@@ -285,7 +285,7 @@ def test_rank_zero_alone_decides_and_removes_the_folder_of_a_complete_store(run,
     complete.write_text(json.dumps(facts))
     for told, code in (((True, False), 0), ((False, True), 2)):
         with monkeypatch.context() as patch:
-            patch.setattr(data_datastore, "launch", lambda cfg, told=told: RankOne(told))
+            patch.setattr(data_datastore, "launch", lambda *target, told=told: RankOne(told))
             assert run(*small, "out=store") == (code, "", "")
         assert complete.exists()
     code, out, _ = run(*small, "out=store")

@@ -1,0 +1,83 @@
+"""One process or many: what the commands of `data_prep` need of torchrun's ranks, through Lightning Fabric.
+
+Ranks share out pieces of work and exchange nothing but what rank zero decides.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from lightning import Fabric
+from lightning.fabric.strategies import DDPStrategy
+
+from spectrain.errors import UserError
+
+WAIT = datetime.timedelta(days=30)  # ranks wait for each other, as for rank zero while it reads a whole corpus
+
+T = TypeVar("T")
+
+
+def launch(device: str, parallel: str = "none") -> Fabric:
+    """One process, or a rank of torchrun's.
+
+    Args:
+        device: target.device.
+        parallel: target.parallel.
+
+    Raises:
+        UserError: the target's layers are spread by one process, but there are more.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Fabric(accelerator="cpu", devices=1)  # only counts ranks: the target stands where target.device says
+    if parallel == "device_map":
+        raise UserError(f"target.parallel=device_map works in one process, not in {world}; start it without torchrun")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    on_gpu = uses_gpu(device)
+    # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
+    backend = "nccl" if on_gpu and parallel == "tp" else "gloo"
+    fabric = Fabric(
+        accelerator="cuda" if on_gpu else "cpu",
+        devices=local,
+        num_nodes=world // local,
+        strategy=DDPStrategy(process_group_backend=backend, timeout=WAIT),
+    )
+    fabric.launch()
+    if not fabric.is_global_zero:
+        logging.getLogger().setLevel(logging.WARNING)
+    return fabric
+
+
+def uses_gpu(device: str) -> bool:
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def rank_device(fabric: Fabric) -> str | None:
+    """The device of this rank's target; None: as configured."""
+    return str(fabric.device) if fabric.world_size > 1 else None
+
+
+def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
+    """What rank zero decides, on all ranks. What it refuses, it says alone, and all of them end.
+
+    Raises:
+        UserError: on rank zero, what `decide` raises.
+        SystemExit: on the others, in that case.
+    """
+    answer, refusal = None, None
+    if fabric.is_global_zero:
+        try:
+            answer = decide()
+        except UserError as error:
+            refusal = error
+    answer, refused = fabric.broadcast((answer, refusal is not None))
+    if refusal:
+        raise refusal
+    if refused:
+        raise SystemExit(2)
+    return answer

@@ -1,0 +1,338 @@
+"""Answers from an OpenAI-compatible server: a real one on this machine, which fails in every way."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import socket
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from data_prep import response_server
+from data_prep.response_server import AnswerReader, CompletionServer, Endpoint, PromptFailed
+from data_prep.response_store import open_responses
+from data_prep.response_work import Answer, Prompt
+from spectrain.errors import UserError
+from tests.data_prep.fake_server import completion, serving
+
+PROMPTS = [Prompt(i, f"q{i}", "c", [10 + i]) for i in range(4)]
+EOS = 0
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(made):
+    return AutoTokenizer.from_pretrained(made / "target")
+
+
+@pytest.fixture
+def reader(tokenizer) -> AnswerReader:
+    return AnswerReader(tokenizer, vocab_size=300, eos_ids=(EOS,), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"token_ids": [5, 6, EOS]}, Answer([5, 6, EOS], "eos")),
+        ({"token_ids": [5, 6]}, Answer([5, 6, EOS], "eos")),  # a server that leaves it out of the ids as well
+        ({"token_ids": [5, EOS, 6]}, Answer([5, EOS], "eos")),  # nothing after the first
+        ({"token_ids": []}, Answer([EOS], "eos")),
+        ({"token_ids": [5, 6, 7, 8], "finish_reason": "length"}, Answer([5, 6, 7, 8], "length")),
+        ({"token_ids": [5, 6], "finish_reason": "length"}, Answer([5, 6], "length")),  # its context is full
+        ({"token_ids": [5, 6, 7, 8, 9]}, Answer([5, 6, 7, 8], "length")),
+        ({"token_ids": [5, 6, 7, 8]}, Answer([5, 6, 7, 8], "stop")),  # no room for the EOS
+    ],
+)
+def test_finish_reasons_are_those_of_the_loop(reader, choice, expected):
+    assert reader.read(completion(**choice)) == expected
+
+
+def test_with_stop_strings_a_stop_need_not_be_the_eos(tokenizer):
+    reader = AnswerReader(tokenizer, 300, (EOS,), 4, stop_strings=("x",))
+    assert reader.read(completion(token_ids=[5, 6])) == Answer([5, 6], "stop")
+    assert reader.read(completion(token_ids=[5, EOS])) == Answer([5, EOS], "eos")
+
+
+def test_text_alone_is_tokenised(reader, tokenizer):
+    ids = tokenizer("read(")["input_ids"]
+    assert 0 < len(ids) < 4
+    assert reader.read(completion(text="read(")) == Answer([*ids, EOS], "eos", retokenized=True)
+    cut = reader.read(completion(text="read(path" * 9))
+    assert (len(cut.tokens), cut.finish_reason) == (4, "length")
+
+
+NONSENSE = [
+    ([], "no choices"),
+    ({"error": {"message": "busy"}}, "no choices in .*busy"),
+    ({"choices": []}, "no choices"),
+    ({"choices": ["x"]}, "no choices"),
+    ({"choices": [{}]}, "finish_reason is None"),
+    (completion(token_ids=[1], finish_reason="abort"), "finish_reason is 'abort'"),
+    (completion(token_ids=[1], finish_reason=["stop"]), "finish_reason is .'stop'."),
+    (completion(token_ids=[1, 300]), "token id 300 is outside the target's vocabulary of 300"),
+    (completion(token_ids=[-1]), "token id -1 is outside"),
+    (completion(token_ids=[1.0]), "no list of whole numbers"),
+    (completion(token_ids=[True]), "no list of whole numbers"),
+    (completion(token_ids="12"), "no list of whole numbers"),
+    (completion(text=None), "neither token_ids nor a text"),
+    (completion(text="\ud800"), "neither token_ids nor a text"),
+    (completion(token_ids=[], finish_reason="length"), "no token at all"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), NONSENSE)
+def test_nonsense_is_one_prompts_failure(reader, body, message):
+    with pytest.raises(PromptFailed, match=f"answers nonsense: .*{message}"):
+        reader.read(body)
+
+
+def ask(server, reader, **options) -> tuple[dict[str, Answer], dict[str, str]]:
+    """Answers and failures by prompt id."""
+    answers, failed = {}, {}
+    CompletionServer(Endpoint(server.address, **({"backoff_s": 0.01} | options))).answer(
+        PROMPTS,
+        lambda prompt: {"prompt": prompt.tokens},
+        reader,
+        lambda prompt, answer: answers.__setitem__(prompt.id, answer),
+        lambda prompt, reason: failed.__setitem__(prompt.id, reason),
+    )
+    return answers, failed
+
+
+def test_what_passes_is_tried_again_with_growing_pauses(reader):
+    def reply(body, n):
+        return (500, {}, b"overloaded") if n < 3 else completion(token_ids=[5, EOS])
+
+    with serving(reply) as server:
+        answers, failed = ask(server, reader, backoff_s=0.1)
+    assert not failed
+    assert answers == {prompt.id: Answer([5, EOS], "eos") for prompt in PROMPTS}
+    times = [when for when, body in server.requests if body["prompt"] == [10]]
+    pauses = [after - before for before, after in pairwise(times)]
+    assert all(pause >= 0.1 * 2**i for i, pause in enumerate(pauses))
+
+
+@pytest.mark.parametrize("header", ["0.4", "date"])
+def test_retry_after_is_honoured(reader, header):
+    wait_s = 0.4 if header != "date" else 1.0  # a date has whole seconds
+
+    def reply(body, n):
+        value = header if header != "date" else email.utils.formatdate(time.time() + 2, usegmt=True)
+        return (429, {"retry-after": value}, b"") if not n else completion(token_ids=[EOS])
+
+    with serving(reply) as server:
+        answers, _ = ask(server, reader)
+    assert len(answers) == 4
+    first, second = (when for when, body in server.requests if body["prompt"] == [10])
+    assert wait_s <= second - first < 3
+
+
+def test_retries_end_and_other_prompts_go_on(reader):
+    def reply(body, n):
+        if body["prompt"] == [11]:
+            return 503, {}, b'{"error": {"message": "no GPU"}}'
+        if body["prompt"] == [12]:
+            return 400, {}, b'{"error": {"message": "context is 8"}}'
+        return completion(token_ids=[5, EOS])
+
+    with serving(reply) as server:
+        answers, failed = ask(server, reader, retries=2)
+    assert set(answers) == {"q0", "q3"}
+    assert failed == {"q1": "the server says 503: 'no GPU'", "q2": "the server says 400: 'context is 8'"}
+    posted = [body["prompt"] for _, body in server.requests]
+    assert (posted.count([11]), posted.count([12])) == (3, 1)
+
+
+def test_a_hung_or_broken_answer_is_a_failure(reader):
+    def reply(body, n):
+        if body["prompt"] == [10]:
+            time.sleep(0.6)
+        if body["prompt"] == [11]:
+            return 200, {"content-encoding": "gzip"}, b"no gzip"
+        if body["prompt"] == [12]:
+            return 200, {"content-length": "999"}, b"{"
+        return 200, {}, b"<html>busy</html>" if body["prompt"] == [13] else b"{}"
+
+    with serving(reply) as server:
+        answers, failed = ask(server, reader, retries=0, timeout_s=0.3)
+    assert not answers
+    assert failed["q0"].startswith("no answer (ReadTimeout")
+    assert failed["q1"].startswith("answers nonsense: DecodingError")
+    assert failed["q2"].startswith("no answer (")
+    assert failed["q3"] == "answers nonsense: no JSON but '<html>busy</html>'"
+
+
+def test_as_many_requests_at_a_time_as_asked_for(reader):
+    def reply(body, n):
+        time.sleep(0.05)
+        return completion(token_ids=[EOS])
+
+    with serving(reply) as server:
+        ask(server, reader, concurrency=3)
+        assert server.most_open == 3
+        server.most_open = 0
+        ask(server, reader, concurrency=1)
+        assert server.most_open == 1
+
+
+def test_a_server_that_goes_away_ends_the_command(reader):
+    with pytest.raises(UserError, match=r"cannot be reached \(ConnectError.*start the server"):
+        ask(type("Gone", (), {"address": f"http://127.0.0.1:{free_port()}"}), reader, retries=1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+STARTS = {
+    "html": ((200, {}, b"<html>hello</html>"), {}, "answers nonsense to GET /v1/models .200: '<html>hello"),
+    "no list": ({"data": 3}, {}, "answers nonsense"),
+    "refused": ((401, {}, b'{"detail": "no key"}'), {}, "refuses .401: 'no key'.; set OPENAI_API_KEY"),
+    "ill": ((500, {}, b"oops"), {}, "does not work: the server says 500: 'oops'"),
+    "not found": ((404, {}, b"nothing"), {}, "answers nonsense to GET /v1/models .404"),
+    "none": ({"data": []}, {}, "serves no model"),
+    "two": ({"data": [{"id": "a"}, {"id": "b"}]}, {}, "serves a, b; give model="),
+    "another": ({"data": [{"id": "a"}]}, {"model": "b"}, "model=b is not served by .*; choose among a"),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_what_is_no_server_is_said_at_the_start(case):
+    models, options, message = STARTS[case]
+    with serving(lambda body, n: None, models) as server, pytest.raises(UserError, match=message):
+        CompletionServer(Endpoint(server.address, retries=1, backoff_s=0.01, **options)).find_model()
+
+
+def test_the_model_is_found_with_or_without_v1():
+    with serving(lambda body, n: None) as server:
+        for address in (server.address, f"{server.address}/", f"{server.address}/v1", f"{server.address}/v1/"):
+            assert CompletionServer(Endpoint(address)).find_model() == "tiny"
+    with serving(lambda body, n: None, (404, {}, b"")) as server:
+        assert CompletionServer(Endpoint(server.address, model="named")).find_model() == "named"
+
+
+@pytest.mark.parametrize("address", ["localhost:8000", "", "ftp://x", "http://", "http://[::1"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(UserError, match="give http://host:port"):
+        Endpoint(address)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "clé"])
+def test_what_cannot_be_a_key_is_refused_without_showing_it(key):
+    with pytest.raises(UserError, match="OPENAI_API_KEY") as refused:
+        Endpoint("http://host", key)
+    assert key not in str(refused.value)
+
+
+def test_a_long_retry_after_is_cut_and_nonsense_not_followed():
+    def waits(value):
+        return response_server._retry_after_s(response_server.httpx.Response(429, headers={"retry-after": value}))
+
+    assert waits("99999999") == response_server.MAX_RETRY_AFTER_S
+    assert [waits(value) for value in ("banana", "-3", "0", "nan", "Wed, 21 Oct 2015 07:28:00 GMT")] == [None] * 5
+
+
+@pytest.fixture
+def served(made, tmp_path) -> list[str]:
+    rows = [{"question_id": i, "category": "c", "turns": [f"def read_{i}("]} for i in range(5)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["prompts=p.jsonl", f"target={made / 'target'}", "source=server", "max_new_tokens=6", "retries=0", "out=r"]
+
+
+def echo(body, n):
+    return completion(token_ids=[*body["prompt"][:3], EOS])
+
+
+def test_the_command_stores_what_the_server_says(respond, served, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with serving(echo) as server:
+        code, out, err = respond(*served, f"base_url={server.address}", "sampling=t08", "sampling.min_p=0.1", "seed=3")
+    assert code == 0, err
+    store = open_responses("r")
+    assert [row["response"] for row in store.rows] == [[*row["prompt"][:3], EOS] for row in store.rows]
+    assert set(store.rows["finish_reason"]) == {"eos"}
+    body = server.requests[0][1]
+    seeds = {posted["seed"] for _, posted in server.requests}
+    assert len(seeds) == 5
+    assert {key: body[key] for key in body.keys() - {"prompt", "seed"}} == {
+        "model": "tiny",
+        "max_tokens": 6,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": 50,
+        "min_p": 0.1,
+        "stream": False,
+        "return_token_ids": True,
+    }
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    assert store.manifest.config["model"] == "tiny"
+    assert not any(b"secret" in file.read_bytes() for file in Path("r").iterdir())
+    assert "ended by eos │ 100%" in out
+
+
+def test_failed_prompts_are_listed_and_tried_again(respond, served):
+    def reply(body, n):
+        return completion(token_ids=[999]) if not n and len(server.requests) % 2 else echo(body, n)
+
+    with serving(reply) as server:
+        arguments = [*served, f"base_url={server.address}", "concurrency=1"]
+        code, out, err = respond(*arguments)
+        assert code == 2
+        assert "3 of 5 prompts failed (listed in .r.partial/failed-0.jsonl); the same command tries them again" in err
+        assert err.count("\n") == 1
+        assert out.count("token id 999 is outside") == 3
+        assert not Path("r").exists()
+        assert len(Path(".r.partial/failed-0.jsonl").read_text().splitlines()) == 3
+        posted = len(server.requests)
+        code, out, err = respond(*arguments)
+    assert code == 0, err
+    assert len(server.requests) - posted == 3
+    assert "2 of 5 prompts are answered already" in err
+    assert open_responses("r").rows["id"][:] == ["0", "1", "2", "3", "4"]
+    assert sorted(path.name for path in Path().iterdir()) == ["p.jsonl", "r"]
+
+
+def test_responses_as_text_are_counted(respond, served):
+    with serving(lambda body, n: completion(text="read(")) as server:
+        code, out, err = respond(*served, f"base_url={server.address}")
+    assert code == 0, err
+    assert open_responses("r").manifest.counts["retokenized"] == 5
+    assert "5 responses that came as text" in out
+
+
+def test_a_server_that_is_down_is_one_sentence_and_leaves_nothing(respond, served):
+    code, out, err = respond(*served, f"base_url=http://127.0.0.1:{free_port()}")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: base_url=http://127.0.0.1:")
+    assert "cannot be reached (ConnectError" in err
+    assert err.count("\n") == 1
+    assert [path.name for path in Path().iterdir()] == ["p.jsonl"]
+
+
+def test_a_server_that_goes_down_midway_loses_nothing(respond, served):
+    def reply(body, n):
+        if len(server.requests) == 3:
+            server.socket.close()  # nobody listens any more
+            return 500, {}, b""
+        return echo(body, n)
+
+    with serving(reply) as server:
+        arguments = [*served, "concurrency=1", "retries=1"]
+        code, _, err = respond(*arguments, f"base_url={server.address}")
+    assert code == 2
+    assert "cannot be reached" in err
+    assert len(Path(".r.partial/rows-0.jsonl").read_text().splitlines()) == 2
+    with serving(echo) as server:
+        assert respond(*arguments, f"base_url={server.address}")[0] == 0
+        assert len(server.requests) == 3
+    assert len(open_responses("r").rows) == 5

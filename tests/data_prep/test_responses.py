@@ -1,0 +1,351 @@
+"""`python -m data_prep.responses`: what it writes, and what becomes of it when it is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from data_prep import response_builder
+from data_prep.corpus import is_held_out, stdlib_documents
+from data_prep.response_store import open_responses
+from data_prep.responses import STDLIB_HELD_OUT, read_questions
+from spectrain.cli import build_method, method_config
+from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
+from tests.conftest import tiny_model
+from tests.data_prep.conftest import contents
+from tests.test_cli import composed
+
+ROOT = Path(__file__).parent.parent.parent
+SEED = 5
+
+
+def write_prompts(file: Path, n: int, words: int = 1) -> None:
+    rows = [{"question_id": f"q{i}", "category": f"c{i % 3}", "turns": [f"def read_{i}(" * words]} for i in range(n)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def asked(made, tmp_path) -> list[str]:
+    """Twelve prompts."""
+    write_prompts(tmp_path / "p.jsonl", 12)
+    return [f"prompts={tmp_path / 'p.jsonl'}", f"target={made / 'target'}", "max_new_tokens=16", f"seed={SEED}"]
+
+
+@pytest.fixture
+def failing(asked) -> list[str]:
+    """The eighth prompt has no room for its response."""
+    file = Path(asked[0].removeprefix("prompts="))
+    lines = file.read_text().splitlines()
+    lines[7] = json.dumps({"question_id": "[long]", "category": "c", "turns": ["def read(path): " * 60]})
+    file.write_text("\n".join(lines))
+    return asked
+
+
+def rows(folder: str) -> list[dict]:
+    return open_responses(folder).rows.to_list()
+
+
+def test_each_row_is_what_the_loop_draws_alone(respond, asked, made):
+    code, out, err = respond(*asked, "out=r", "batch_size=5")
+    assert code == 0, err
+    store, target = open_responses("r"), load_target(made / "target", device="cpu")
+    method = build_method(method_config("autoregressive"), target, {})
+    assert store.rows["id"][:] == [f"q{i}" for i in range(12)]
+    for i, row in enumerate(store.rows):
+        prompt = target.tokenizer(f"def read_{i}(")["input_ids"]
+        (alone,) = generate(target, method, [prompt], 16, Sampling(temperature=1.0), seed=SEED, prompt_numbers=[i])
+        assert row == {
+            "id": f"q{i}",
+            "category": f"c{i % 3}",
+            "prompt": prompt,
+            "response": alone.tokens,
+            "finish_reason": alone.finish_reason,
+            "sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+            "seed": SEED,
+            "number": i,
+        }
+    manifest = store.manifest
+    n_tokens = sum(len(row["response"]) for row in store.rows)
+    assert manifest.counts | {"retokenized": 0, "later_turns": 0} == manifest.counts
+    assert [manifest.counts[key] for key in ("prompts", "responses", "failed", "tokens")] == [12, 12, 0, n_tokens]
+    store.check_fits(fingerprint(target.model, target.tokenizer), "x")
+    assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(target.tokenizer)
+    assert manifest.config["prompts"] == asked[0].removeprefix("prompts=")
+    assert f"{n_tokens:,}" in out
+    assert f"next: python -m spectrain.train +exp=specdecpp responses=r target={made / 'target'}" in out
+
+
+def test_any_method_writes_the_targets_own_greedy_text(respond, asked):
+    assert respond(*asked, "sampling=greedy", "out=plain")[0] == 0
+    code, _, err = respond(*asked, "sampling=greedy", "method=pld", "method.max_nodes=4", "out=pld")
+    assert code == 0, err
+    assert rows("pld") == rows("plain")
+
+
+def test_stop_strings_end_a_response(respond, asked):
+    assert respond(*asked, "out=r", "stop_strings=[r]")[0] == 0
+    assert "stop" in open_responses("r").rows["finish_reason"]
+
+
+KILLED = """
+import os, pathlib, random, signal, sys, time
+from data_prep.responses import main
+from spectrain.cli import command
+
+def start(out):
+    pid = os.fork()  # a process of its own, without loading torch again
+    if not pid:
+        sys.argv += [f"out={out}"]
+        command("responses")(main)()
+        os._exit(0)
+    return pid
+
+assert os.waitpid(start("whole"), 0)[1] == 0
+rng = random.Random(0)
+lines = pathlib.Path(".cut.partial/rows-0.jsonl")
+counts = []
+for share in (1, 2, 3):
+    pid = start("cut")
+    wanted = rng.randrange(8 * share, 8 * share + 8)
+    while not lines.exists() or lines.read_bytes().count(b"\\n") < wanted:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.02))
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert not pathlib.Path("cut").exists()
+    counts.append(lines.read_bytes().count(b"\\n"))
+    if share == 2:  # a kill amid a write
+        os.truncate(lines, lines.stat().st_size - 9)
+assert os.waitpid(start("cut"), 0)[1] == 0
+print(counts)
+"""
+
+
+def test_killed_at_random_points_it_goes_on_to_the_same_set(asked, tmp_path):
+    write_prompts(tmp_path / "p.jsonl", 48)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, *asked, "max_new_tokens=32", "batch_size=3"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(rows(tmp_path / "whole")) == 48
+    whole, cut = contents(tmp_path / "whole"), contents(tmp_path / "cut")
+    assert cut == whole
+    assert not (tmp_path / ".cut.partial").exists()
+
+
+def test_two_ranks_are_resumed_as_one(respond, failing, tmp_path):
+    assert respond(*failing, "out=one", "allow_failed=true")[0] == 0
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*launcher, "-m", "data_prep.responses", *failing, "out=two"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode != 0
+    assert ended.stderr.count("1 of 12 prompts failed (listed in .two.partial/failed-1.jsonl)") == 1
+    files = [tmp_path / ".two.partial" / f"rows-{rank}.jsonl" for rank in range(2)]
+    assert [len(file.read_text().splitlines()) for file in files] == [6, 5]
+    lines = files[1].read_text().splitlines(keepends=True)
+    files[1].write_text("".join(lines[:3]) + lines[3][:20])
+    code, _, err = respond(*failing, "out=two", "allow_failed=true")
+    assert code == 0, err
+    assert "9 of 12 prompts are answered already" in err
+    assert contents("two") == contents("one")
+
+
+def test_a_failed_prompt_is_listed_tried_again_and_left_out_only_when_allowed(respond, failing):
+    for _ in range(2):
+        code, out, err = respond(*failing, "out=r")
+        assert code == 2
+        assert "1 of 12 prompts failed (listed in .r.partial/failed-0.jsonl); the same command tries them again" in err
+        assert "[long]" in out
+        assert "max_new_tokens=16, but the" in out
+        assert not Path("r").exists()
+        (listed,) = Path(".r.partial/failed-0.jsonl").read_text().splitlines()
+    code, _, err = respond(*failing, "out=r", "allow_failed=true")
+    assert code == 0, err
+    assert "11 of 12 prompts are answered already" in err
+    store = open_responses("r")
+    assert store.rows["number"][:] == [i for i in range(12) if i != 7]
+    assert store.manifest.failed == [json.loads(listed)]
+    assert (store.manifest.counts["responses"], store.manifest.counts["failed"]) == (11, 1)
+
+
+def test_of_many_failures_twenty_are_shown_and_no_store_is_made_of_none(respond, asked, tmp_path):
+    write_prompts(tmp_path / "p.jsonl", 23, words=60)
+    code, out, err = respond(*asked, "out=r", "allow_failed=true")
+    assert code == 2
+    assert "23 of 23 prompts failed (listed in .r.partial/failed-0.jsonl); see to the cause, the same command" in err
+    assert "q19" in out
+    assert "q20" not in out
+    assert "and 3 more" in out
+    assert not Path("r").exists()
+
+
+def interrupted_after(n: int, monkeypatch) -> None:
+    add, count = response_builder.Answers.add, []
+
+    def add_and_interrupt(self, prompt, answer):
+        add(self, prompt, answer)
+        count.append(prompt)
+        if len(count) == n:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(response_builder.Answers, "add", add_and_interrupt)
+
+
+def test_ctrl_c_is_one_line_and_code_130(respond, asked, monkeypatch):
+    assert respond(*asked, "out=whole")[0] == 0
+    with monkeypatch.context() as patch:
+        interrupted_after(4, patch)
+        code, out, err = respond(*asked, "out=cut")
+    assert (code, out, err) == (130, "", "interrupted; the same command goes on from here\n")
+    assert respond(*asked, "out=cut", "batch_size=3")[0] == 0
+    assert contents("cut") == contents("whole")
+
+
+def test_only_the_same_responses_go_on(respond, asked, made, monkeypatch, tmp_path):
+    shutil.copytree(made / "target", tmp_path / "target")
+    arguments = [*asked, "target=./target", "out=r"]
+    with monkeypatch.context() as patch:
+        interrupted_after(4, patch)
+        assert respond(*arguments)[0] == 130
+    before = contents(".r.partial")
+    code, _, err = respond(*arguments, "max_new_tokens=17")
+    assert code == 2
+    assert ".r.partial holds a build with another config (differs in max_new_tokens)" in err
+    prompts = (tmp_path / "p.jsonl").read_text()
+    (tmp_path / "p.jsonl").write_text(prompts.replace("read_9", "read_8"))
+    code, _, err = respond(*arguments)
+    assert code == 2
+    assert "holds a build with another set of prompts" in err
+    (tmp_path / "p.jsonl").write_text(prompts)
+    tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=2).save_pretrained("target")
+    code, _, err = respond(*arguments)
+    assert code == 2
+    assert "holds a build with another target fingerprint" in err
+    assert contents(".r.partial") == before
+    assert respond(*arguments, "fresh=true")[0] == 0
+
+
+def test_a_finished_store_is_replaced_only_when_asked(respond, asked, tmp_path):
+    assert respond(*asked)[0] == 0
+    (folder,) = Path("checkpoints").iterdir()
+    assert folder.name.startswith("responses-")
+    code, _, err = respond(*asked)
+    assert code == 2
+    assert err == f"error: {folder} is finished; change an option, give another out, or build it anew with fresh=true\n"
+    before = (folder / "manifest.json").stat().st_mtime_ns
+    assert respond(*asked, "fresh=true")[0] == 0
+    assert (folder / "manifest.json").stat().st_mtime_ns > before
+    assert respond(*asked, "seed=6")[0] == 0
+    assert len(list(Path("checkpoints").iterdir())) == 2
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "manifest.json").write_text('{"kind": "datastore"}')
+    code, _, err = respond(*asked, "out=other", "fresh=true")
+    assert code == 2
+    assert "out=other exists and is no store of responses" in err
+
+
+def test_later_turns_are_named(respond, asked, tmp_path):
+    row = {"question_id": 1, "category": "c", "turns": ["first", "second", "third"]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    code, _, err = respond(*asked, "out=r")
+    assert code == 0
+    assert "1 prompts have more than one turn; the first of each is answered" in err
+    assert open_responses("r").manifest.counts["later_turns"] == 2
+
+
+def test_half_characters_become_replacement_characters(respond, asked, tmp_path):
+    row = {"question_id": "a\ud800", "category": "\udfff", "turns": ["x\ud800"]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    code, _, err = respond(*asked, "out=r")
+    assert code == 0, err
+    (found,) = rows("r")
+    assert (found["id"], found["category"]) == ("a\ufffd", "\ufffd")
+
+
+def test_prompts_of_the_standard_library_are_of_the_training_split_and_apart():
+    questions = read_questions(composed("responses"))
+    assert len(questions) == 400
+    assert questions == read_questions(composed("responses"))
+    assert questions[:7] == read_questions(composed("responses", "limit=7"))
+    texts = {document.id: document.text for document in stdlib_documents()}
+    cuts: dict[str, list[int]] = {}
+    for question in read_questions(composed("responses", "limit=2000")):
+        name, start = question.id.rsplit(":", 1)
+        cuts.setdefault(name, []).append(int(start))
+        assert not is_held_out(name, STDLIB_HELD_OUT)
+        assert texts[name][int(start) :].startswith(question.turns[0])
+    assert max(map(len, cuts.values())) > 1
+    for starts in cuts.values():
+        ordered = sorted(starts)
+        assert all(b - a >= 2400 for a, b in pairwise(ordered))
+
+
+SERVER = ["source=server", "base_url=http://x"]
+BAD = {
+    "missing prompts": (["prompts=/no/such.jsonl"], "prompts=/no/such.jsonl does not exist"),
+    "tokens": (["max_new_tokens=0"], "max_new_tokens=0 must be a whole number of at least 1"),
+    "batch": (["batch_size=1.5"], "batch_size=1.5 must be a whole number"),
+    "limit": (["limit=0"], "limit=0 must be a whole number"),
+    "seed": (["seed=-1"], "seed=-1 must be a whole number"),
+    "chat": (["chat=maybe"], "chat=maybe must be auto, true or false"),
+    "chat without template": (["chat=true"], "has no chat template"),
+    "verification": (["verification=x"], "verification=x must be one of token, block"),
+    "fresh": (["fresh=maybe"], "fresh=maybe must be true or false"),
+    "allow": (["allow_failed=1"], "allow_failed=1 must be true or false"),
+    "stops": (["stop_strings=x"], "stop_strings=x must be a list of texts"),
+    "empty stop": (["stop_strings=['']"], "must be a list of texts"),
+    "timeout": (["timeout_s=0"], "timeout_s=0 must be a number of seconds above 0"),
+    "sampling": (["sampling.repetition_penalty=2"], "sampling.repetition_penalty depends on the text so far"),
+    "temperature": (["sampling.temperature=-1"], "temperature=-1 must be 0"),
+    "source": (["source=cloud"], "source=cloud must be loop or server"),
+    "address without server": (["base_url=http://x"], "base_url=http://x is an option of source=server"),
+    "model without server": (["model=x"], "model=x is an option of source=server"),
+    "server without address": (["source=server"], "give base_url=http://host:port"),
+    "server with drafter": (
+        ["source=server", "base_url=http://x", "drafter=d"],
+        "drafter=d is an option of source=loop",
+    ),
+    "server with method": (["source=server", "base_url=http://x", "method=pld"], "method= is an option of source=loop"),
+    "no address": (["source=server", "base_url=x"], "base_url=x is no address"),
+    "out": (["out=taken"], "out=taken exists and is no store of responses"),
+    "out without a name": (["out=."], "out=. has no name of its own"),
+    "out below a file": (["out=taken/file/r"], "taken/file/.r.partial cannot be made (Not a directory)"),
+    "target": (["target=/no/such/target"], "target folder /no/such/target does not exist"),
+    "drafter": (["drafter=d"], "drafter=d is a vanilla drafter, which none of the methods takes"),
+    "no drafter": (["method=spire"], "checkpoints/ holds no spire drafter for this target"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_sentence_and_leaves_nothing(respond, asked, case, tmp_path):
+    arguments, message = BAD[case]
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    code, _, err = respond(*asked, "out=r", *arguments)
+    assert code == 2, err
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "p.jsonl", "taken"]
