@@ -10,6 +10,7 @@ groups with its 95 % bootstrap interval over groups; the row to look at is the f
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -46,7 +47,8 @@ def main() -> None:
     questions = read_prompts(options.prompts, None)
     prompts = [conversation_ids(target.tokenizer, q.turns[:1], []) for q in questions]
     for method in options.methods:
-        drafters = build(method, options.fixed, target, options.drafter, sampling)
+        artifacts = {method_config(method).get("_artifact_"): options.drafter} if options.drafter else {}
+        drafters = build(method, options.fixed, target, artifacts, sampling)
         for batch_size in options.batches:
             # At batch 1 a group has four prompts, else a batch and a half, so that rows leave and join.
             size = 4 if batch_size == 1 else batch_size * 3 // 2

@@ -109,6 +109,7 @@ def quiet_libraries() -> None:
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
 
 
 def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:

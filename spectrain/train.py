@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 def main(cfg: DictConfig) -> None:
     if "kind" not in cfg or OmegaConf.is_missing(cfg, "kind"):
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
+    if cfg.data.source != "online" and cfg.kind != "specdecpp":
+        raise UserError(f"data={cfg.data.source} is for +exp=specdecpp only; give data=online")
     run = RunFolder.find(cfg)
     if cfg.out and rank_zero_only.rank == 0:
         refuse_existing(Path(cfg.out))
@@ -182,8 +184,6 @@ def make_rows(cfg: DictConfig, documents: list[Document], target: TargetModel) -
         UserError: rows are longer than the target's context, or the corpus is too small.
     """
     check_rows(cfg)
-    if cfg.data.source != "online":
-        raise UserError(f"data={cfg.data.source} is for +exp=specdecpp only; give data=online")
     if cfg.data.row_tokens > target.max_positions:
         raise UserError(
             f"data.row_tokens={cfg.data.row_tokens} is longer than the target's context of {target.max_positions}; "

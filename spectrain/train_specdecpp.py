@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from datasets import Dataset
 from lightning import Trainer
 from lightning.pytorch.loggers import WandbLogger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +35,7 @@ from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.models.head_artifact import HeadFacts, save_head
 from spectrain.runs import RunFolder
 from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
-from spectrain.training.acceptance_data import ResponsesData, TextRow
+from spectrain.training.acceptance_data import ResponsesData, TextRow, text_rows
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def online_source(cfg: DictConfig, target: TargetModel, drafter: OpenDrafter) ->
     print_of_target = fingerprint(target.model, target.tokenizer)
     store = open_responses(Path(cfg.responses or newest_responses(CHECKPOINTS, print_of_target)))
     store.check_fits(print_of_target, cfg.target.path)
-    sampling = warping(cfg) or Sampling.from_options(store.manifest.sampling)
+    sampling = warping(cfg, store.manifest.sampling)
     return Source(store.folder, store.rows, sampling, store.manifest.counts)
 
 
@@ -129,11 +129,11 @@ def offline_source(cfg: DictConfig, target: TargetModel, drafter: OpenDrafter) -
     store = open_acceptance(Path(cfg.data.path or newest_acceptance(CHECKPOINTS, *prints)))
     store.check_fits(*prints, drafter.states.block_tokens)
     sampling = Sampling.from_options(store.manifest.sampling)
-    asked = warping(cfg)
-    if asked is not None and asked != sampling:
+    asked = warping(cfg, store.manifest.sampling)
+    if asked != sampling:
         raise UserError(
             f"data.path={store.folder} was labelled for {sampling.describe()}, not for {asked.describe()}; remove "
-            "warping=, or label anew with python -m data_prep.acceptance"
+            "sampling=, or label anew with python -m data_prep.acceptance"
         )
     return Source(store.folder, store.rows, sampling, store.manifest.counts)
 
@@ -141,12 +141,9 @@ def offline_source(cfg: DictConfig, target: TargetModel, drafter: OpenDrafter) -
 SOURCES = {"online": online_source, "offline": offline_source}
 
 
-def warping(cfg: DictConfig) -> Sampling | None:
-    if cfg.warping is None:
-        return None
-    if not OmegaConf.is_dict(cfg.warping):
-        raise UserError(f"warping={cfg.warping} must be sampling options, such as warping={{temperature: 0.8}}")
-    return Sampling.from_options(cfg.warping)
+def warping(cfg: DictConfig, of_store: Mapping[str, float]) -> Sampling:
+    """How p and q are warped: as the rows were made, but for what the user gave."""
+    return Sampling.from_options({**of_store, **(cfg.get("sampling") or {})})
 
 
 def make_data(cfg: DictConfig, source: Source) -> ResponsesData:
@@ -158,14 +155,10 @@ def make_data(cfg: DictConfig, source: Source) -> ResponsesData:
     share = cfg.held_out_share
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise UserError(f"held_out_share={share} must be a share of the rows, strictly between 0 and 1")
-    stored = "drafts" in source.rows.column_names
-    names = ["prompt", "response", *(["drafts", "labels"] if stored else [])]
-    columns = source.rows.with_format("numpy", columns=names)
     train: list[TextRow] = []
     held_out: list[TextRow] = []
-    for number, (row_id, values) in enumerate(zip(source.rows["id"], columns, strict=True)):
-        drafts, labels = (np.stack(list(values[name])) if stored else None for name in ("drafts", "labels"))
-        row = TextRow(number, values["prompt"], values["response"], drafts, labels).cut(cfg.data.row_tokens)
+    for row_id, whole in zip(source.rows["id"], text_rows(source.rows), strict=True):
+        row = whole.cut(cfg.data.row_tokens)
         if len(row.response):
             (held_out if is_held_out(row_id, share) else train).append(row)
     n_short = len(source.rows) - len(train) - len(held_out)

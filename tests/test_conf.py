@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from lightning import Trainer
@@ -38,7 +36,7 @@ def options(group: str) -> list[str]:
 
 def test_every_group_is_tested():
     folders = {path.name for path in CONF.iterdir() if path.is_dir()} - {"hydra"}
-    assert folders == set(GROUPS)
+    assert folders == set(GROUPS) | {"sweep"}  # what W&B reads, no group of Hydra
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options(group)])
@@ -47,6 +45,17 @@ def test_every_yaml_composes(group, option):
     needed = [] if group == "exp" else NEEDED[command]
     cfg = composed(command, *needed, override.format(option))
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("group", ["target=bundled", "method=sssd", "sampling=t08", "source=server"])
+def test_responses_compose(group):
+    OmegaConf.to_container(composed("responses", group), resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("option", options("sampling"))
+def test_acceptance_labels_compose_with_every_sampling_and_without(option):
+    assert composed("acceptance").get("sampling") is None
+    Sampling.from_options(composed("acceptance", f"sampling={option}").sampling)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("**/*.yaml")), ids=lambda p: str(p.relative_to(CONF)))
@@ -78,8 +87,7 @@ def test_every_sampling_instantiates(option):
 def test_every_method_instantiates(option, exported):
     cfg = composed("generate", "prompt=x", f"method={option}")
     target, folders = exported
-    folder = folders.get(cfg.method.get("_artifact_"))
-    assert isinstance(build_method(cfg.method, target, folder and str(folder)), Drafter)
+    assert isinstance(build_method(cfg.method, target, folders), Drafter)
 
 
 @pytest.mark.parametrize("option", options("variants"))
@@ -88,20 +96,22 @@ def test_every_variant_instantiates(option, exported):
     target, folders = exported
     for name, options_of in method_configs(cfg).items():
         if name in cfg.variants:
-            folder = folders.get(options_of.get("_artifact_"))
-            assert isinstance(build_method(options_of, target, folder and str(folder)), Drafter)
+            assert isinstance(build_method(options_of, target, folders), Drafter)
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory) -> tuple[TargetModel, dict[str, Path]]:
-    """A tiny target, and a drafter of every kind for it."""
+def exported(tmp_path_factory) -> tuple[TargetModel, dict[str, str]]:
+    """A tiny target, and an artifact of every kind for it."""
     from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
+    from tests.models.test_head_artifact import export_head
 
     target = TargetModel(tiny_model("llama"), tiny_tokenizer())
     root = tmp_path_factory.mktemp("checkpoints")
     make_store(root / "store", [[1, 2, 3]], target.vocab_size, tokenizer=tokenizer_fingerprint(target.tokenizer))
+    vanilla = export_vanilla(root / "vanilla", target)
     return target, {
-        "spire": export_spire(root / "spire", target),
-        "vanilla": export_vanilla(root / "vanilla", target),
-        "datastore": root / "store",
+        "spire": str(export_spire(root / "spire", target)),
+        "vanilla": str(vanilla),
+        "head": str(export_head(root / "head", target, vanilla)),
+        "datastore": str(root / "store"),
     }

@@ -130,6 +130,11 @@ def _opening(results: Mapping) -> str:
         )
     elif judged:
         sentences.append("Every one of them wrote the same text as autoregressive decoding, token by token.")
+    sentences += [
+        f'<span class="bad">{escape(name)}: {escape(one["warning"])}.</span>'
+        for name, one in methods.items()
+        if one.get("warning")
+    ]
     return "".join(f"<p>{sentence}</p>" for sentence in sentences)
 
 
@@ -320,6 +325,7 @@ def render_table(results: Mapping) -> Table:
     notes = ["* peer: Hugging Face's own generation"] if any(map(_is_peer, methods.values())) else []
     failed = {name: _whole(one, "errors") for name, one in methods.items()}
     notes += [f"{name}: {_count(n, 'question')} failed" for name, n in failed.items() if n]
+    notes += [f"{name}: {one['warning']}" for name, one in results["methods"].items() if one.get("warning")]
     notes += [f"skipped {name}: {reason}" for name, reason in (results.get("skipped") or {}).items()]
     if notes:
         table.caption = Text("\n".join(notes))  # Text: brackets in a reason are no markup

@@ -28,9 +28,9 @@ class OpenDrafter:
     states: DraftStates
 
     def with_stop(self, gamma: int, stop: StopRule | None) -> Speculative | Spire:
-        """The decoding method: chains of at most gamma tokens, ended by the rule."""
+        """The decoding method: chains of at most gamma tokens, and of a SPIRe drafter's window, ended by the rule."""
         if isinstance(self.states, SpireStates):
-            return Spire(self.states.drafter, gamma, stop=stop)
+            return Spire(self.states.drafter, min(gamma, self.states.drafter.config.window_tokens), stop=stop)
         return Speculative(self.states.model, gamma, stop=stop)
 
 

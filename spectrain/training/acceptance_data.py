@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from datasets import Dataset
 from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from spectrain.training.data import ResumableLoader, SeededBatches
 
@@ -32,6 +33,17 @@ class TextRow:
         kept = max(0, n_tokens - len(self.prompt))
         stored = [None if values is None else values[:, :kept] for values in (self.drafts, self.labels)]
         return TextRow(self.number, self.prompt, self.response[:kept], *stored)
+
+
+def text_rows(rows: Dataset) -> list[TextRow]:
+    """All rows of a store of data_prep.responses or data_prep.acceptance, numbered in its order."""
+    stored = "drafts" in rows.column_names
+    names = ["prompt", "response", *(["drafts", "labels"] if stored else [])]
+    found = []
+    for number, values in enumerate(rows.with_format("numpy", columns=names)):
+        drafts, labels = (np.stack(list(values[name])) if stored else None for name in ("drafts", "labels"))
+        found.append(TextRow(number, values["prompt"], values["response"], drafts, labels))
+    return found
 
 
 @dataclass
@@ -92,7 +104,7 @@ class ResponsesData(LightningDataModule):
         return DataLoader(_Rows(self.held_out), batch_size=self.batch_size, collate_fn=TextBatch.of)
 
 
-class _Rows(Dataset):
+class _Rows(torch.utils.data.Dataset):
     def __init__(self, rows: Sequence[TextRow]) -> None:
         self.rows = rows
 

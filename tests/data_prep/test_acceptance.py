@@ -1,0 +1,417 @@
+"""`python -m data_prep.acceptance`: what it writes, what becomes of it when it is cut, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from data_prep import acceptance, acceptance_parts
+from data_prep.acceptance_store import FEATURES, AcceptanceStore, open_acceptance
+from data_prep.corpus import train_tokenizer
+from data_prep.response_store import ResponseManifest, write_responses
+from spectrain.cli import command
+from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
+from spectrain.decoding.sampling import row_generator
+from spectrain.methods.specdecpp import open_drafter
+from spectrain.models.acceptance_labels import label_texts
+from tests.conftest import noisy_copy, tiny_model
+from tests.data_prep.conftest import contents
+from tests.models.test_artifacts import export_spire
+
+ROOT = Path(__file__).parent.parent.parent
+N_ROWS, LONG = 14, 9  # one is longer than the target's context
+RESPONSES_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.fixture(scope="module")
+def ready(made, tmp_path_factory) -> Path:
+    """Responses of the tiny target, a draft model that is its noisy copy, and a SPIRe drafter."""
+    root = tmp_path_factory.mktemp("ready")
+    target = load_target(made / "target", device="cpu")
+    noisy_copy(target.model, 0.2).save_pretrained(root / "draft")
+    target.tokenizer.save_pretrained(root / "draft")
+    export_spire(root / "spire", target, k=3, window_tokens=7)
+    save_responses(root / "responses", target, N_ROWS)
+    return root
+
+
+def save_responses(folder: Path, target, n_rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(n_tokens: int) -> list[int]:
+        return torch.randint(4, 300, (n_tokens,), generator=generator).tolist()
+
+    lengths = [(1 + i * 7 % 11, i * 5 % 17) for i in range(n_rows)]
+    lengths[LONG] = (200, 60)
+    rows = [
+        {
+            "id": f"q{i}",
+            "category": "c",
+            "prompt": draw(n_prompt),
+            "response": draw(n_response),
+            "finish_reason": "length",
+            "sampling": RESPONSES_SAMPLING,
+            "seed": 0,
+            "number": 100 + i,
+        }
+        for i, (n_prompt, n_response) in enumerate(lengths)
+    ]
+    manifest = ResponseManifest(
+        target="the tiny target",
+        target_fingerprint=fingerprint(target.model, target.tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
+        sampling=RESPONSES_SAMPLING,
+        max_new_tokens=64,
+        config={},
+        counts={"responses": n_rows},
+    )
+    write_responses(folder, rows, manifest)
+
+
+@pytest.fixture
+def asked(made, ready) -> list[str]:
+    """Parts of three rows, and batches smaller than a part."""
+    folders = [f"target={made / 'target'}", f"responses={ready / 'responses'}", f"drafter={ready / 'draft'}"]
+    return [*folders, "draws=2", "part_rows=3", "batch_tokens=40"]
+
+
+@pytest.fixture
+def label(tmp_path, monkeypatch, capfd):
+    """Runs the command in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["data_prep.acceptance", *arguments])
+        code = 0
+        try:
+            command("acceptance")(acceptance.main)()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def cut(label, monkeypatch, *arguments: str, parts: int = 2) -> None:
+    """Leaves a build after so many parts."""
+    write_part = acceptance.write_part
+
+    def write_some(work: Path, index: int, *rest) -> None:
+        if index == parts:
+            os.kill(os.getpid(), signal.SIGINT)
+        write_part(work, index, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(acceptance, "write_part", write_some)
+        assert label(*arguments)[0] == 130
+
+
+def same_rows(one: AcceptanceStore, other: AcceptanceStore) -> bool:
+    """Floats within rounding."""
+    for a, b in zip(one.rows, other.rows, strict=True):
+        if any(a[name] != b[name] for name in ("id", "prompt", "response", "drafts")):
+            return False
+        if any(not np.allclose(a[name], b[name], rtol=1e-4, atol=1e-6) for name in ("p", "q", "labels")):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["draft", "spire"])
+def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
+    code, out, err = label(*asked, f"drafter={ready / kind}", "rollout_tokens=5", "seed=3", "out=a")
+    assert code == 0, err
+    store = open_acceptance("a")
+    assert store.rows.features == FEATURES
+    target = load_target(made / "target", device="cpu")
+    drafter = open_drafter(target, "vanilla" if kind == "draft" else "spire", str(ready / kind), 5)
+    target = target.with_capture(drafter.states.capture_layers)
+    kept = [i for i in range(N_ROWS) if i != LONG]
+    assert store.rows["id"][:] == [f"q{i}" for i in kept]
+    sampling, labels = Sampling(**RESPONSES_SAMPLING), []
+    for i, row in zip(kept, store.rows, strict=True):
+        n_prompt, n_response = len(row["prompt"]), len(row["response"])
+        assert n_response == i * 5 % 17
+        text = torch.tensor([row["prompt"] + row["response"]])
+        uniforms = torch.zeros(1, text.shape[1], 2)
+        uniforms[0, n_prompt:] = torch.rand(n_response, 2, generator=row_generator(3, 100 + i))
+        may_draft = (torch.arange(text.shape[1]) >= n_prompt) & drafter.states.reads_drafts(text.shape[1])
+        alone = label_texts(target, drafter.states, text, may_draft[None], sampling, uniforms)
+        for name in ("drafts", "p", "q", "labels"):
+            expected = getattr(alone, name)[0, n_prompt:].T
+            torch.testing.assert_close(
+                torch.tensor(row[name], dtype=expected.dtype).view(2, -1), expected, rtol=1e-4, atol=1e-6
+            )
+        drafted = torch.tensor(row["q"]).view(2, -1) > 0
+        assert torch.equal(drafted, may_draft[n_prompt:].expand(2, -1))
+        labels += torch.tensor(row["labels"]).view(2, -1)[drafted].tolist()
+    facts = store.manifest
+    assert facts.counts == {
+        "rows": len(kept),
+        "positions": len(labels) // 2,
+        "tokens": sum(len(row["prompt"]) + len(row["response"]) for row in store.rows),
+        "mean_label": pytest.approx(np.mean(labels)),
+        "below_half": pytest.approx(np.mean(np.array(labels) < 0.5)),
+    }
+    assert 0 < facts.counts["below_half"] < 1
+    assert facts.skipped == [{"id": f"q{LONG}", "tokens": 260}]
+    assert (facts.sampling, facts.draws, facts.responses) == (RESPONSES_SAMPLING, 2, "responses")
+    assert facts.drafter == dataclasses.asdict(drafter.facts)
+    assert facts.rollout_tokens == (5 if kind == "spire" else None)
+    store.check_fits(fingerprint(target.model, target.tokenizer), drafter.facts.fingerprint, facts.rollout_tokens)
+    assert f"1 of {N_ROWS} responses are skipped, longer than the 256 tokens" in err
+    for fact in ("temperature 0.8, top_k 40", f"{facts.counts['mean_label']:.3f}", "2 a position", "tokens/s"):
+        assert fact in out
+    assert f"next: python -m spectrain.train +exp=specdecpp data=offline data.path=a target={made / 'target'}" in out
+    assert [path.name for path in Path().iterdir()] == ["a"]
+
+
+def test_rows_depend_neither_on_batches_nor_on_parts(label, asked):
+    assert label(*asked, "out=a")[0] == 0
+    assert label(*asked, "out=b", "batch_tokens=4096", "part_rows=256")[0] == 0
+    assert same_rows(open_acceptance("a"), open_acceptance("b"))
+    assert label(*asked, "out=c", "seed=1")[0] == 0
+    assert not same_rows(open_acceptance("a"), open_acceptance("c"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["sampling=greedy"], {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}),
+        (["sampling=t08"], {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}),
+        (["sampling.top_p=0.9"], {**RESPONSES_SAMPLING, "top_p": 0.9}),
+        (["sampling=t1", "sampling.min_p=0.1"], {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.1}),
+    ],
+)
+def test_the_warping_is_that_of_the_responses_unless_it_is_given(label, asked, arguments, expected):
+    code, _, err = label(*asked, "out=a", *arguments)
+    assert code == 0, err
+    store = open_acceptance("a")
+    assert store.manifest.sampling == expected
+    if expected["temperature"] == 0:
+        values = {value for row in store.rows for draw in row["labels"] for value in draw}
+        assert values == {0.0, 1.0}
+
+
+def test_what_is_not_given_is_the_newest_that_fits(label, asked, ready):
+    shutil.copytree(ready / "responses", "checkpoints/responses-1")
+    code, _, err = label(asked[0])
+    assert code == 2
+    assert "checkpoints/ holds no vanilla drafter for this target; train one" in err
+    assert sorted(os.listdir("checkpoints")) == ["responses-1"]
+    shutil.copytree(ready / "draft", "checkpoints/vanilla-1")
+    facts = {"kind": "vanilla", "target": "t", "target_fingerprint": target_print(ready), "trained": {}, "version": 1}
+    Path("checkpoints/vanilla-1/spectrain.json").write_text(json.dumps(facts))
+    code, out, err = label(asked[0])
+    assert code == 0, err
+    (folder,) = Path("checkpoints").glob("acceptance-*")
+    assert f"data.path={folder}" in out
+    manifest = open_acceptance(folder).manifest
+    assert manifest.config["responses"] == "checkpoints/responses-1"
+    assert manifest.drafter["path"] == "checkpoints/vanilla-1"
+    # Other weights at the same place are another store.
+    noisy_copy(load_target(ready / "draft", device="cpu").model).save_pretrained("checkpoints/vanilla-1")
+    assert label(asked[0])[0] == 0
+    assert len(list(Path("checkpoints").glob("acceptance-*"))) == 2
+
+
+def target_print(ready: Path) -> str:
+    return json.loads((ready / "responses" / "manifest.json").read_text())["target_fingerprint"]
+
+
+def test_a_cut_build_goes_on_to_the_same_bytes(label, asked, monkeypatch):
+    assert label(*asked, "out=whole")[0] == 0
+    cut(label, monkeypatch, *asked, "out=cut")
+    assert sorted(p.name for p in Path(".cut.partial").iterdir()) == ["part-00000", "part-00001", "work.json"]
+    made = []
+    write_part = acceptance.write_part
+    monkeypatch.setattr(
+        acceptance, "write_part", lambda work, index, *rest: (made.append(index), write_part(work, index, *rest))
+    )
+    code, _, err = label(*asked, "out=cut")
+    assert code == 0, err
+    assert made == [2, 3, 4]
+    assert "2 of 5 parts are labelled already" in err
+    assert contents("cut") == contents("whole")
+    assert sorted(os.listdir()) == ["cut", "whole"]
+
+
+def test_a_finished_store_is_refused_unless_fresh(label, asked):
+    assert label(*asked, "out=a")[0] == 0
+    before = contents("a")
+    code, _, err = label(*asked, "out=a")
+    assert code == 2
+    assert err.strip() == "error: a is finished; change an option, give another out, or build it anew with fresh=true"
+    assert label(*asked, "out=a", "fresh=true", "sampling=t1")[0] == 0
+    assert contents("a") != before
+
+
+def test_a_begun_build_refuses_other_options_drafters_and_responses(label, asked, ready, monkeypatch, tmp_path):
+    for name in ("draft", "responses"):
+        shutil.copytree(ready / name, tmp_path / name)
+    asked = [*asked, "drafter=draft", "responses=responses", "out=a"]
+    cut(label, monkeypatch, *asked)
+    code, _, err = label(*asked, "sampling=t1")
+    assert code == 2
+    assert ".a.partial holds a build with another config (differs in sampling)" in err
+    noisy_copy(load_target("draft", device="cpu").model).save_pretrained("draft")
+    code, _, err = label(*asked)
+    assert code == 2
+    assert ".a.partial holds a build with another drafter fingerprint" in err
+    shutil.copytree(ready / "draft", "draft", dirs_exist_ok=True)
+    shutil.rmtree("responses")
+    save_responses(Path("responses"), load_target(asked[0].removeprefix("target="), device="cpu"), N_ROWS + 1)
+    code, _, err = label(*asked)
+    assert code == 2
+    assert ".a.partial holds a build with another set of responses" in err
+    assert label(*asked, "fresh=true")[0] == 0
+    assert len(open_acceptance("a").rows) == N_ROWS
+
+
+def test_a_damaged_part_is_named_and_made_again_once_removed(label, asked, monkeypatch):
+    assert label(*asked, "out=whole")[0] == 0
+    cut(label, monkeypatch, *asked, "out=cut")
+    part = Path(".cut.partial/part-00001")
+    file = next(part.glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:100])
+    code, _, err = label(*asked, "out=cut")
+    assert code == 2
+    assert ".cut.partial/part-00001 is damaged" in err
+    shutil.rmtree(part)
+    assert label(*asked, "out=cut")[0] == 0
+    assert contents("cut") == contents("whole")
+
+
+def test_a_killed_build_goes_on_with_two_ranks(label, asked, made, tmp_path):
+    save_responses(tmp_path / "many", load_target(made / "target", device="cpu"), 120)
+    asked = [*asked, "responses=many", "part_rows=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "data_prep.acceptance", *asked, "out=a"], env=environment, stderr=subprocess.DEVNULL
+    )
+    work = Path(".a.partial")  # each response is a part, but for the long one
+    while len(list(work.glob("part-*"))) < 20:
+        assert started.poll() is None
+        time.sleep(0.005)
+    os.kill(started.pid, signal.SIGKILL)
+    started.wait()
+    n_done = len(list(work.glob("part-*")))
+    assert 20 <= n_done < 119
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*launcher, "-m", "data_prep.acceptance", *asked, "out=a"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"{n_done} of 119 parts are labelled already" in ended.stderr
+    assert ended.stdout.count("mean acceptance") == 1
+    assert label(*asked, "out=b")[0] == 0
+    assert same_rows(open_acceptance("a"), open_acceptance("b"))
+    assert not work.exists()
+
+
+def test_weights_that_are_no_numbers_are_said_and_leave_nothing(label, asked, ready, tmp_path):
+    draft = load_target(ready / "draft", device="cpu")
+    draft.model.model.embed_tokens.weight[150:] = torch.nan  # a few random tokens at loading do not show it
+    draft.model.save_pretrained("broken")
+    draft.tokenizer.save_pretrained("broken")
+    code, _, err = label(*asked, "drafter=broken", "out=a")
+    assert code == 2
+    assert "error: a probability of the target or the drafter is no number; give target.dtype=float32" in err
+    assert os.listdir() == ["broken"]
+
+
+def test_too_little_disk_is_said_before_the_work(label, asked, monkeypatch):
+    free = acceptance_parts.store_bytes(acceptance_parts.TextLengths(np.array([3]), np.array([4])), 2)
+    assert free == 7 * 4 + 4 * 2 * 16
+    usage = shutil.disk_usage("/")._replace(free=100)
+    monkeypatch.setattr("data_prep.disk_need.shutil.disk_usage", lambda folder: usage)
+    code, _, err = label(*asked, "out=a")
+    assert code == 2
+    assert "100 B free, but this build needs about" in err
+    assert "free some, lower draws, or give out=" in err
+    assert not os.listdir()
+
+
+def make_strangers(folder: Path, ready: Path, tokenizer: Path) -> None:
+    """A target and a draft model of other weights, a draft model of another vocabulary, a file in a folder."""
+    for name, size in (("other", 300), ("words", 280)):
+        tiny_model("llama", seed=1, vocab_size=size, eos_token_id=0, num_hidden_layers=1).save_pretrained(folder / name)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / "other")
+    train_tokenizer(["other words"] * 9, 280).save_pretrained(folder / "words")
+    shutil.copytree(ready / "responses", folder / "damaged")
+    file = next((folder / "damaged").glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:-8])
+    (folder / "taken").mkdir()
+    (folder / "taken" / "file").touch()
+
+
+BAD = {
+    "draws": (["draws=0"], "draws=0 must be a whole number of at least 1"),
+    "rollout": (["rollout_tokens=1"], "rollout_tokens=1 must be a whole number of at least 2"),
+    "batch": (["batch_tokens=none"], "batch_tokens=none must be a whole number"),
+    "parts": (["part_rows=0.5"], "part_rows=0.5 must be a whole number"),
+    "seed": (["seed=-1"], "seed=-1 must be a whole number of at least 0"),
+    "fresh": (["fresh=maybe"], "fresh=maybe must be true or false"),
+    "temperature": (["sampling.temperature=-1"], "temperature=-1 must be 0 (greedy) or above"),
+    "top_k": (["sampling.top_k=few"], "sampling.top_k=few must be a whole number"),
+    "penalty": (["sampling.repetition_penalty=2"], "sampling.repetition_penalty depends on the text so far"),
+    "two drafters": (["drafter=[other,words]"], "drafter=['other', 'words'] must be one folder"),
+    "no drafter": (["drafter=taken"], "drafter=taken: target folder taken has no config.json"),
+    "vocabulary": (["drafter=words"], "drafter=words: the draft model's tokenizer ("),
+    "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
+    "number": (["responses=1"], "responses=1 must be one folder"),
+    "damaged": (["responses=damaged"], "is damaged: it is not what the manifest says"),
+    "target": (["target=other"], "were written by the tiny target ("),
+    "spire's target": (["target=other", "drafter=spire"], "were written by the tiny target ("),
+    "out": (["out=taken"], "out=taken exists and is no store of acceptance labels"),
+    "out without a name": (["out=."], "out=. has no name of its own"),
+    "out below a file": (["out=taken/file/a"], "cannot be made (Not a directory)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_sentence_and_leaves_nothing(label, asked, made, ready, tmp_path, case):
+    arguments, message = BAD[case]
+    make_strangers(tmp_path, ready, made / "target")
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = label(*asked, "out=a", *arguments)
+    assert code == 2, err
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_spire_drafter_of_another_target_is_refused(label, asked, ready, made, tmp_path):
+    other = load_target(made / "target", device="cpu")
+    other.model.model.norm.weight.mul_(2)
+    export_spire(tmp_path / "spire", other)
+    code, _, err = label(*asked, "drafter=spire", "out=a")
+    assert code == 2
+    assert "drafter=spire was trained for tiny" in err
+    assert "not for this target" in err
+
+
+def test_responses_that_do_not_fit_at_all_are_said(label, asked, ready):
+    shutil.copytree(ready / "draft", "short")
+    config = json.loads(Path("short/config.json").read_text())
+    Path("short/config.json").write_text(json.dumps({**config, "max_position_embeddings": 1}))
+    code, _, err = label(*asked, "drafter=short", "out=a")
+    assert code == 2
+    assert f"none of the {N_ROWS} responses has a token and fits into the 1 that" in err
+    assert os.listdir() == ["short"]
