@@ -15,6 +15,8 @@ from pathlib import Path
 
 import hydra
 import transformers
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from yaml import YAMLError
@@ -100,6 +102,11 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         return run
 
     return decorate
+
+
+def in_multirun() -> bool:
+    """Whether this is one job of Hydra's `-m`."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def quiet_libraries() -> None:

@@ -29,6 +29,10 @@ from spectrain.json_lines import write_lines as write_lines
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla")  # they do not change what is trained
 
 
+class FinishedRun(UserError):
+    """The run that was asked for is finished already."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """A run that may begin: a new one, or an interrupted one that goes on."""
@@ -59,21 +63,23 @@ class RunFolder:
             return run
         reason = run._why_not_to_go_on()
         if reason and not cfg.fresh:
-            raise UserError(reason)
+            raise reason
         begun = run._begun()
         return run if reason or begun is None else dataclasses.replace(run, id=begun["id"])
 
-    def _why_not_to_go_on(self) -> str | None:
+    def _why_not_to_go_on(self) -> UserError | None:
         before = _hashed(OmegaConf.to_container(OmegaConf.load(self.config_file)))
         ours = _hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
-            return (
+            return UserError(
                 f"run_dir={self.path} holds a run of another config (differs in {', '.join(differing)}); "
                 "give another run_dir or fresh=true"
             )
         if self.result_file.is_file():
-            return f"this run is finished ({self.path}); change an option, or repeat it from nothing with fresh=true"
+            return FinishedRun(
+                f"this run is finished ({self.path}); change an option, or repeat it from nothing with fresh=true"
+            )
         return None
 
     @rank_zero_only

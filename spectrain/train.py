@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from data_prep.corpus import Document, is_held_out, pack, read_documents, train_tokenizer
-from spectrain.cli import command, open_target
+from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import UserError
 from spectrain.evaluation.tau import TauSettings, measure_tau
@@ -36,7 +36,7 @@ from spectrain.models.artifacts import save_spire
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
 from spectrain.models.vanilla import new_vanilla
-from spectrain.runs import RunFolder, refuse_existing, write_folder
+from spectrain.runs import FinishedRun, RunFolder, refuse_existing, write_folder
 from spectrain.train_specdecpp import train_specdecpp
 from spectrain.training.data import PackedRowsData
 from spectrain.training.language_model import LanguageModelTraining
@@ -51,7 +51,13 @@ def main(cfg: DictConfig) -> None:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
     if cfg.data.source != "online" and cfg.kind != "specdecpp":
         raise UserError(f"data={cfg.data.source} is for +exp=specdecpp only; give data=online")
-    run = RunFolder.find(cfg)
+    try:
+        run = RunFolder.find(cfg)
+    except FinishedRun as finished:
+        if not in_multirun():
+            raise
+        log.info("left out: %s", finished)  # a sweep that was interrupted goes on with what is left of it
+        return
     if cfg.out and rank_zero_only.rank == 0:
         refuse_existing(Path(cfg.out))
     seed_everything(cfg.seed, verbose=False)

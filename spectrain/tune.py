@@ -1,6 +1,7 @@
-"""Chooses what depends on the machine or the text: how many nodes a draft tree should have.
+"""Chooses what depends on the machine or the text: nodes of a draft tree, SSSD's discounts, when drafts should end.
 
     python -m spectrain.tune budget=true target=<folder or hub id> prompts=<file.jsonl> methods=[logitspec,pld]
+    python -m spectrain.tune method=specdecpp target=<folder or hub id> prompts=<file.jsonl>
 
 See docs/tune.md. `max_nodes=auto` of `spectrain.bench` and `spectrain.generate` then goes by what was measured.
 """
@@ -14,9 +15,13 @@ from omegaconf import DictConfig
 from spectrain.cli import command
 from spectrain.errors import UserError
 from spectrain.tune_budget import tune_budget
+from spectrain.tune_specdecpp import tune_specdecpp
 from spectrain.tune_sssd import tune_sssd
 
-SEARCHES: dict[str, Callable[[DictConfig], None]] = {"sssd": tune_sssd}  # method=<name>: what searches for its options
+SEARCHES: dict[str, Callable[[DictConfig], None]] = {  # method=<name>: what searches for its options
+    "sssd": tune_sssd,
+    "specdecpp": tune_specdecpp,
+}
 
 
 def main(cfg: DictConfig) -> None:

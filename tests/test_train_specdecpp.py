@@ -235,3 +235,8 @@ def test_the_sweep_and_the_multirun_are_the_same_grid(run, small):
     assert code == 0, err
     heads = [json.loads(file.read_text()) for file in Path("checkpoints").glob("*/config.json")]
     assert {(h["w_rej"], h["head"]["n_blocks"]) for h in heads} == {(1, 0), (1, 1), (3, 0), (3, 1)}
+
+    code, _, err = run("train", *small, "w_rej=1,6", "n_blocks=0", "max_steps=2", "-m")  # goes on with what is left
+    assert code == 0, err
+    assert "left out: this run is finished" in err
+    assert len(list(Path("checkpoints").iterdir())) == 5
