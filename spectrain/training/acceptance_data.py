@@ -12,7 +12,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from spectrain.training.data import ResumableLoader, SeededBatches
+from spectrain.training.data import BatchesOfLikeLength, ResumableLoader
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,13 @@ class ResponsesData(LightningDataModule):
 
     def train_dataloader(self) -> ResumableLoader:
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        batches = SeededBatches(len(self.train), self.batch_size, self.seed, rank, world_size)
+        lengths = [len(row) for row in self.train]
+        batches = BatchesOfLikeLength(lengths, self.batch_size, self.seed, rank, world_size)
         return ResumableLoader(_Rows(self.train), batch_sampler=batches, collate_fn=TextBatch.of)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(_Rows(self.held_out), batch_size=self.batch_size, collate_fn=TextBatch.of)
+        rows = sorted(self.held_out, key=len)
+        return DataLoader(_Rows(rows), batch_size=self.batch_size, collate_fn=TextBatch.of)
 
 
 class _Rows(torch.utils.data.Dataset):

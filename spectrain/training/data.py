@@ -6,7 +6,7 @@ saves and restores that count with the checkpoint, so a resumed run sees the ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from lightning import LightningDataModule
@@ -36,13 +36,45 @@ class SeededBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         if self.given >= len(self):
             self.epoch, self.given = self.epoch + 1, 0
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(self.n_rows, generator=generator).tolist()
+        order = self.order(torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
         global_batch = self.batch_size * self.world_size
         while self.given < len(self):
             start = self.given * global_batch
             self.given += 1
             yield order[start : start + global_batch][self.rank :: self.world_size]
+
+    def order(self, generator: torch.Generator) -> list[int]:
+        """The rows of an epoch in the order in which global batches are cut from them."""
+        return torch.randperm(self.n_rows, generator=generator).tolist()
+
+
+class BatchesOfLikeLength(SeededBatches):
+    """Batches of rows of about the same length, so that little is padded: shuffled rows are sorted by length in pools
+    of `POOL_BATCHES` global batches, and the batches are shuffled again.
+
+    Args:
+        lengths: of each row, in tokens.
+        batch_size, seed, rank, world_size: see `SeededBatches`.
+    """
+
+    POOL_BATCHES = 16
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(len(lengths), batch_size, seed, rank, world_size)
+        self.lengths = lengths
+
+    def order(self, generator: torch.Generator) -> list[int]:
+        shuffled, global_batch = super().order(generator), self.batch_size * self.world_size
+        kept = shuffled[: len(self) * global_batch]  # the rest of the epoch is dropped, whatever its length
+        pool = self.POOL_BATCHES * global_batch
+        by_length = [
+            row for start in range(0, len(kept), pool) for row in sorted(kept[start : start + pool], key=self._length)
+        ]
+        batches = torch.randperm(len(self), generator=generator).tolist()
+        return [row for b in batches for row in by_length[b * global_batch : (b + 1) * global_batch]]
+
+    def _length(self, row: int) -> int:
+        return self.lengths[row]
 
 
 class ResumableLoader(DataLoader):
