@@ -42,9 +42,10 @@ from data_prep.disk_need import check_disk, readable
 from data_prep.progress import TokenProgress, console
 from data_prep.ranks import decided, launch, rank_device
 from data_prep.response_store import ResponseStore, newest_responses, open_responses
-from spectrain.cli import CHECKPOINTS, command, find_artifact, given_artifacts, open_target
+from spectrain.cli import CHECKPOINTS, command, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
+from spectrain.method_building import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.draft_states import SpireStates
 

@@ -21,8 +21,9 @@ import pyarrow.compute
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from data_prep.acceptance_store import FEATURES, save_rows
+from data_prep.acceptance_store import FEATURES
 from data_prep.perplexity import length_buckets
+from data_prep.row_store import save_rows
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
@@ -32,6 +33,9 @@ from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 BYTES_A_DRAFT = 4 + 4 + 4 + 4  # token, p, q, label
 BYTES_A_TOKEN = 4
 OF_DRAFTS = ("drafts", "p", "q", "labels")
+# Added to the seed. Responses are drawn with the same seed by default, and drafts drawn with their numbers would agree
+# with them far too often: Y_i is independent of X_i, given what stands before both.
+DRAFT_STREAM = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,8 @@ def label_rows(
             tokens[row, : len(texts[i])] = torch.tensor(texts[i])
             may_draft[row, places[row]] = True
             size = (len(rows[i]["response"]), labelling.draws)
-            uniforms[row, places[row]] = torch.rand(size, generator=row_generator(labelling.seed, rows[i]["number"]))
+            generator = row_generator(labelling.seed + DRAFT_STREAM, rows[i]["number"])
+            uniforms[row, places[row]] = torch.rand(size, generator=generator)
         may_draft &= states.reads_drafts(n_tokens)
         may_draft[:, 0] = False  # nothing predicts a text's first token
         device = target.device

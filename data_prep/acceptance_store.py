@@ -15,22 +15,14 @@ The folder is what `Dataset.save_to_disk` writes, with `manifest.json` beside it
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import datasets
 from datasets import Dataset, Features, List, Value
 
+from data_prep.row_store import open_rows, save_rows
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import MANIFEST, sha256
-
-log = logging.getLogger(__name__)
+from spectrain.store_folder import StoreKind
 
 VERSION = 1
 KIND = "acceptance"
@@ -68,6 +60,9 @@ class AcceptanceManifest:
     files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}; `write_acceptance` fills it in
 
 
+ACCEPTANCE = StoreKind(KIND, VERSION, AcceptanceManifest, option="data.path", built_by=BUILT_BY)
+
+
 @dataclass(frozen=True)
 class AcceptanceStore:
     """An open store. `rows` is memory-mapped, in the order of the responses, with the columns of FEATURES."""
@@ -98,20 +93,8 @@ class AcceptanceStore:
             )
 
 
-def save_rows(folder: Path, rows: Dataset) -> None:
-    """Writes rows so that the folder appears whole or not at all, and replaces none."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with _no_bars():
-            rows.save_to_disk(temporary)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def write_acceptance(folder: Path, rows: Dataset, manifest: AcceptanceManifest) -> None:
-    """Writes a store; the manifest comes last.
+    """Writes a store so that it appears whole or not at all.
 
     Args:
         folder: is made.
@@ -119,43 +102,7 @@ def write_acceptance(folder: Path, rows: Dataset, manifest: AcceptanceManifest) 
         manifest: its `files` are filled in.
     """
     assert rows.features == FEATURES, rows.features
-    save_rows(folder, rows)
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
-    facts = dataclasses.asdict(dataclasses.replace(manifest, files=files))
-    temporary = folder / f".{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    temporary.rename(folder / MANIFEST)
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
-def read_manifest(folder: Path) -> AcceptanceManifest:
-    """Raises UserError where the folder is missing, holds no acceptance labels, or is of another version."""
-    file = folder / MANIFEST
-    if not folder.is_dir():
-        raise UserError(f"there is no folder {folder} of acceptance labels; make one with {BUILT_BY}")
-    if not file.is_file():
-        raise UserError(f"{folder} has no {MANIFEST}; give a folder that {BUILT_BY} wrote")
-    try:
-        values = json.loads(file.read_text())
-        kind, version = values.get("kind"), values.get("version")
-        if (kind, version) == (KIND, VERSION):
-            return AcceptanceManifest(**values)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); run {BUILT_BY} again") from error
-    raise UserError(
-        f"{folder} is a store of {kind!r} of format version {version!r}, not of {KIND!r} of version {VERSION}; give a "
-        f"folder that {BUILT_BY} wrote"
-    )
+    save_rows(folder, rows, manifest)
 
 
 def open_acceptance(folder: str | Path) -> AcceptanceStore:
@@ -165,22 +112,7 @@ def open_acceptance(folder: str | Path) -> AcceptanceStore:
         UserError: there is no store of acceptance labels in the folder, it is of another version, or it is damaged.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    try:
-        for name, facts in manifest.files.items():
-            file = folder / name
-            if not file.is_file():
-                raise UserError(f"{folder} lacks {name}; run {BUILT_BY} again")
-            if file.stat().st_size != facts["bytes"] or sha256(file) != facts["sha256"]:
-                raise UserError(f"{file} is damaged: it is not what the manifest says; run {BUILT_BY} again")
-        rows = datasets.load_from_disk(str(folder))
-        if not isinstance(rows, Dataset) or rows.features != FEATURES or len(rows) != manifest.counts["rows"]:
-            raise UserError(f"{folder} does not hold what its manifest says; run {BUILT_BY} again")
-    except UserError:
-        raise
-    except Exception as error:  # datasets and arrow each raise their own types here
-        raise UserError(f"{folder} is damaged ({type(error).__name__}: {error}); run {BUILT_BY} again") from error
-    return AcceptanceStore(folder, manifest, rows)
+    return AcceptanceStore(folder, *open_rows(ACCEPTANCE, folder, FEATURES, "rows"))
 
 
 def newest_acceptance(root: Path, target_fingerprint: str, drafter_fingerprint: str) -> Path:
@@ -189,20 +121,10 @@ def newest_acceptance(root: Path, target_fingerprint: str, drafter_fingerprint: 
     Raises:
         UserError: there is none.
     """
-    fitting = []
-    for file in root.glob(f"[!.]*/{MANIFEST}"):
-        try:
-            if json.loads(file.read_text()).get("kind") != KIND:
-                continue  # another command's store
-            manifest = read_manifest(file.parent)
-        except (UserError, ValueError, AttributeError) as error:
-            log.warning("passed over: %s: %s", file.parent, error)
-            continue
-        prints = manifest.target_fingerprint, manifest.drafter.get("fingerprint")
-        if prints == (target_fingerprint, drafter_fingerprint):
-            fitting.append((file.stat().st_mtime, file.parent))
-    if not fitting:
+    prints = target_fingerprint, drafter_fingerprint
+    found = ACCEPTANCE.newest(root, lambda one: (one.target_fingerprint, one.drafter.get("fingerprint")) == prints)
+    if found is None:
         raise UserError(
             f"{root}/ holds no acceptance labels of this target and drafter; make some with {BUILT_BY} drafter=..."
         )
-    return max(fitting)[1]
+    return found

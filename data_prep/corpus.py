@@ -43,6 +43,7 @@ CODE = (
     *(".sql", ".proto", ".html", ".css"),
 )
 SUFFIXES = (*PROSE, *CODE, ".jsonl", ".parquet")
+STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees, as conf/corpus/stdlib.yaml
 
 
 @dataclass(frozen=True)

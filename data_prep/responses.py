@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from data_prep import work_folder
-from data_prep.corpus import is_held_out, stdlib_documents, unit_hash
+from data_prep.corpus import STDLIB_HELD_OUT, is_held_out, stdlib_documents, unit_hash
 from data_prep.progress import console
 from data_prep.prompts import Question, read_prompts
 from data_prep.ranks import decided, launch, rank_device
@@ -32,10 +32,11 @@ from data_prep.response_server import CompletionServer, Endpoint
 from data_prep.response_store import KIND, open_responses
 from data_prep.response_work import Job
 from data_prep.tables import SURROGATE
-from spectrain.cli import CHECKPOINTS, build_method, check_taken, command, given_artifacts, open_target, with_tuned
+from spectrain.cli import CHECKPOINTS, command, open_target
 from spectrain.decoding import Sampling
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_whole
+from spectrain.method_building import build_configured
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ NOT_HASHED = ("out", "fresh", "allow_failed", "batch_size", "base_url", "concurr
 NOT_HASHED_OF_TARGET = ("device", "parallel")
 OF_LOOP = ("drafter", "head", "datastore", "tuned")  # options that a server has no use for
 STDLIB_PROMPTS = 400
-STDLIB_HELD_OUT = 0.05  # share of modules, as conf/corpus/stdlib.yaml
 STDLIB_CHARACTERS = 1200  # of a prompt
 STDLIB_CUTS = 3  # prompts of a module
 STDLIB_STRIDE = 4 * STDLIB_CHARACTERS  # so that a response of 512 tokens ends before the next cut
@@ -105,7 +105,6 @@ def check_source(cfg: DictConfig) -> None:
         for name in ("base_url", "model"):
             if cfg[name] is not None:
                 raise UserError(f"{name}={cfg[name]} is an option of source=server; give source=server, or remove it")
-        check_taken(given_artifacts(cfg), {"this method": cfg.method}, taken_by_peers=set())
         return
     if cfg.base_url is None:
         raise UserError("source=server needs the server's address; give base_url=http://host:port")
@@ -182,13 +181,13 @@ def make(cfg: DictConfig, job: Job, fabric: Fabric) -> float:
     """Opens the target and lets it answer; returns tokens/s.
 
     Raises:
-        UserError: see `open_target`, `build_method` and `build`.
+        UserError: see `open_target`, `build_configured` and `build`.
     """
     server = CompletionServer(endpoint(cfg)) if cfg.source == "server" else None
     model = decided(fabric, server.find_model) if server else None
     target = open_target(cfg, rank_device(fabric))
     if not server:
-        method = build_method(with_tuned(cfg.method, cfg.tuned), target, given_artifacts(cfg), job.sampling)
+        method = build_configured(cfg, target, job.sampling)
         return build(job, target, ByLoop(target, method, cfg.batch_size, cfg.verification), fabric)
     return build(dataclasses.replace(job, served_model=model), target, ByServer(server, target), fabric)
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import MANIFEST
+from spectrain.store_folder import MANIFEST, kind_of
 
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 NOUNS = {  # by the manifest's kind
@@ -185,16 +185,10 @@ def stands(out: Path, kind: str = "datastore") -> bool:
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if not (out / MANIFEST).is_file() or _kind(out / MANIFEST) not in (kind, None):
+    # None: damaged, which fresh=true may replace.
+    if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) not in (kind, None):
         raise UserError(f"out={out} exists and is no {NOUNS[kind]}; give another out")
     return True
-
-
-def _kind(manifest: Path) -> str | None:
-    try:
-        return json.loads(manifest.read_text()).get("kind")
-    except (ValueError, AttributeError):
-        return None  # damaged, which fresh=true may replace
 
 
 def _read(file: Path) -> dict | None:

@@ -17,10 +17,11 @@ from rich.progress import track
 from rich.table import Table
 
 from data_prep.prompts import conversation_ids, read_prompts
-from spectrain.cli import build_method, bundled_folder, method_config
+from spectrain.cli import bundled_folder
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate, load_target
 from spectrain.evaluation.metrics import decode_s, ratio_of_sums
 from spectrain.evaluation.results import BASELINE
+from spectrain.method_building import build_method, method_config
 
 SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, top_k=50)}
 

@@ -24,10 +24,11 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from spectrain.cli import build_method, bundled_folder, method_config
+from spectrain.cli import bundled_folder
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
 from spectrain.decoding.loading import load_target
 from spectrain.evaluation.metrics import median
+from spectrain.method_building import build_method, method_config
 
 WARM_UP = 5  # steps of each text
 MOST_EMITTED = 40  # tokens of a step, more than any tree is deep

@@ -25,21 +25,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from data_prep.corpus import is_held_out, stdlib_documents
+from data_prep.corpus import STDLIB_HELD_OUT, is_held_out, stdlib_documents
 from data_prep.prompts import Question, conversation_ids, read_prompts
-from spectrain.cli import (
-    AUTO,
-    CHECKPOINTS,
-    build_method,
-    check_taken,
-    command,
-    conf_dir,
-    given_artifacts,
-    method_config,
-    names,
-    open_target,
-    with_tuned,
-)
+from spectrain.cli import CHECKPOINTS, command, conf_dir, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_whole
@@ -47,17 +35,18 @@ from spectrain.evaluation.benchmark import Benchmark
 from spectrain.evaluation.contenders import PEERS, Contender, Method, Work, build_peer
 from spectrain.evaluation.report import render_table, write_report
 from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summarise
+from spectrain.json_lines import read_lines, write_lines
+from spectrain.method_building import AUTO, build_method, check_taken, given_artifacts, method_config, names, with_tuned
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
-from spectrain.retrieval.datastore import MANIFEST as MANIFEST_OF_STORE
-from spectrain.retrieval.datastore import Datastore, sha256
-from spectrain.runs import RunFolder, read_lines, write_lines
+from spectrain.retrieval.datastore import Datastore
+from spectrain.runs import RunFolder
+from spectrain.store_folder import MANIFEST, sha256
 
 log = logging.getLogger(__name__)
 
 TABLE_COLUMNS = 100  # where the output is no terminal
 STDLIB_QUESTIONS = 20
-STDLIB_HELD_OUT = 0.05  # share of modules, as conf/corpus/stdlib.yaml
 STDLIB_CHARACTERS = 1200  # of a module, to be continued
 
 
@@ -176,7 +165,7 @@ def datastores(contenders: dict[str, Contender]) -> dict[str, Datastore]:
 def keep_to_stores(run: RunFolder, stores: dict[str, Datastore]) -> None:
     """Notes which stores a run began with. Raises UserError where a resumed run has found other ones."""
     file = run.path / "datastores.json"
-    found = {name: [str(store.folder), sha256(store.folder / MANIFEST_OF_STORE)] for name, store in stores.items()}
+    found = {name: [str(store.folder), sha256(store.folder / MANIFEST)] for name, store in stores.items()}
     begun = json.loads(file.read_text()) if file.is_file() else found
     for name, (folder, _) in begun.items():
         if found.get(name) != begun[name]:
@@ -210,7 +199,7 @@ def build_contenders(
             if not takes_all(cfg) or kind is None or kind in given:
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
-    check_taken(given, methods, taken_by_peers={"vanilla"} if cfg.peers else set())
+    check_taken(given, methods, built.values(), by_peers=["vanilla"] if cfg.peers else [])
     contenders: dict[str, Contender] = {name: Method(target, drafter) for name, drafter in built.items()}
     pld = next((d for d in built.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
     lookup = {"draft_tokens": min(pld.draft_tokens, pld.max_nodes - 1), "max_ngram": pld.max_ngram}

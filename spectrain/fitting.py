@@ -64,18 +64,31 @@ def fit(
 
 def build_trainer(cfg: DictConfig, run: RunFolder) -> Trainer:
     """The Trainer of a config; writes nothing yet."""
+    return new_trainer(
+        cfg,
+        max_steps=cfg.max_steps,
+        check_val_every_n_epoch=None,  # val_check_interval counts batches of the run, not of an epoch
+        use_distributed_sampler=False,  # SeededBatches gives each rank its share
+        callbacks=callbacks(run),
+        logger=loggers(cfg, run),
+        enable_progress_bar=sys.stderr.isatty(),
+        num_sanity_val_steps=0,
+    )
+
+
+def world_size(cfg: DictConfig) -> int:
+    """Ranks that will train together, as Lightning finds them (`devices: auto`, torchrun)."""
+    return new_trainer(cfg, logger=False, enable_progress_bar=False).world_size
+
+
+def new_trainer(cfg: DictConfig, **options: object) -> Trainer:
+    """Raises UserError where Lightning does not take `trainer`, or its hardware is missing."""
     try:
         return Trainer(
             **cfg.trainer,
-            max_steps=cfg.max_steps,
-            check_val_every_n_epoch=None,  # val_check_interval counts batches of the run, not of an epoch
-            use_distributed_sampler=False,  # SeededBatches gives each rank its share
-            callbacks=callbacks(run),
-            logger=loggers(cfg, run),
+            **options,
             enable_checkpointing=False,  # Checkpoints saves, at whole steps only
             enable_model_summary=False,
-            enable_progress_bar=sys.stderr.isatty(),
-            num_sanity_val_steps=0,
         )
     except (MisconfigurationException, TypeError, ValueError) as error:
         line = str(error).strip().splitlines()[0]

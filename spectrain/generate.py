@@ -16,10 +16,11 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.prompts import conversation_ids
-from spectrain.cli import build_method, check_taken, command, given_artifacts, open_target, with_tuned
+from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, Source, TargetModel, generate
 from spectrain.errors import UserError
 from spectrain.evaluation.metrics import decode_s, mean_accepted
+from spectrain.method_building import build_configured
 from spectrain.methods.autoregressive import Autoregressive
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,8 @@ def main(cfg: DictConfig) -> None:
     if not str(cfg.prompt).strip():
         raise UserError('prompt is empty; give prompt="some text"')
     sampling = Sampling.from_options(cfg.sampling)
-    given = given_artifacts(cfg)
-    check_taken(given, {"this method": cfg.method}, taken_by_peers=set())
     target = open_target(cfg)
-    drafter = build_method(with_tuned(cfg.method, cfg.tuned), target, given, sampling)
+    drafter = build_configured(cfg, target, sampling)
     prompt = conversation_ids(target.tokenizer, [str(cfg.prompt)], [], cfg.chat)
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(str(cfg.prompt), style="dim"), end="")

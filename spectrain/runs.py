@@ -23,8 +23,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.errors import UserError
-from spectrain.json_lines import read_lines as read_lines  # of run folders
-from spectrain.json_lines import write_lines as write_lines
 
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla")  # they do not change what is trained
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from datasets import Dataset
 from lightning import Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -23,12 +25,13 @@ from rich.table import Table
 from data_prep.acceptance_store import newest_acceptance, open_acceptance
 from data_prep.corpus import is_held_out
 from data_prep.response_store import newest_responses, open_responses
-from spectrain.cli import CHECKPOINTS, find_artifact, given_artifacts, open_target
+from spectrain.cli import CHECKPOINTS, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.calibration_plot import plot_reliability
 from spectrain.exporting import export, final_metrics
-from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
+from spectrain.fitting import check_rows, fit, optimizer_settings, target_device, world_size
+from spectrain.method_building import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import Artifact, write_manifest
@@ -69,8 +72,7 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
     module = AcceptanceTraining(AcceptanceHead(head_config), drafter.states, target, settings, optimizer_settings(cfg))
     data = make_data(cfg, source)
     if cfg.max_steps is None:
-        check_whole("epochs", cfg.epochs, 1)
-        cfg.max_steps = cfg.epochs * max(1, len(data.train) // (cfg.data.batch_size * n_ranks(cfg)))
+        cfg.max_steps = steps_of_epochs(cfg, len(data.train))
     target_fingerprint = fingerprint(target.model, target.tokenizer)
     run.begin(target_fingerprint)
     keep_to_source(run, source, drafter)
@@ -174,12 +176,14 @@ def make_data(cfg: DictConfig, source: Source) -> ResponsesData:
     return ResponsesData(train, held_out, cfg.data.batch_size, cfg.seed)
 
 
-def n_ranks(cfg: DictConfig) -> int:
-    """As far as the config says; 1 where Lightning is to find out."""
-    devices = cfg.trainer.get("devices", 1)
-    return (devices if isinstance(devices, int) and devices > 0 else 1) * cfg.trainer.get("num_nodes", 1)
+def steps_of_epochs(cfg: DictConfig, n_rows: int) -> int:
+    """Optimizer steps of `epochs` passes over the training rows, on as many ranks as there are."""
+    check_whole("epochs", cfg.epochs, 1)
+    batches = max(1, n_rows // (cfg.data.batch_size * world_size(cfg)))
+    return cfg.epochs * math.ceil(batches / cfg.trainer.accumulate_grad_batches)
 
 
+@rank_zero_only
 def keep_to_source(run: RunFolder, source: Source, drafter: OpenDrafter) -> None:
     """Notes what a run began with. Raises UserError where a resumed run has found something else."""
     file = run.path / "source.json"
@@ -190,7 +194,9 @@ def keep_to_source(run: RunFolder, source: Source, drafter: OpenDrafter) -> None
     }
     begun = json.loads(file.read_text()) if file.is_file() else None
     if begun is None:
-        file.write_text(json.dumps(found) + "\n")
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(found) + "\n")
+        temporary.rename(file)
         return
     for name, value in json.loads(json.dumps(found)).items():
         if begun[name] != value:

@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from data_prep.prompts import conversation_ids
 from spectrain.bench import digest, method_configs, read_questions, takes_all, use_chat
-from spectrain.cli import CHECKPOINTS, build_method, drafts_trees, given_artifacts, open_target
+from spectrain.cli import CHECKPOINTS, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.budget import ForwardCost
 from spectrain.decoding.loop import check_prompt
@@ -35,7 +35,9 @@ from spectrain.evaluation.budget_report import budget_tables, forward_table, roo
 from spectrain.evaluation.budget_table import NO_OPTIONS, BudgetTable, CurveEntry, machine_of
 from spectrain.evaluation.forward_cost import check_grid, measure_forward, steadied
 from spectrain.evaluation.results import BASELINE
-from spectrain.runs import RunFolder, read_lines, write_lines
+from spectrain.json_lines import read_lines, write_lines
+from spectrain.method_building import build_method, drafts_trees, given_artifacts
+from spectrain.runs import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from spectrain.bench import digest, read_questions
-from spectrain.cli import open_target, with_tuned
+from spectrain.cli import open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError, check_whole
@@ -36,13 +36,14 @@ from spectrain.evaluation.pareto import Table
 from spectrain.evaluation.simulation import Text
 from spectrain.evaluation.stopping_plot import draw_fronts
 from spectrain.evaluation.stopping_report import stopping_tables
-from spectrain.evaluation.stopping_results import Found, best_settings, stopping_results
+from spectrain.evaluation.stopping_results import FIXED, HEAD, Found, best_settings, stopping_results
 from spectrain.evaluation.stopping_times import TimedRow, fit_times
+from spectrain.method_building import with_tuned
 from spectrain.methods.draft_paths import DraftPaths, draft_paths
 from spectrain.methods.stop_simulation import disagreements, misses_last, simulate_oracle, simulate_stops
-from spectrain.retrieval.datastore import sha256
 from spectrain.runs import RunFolder
-from spectrain.tune_sssd import read_responses, write_responses
+from spectrain.store_folder import sha256
+from spectrain.tune_sssd import check_written_by, read_responses, write_responses
 from spectrain.tune_stop_inputs import FAMILIES, Stopping, check_options, open_stopping
 from spectrain.tune_stop_times import ORACLE, contender, measure, oracle, plain, regression_settings
 
@@ -113,6 +114,7 @@ def answers(
         writer = stopping.opened.with_stop(min(WRITER_GAMMA, stopping.max_candidates), None)
         write_responses(cfg, target, writer, questions, file, sampling)
     texts = read_responses(file, target.vocab_size)
+    check_written_by(file, target, sampling)
     for number, text in enumerate(texts):
         check_prompt(target, text.prompt, cfg.max_new_tokens, f"prompt {number}")
         n_tokens, ended = len(text.response), text.response[-1] in target.eos_ids
@@ -209,8 +211,8 @@ def write_tuned(stopping: Stopping, found: Found, file: Path) -> None:
     limits = {"min_candidates": stopping.min_candidates, "max_candidates": stopping.max_candidates}
     best = {family: stopping.settings[i] for family, i in found.best.items()}
     spire = stopping.opened.facts.kind == "spire"
-    tuned: dict[str, dict] = {"spire" if spire else "speculative": {"gamma": best["fixed gamma"].value}}
-    setting = best["specdecpp"]
+    tuned: dict[str, dict] = {"spire" if spire else "speculative": {"gamma": best[FIXED].value}}
+    setting = best[HEAD]
     head = str(stopping.heads[setting.head].folder)
     tuned["specdecpp"] = {"head": head, "threshold": setting.value, **limits, "judge": setting.judge}
     for family in ("confidence", "entropy"):

@@ -24,16 +24,18 @@ from rich.table import Table
 
 from data_prep.prompts import conversation_ids
 from spectrain.bench import digest, read_questions, use_chat
-from spectrain.cli import build_method, given_artifacts, method_config, open_target, with_tuned
+from spectrain.cli import open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.metrics import ratio_of_sums
 from spectrain.evaluation.simulation import Text, simulate
+from spectrain.json_lines import read_lines, write_lines
+from spectrain.method_building import build_method, given_artifacts, method_config, with_tuned
 from spectrain.methods.sssd import Sssd
 from spectrain.retrieval.calibration import calibrate
-from spectrain.retrieval.datastore import sha256
-from spectrain.runs import RunFolder, read_lines, write_lines
+from spectrain.runs import RunFolder
+from spectrain.store_folder import sha256
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ def write_responses(
     sampling: Sampling | None = None,
 ) -> None:
     """Answers to what `file` lacks, a line each, greedy ones by default; an interrupted run goes on."""
-    rows = read_lines(file)
+    rows, writer = read_lines(file), written_by(target, sampling)
     write_lines(file, rows)  # without a line that was cut off
     done = {row["id"] for row in rows}
     chat = use_chat(cfg.chat, target)
@@ -123,8 +125,29 @@ def write_responses(
             more = {"seed": cfg.seed, "prompt_numbers": numbers, "batch_size": DECODED_TOGETHER}
             found = generate(target, method, prompts, cfg.max_new_tokens, sampling, **more)
             for (_, name, prompt), generation in zip(some, found, strict=True):
-                out.write(json.dumps({"id": name, "prompt": prompt, "response": generation.tokens}) + "\n")
+                row = {"id": name, "prompt": prompt, "response": generation.tokens} | writer
+                out.write(json.dumps(row) + "\n")
             out.flush()
+
+
+def written_by(target: TargetModel, sampling: Sampling | None) -> dict[str, str]:
+    """What a response's law depends on."""
+    return {
+        "target": fingerprint(target.model, target.tokenizer),
+        "sampling": (sampling or Sampling()).describe(),
+    }
+
+
+def check_written_by(file: Path, target: TargetModel, sampling: Sampling) -> None:
+    """Raises UserError where a row says that another target, or another sampling, wrote it."""
+    expected = written_by(target, sampling)
+    for number, row in enumerate(read_lines(file), start=1):
+        for name, value in expected.items():
+            if row.get(name, value) != value:
+                raise UserError(
+                    f"responses={file} row {number} was written with {name} {row[name]}, not {value}; give the same "
+                    f"{name}, or let spectrain.tune write them anew"
+                )
 
 
 def read_responses(file: Path, vocab_size: int) -> list[Text]:

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
-from spectrain.cli import CHECKPOINTS, find_artifact, given_artifacts, names
+from spectrain.cli import CHECKPOINTS
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
+from spectrain.evaluation.stopping_results import FIXED, HEAD
+from spectrain.method_building import find_artifact, given_artifacts, names
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.methods.stop_simulation import Setting
 from spectrain.methods.stopping import StopRule
@@ -26,7 +28,7 @@ from spectrain.models.head_artifact import HeadFacts, load_head, read_head_facts
 
 log = logging.getLogger(__name__)
 
-FAMILIES = {"gamma": "fixed gamma", "confidence": "confidence", "entropy": "entropy", "head": "specdecpp"}  # by rule
+FAMILIES = {"gamma": FIXED, "confidence": "confidence", "entropy": "entropy", "head": HEAD}  # by rule
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, generate
 from spectrain.evaluation.results import BASELINE
 from spectrain.evaluation.simulation import Text
 from spectrain.evaluation.stopping_times import TimedRow
+from spectrain.json_lines import read_lines, write_lines
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.stop_simulation import Setting
 from spectrain.methods.stopping import CountingStop, OracleStop
-from spectrain.runs import read_lines, write_lines
 from spectrain.tune_stop_inputs import FAMILIES, Stopping
 
 ORACLE = "oracle"

@@ -11,13 +11,14 @@ ROOT = Path(__file__).parent.parent
 # The commands and what only they share.
 ENTRY_POINTS = {
     *("train", "train_specdecpp", "generate", "bench", "tune", "tune_budget", "tune_sssd", "tune_specdecpp"),
-    *("tune_stop_inputs", "tune_stop_times", "cli", "fitting", "exporting", "runs"),
+    *("tune_stop_inputs", "tune_stop_times", "cli", "fitting", "exporting", "method_building", "runs"),
 }
 DATA_COMMANDS = {"data_prep.acceptance", "data_prep.datastore", "data_prep.responses"}  # entry points of data_prep
-LEAVES = {"spectrain.errors", "spectrain.json_lines"}
+LEAVES = {"spectrain.errors", "spectrain.json_lines", "spectrain.store_folder"}
 ALLOWED = {  # package -> what of this project it may import
     "spectrain.errors": set(),
     "spectrain.json_lines": set(),
+    "spectrain.store_folder": set(),
     "spectrain.decoding": {"spectrain.decoding"},
     "spectrain.models": {"spectrain.models", "spectrain.decoding"},
     "spectrain.retrieval": {"spectrain.retrieval", "spectrain.decoding"},

@@ -243,7 +243,7 @@ BAD_GENERATION = {
     "unknown option": (["prompt=x", "method.gama=3"], 1, "gama"),
     "no drafter": (["prompt=x", "method=spire"], 2, "holds no spire drafter for this target"),
     "missing drafter": (["prompt=x", "method=spire", "drafter=/no/such"], 2, "/no/such does not exist"),
-    "drafter for nothing": (["prompt=x", "method=autoregressive", "drafter=x"], 2, "takes none"),
+    "drafter for nothing": (["prompt=x", "method=autoregressive", "drafter=x"], 2, "none of the methods takes"),
     "temperature": (["prompt=x", "method=autoregressive", "sampling.temperature=-1"], 2, "temperature=-1"),
     "chat": (["prompt=x", "method=autoregressive", "chat=true"], 2, "has no chat template"),
     "tokens": (["prompt=x", "method=autoregressive", "max_new_tokens=0"], 2, "max_new_tokens=0"),

@@ -8,8 +8,9 @@ from lightning import Trainer
 from omegaconf import OmegaConf
 
 from spectrain.bench import method_configs
-from spectrain.cli import build_method, conf_dir
+from spectrain.cli import conf_dir
 from spectrain.decoding import Drafter, Sampling, TargetModel, tokenizer_fingerprint
+from spectrain.method_building import build_method
 from spectrain.train import TRAININGS, optimizer_settings
 from tests.conftest import tiny_model
 from tests.retrieval.reference import make_store

@@ -13,6 +13,8 @@ import yaml
 from datasets import Dataset
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning import Callback
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
@@ -20,10 +22,14 @@ from data_prep.acceptance_store import FEATURES, AcceptanceManifest, write_accep
 from data_prep.response_store import ResponseManifest, write_responses
 from spectrain import fitting
 from spectrain.cli import conf_dir
-from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
-from spectrain.methods.specdecpp import open_drafter
+from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
+from spectrain.methods.specdecpp import OpenDrafter, open_drafter
+from spectrain.models.head_artifact import DrafterFacts
+from spectrain.runs import RunFolder
+from spectrain.train_specdecpp import Source, keep_to_source, steps_of_epochs
 from tests.conftest import random_prompts
 from tests.models.test_artifacts import export_spire, export_vanilla
+from tests.test_cli import composed
 
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 N_ROWS = 30
@@ -175,7 +181,7 @@ def test_a_head_for_a_spire_drafter(run, small, made):
         (["sampling.temperature=-1"], "temperature=-1 must be 0"),
         (["data=offline", "data.path={made}/labels", "sampling=t1"], "was labelled for temperature 0.8, top_k 50, not"),
         (["data=offline", "data.path={made}/labels", "drafter={made}/spire"], "are of the vanilla drafter"),
-        (["data=offline", "data.path={made}/nowhere"], "there is no folder {made}/nowhere of acceptance labels"),
+        (["data=offline", "data.path={made}/nowhere"], "data.path={made}/nowhere does not exist"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(run, small, made, arguments, message):
@@ -213,6 +219,19 @@ def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
     code, _, err = run("generate", "method=specdecpp", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
     assert "is a vanilla drafter; give one made by +exp=specdecpp" in err
+    code, _, err = run(
+        "train",
+        "+exp=specdecpp",
+        f"responses={made / 'responses'}",
+        f"drafter={made / 'vanilla'}",
+        "held_out_share=0.3",
+        "data.batch_size=4",
+        "max_steps=1",
+    )
+    assert code == 0, err
+    code, _, err = run("generate", "method=specdecpp", f"drafter={made / 'spire'}", "prompt=x", "max_new_tokens=4")
+    assert code == 2
+    assert "is a spire drafter, which none of the methods takes" in err
     code, _, err = run("generate", "method=pld", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
     assert "which none of the methods takes" in err
@@ -240,3 +259,33 @@ def test_the_sweep_and_the_multirun_are_the_same_grid(run, small):
     assert code == 0, err
     assert "left out: this run is finished" in err
     assert len(list(Path("checkpoints").iterdir())) == 5
+
+
+def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
+    steps = {}
+    for accumulated in (1, 2):
+        code, _, err = run("train", *small, f"trainer.accumulate_grad_batches={accumulated}", f"run_dir=r{accumulated}")
+        assert code == 0, err
+        steps[accumulated] = json.loads(Path(f"r{accumulated}/result.json").read_text())["steps"]
+    assert steps[1] % 2 == 0  # two epochs
+    assert steps[2] == 2 * -(-steps[1] // 4)
+
+
+def test_ranks_are_counted_as_lightning_finds_them(monkeypatch):
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 4))
+    monkeypatch.setattr(CUDAAccelerator, "parse_devices", staticmethod(lambda devices: list(range(int(devices)))))
+    cfg = composed("train", "+exp=specdecpp", "trainer=gpu", "data.batch_size=5")
+    assert steps_of_epochs(cfg, 203) == 3 * (203 // 20)
+
+
+def test_only_rank_zero_notes_what_a_run_began_with(tmp_path, monkeypatch):
+    source = Source(Path("rows"), Dataset.from_dict({"id": ["a"]}), Sampling(), {})
+    drafter = OpenDrafter(DrafterFacts("vanilla", "drafter", "f" * 16), states=None)
+    run = RunFolder(tmp_path / "run", {}, "id")
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    keep_to_source(run, source, drafter)  # its folder is rank zero's to make
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    run.path.mkdir()
+    keep_to_source(run, source, drafter)
+    assert [file.name for file in run.path.iterdir()] == ["source.json"]

@@ -103,7 +103,7 @@ def test_auto_without_fitting_measurements_names_the_command(run):
     err = auto(run, "method=logitspec")
     assert "holds no measurements of target" in err
     assert "python -m spectrain.tune budget=true" in err
-    assert "chain of gamma=4" in auto(run, "method=magicdec")
+    assert "this method drafts a chain; give gamma or max_candidates" in auto(run, "method=magicdec")
     tuned(run, "methods=[pld]")
     assert "logitspec was not measured on this machine" in auto(run, "method=logitspec")
     assert "pld was not measured under temperature 0.8, top_k 50, only under greedy" in auto(

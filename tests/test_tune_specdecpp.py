@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain import tune_specdecpp
-from spectrain.cli import method_config, with_tuned
 from spectrain.decoding import Sampling, TargetModel, fingerprint, load_target
+from spectrain.method_building import method_config, with_tuned
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import Artifact, write_manifest
@@ -168,12 +168,19 @@ def test_methods_of_one_module_have_options_of_their_own(tmp_path):
             "this drafter's 8 tokens",
         ),
         (["responses=nowhere.jsonl", "stopping.heads=[{e}/linear]"], "responses=nowhere.jsonl does not exist"),
+        (
+            ["responses=sampled.jsonl", "stopping.heads=[{e}/linear]"],
+            "was written with sampling temperature 1, not",
+        ),
+        (["responses=foreign.jsonl", "stopping.heads=[{e}/linear]"], "was written with target ffff, not"),
         (["responses=short.jsonl", "stopping.heads=[{e}/linear]"], "give the max_new_tokens that it was written with"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_requests_are_one_sentence(run, asked, arguments, reason):
-    Path("short.jsonl").write_text(json.dumps({"id": "a", "prompt": [5, 6], "response": [7, 8, 9]}) + "\n")
+    row = {"id": "a", "prompt": [5, 6], "response": [7, 8, 9]}
+    for name, facts in (("short", {}), ("sampled", {"sampling": "temperature 1"}), ("foreign", {"target": "ffff"})):
+        Path(f"{name}.jsonl").write_text(json.dumps(row | facts) + "\n")
     code, _, err = run("tune", *SMALL, *(argument.replace("{e}", str(asked)) for argument in arguments), "out=t")
     assert code == 2, err
     assert reason in err

@@ -11,7 +11,8 @@ Letters: n active rows, R new rows, S tokens, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,6 +128,7 @@ class Drafter(ABC):
     """One method of drafting, for a batch of rows. One object serves many `generate` calls, one at a time."""
 
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
+    artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
     warning: str | None = None  # what a reader of its numbers must know
     looks_up = False  # drafts are found in a table or store, so it can be told how often something was found
 

@@ -9,7 +9,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-FIXED, HEAD = "fixed gamma", "specdecpp"
+from spectrain.evaluation.stopping_results import FIXED, HEAD
+
 # Shades and shapes differ as well as colours: the plot is read in grayscale, too.
 STYLES = {
     FIXED: {"color": "#0072b2", "marker": "s", "linestyle": "--"},

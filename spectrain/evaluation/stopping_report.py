@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from rich.markup import escape
 from rich.table import Table
 
-FIXED, HEAD = "fixed gamma", "specdecpp"
-
 
 def stopping_tables(results: Mapping) -> Iterator[Table | str]:
     """What `spectrain.tune method=specdecpp` prints, of its `results.json`."""

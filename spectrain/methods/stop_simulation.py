@@ -15,7 +15,15 @@ import numpy as np
 
 from spectrain.errors import UserError, check_whole
 from spectrain.methods.draft_paths import DraftPaths
-from spectrain.methods.stopping import JUDGED, ConfidenceStop, EntropyStop, HeadStop, StopRule, check_share
+from spectrain.methods.stopping import (
+    JUDGED,
+    ConfidenceStop,
+    EntropyStop,
+    HeadStop,
+    StopRule,
+    check_entropy,
+    check_share,
+)
 from spectrain.models.acceptance_head import AcceptanceHead
 
 RULES = ("gamma", "confidence", "entropy", "head")
@@ -46,8 +54,7 @@ class Setting:
         if self.rule == "gamma":
             check_whole("stopping.gammas", self.value, 1)
         elif self.rule == "entropy":
-            if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not self.value > 0:
-                raise UserError(f"stopping.entropy={self.value} must be an entropy above 0, in nats")
+            check_entropy("stopping.entropy", self.value)
         else:
             check_share("stopping.thresholds" if self.rule == "head" else "stopping.confidence", self.value)
             if self.head and self.judge not in JUDGED:

@@ -118,8 +118,7 @@ class EntropyStop(StopRule):
     """
 
     def __init__(self, threshold: float, min_candidates: int = 1) -> None:
-        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:
-            raise UserError(f"threshold={threshold} must be an entropy above 0, in nats")
+        check_entropy("threshold", threshold)
         check_whole("min_candidates", min_candidates, 1)
         self.threshold, self.min_candidates = threshold, min_candidates
 
@@ -200,3 +199,9 @@ def check_share(name: str, value: float) -> None:
     """Raises UserError unless the value is a number strictly between 0 and 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
         raise UserError(f"{name}={value} must lie strictly between 0 and 1")
+
+
+def check_entropy(name: str, value: float) -> None:
+    """Raises UserError unless the value is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UserError(f"{name}={value} must be an entropy above 0, in nats")

@@ -15,7 +15,6 @@ Letters: V vocabulary, n tokens of a shard.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -35,14 +34,13 @@ from spectrain.retrieval.suffix_array import (
     next_pairs,
     token_dtype,
 )
+from spectrain.store_folder import MANIFEST, kind_of, sha256
 
 log = logging.getLogger(__name__)
 
 VERSION = 1
-MANIFEST = "manifest.json"
 PARTS = ("tokens", "suffixes", "bounds", "pairs", "offsets")
 BUILT_BY = "python -m data_prep.datastore"
-HASHED_BYTES = 2**24  # read at once
 
 
 @dataclass(frozen=True)
@@ -265,14 +263,6 @@ class Datastore:
         return int(length), ranges if length else np.zeros_like(ranges)
 
 
-def sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as content:
-        while block := content.read(HASHED_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def open_datastore(folder: str | Path, target: TargetModel) -> Datastore:
     """A store whose tokens are this target's.
 
@@ -285,14 +275,6 @@ def open_datastore(folder: str | Path, target: TargetModel) -> Datastore:
     return store
 
 
-def _kind(manifest: Path) -> str | None:
-    """What kind of store a manifest is of; None where it does not say, as it is damaged."""
-    try:
-        return json.loads(manifest.read_text()).get("kind")
-    except (ValueError, AttributeError):
-        return None
-
-
 def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
     """The newest store below `root` for this tokenizer; of those that this very target ranked, where there are any.
 
@@ -301,7 +283,7 @@ def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint:
     """
     fitting = []
     for file in root.glob(f"*/{MANIFEST}"):
-        if _kind(file) not in ("datastore", None):
+        if kind_of(file) not in ("datastore", None):
             continue  # another command's store
         try:
             manifest = read_manifest(file.parent)

@@ -133,12 +133,14 @@ class AcceptanceTraining(LightningModule):
         hidden, labels = self.examples(batch, EVAL_EPOCH)
         log_odds = self.head(hidden)
         self.reliability.add(log_odds.sigmoid(), labels)
-        mean = {"batch_size": len(labels), "sync_dist": True}  # over positions, not batches
+        # Over positions, not batches; a batch may have none, and the mean of nothing would spoil the epoch's.
+        mean = {"batch_size": len(labels), "sync_dist": True}
+        count = max(1, len(labels))
         loss = weighted_bce(log_odds, labels, self.settings.w_rej, self.settings.w_acc)
         self.log("eval/loss", loss, **mean)
-        self.log("eval/kl_binary", binary_kl(log_odds, labels).mean(), prog_bar=True, **mean)
-        self.log("eval/label", labels.mean(), **mean)
-        self.log("eval/predicted", log_odds.sigmoid().mean(), **mean)
+        self.log("eval/kl_binary", binary_kl(log_odds, labels).sum() / count, prog_bar=True, **mean)
+        self.log("eval/label", labels.sum() / count, **mean)
+        self.log("eval/predicted", log_odds.sigmoid().sum() / count, **mean)
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.world_size > 1:

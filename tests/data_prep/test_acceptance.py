@@ -18,15 +18,18 @@ import torch
 from transformers import AutoTokenizer
 
 from data_prep import acceptance, acceptance_parts
+from data_prep.acceptance_parts import DRAFT_STREAM, Labelling, label_rows
 from data_prep.acceptance_store import FEATURES, AcceptanceStore, open_acceptance
 from data_prep.corpus import train_tokenizer
 from data_prep.response_store import ResponseManifest, write_responses
 from spectrain.cli import command
-from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
+from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.sampling import row_generator
+from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.acceptance_labels import label_texts
-from tests.conftest import noisy_copy, tiny_model
+from spectrain.models.draft_states import ModelStates
+from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.data_prep.conftest import contents
 from tests.models.test_artifacts import export_spire
 
@@ -128,6 +131,22 @@ def same_rows(one: AcceptanceStore, other: AcceptanceStore) -> bool:
     return True
 
 
+def test_drafts_share_no_chance_with_the_responses_of_the_same_seed():
+    """With q = p, drafts from the responses' own random numbers would be the responses."""
+    target, sampling = TargetModel(tiny_model("llama")), Sampling(temperature=1.0)
+    prompts = random_prompts([5] * 8)
+    texts = generate(target, Autoregressive(), prompts, 40, sampling, seed=0)
+    rows = [
+        {"prompt": prompt, "response": text.tokens, "number": number}
+        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    states = ModelStates(target, target.vocab_size)
+    labelled = label_rows(rows, target, states, Labelling(sampling, draws=1, seed=0, batch_tokens=4096))
+    equal = np.concatenate([one["drafts"][0] == row["response"] for one, row in zip(labelled, rows, strict=True)])
+    chance = np.concatenate([one["p"][0] for one in labelled]).mean()  # E[p(Y)] = sum_v p q
+    assert equal.mean() < chance + 4 * np.sqrt(chance / len(equal))
+
+
 @pytest.mark.parametrize("kind", ["draft", "spire"])
 def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     code, out, err = label(*asked, f"drafter={ready / kind}", "rollout_tokens=5", "seed=3", "out=a")
@@ -145,7 +164,7 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
         assert n_response == i * 5 % 17
         text = torch.tensor([row["prompt"] + row["response"]])
         uniforms = torch.zeros(1, text.shape[1], 2)
-        uniforms[0, n_prompt:] = torch.rand(n_response, 2, generator=row_generator(3, 100 + i))
+        uniforms[0, n_prompt:] = torch.rand(n_response, 2, generator=row_generator(3 + DRAFT_STREAM, 100 + i))
         may_draft = (torch.arange(text.shape[1]) >= n_prompt) & drafter.states.reads_drafts(text.shape[1])
         alone = label_texts(target, drafter.states, text, may_draft[None], sampling, uniforms)
         for name in ("drafts", "p", "q", "labels"):

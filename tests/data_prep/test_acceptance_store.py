@@ -124,7 +124,7 @@ def test_a_damaged_store_is_refused_in_one_sentence(folder, damage):
 
 
 def test_no_folder_is_said():
-    with pytest.raises(UserError, match="no folder nowhere of acceptance labels; make one with python -m data_prep"):
+    with pytest.raises(UserError, match="data.path=nowhere does not exist; make one with python -m data_prep"):
         open_acceptance("nowhere")
 
 

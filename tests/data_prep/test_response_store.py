@@ -125,7 +125,7 @@ def test_what_is_no_whole_store_is_refused(folder, case):
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(UserError, match="none does not exist; let the target write some with python -m data_prep"):
+    with pytest.raises(UserError, match="none does not exist; make one with python -m data_prep"):
         open_responses(tmp_path / "none")
 
 

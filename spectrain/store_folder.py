@@ -1,0 +1,104 @@
+"""Folders that a command builds once and others read: files, and a `manifest.json` beside them, written last.
+
+The manifest says what kind of store it is, of which version, and the bytes and sha256 of each file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from spectrain.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+HASHED_BYTES = 2**24  # read at once
+
+M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
+
+
+@dataclass(frozen=True)
+class StoreKind(Generic[M]):
+    """What tells stores of one kind from others, and what messages say of them."""
+
+    name: str  # `kind` of its manifests
+    version: int  # of its format
+    manifest: type[M]
+    option: str  # by which a user gives such a folder
+    built_by: str  # the command that makes one
+
+    def read_manifest(self, folder: Path) -> M:
+        """Raises UserError where the folder is missing, or is no store of this kind and version."""
+        file = folder / MANIFEST
+        if not folder.is_dir():
+            raise UserError(f"{self.option}={folder} does not exist; make one with {self.built_by}")
+        if not file.is_file():
+            raise UserError(f"{self.option}={folder} has no {MANIFEST}; give a folder that {self.built_by} wrote")
+        try:
+            values = json.loads(file.read_text())
+            kind, version = values.get("kind"), values.get("version")
+            if (kind, version) == (self.name, self.version):
+                return self.manifest(**values)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} cannot be read ({error}); run {self.built_by} again") from error
+        raise UserError(
+            f"{self.option}={folder} is a store of {kind!r} of format version {version!r}, not of {self.name!r} of "
+            f"version {self.version}; give a folder that {self.built_by} wrote"
+        )
+
+    def check_files(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+        """Reads every file that a manifest lists. Raises UserError where one is missing or is another."""
+        for name, facts in files.items():
+            file = folder / name
+            if not file.is_file():
+                raise UserError(f"{self.option}={folder} lacks {name}; run {self.built_by} again")
+            if file.stat().st_size != facts["bytes"] or sha256(file) != facts["sha256"]:
+                raise UserError(f"{file} is damaged: it is not what the manifest says; run {self.built_by} again")
+
+    def newest(self, root: Path, fits: Callable[[M], bool]) -> Path | None:
+        """The newest store of this kind below `root` whose manifest fits; None where there is none."""
+        fitting = []
+        for file in root.glob(f"[!.]*/{MANIFEST}"):
+            if kind_of(file) not in (self.name, None):
+                continue  # another command's store
+            try:
+                manifest = self.read_manifest(file.parent)
+            except UserError as error:
+                log.warning("passed over: %s", error)
+                continue
+            if fits(manifest):
+                fitting.append((file.stat().st_mtime, file.parent))
+        return max(fitting)[1] if fitting else None
+
+
+def write_manifest(folder: Path, manifest: object) -> None:
+    """Writes the dataclass, its `files` filled in from the folder, so that it appears whole or not at all."""
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
+    facts = dataclasses.asdict(dataclasses.replace(manifest, files=files))
+    temporary = folder / f".{MANIFEST}.tmp"
+    temporary.write_text(json.dumps(facts, indent=2) + "\n")
+    temporary.rename(folder / MANIFEST)
+
+
+def kind_of(manifest: Path) -> str | None:
+    """What kind of store a manifest is of; None where it does not say, or is damaged."""
+    try:
+        return json.loads(manifest.read_text()).get("kind")
+    except (ValueError, AttributeError):
+        return None
+
+
+def sha256(file: Path) -> str:
+    """Of the whole file, in hex."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(HASHED_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
