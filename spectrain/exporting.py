@@ -57,6 +57,6 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 
 def export(cfg: DictConfig, run: RunFolder, write: Callable[[Path], None]) -> Path:
     """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`, which is replaced."""
-    folder = Path(cfg.out) if cfg.out else CHECKPOINTS / run.name
+    folder = Path(str(cfg.out)) if cfg.out else CHECKPOINTS / run.name
     write_folder(folder, write, replace=cfg.out is None)
     return folder

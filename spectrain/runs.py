@@ -51,7 +51,7 @@ class RunFolder:
         """
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         digest = hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()[:8]
-        path = Path(cfg.run_dir or f"runs/{cfg.kind}-{digest}")
+        path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest}")
         run = cls(path, resolved, id=f"{path.name}-{uuid.uuid4().hex[:8]}", result=result)
         if rank_zero_only.rank != 0 or not run.path.exists():
             return run

@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> None:
         log.info("left out: %s", finished)  # a sweep that was interrupted goes on with what is left of it
         return
     if cfg.out and rank_zero_only.rank == 0:
-        refuse_existing(Path(cfg.out))
+        refuse_existing(Path(str(cfg.out)))
     seed_everything(cfg.seed, verbose=False)
     TRAININGS[cfg.kind](cfg, run)
 

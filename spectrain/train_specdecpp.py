@@ -84,7 +84,15 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
     plot_reliability(picture, bins, module.reliability.error)
     show_in_wandb(trainer, picture)
     result = {"steps": trainer.global_step, "metrics": final_metrics(trainer), "reliability": bins}
-    facts = HeadFacts(head_config, drafter.facts, source.sampling, float(cfg.w_rej), float(cfg.mixing_share))
+    facts = HeadFacts(
+        head=head_config,
+        drafter=drafter.facts,
+        sampling=source.sampling,
+        w_rej=float(cfg.w_rej),
+        w_acc=float(cfg.w_acc),
+        mixing_share=float(cfg.mixing_share),
+        rollout_tokens=drafter.states.block_tokens,
+    )
 
     def write(folder: Path) -> None:
         save_head(folder, module.head, facts)
@@ -132,7 +140,7 @@ def offline_source(cfg: DictConfig, target: TargetModel, drafter: OpenDrafter) -
     store.check_fits(*prints, drafter.states.block_tokens)
     sampling = Sampling.from_options(store.manifest.sampling)
     asked = warping(cfg, store.manifest.sampling)
-    if asked != sampling:
+    if not asked.same_law(sampling):
         raise UserError(
             f"data.path={store.folder} was labelled for {sampling.describe()}, not for {asked.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"

@@ -78,6 +78,10 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def same_law(self, other: Sampling) -> bool:
+        """Whether both choose alike: greedy decoding reads no other option."""
+        return self == other or (self.greedy and other.greedy)
+
     def describe(self) -> str:
         """Only what is not at its default: "temperature 0.8, top_k 50"; "greedy"."""
         if self.greedy:

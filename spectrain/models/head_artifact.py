@@ -36,6 +36,8 @@ class HeadFacts:
     sampling: Sampling  # by which p and q were warped for the labels
     w_rej: float  # weight of rejections in the loss
     mixing_share: float  # r
+    w_acc: float = 1.0  # and of acceptances
+    rollout_tokens: int | None = None  # of a SPIRe drafter: the head has seen drafts shorter than this
 
 
 def save_head(folder: Path, head: AcceptanceHead, facts: HeadFacts) -> None:

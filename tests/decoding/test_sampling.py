@@ -93,3 +93,10 @@ def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
     with pytest.raises(UserError, match=r"sampling.typical_p is no sampling option; .* temperature"):
         Sampling.from_options({"typical_p": 0.9})
     assert Sampling.from_options({"temperature": 1.0, "top_k": 5}) == Sampling(temperature=1.0, top_k=5)
+
+
+def test_greedy_is_one_law_whatever_else_is_set():
+    assert Sampling().same_law(Sampling(top_k=50))
+    assert Sampling(temperature=1.0).same_law(Sampling(temperature=1.0))
+    assert not Sampling(temperature=1.0).same_law(Sampling(temperature=1.0, top_k=50))
+    assert not Sampling().same_law(Sampling(temperature=1.0))
