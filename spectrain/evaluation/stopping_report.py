@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from rich.markup import escape
 from rich.table import Table
 
+HEADS_SHOWN = 10  # of the table for the terminal
+
 
 def stopping_tables(results: Mapping) -> Iterator[Table | str]:
     """What `spectrain.tune method=specdecpp` prints, of its `results.json`."""
@@ -74,13 +76,16 @@ def _difference(one: Mapping) -> tuple[str, str, str]:
 
 
 def head_table(results: Mapping) -> Table:
-    """Each head at its fastest threshold, and its own front less that of fixed lengths."""
+    """Each head at its fastest threshold, and its own front less that of fixed lengths; the best fronts only."""
+    every = sorted(results["single_heads"], key=_held_out_front)
+    shown = every[:HEADS_SHOWN]
+    left = f"; {len(every) - len(shown)} more in results.json" if len(shown) < len(every) else ""
     table = _table(
-        "each head at its fastest threshold, and its front less that of fixed gamma",
+        f"each head at its fastest threshold, and its front less that of fixed gamma{left}",
         *("head", "w_rej", "blocks", "judge", "h", "discard rate", "verif. rate", "tokens/s predicted"),
         "front, held out",
     )
-    for one in results["single_heads"]:
+    for one in shown:
         facts, best = results["heads"][one["head"]], one["best"]
         table.add_row(
             escape(one["head"]),
@@ -90,6 +95,11 @@ def head_table(results: Mapping) -> Table:
             _estimate(one["difference"]["held_out"], 3),
         )
     return table
+
+
+def _held_out_front(one: Mapping) -> float:
+    height = one["difference"]["held_out"]["value"]
+    return math.inf if height is None or math.isnan(height) else height
 
 
 def times_table(results: Mapping) -> Table:
