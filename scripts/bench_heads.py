@@ -100,7 +100,7 @@ def drafting_share(draft: TargetModel, head: AcceptanceHead, context: int, pairs
         output = judging.score(tree, cache)
         output.logits[:, 0].argmax(-1).tolist()
         stop.begin(None)
-        stop.read(1, output.hidden[:, 0]).tolist()
+        stop.read(1, output.hidden[:, 0])
 
     seconds = np.array([(timed(plain), timed(judged)) for _ in range(pairs + 20)])[20:]
     return median(seconds[:, 1] / seconds[:, 0] - 1)

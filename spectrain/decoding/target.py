@@ -72,6 +72,7 @@ class TargetModel:
         self.prefill_chunk = prefill_chunk
         self.keeps_hidden = keeps_hidden
         self._blocks = find_blocks(model)
+        self._splits = keeps_hidden and self._is_body_and_unembedding()
         for layer in self.capture_layers:
             if not 0 <= layer < len(self._blocks):
                 raise UserError(f"capture layer {layer} must be a block of the target, 0..{len(self._blocks) - 1}")
@@ -85,6 +86,16 @@ class TargetModel:
     def with_hidden(self) -> TargetModel:
         """The same model, whose `score` keeps the final hidden states."""
         return TargetModel(self.model, self.tokenizer, self.capture_layers, self.prefill_chunk, keeps_hidden=True)
+
+    @torch.inference_mode()
+    def _is_body_and_unembedding(self) -> bool:
+        """Whether a forward is the body's last state and `logits_of` it, as in nearly every model; tried out once."""
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        states = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        if states.shape[-1] != self.unembedding.shape[-1]:
+            return False
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return torch.allclose(self.logits_of(states), logits, rtol=1e-3, atol=1e-3)
 
     @property
     def config(self):
@@ -209,14 +220,17 @@ class TargetModel:
             if n_nodes > 1:  # a drafter that ignores `room` may guess past the context; those are cut on emission
                 positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
+        inputs = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if not self.keeps_hidden:
+            logits, captured = self._run(tree.tokens, **inputs)
+            return TargetOutput(logits, captured, positions)
+        if self._splits and not self.capture_layers:  # no hook, which would cost a draft step a few per cent
+            hidden = self.model.base_model(input_ids=tree.tokens, **inputs).last_hidden_state
+            return TargetOutput(self.logits_of(hidden), None, positions, hidden)
         final: list[Tensor] = []
-        with ExitStack() as hooks:
-            if self.keeps_hidden:
-                hooks.enter_context(_removing(self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 0))))
-            logits, captured = self._run(
-                tree.tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-            )
-        return TargetOutput(logits, captured, positions, final[0] if final else None)
+        with _removing(self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 0))):
+            logits, captured = self._run(tree.tokens, **inputs)
+        return TargetOutput(logits, captured, positions, final[0])
 
     def _run(self, tokens: Tensor, keep: Tensor | None = None, **inputs) -> tuple[Tensor, Tensor | None]:
         """One call of the model. `keep` [B]: the only position of each row to compute logits for.

@@ -94,7 +94,7 @@ def draft_chain(
     )
 
 
-def _without(drafting: list[bool], stopped: Tensor | None) -> list[bool]:
+def _without(drafting: list[bool], stopped: list[bool] | None) -> list[bool]:
     if stopped is None:
         return drafting
-    return [going and not ends for going, ends in zip(drafting, stopped.tolist(), strict=True)]
+    return [going and not ends for going, ends in zip(drafting, stopped, strict=True)]

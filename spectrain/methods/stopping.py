@@ -25,7 +25,7 @@ JUDGED = ("current", "previous")
 class StopRule:
     """Never stops; what a rule does not look at it leaves as it is here.
 
-    Each method returns the rows [n] bool that end with the tokens they have, or None for no row. What it says of rows
+    Each method returns of each row whether it ends with the tokens it has, or None for no row. What it says of rows
     that ended already is not read.
     """
 
@@ -34,13 +34,13 @@ class StopRule:
     def begin(self, context: Context) -> None:
         """A new draft of all rows of `context`."""
 
-    def before(self, i: int, logits: Tensor) -> Tensor | None:
+    def before(self, i: int, logits: Tensor) -> list[bool] | None:
         """Rows that do not draw their i-th token, whose logits are [n, V]."""
 
-    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> Tensor | None:
+    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> list[bool] | None:
         """Rows whose i-th token, of `tokens` [n], drawn from `logits` [n, V], is their last; it is not read then."""
 
-    def read(self, i: int, hidden: Tensor | None) -> Tensor | None:
+    def read(self, i: int, hidden: Tensor | None) -> list[bool] | None:
         """Rows whose i-th token is their last, now that the drafter has read it: its state is [n, D]."""
 
 
@@ -71,19 +71,21 @@ class HeadStop(StopRule):
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
-        self._accepted: Tensor | None = None  # [n] float32, probability that every token so far is accepted
-        self._due: Tensor | None = None  # [n] bool, judge="previous": the next token is the last
+        self._accepted: list[float] | None = None  # of each row: probability that every token so far is accepted
+        self._due: list[bool] | None = None  # judge="previous": the next token is the last
 
     def begin(self, context: Context) -> None:
         self._accepted = self._due = None
 
-    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> Tensor | None:
+    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> list[bool] | None:
         return self._due if i >= self.min_candidates else None
 
-    def read(self, i: int, hidden: Tensor) -> Tensor | None:
-        accepted = self.head.probability(hidden)
-        self._accepted = accepted if self._accepted is None else self._accepted * accepted
-        due = self._accepted < self.least_accepted
+    def read(self, i: int, hidden: Tensor) -> list[bool] | None:
+        accepted = self.head.probability(hidden).tolist()  # the host decides; there, a few numbers cost next to nothing
+        if self._accepted is not None:
+            accepted = [before * now for before, now in zip(self._accepted, accepted, strict=True)]
+        self._accepted = accepted
+        due = [probability < self.least_accepted for probability in accepted]
         if self.judge == "previous":
             self._due = due
             return None
@@ -104,10 +106,10 @@ class ConfidenceStop(StopRule):
         check_whole("min_candidates", min_candidates, 1)
         self.threshold, self.min_candidates = threshold, min_candidates
 
-    def before(self, i: int, logits: Tensor) -> Tensor | None:
+    def before(self, i: int, logits: Tensor) -> list[bool] | None:
         if i <= self.min_candidates:
             return None
-        return confidence(logits) < self.threshold
+        return (confidence(logits) < self.threshold).tolist()
 
 
 class EntropyStop(StopRule):
@@ -122,10 +124,10 @@ class EntropyStop(StopRule):
         check_whole("min_candidates", min_candidates, 1)
         self.threshold, self.min_candidates = threshold, min_candidates
 
-    def before(self, i: int, logits: Tensor) -> Tensor | None:
+    def before(self, i: int, logits: Tensor) -> list[bool] | None:
         if i <= self.min_candidates:
             return None
-        return entropy(logits) > self.threshold
+        return (entropy(logits) > self.threshold).tolist()
 
 
 class OracleStop(StopRule):
@@ -150,11 +152,10 @@ class OracleStop(StopRule):
                 return list(known[n_tokens - end :])
         raise AssertionError("the oracle was asked about a prompt whose text it was not given")
 
-    def before(self, i: int, logits: Tensor) -> Tensor:
+    def before(self, i: int, logits: Tensor) -> list[bool]:
         guesses = logits.argmax(-1).tolist()
         # The last token of a text comes as the bonus.
-        ends = [i >= len(rest) or guess != rest[i - 1] for guess, rest in zip(guesses, self._next, strict=True)]
-        return torch.tensor(ends)
+        return [i >= len(rest) or guess != rest[i - 1] for guess, rest in zip(guesses, self._next, strict=True)]
 
 
 class CountingStop(StopRule):
@@ -172,13 +173,13 @@ class CountingStop(StopRule):
         self.draft_forwards += 1
         self.rule.begin(context)
 
-    def before(self, i: int, logits: Tensor) -> Tensor | None:
+    def before(self, i: int, logits: Tensor) -> list[bool] | None:
         return self.rule.before(i, logits)
 
-    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> Tensor | None:
+    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> list[bool] | None:
         return self.rule.drawn(i, logits, tokens)
 
-    def read(self, i: int, hidden: Tensor | None) -> Tensor | None:
+    def read(self, i: int, hidden: Tensor | None) -> list[bool] | None:
         self.draft_forwards += 1
         return self.rule.read(i, hidden)
 

@@ -164,3 +164,23 @@ def mistral(sliding_window: int | None) -> MistralConfig:
 
 def test_mistral_without_window_is_supported():
     check_supported(MistralForCausalLM(mistral(sliding_window=None)))
+
+
+def test_kept_hidden_states_are_what_the_unembedding_takes(family_target):
+    """Without hooks where a forward is body and unembedding, by a hook elsewhere."""
+    target, tree = family_target, DraftTree.root_only(torch.tensor([5]))
+    keeping = target.with_hidden()
+    assert keeping._splits
+    by_hook = target.with_hidden()
+    by_hook._splits = False
+    outputs = []
+    for model in (target, keeping, by_hook):
+        cache = KVCache(1)
+        model.prefill(torch.tensor([[7, 8, 9]]), [3], cache, range(1))
+        outputs.append(model.score(tree, cache))
+    plain, kept, hooked = outputs
+    assert plain.hidden is None
+    torch.testing.assert_close(kept.logits, plain.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(hooked.logits, plain.logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kept.hidden, hooked.hidden, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(kept.hidden, target.features(torch.tensor([[7, 8, 9, 5]])).final_hidden[:, -1:])
