@@ -309,7 +309,8 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     console().print(table)
     path = manifest.config["target"]["path"]
     target = "" if path == "pystdlib-8l" else f" target={path}"
-    command_line = f"python -m spectrain.train +exp=specdecpp data=offline data.path={out}{target}"
+    drafter = manifest.drafter["path"]
+    command_line = f"python -m spectrain.train +exp=specdecpp data=offline data.path={out} drafter={drafter}{target}"
     console().print(f"next: {command_line}", style="dim", soft_wrap=True)
 
 

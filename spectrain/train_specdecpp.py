@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from datasets import Dataset
@@ -100,7 +100,7 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
 
     out = export(cfg, run, write)
     run.finish(result)
-    show(out, picture, drafter, source, trainer)
+    show(out, str(cfg.target.path), picture, drafter, source, trainer)
 
 
 def open_given_drafter(cfg: DictConfig, target: TargetModel) -> OpenDrafter:
@@ -220,7 +220,8 @@ def show_in_wandb(trainer: Trainer, picture: Path) -> None:
             logger.log_image("eval/calibration", [str(picture)])
 
 
-def show(out: Path, picture: Path, drafter: OpenDrafter, source: Source, trainer: Trainer) -> None:
+def show(out: Path, path: str, picture: Path, drafter: OpenDrafter, source: Source, trainer: Trainer) -> None:
+    """The table at the end, and the command to type next; `path` is the target's."""
     table = Table(title="acceptance head", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -235,4 +236,8 @@ def show(out: Path, picture: Path, drafter: OpenDrafter, source: Source, trainer
     console = Console()
     console.print(table)
     console.print(f"exported to {out}", highlight=False)
-    console.print(f'next: python -m spectrain.generate method=specdecpp head={out} prompt="..."', style="dim")
+    target = "" if path == "pystdlib-8l" else f" target={path}"
+    off = asdict(Sampling())
+    warped = "".join(f" sampling.{name}={v:g}" for name, v in asdict(source.sampling).items() if v != off[name])
+    command_line = f"python -m spectrain.tune method=specdecpp head={out}{target}{warped}"
+    console.print(f"next: {command_line}", style="dim", soft_wrap=True, highlight=False)

@@ -108,6 +108,9 @@ def test_a_head_is_trained_and_used(run, small, made):
     assert code == 0, err
     assert "KL of labels and predictions" in out
     (folder,) = Path("checkpoints").iterdir()
+    command_line = f"next: python -m spectrain.tune method=specdecpp head={folder} target="
+    assert command_line in out
+    assert out.rstrip().endswith(" sampling.temperature=0.8 sampling.top_k=50")
     assert {f.name for f in folder.iterdir()} == {"model.safetensors", "config.json", "spectrain.json"}
     facts = json.loads((folder / "config.json").read_text())
     assert facts["sampling"] == SAMPLING
