@@ -81,7 +81,7 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
         return
     bins = module.reliability.bins()
     picture = run.path / "calibration.png"
-    plot_reliability(picture, bins, module.reliability.error)
+    plot_reliability(picture, bins, module.reliability.error, cfg.w_rej, cfg.w_acc)
     show_in_wandb(trainer, picture)
     result = {"steps": trainer.global_step, "metrics": final_metrics(trainer), "reliability": bins}
     facts = HeadFacts(
