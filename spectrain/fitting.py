@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -30,6 +31,7 @@ def fit(
     module: LightningModule,
     data: PackedRowsData | ResponsesData,
     target: TargetModel | None = None,
+    begun: Callable[[], None] | None = None,
 ) -> Trainer:
     """Trains, or goes on where the run was interrupted, and validates.
 
@@ -39,6 +41,7 @@ def fit(
         module: what is trained.
         data: its rows.
         target: the frozen target, where there is one: an interrupted run goes on with no other.
+        begun: called once the run folder stands, before training; may refuse to go on.
 
     Raises:
         UserError: the trainer's hardware is missing, there are too few rows, or the checkpoint cannot be read.
@@ -52,6 +55,8 @@ def fit(
             "data.batch_size or data.row_tokens, or give more text"
         )
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
+    if begun is not None:
+        begun()
     log.info("run folder: %s", run.path)
     checkpoint = run.checkpoint_file if run.checkpoint_file.is_file() else None
     if checkpoint:

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset
@@ -74,9 +75,7 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
     if cfg.max_steps is None:
         cfg.max_steps = steps_of_epochs(cfg, len(data.train))
     target_fingerprint = fingerprint(target.model, target.tokenizer)
-    run.begin(target_fingerprint)
-    keep_to_source(run, source, drafter)
-    trainer = fit(cfg, run, module, data, target)
+    trainer = fit(cfg, run, module, data, target, begun=partial(keep_to_source, run, source, drafter))
     if not trainer.is_global_zero:
         return
     bins = module.reliability.bins()

@@ -195,6 +195,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(run, small, made, argument
     assert message.format(made=made) in err
     assert "Traceback" not in err
     assert not Path("checkpoints").exists()
+    assert not Path("runs").exists()
 
 
 def test_a_run_does_not_go_on_with_other_rows(run, small, made):
