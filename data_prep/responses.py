@@ -45,9 +45,9 @@ NOT_HASHED = ("out", "fresh", "allow_failed", "batch_size", "base_url", "concurr
 NOT_HASHED_OF_TARGET = ("device", "parallel")
 OF_LOOP = ("drafter", "head", "datastore", "tuned")  # options that a server has no use for
 STDLIB_PROMPTS = 400
-STDLIB_CHARACTERS = 1200  # of a prompt
+STDLIB_CHARACTERS = 400  # of a prompt: with 512 new tokens it fits the bundled target, even at a token a character
 STDLIB_CUTS = 3  # prompts of a module
-STDLIB_STRIDE = 4 * STDLIB_CHARACTERS  # so that a response of 512 tokens ends before the next cut
+STDLIB_STRIDE = 4800  # characters, so that a response of 512 tokens ends before the next cut
 
 
 def main(cfg: DictConfig) -> None:
@@ -164,7 +164,7 @@ def read_questions(cfg: DictConfig) -> list[Question]:
         for cut in range(STDLIB_CUTS):
             start = cut * STDLIB_STRIDE
             start = document.text.find("\n", start) + 1 if start else 0
-            if (start or not cut) and len(document.text) - start > 2 * STDLIB_CHARACTERS:
+            if (start or not cut) and len(document.text) - start > STDLIB_STRIDE // 2:
                 name = f"{document.id}:{start}"
                 text = document.text[start : start + STDLIB_CHARACTERS]
                 found.append((cut, unit_hash(name), Question(name, "stdlib", (text,))))

@@ -297,6 +297,9 @@ def test_prompts_of_the_standard_library_are_of_the_training_split_and_apart():
         assert not is_held_out(name, STDLIB_HELD_OUT)
         assert texts[name][int(start) :].startswith(question.turns[0])
     assert max(map(len, cuts.values())) > 1
+    # The command that the README gives must end: no prompt fails, whatever the tokenizer makes of it.
+    cfg = composed("responses")
+    assert max(len(q.turns[0].encode()) for q in questions) + cfg.max_new_tokens <= 1024  # of the bundled target
     for starts in cuts.values():
         ordered = sorted(starts)
         assert all(b - a >= 2400 for a, b in pairwise(ordered))
