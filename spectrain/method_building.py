@@ -177,11 +177,8 @@ def build_with_head(
     drafter = artifacts.get(facts.drafter.kind) or recorded or find_artifact(facts.drafter.kind, target)
     method = build(target, folder, drafter, **options)
     method.artifacts = {"head": folder, facts.drafter.kind: drafter}
-    if not sampling.same_law(facts.sampling):
-        method.warning = (
-            f"head={folder} was trained for {facts.sampling.describe()} and is used for {sampling.describe()}: its "
-            "probabilities are those of another acceptance"
-        )
+    method.warning = facts.why_off(folder, sampling)
+    if method.warning:
         log.warning("%s", method.warning)
     return method
 

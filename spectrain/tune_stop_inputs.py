@@ -24,7 +24,7 @@ from spectrain.methods.stop_simulation import Setting
 from spectrain.methods.stopping import StopRule
 from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.artifacts import MANIFEST, read_manifest
-from spectrain.models.head_artifact import HeadFacts, load_head, read_head_facts
+from spectrain.models.head_artifact import HeadFacts, read_head_facts
 
 log = logging.getLogger(__name__)
 
@@ -136,14 +136,11 @@ def open_stopping(cfg: DictConfig, target: TargetModel, sampling: Sampling) -> S
     heads: dict[str, Head] = {}
     for folder in folders:
         facts = read_head_facts(folder, prints)
-        module = load_head(folder, facts, opened.facts, opened.states.hidden_size)
-        module.to(next(opened.states.module.parameters()).device)
         name = folder.name if folder.name not in heads else str(folder)
-        heads[name] = Head(folder, facts, module.eval().requires_grad_(False))
-        if facts.sampling != sampling:
-            log.warning(
-                "head %s was trained for %s and is used for %s", folder, facts.sampling.describe(), sampling.describe()
-            )
+        heads[name] = Head(folder, facts, opened.open_head(folder, facts))
+        warning = facts.why_off(folder, sampling)
+        if warning:
+            log.warning("%s", warning)
     stopping, method = cfg.stopping, cfg.method
     longest = opened.with_stop(method.max_candidates, None).gamma  # a SPIRe drafter has its window
     for name, value in (

@@ -85,6 +85,8 @@ class TargetModel:
 
     def with_hidden(self) -> TargetModel:
         """The same model, whose `score` keeps the final hidden states."""
+        if self.keeps_hidden:
+            return self
         return TargetModel(self.model, self.tokenizer, self.capture_layers, self.prefill_chunk, keeps_hidden=True)
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.tree import DraftTree
-from spectrain.errors import check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.methods.stopping import StopRule
 
 
@@ -36,6 +36,19 @@ def gamma_within(gamma: int, max_nodes: int | None) -> int:
         return gamma
     check_whole("max_nodes", max_nodes, 2)
     return min(gamma, max_nodes - 1)
+
+
+def candidates_within(min_candidates: int, max_candidates: int, max_nodes: int | None) -> int:
+    """The longest draft of a rule that drafts at least min_candidates tokens.
+
+    Raises:
+        UserError: min_candidates is below 1, or there is no room for so many; see `gamma_within`.
+    """
+    check_whole("min_candidates", min_candidates, 1)
+    gamma = gamma_within(max_candidates, max_nodes)
+    if min_candidates > gamma:
+        raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")
+    return gamma
 
 
 def draft_chain(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import gamma_within
+from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.stopping import ConfidenceStop, EntropyStop
 
@@ -39,7 +39,5 @@ def build(
     """
     if rule not in RULES:
         raise UserError(f"rule={rule} must be one of {', '.join(RULES)}")
-    gamma = gamma_within(max_candidates, max_nodes)
-    if min_candidates > gamma:
-        raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")
+    gamma = candidates_within(min_candidates, max_candidates, max_nodes)
     return Speculative(load_draft_model(target, drafter), gamma, stop=RULES[rule](threshold, min_candidates))

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import gamma_within
+from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
+from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.artifacts import load_spire
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.head_artifact import DrafterFacts, HeadFacts, load_head, read_head_facts
@@ -32,6 +33,11 @@ class OpenDrafter:
         if isinstance(self.states, SpireStates):
             return Spire(self.states.drafter, min(gamma, self.states.drafter.config.window_tokens), stop=stop)
         return Speculative(self.states.model, gamma, stop=stop)
+
+    def open_head(self, folder: Path, facts: HeadFacts) -> AcceptanceHead:
+        """A head for decoding with this drafter, where the drafter stands; see `load_head`."""
+        head = load_head(folder, facts, self.facts, self.states.hidden_size)
+        return head.to(next(self.states.module.parameters()).device).eval().requires_grad_(False)
 
 
 def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: int = 10) -> OpenDrafter:
@@ -51,7 +57,7 @@ def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: in
         drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         states: DraftStates = SpireStates(drafter, min(rollout_tokens, drafter.config.window_tokens))
     elif kind == "vanilla":
-        states = ModelStates(load_draft_model(target, folder), target.vocab_size)
+        states = ModelStates(load_draft_model(target, folder).with_hidden(), target.vocab_size)
     else:
         raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
     return OpenDrafter(DrafterFacts(kind, str(folder), states.fingerprint()), states)
@@ -82,25 +88,8 @@ def build(
     Raises:
         UserError: head, drafter and target do not belong together, or a value makes no sense.
     """
+    gamma = candidates_within(min_candidates, max_candidates, max_nodes)
     facts = read_head_facts(Path(head), fingerprint(target.model, target.tokenizer))
     opened = open_drafter(target, facts.drafter.kind, drafter)
-    return adaptive(Path(head), facts, opened, threshold, min_candidates, max_candidates, judge, max_nodes)
-
-
-def adaptive(
-    folder: Path,
-    facts: HeadFacts,
-    opened: OpenDrafter,
-    threshold: float,
-    min_candidates: int = 1,
-    max_candidates: int = 20,
-    judge: str = "current",
-    max_nodes: int | None = None,
-) -> Speculative | Spire:
-    """The same from a drafter that is open already."""
-    gamma = gamma_within(max_candidates, max_nodes)
-    if min_candidates > gamma:
-        raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")
-    head = load_head(folder, facts, opened.facts, opened.states.hidden_size)
-    head.to(next(opened.states.module.parameters()).device)
-    return opened.with_stop(gamma, HeadStop(head, threshold, min_candidates, judge))
+    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge)
+    return opened.with_stop(gamma, rule)

@@ -39,6 +39,15 @@ class HeadFacts:
     w_acc: float = 1.0  # and of acceptances
     rollout_tokens: int | None = None  # of a SPIRe drafter: the head has seen drafts shorter than this
 
+    def why_off(self, folder: Path | str, sampling: Sampling) -> str | None:
+        """What a reader of numbers under this sampling must know of the head at `folder`; None: nothing."""
+        if sampling.same_law(self.sampling):
+            return None
+        return (
+            f"head={folder} was trained for {self.sampling.describe()} and is used for {sampling.describe()}: its "
+            "probabilities are those of another acceptance"
+        )
+
 
 def save_head(folder: Path, head: AcceptanceHead, facts: HeadFacts) -> None:
     """Writes weights and facts into an existing folder."""

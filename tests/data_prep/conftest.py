@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,21 +49,30 @@ def small(made) -> list[str]:
     ]
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs the command in an empty folder; returns exit code, stdout, stderr."""
+def caller(name: str, main: Callable, tmp_path: Path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+    """What runs `data_prep.<name>` in an empty folder; it returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["data_prep.datastore", *arguments])
+        monkeypatch.setattr(sys, "argv", [f"data_prep.{name}", *arguments])
         code = 0
         try:
-            command("datastore")(data_datastore.main)()
+            command(name)(main)()
         except SystemExit as stop:
             code = stop.code
         return code, *capfd.readouterr()
 
     return call
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    return caller("datastore", data_datastore.main, tmp_path, monkeypatch, capfd)
+
+
+@pytest.fixture
+def respond(tmp_path, monkeypatch, capfd):
+    return caller("responses", data_responses.main, tmp_path, monkeypatch, capfd)
 
 
 def contents(folder: Path | str) -> dict[str, bytes]:
@@ -78,20 +88,3 @@ def cut(run, monkeypatch, *arguments: str) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(store_builder, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
         assert run(*arguments)[0] == 130
-
-
-@pytest.fixture
-def respond(tmp_path, monkeypatch, capfd):
-    """Runs `data_prep.responses` in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["data_prep.responses", *arguments])
-        code = 0
-        try:
-            command("responses")(data_responses.main)()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
-
-    return call

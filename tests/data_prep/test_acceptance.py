@@ -22,7 +22,6 @@ from data_prep.acceptance_parts import DRAFT_STREAM, Labelling, label_rows
 from data_prep.acceptance_store import FEATURES, AcceptanceStore, open_acceptance
 from data_prep.corpus import train_tokenizer
 from data_prep.response_store import ResponseManifest, write_responses
-from spectrain.cli import command
 from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.sampling import row_generator
 from spectrain.methods.autoregressive import Autoregressive
@@ -30,7 +29,7 @@ from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.acceptance_labels import label_texts
 from spectrain.models.draft_states import ModelStates
 from tests.conftest import noisy_copy, random_prompts, tiny_model
-from tests.data_prep.conftest import contents
+from tests.data_prep.conftest import caller, contents
 from tests.models.test_artifacts import export_spire
 
 ROOT = Path(__file__).parent.parent.parent
@@ -92,19 +91,7 @@ def asked(made, ready) -> list[str]:
 
 @pytest.fixture
 def label(tmp_path, monkeypatch, capfd):
-    """Runs the command in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["data_prep.acceptance", *arguments])
-        code = 0
-        try:
-            command("acceptance")(acceptance.main)()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
-
-    return call
+    return caller("acceptance", acceptance.main, tmp_path, monkeypatch, capfd)
 
 
 def cut(label, monkeypatch, *arguments: str, parts: int = 2) -> None:
@@ -405,9 +392,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_sentence_and_leaves_nothing(label, asked, made, ready, tmp_path, case):
+def test_wrong_input_is_one_sentence_and_leaves_nothing(label, asked, made, ready, tmp_path, case, capfd):
     arguments, message = BAD[case]
     make_strangers(tmp_path, ready, made / "target")
+    capfd.readouterr()  # bars of models that are saved; only the first test of a process has them
     before = sorted(tmp_path.rglob("*"))
     code, _, err = label(*asked, "out=a", *arguments)
     assert code == 2, err
