@@ -31,7 +31,7 @@ class Made:
 def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
     """Exports the drafter, keeps the run's numbers, prints the table."""
     trainer = made.trainer
-    rows = trainer.global_step * trainer.accumulate_grad_batches * trainer.world_size * cfg.data.batch_size
+    rows = trainer.global_step * trainer.accumulate_grad_batches * cfg.data.batch_size
     result = {
         "steps": trainer.global_step,
         "tokens": rows * cfg.data.row_tokens,

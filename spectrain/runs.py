@@ -3,7 +3,7 @@
 runs/spire-1f0c93ab/
     config.yaml        the resolved config
     run.json           the run's id and its target's fingerprint
-    checkpoints/       last.ckpt, written every few minutes and at an interruption
+    checkpoints/       of the latest step, written every few minutes and at an interruption
     metrics/version_0/metrics.csv   every logged number, a folder an attempt
     result.json        written last: the run is finished
 """
@@ -23,8 +23,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.errors import UserError
+from spectrain.training.checkpoints import CheckpointFolder
 
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla")  # they do not change what is trained
+NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps")  # a run may go on with another number of ranks
 
 
 class FinishedRun(UserError):
@@ -123,8 +125,8 @@ class RunFolder:
         return self.path / self.result
 
     @property
-    def checkpoint_file(self) -> Path:
-        return self.path / "checkpoints" / "last.ckpt"
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoints")
 
     def finish(self, result: dict) -> None:
         """Marks the run as finished and keeps its numbers."""
@@ -134,7 +136,10 @@ class RunFolder:
 
 
 def _hashed(config: dict) -> dict:
-    return {key: value for key, value in config.items() if key not in NOT_HASHED}
+    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    if "trainer" in kept:
+        kept["trainer"] = {k: v for k, v in kept["trainer"].items() if k not in NOT_HASHED_OF_TRAINER}
+    return kept
 
 
 def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:

@@ -31,7 +31,7 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.calibration_plot import plot_reliability
 from spectrain.exporting import export, final_metrics
-from spectrain.fitting import check_rows, fit, optimizer_settings, target_device, world_size
+from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
 from spectrain.method_building import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
@@ -184,9 +184,9 @@ def make_data(cfg: DictConfig, source: Source) -> ResponsesData:
 
 
 def steps_of_epochs(cfg: DictConfig, n_rows: int) -> int:
-    """Optimizer steps of `epochs` passes over the training rows, on as many ranks as there are."""
+    """Optimizer steps of `epochs` passes over the training rows."""
     check_whole("epochs", cfg.epochs, 1)
-    batches = max(1, n_rows // (cfg.data.batch_size * world_size(cfg)))
+    batches = max(1, n_rows // cfg.data.batch_size)
     return cfg.epochs * math.ceil(batches / cfg.trainer.accumulate_grad_batches)
 
 

@@ -11,7 +11,17 @@ ROOT = Path(__file__).parent.parent
 # The commands and what only they share.
 ENTRY_POINTS = {
     *("train", "train_specdecpp", "generate", "bench", "tune", "tune_budget", "tune_sssd", "tune_specdecpp"),
-    *("tune_stop_inputs", "tune_stop_times", "cli", "fitting", "exporting", "method_building", "runs"),
+    *(
+        "tune_stop_inputs",
+        "tune_stop_times",
+        "cli",
+        "fitting",
+        "trainers",
+        "loggers",
+        "exporting",
+        "method_building",
+        "runs",
+    ),
 }
 DATA_COMMANDS = {"data_prep.acceptance", "data_prep.datastore", "data_prep.responses"}  # entry points of data_prep
 LEAVES = {"spectrain.errors", "spectrain.json_lines", "spectrain.store_folder"}

@@ -13,7 +13,6 @@ import yaml
 from datasets import Dataset
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning import Callback
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
@@ -26,10 +25,9 @@ from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fin
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.head_artifact import DrafterFacts
 from spectrain.runs import RunFolder
-from spectrain.train_specdecpp import Source, keep_to_source, steps_of_epochs
+from spectrain.train_specdecpp import Source, keep_to_source
 from tests.conftest import random_prompts
 from tests.models.test_artifacts import export_spire, export_vanilla
-from tests.test_cli import composed
 
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 N_ROWS = 30
@@ -273,14 +271,6 @@ def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
         steps[accumulated] = json.loads(Path(f"r{accumulated}/result.json").read_text())["steps"]
     assert steps[1] % 2 == 0  # two epochs
     assert steps[2] == 2 * -(-steps[1] // 4)
-
-
-def test_ranks_are_counted_as_lightning_finds_them(monkeypatch):
-    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
-    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 4))
-    monkeypatch.setattr(CUDAAccelerator, "parse_devices", staticmethod(lambda devices: list(range(int(devices)))))
-    cfg = composed("train", "+exp=specdecpp", "trainer=gpu", "data.batch_size=5")
-    assert steps_of_epochs(cfg, 203) == 3 * (203 // 20)
 
 
 def test_only_rank_zero_notes_what_a_run_began_with(tmp_path, monkeypatch):

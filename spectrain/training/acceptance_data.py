@@ -86,7 +86,7 @@ class ResponsesData(LightningDataModule):
     Args:
         train: what is trained on.
         held_out: what validation sees.
-        batch_size: rows a rank and step.
+        batch_size: rows of a batch, of all ranks together.
         seed: order of the training rows.
     """
 

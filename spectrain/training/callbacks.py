@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from pathlib import Path
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class Checkpoints(Callback):
     a checkpoint would not go on exactly.
     """
 
-    def __init__(self, checkpoint_file: Path, every_s: float = 120.0) -> None:
-        self.checkpoint_file, self.every_s = checkpoint_file, every_s
+    def __init__(self, folder: CheckpointFolder, every_s: float = 120.0) -> None:
+        self.folder, self.every_s = folder, every_s
         self._saved_s = time.monotonic()
         self._received = 0
         self._step_before = 0
@@ -102,7 +102,7 @@ class Checkpoints(Callback):
         self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        trainer.save_checkpoint(self.checkpoint_file, weights_only=False)
+        self.folder.save(trainer)
         self._saved_s = time.monotonic()
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:

@@ -7,6 +7,7 @@ saves and restores that count with the checkpoint, so a resumed run sees the ver
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from lightning import LightningDataModule
@@ -14,14 +15,33 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 
+@dataclass
+class RowBatch:
+    """B rows of L tokens. Not frozen: Lightning moves its tensors."""
+
+    tokens: Tensor  # [B, L] int64
+    numbers: list[int]  # of the rows among all rows of the data
+
+    def numel(self) -> int:
+        """Tokens of the batch, as throughput counts them."""
+        return self.tokens.numel()
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, Tensor]]) -> RowBatch:
+        """Of rows with their numbers; tokens [L] int32."""
+        return cls(torch.stack([tokens for _, tokens in rows]).long(), [number for number, _ in rows])
+
+
 class SeededBatches(Sampler[list[int]]):
-    """Batches of row indices: a new permutation every epoch, each rank its own share of every global batch.
+    """Batches of row indices: a new permutation every epoch, each rank its own share of every batch.
+
+    What a batch holds does not depend on the number of ranks, so that a run may go on with another.
 
     Args:
         n_rows: rows in the data set.
-        batch_size: rows a rank sees in one batch.
+        batch_size: rows of a batch, of all ranks together; an incomplete last one is dropped.
         seed: with the epoch's number, decides the order.
-        rank, world_size: this process and how many there are; an incomplete last global batch is dropped.
+        rank, world_size: this process and how many there are; a divisor of the batch size.
     """
 
     def __init__(self, n_rows: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -31,26 +51,25 @@ class SeededBatches(Sampler[list[int]]):
         self.given = 0  # batches of this epoch that were handed out
 
     def __len__(self) -> int:
-        return self.n_rows // (self.batch_size * self.world_size)
+        return self.n_rows // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.given >= len(self):
             self.epoch, self.given = self.epoch + 1, 0
         order = self.order(torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
-        global_batch = self.batch_size * self.world_size
         while self.given < len(self):
-            start = self.given * global_batch
+            start = self.given * self.batch_size
             self.given += 1
-            yield order[start : start + global_batch][self.rank :: self.world_size]
+            yield order[start : start + self.batch_size][self.rank :: self.world_size]
 
     def order(self, generator: torch.Generator) -> list[int]:
-        """The rows of an epoch in the order in which global batches are cut from them."""
+        """The rows of an epoch in the order in which batches are cut from them."""
         return torch.randperm(self.n_rows, generator=generator).tolist()
 
 
 class BatchesOfLikeLength(SeededBatches):
     """Batches of rows of about the same length, so that little is padded: shuffled rows are sorted by length in pools
-    of `POOL_BATCHES` global batches, and the batches are shuffled again.
+    of `POOL_BATCHES` batches, and the batches are shuffled again.
 
     Args:
         lengths: of each row, in tokens.
@@ -64,14 +83,14 @@ class BatchesOfLikeLength(SeededBatches):
         self.lengths = lengths
 
     def order(self, generator: torch.Generator) -> list[int]:
-        shuffled, global_batch = super().order(generator), self.batch_size * self.world_size
-        kept = shuffled[: len(self) * global_batch]  # the rest of the epoch is dropped, whatever its length
-        pool = self.POOL_BATCHES * global_batch
+        shuffled, size = super().order(generator), self.batch_size
+        kept = shuffled[: len(self) * size]  # the rest of the epoch is dropped, whatever its length
+        pool = self.POOL_BATCHES * size
         by_length = [
             row for start in range(0, len(kept), pool) for row in sorted(kept[start : start + pool], key=self._length)
         ]
         batches = torch.randperm(len(self), generator=generator).tolist()
-        return [row for b in batches for row in by_length[b * global_batch : (b + 1) * global_batch]]
+        return [row for b in batches for row in by_length[b * size : (b + 1) * size]]
 
     def _length(self, row: int) -> int:
         return self.lengths[row]
@@ -98,7 +117,7 @@ class PackedRowsData(LightningDataModule):
     Args:
         train: [n_train, L] int32.
         held_out: [n_held_out, L] int32; validation sees the first `val_rows` of them.
-        batch_size: rows a rank and step.
+        batch_size: rows of a batch, of all ranks together.
         seed: order of the training rows.
         val_rows: rows of one validation.
     """
@@ -113,10 +132,10 @@ class PackedRowsData(LightningDataModule):
         batches = SeededBatches(
             len(self.train), self.batch_size, self.seed, self.trainer.global_rank, self.trainer.world_size
         )
-        return ResumableLoader(_Rows(self.train), batch_sampler=batches)
+        return ResumableLoader(_Rows(self.train), batch_sampler=batches, collate_fn=RowBatch.of)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(_Rows(self.held_out), batch_size=self.batch_size)
+        return DataLoader(_Rows(self.held_out), batch_size=self.batch_size, collate_fn=RowBatch.of)
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -126,5 +145,5 @@ class _Rows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index].long()  # [L] int64
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.rows[index]

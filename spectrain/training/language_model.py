@@ -8,6 +8,7 @@ from lightning import LightningModule
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spectrain.training.data import RowBatch
 from spectrain.training.optim import OptimizerSettings, lightning_optimizers
 
 
@@ -28,13 +29,14 @@ class LanguageModelTraining(LightningModule):
         logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        loss = self.loss(tokens)
-        self.log("train/loss", loss, prog_bar=True)
+    def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
+        loss = self.loss(batch.tokens)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.numbers))
         return loss
 
-    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
-        self.log("eval/loss", self.loss(tokens), prog_bar=True, sync_dist=True)
+    def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
+        loss = self.loss(batch.tokens)
+        self.log("eval/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))
 
     def configure_optimizers(self) -> dict:
         return lightning_optimizers(

@@ -10,6 +10,7 @@ from torch import Tensor
 from spectrain.decoding.target import TargetModel
 from spectrain.models.spire import SpireDrafter
 from spectrain.models.spire_rollout import rollout
+from spectrain.training.data import RowBatch
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import OptimizerSettings, lightning_optimizers
 
@@ -43,8 +44,9 @@ class SpireTraining(LightningModule):
         if not hasattr(self.target.model, "hf_device_map"):  # a sharded target stays where it is
             self.target.model.to(self.device)
 
-    def parts(self, tokens: Tensor) -> LossParts:
-        """Loss and acceptance of one batch; tokens [B, L] int64, alpha comes back as [B * L]."""
+    def parts(self, batch: RowBatch) -> LossParts:
+        """Loss and acceptance of one batch of B rows of L tokens; alpha comes back as [B * L]."""
+        tokens = batch.tokens
         with torch.no_grad():
             features = self.target.features(tokens)
         hidden = rollout(self.drafter, tokens, features.captured)
@@ -53,23 +55,23 @@ class SpireTraining(LightningModule):
         unembedding = self.drafter.lm_head.weight
         return drafter_loss(self.loss_settings, hidden.flatten(0, 1), unembedding, teacher, next_tokens)
 
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        parts = self.parts(tokens)
-        self.log("train/loss", parts.loss, prog_bar=True)
-        self.log("train/cross_entropy", parts.cross_entropy)
-        self.log("train/alpha", parts.alpha.mean(), prog_bar=True)
+    def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
+        parts, n_rows = self.parts(batch), len(batch.numbers)
+        self.log("train/loss", parts.loss, prog_bar=True, batch_size=n_rows)
+        self.log("train/cross_entropy", parts.cross_entropy, batch_size=n_rows)
+        self.log("train/alpha", parts.alpha.mean(), prog_bar=True, batch_size=n_rows)
         return parts.loss
 
-    def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
-        parts = self.parts(tokens)
-        self.log("eval/loss", parts.loss, sync_dist=True)
-        self.log("eval/alpha", parts.alpha.mean(), prog_bar=True, sync_dist=True)
+    def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
+        parts, mean = self.parts(batch), {"batch_size": len(batch.numbers), "sync_dist": True}
+        self.log("eval/loss", parts.loss, **mean)
+        self.log("eval/alpha", parts.alpha.mean(), prog_bar=True, **mean)
         k = self.drafter.config.k
-        whole = tokens.shape[1] // k * k
-        by_step = parts.alpha.view(*tokens.shape)[:, :whole].unflatten(1, (-1, k)).mean(dim=(0, 1))  # [k]
+        whole = batch.tokens.shape[1] // k * k
+        by_step = parts.alpha.view(*batch.tokens.shape)[:, :whole].unflatten(1, (-1, k)).mean(dim=(0, 1))  # [k]
         for step, alpha in enumerate(by_step):
-            self.log(f"eval/alpha_step_{step + 1}", alpha, sync_dist=True)
-        self.log("eval/tau_expected", 1 + by_step.cumprod(0).sum(), prog_bar=True, sync_dist=True)
+            self.log(f"eval/alpha_step_{step + 1}", alpha, **mean)
+        self.log("eval/tau_expected", 1 + by_step.cumprod(0).sum(), prog_bar=True, **mean)
 
     def configure_optimizers(self) -> dict:
         return lightning_optimizers(

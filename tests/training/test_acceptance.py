@@ -252,7 +252,7 @@ def test_schedules_out_of_range_are_refused(options):
 
 def test_batches_of_like_length_see_every_row_once_and_pad_little():
     lengths = [10 + (37 * i) % 200 for i in range(230)]
-    ranks = [BatchesOfLikeLength(lengths, 4, seed=3, rank=rank, world_size=2) for rank in (0, 1)]
+    ranks = [BatchesOfLikeLength(lengths, 8, seed=3, rank=rank, world_size=2) for rank in (0, 1)]
     epochs = [[[list(batch) for batch in rank] for rank in ranks] for _ in range(2)]
     for batches in epochs:
         seen = [row for rank in batches for batch in rank for row in batch]
@@ -260,7 +260,7 @@ def test_batches_of_like_length_see_every_row_once_and_pad_little():
         spread = [max(lengths[r] for r in batch) - min(lengths[r] for r in batch) for rank in batches for batch in rank]
         assert np.mean(spread) < 20  # of 200; batches by chance would have about 120
     assert epochs[0] != epochs[1]
-    again = BatchesOfLikeLength(lengths, 4, seed=3, rank=0, world_size=2)
+    again = BatchesOfLikeLength(lengths, 8, seed=3, rank=0, world_size=2)
     assert [list(batch) for batch in again] == epochs[0][0]
 
 

@@ -11,6 +11,7 @@ from lightning import Callback, Trainer
 
 from spectrain.errors import UserError
 from spectrain.training.callbacks import Checkpoints, StopOnBadLoss
+from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.data import PackedRowsData, SeededBatches
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
@@ -66,11 +67,11 @@ def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, 
 @pytest.mark.parametrize("step", [2, 4, 7])
 def test_interrupted_training_equals_uninterrupted(tmp_path, step, optimizer):
     expected, expected_losses = train(tmp_path, optimizer=optimizer)
-    checkpoint = tmp_path / "last.ckpt"
+    folder = CheckpointFolder(tmp_path / "checkpoints")
     with pytest.raises(SystemExit) as stop:
-        train(tmp_path, Signal(step), Checkpoints(checkpoint), optimizer=optimizer)
+        train(tmp_path, Signal(step), Checkpoints(folder), optimizer=optimizer)
     assert stop.value.code == 130
-    found, losses = train(tmp_path, ckpt_path=checkpoint, optimizer=optimizer)
+    found, losses = train(tmp_path, ckpt_path=folder.newest(), optimizer=optimizer)
     assert losses == expected_losses[step + 1 :]  # the step that was running was finished and saved
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -86,8 +87,8 @@ def test_a_run_that_died_goes_on_from_its_periodic_checkpoint(tmp_path, died_at)
 
     expected, expected_losses = train(tmp_path)
     with pytest.raises(MemoryError):
-        train(tmp_path, Checkpoints(tmp_path / "last.ckpt", every_s=0.0), Die())
-    found, losses = train(tmp_path, ckpt_path=tmp_path / "last.ckpt")
+        train(tmp_path, Checkpoints(CheckpointFolder(tmp_path), every_s=0.0), Die())
+    found, losses = train(tmp_path, ckpt_path=CheckpointFolder(tmp_path).newest())
     assert losses == expected_losses[died_at:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -102,8 +103,8 @@ def test_an_accumulated_gradient_is_never_cut(tmp_path):
 
     expected, _ = train(tmp_path, accumulate=2, max_steps=6)
     with pytest.raises(SystemExit):
-        train(tmp_path, SignalInside(), Checkpoints(tmp_path / "last.ckpt"), accumulate=2, max_steps=6)
-    found, losses = train(tmp_path, ckpt_path=tmp_path / "last.ckpt", accumulate=2, max_steps=6)
+        train(tmp_path, SignalInside(), Checkpoints(CheckpointFolder(tmp_path)), accumulate=2, max_steps=6)
+    found, losses = train(tmp_path, ckpt_path=CheckpointFolder(tmp_path).newest(), accumulate=2, max_steps=6)
     assert losses
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -122,14 +123,14 @@ def test_epochs_are_counted_once(tmp_path):
 
 def test_sigterm_exits_with_its_own_code(tmp_path):
     with pytest.raises(SystemExit) as stop:
-        train(tmp_path, Signal(3, signal.SIGTERM), Checkpoints(tmp_path / "last.ckpt"))
+        train(tmp_path, Signal(3, signal.SIGTERM), Checkpoints(CheckpointFolder(tmp_path)))
     assert stop.value.code == 143
-    assert (tmp_path / "last.ckpt").is_file()
+    assert CheckpointFolder(tmp_path).newest().name == "step-00000004.ckpt"
 
 
 def test_handlers_are_given_back(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    train(tmp_path, Checkpoints(tmp_path / "last.ckpt"), max_steps=2)
+    train(tmp_path, Checkpoints(CheckpointFolder(tmp_path)), max_steps=2)
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -145,7 +146,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(tmp_path):
 
 def test_every_row_is_seen_once_an_epoch_and_ranks_share_a_batch():
     whole = SeededBatches(12, 4, seed=1)
-    ranks = [SeededBatches(12, 2, seed=1, rank=r, world_size=2) for r in range(2)]
+    ranks = [SeededBatches(12, 4, seed=1, rank=r, world_size=2) for r in range(2)]
     for _ in range(2):
         batches = list(whole)
         assert sorted(sum(batches, [])) == list(range(12))
