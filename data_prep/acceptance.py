@@ -14,17 +14,14 @@ import dataclasses
 import json
 import logging
 import shutil
-import sys
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 from lightning import Fabric
-from omegaconf import DictConfig, OmegaConf
-from rich.table import Table
+from omegaconf import DictConfig
 
 from data_prep import work_folder
 from data_prep.acceptance_parts import (
@@ -42,6 +39,7 @@ from data_prep.disk_need import check_disk, readable
 from data_prep.progress import TokenProgress, console
 from data_prep.ranks import decided, launch, rank_device
 from data_prep.response_store import ResponseStore, newest_responses, open_responses
+from data_prep.store_command import facts_table, hashed_config, interruptible, make_once, target_override
 from spectrain.cli import CHECKPOINTS, command, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
@@ -53,7 +51,6 @@ log = logging.getLogger(__name__)
 
 # What changes no label, or not beyond rounding.
 NOT_HASHED = ("out", "fresh", "batch_tokens")
-NOT_HASHED_OF_TARGET = ("device", "parallel")
 SHOWN_IDS = 3  # of skipped responses
 
 
@@ -103,24 +100,13 @@ class Job:
 
 def main(cfg: DictConfig) -> None:
     check_options(cfg)
-    tokens_per_s = None
-    try:
+    with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = open_target(cfg, rank_device(fabric))
         sources = decided(fabric, partial(find_sources, cfg, target))
         drafter = open_source(target, sources, cfg.rollout_tokens)
         job = make_job(cfg, sources, target, drafter)
-        with ExitStack() as folder:
-
-            def decide() -> bool:
-                folder.enter_context(work_folder.held(job.work))
-                return work_folder.is_done(job.out, job.work, job.identity, cfg.fresh, KIND)
-
-            if not decided(fabric, decide):
-                tokens_per_s = make(cfg, job, target, drafter, fabric)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+        tokens_per_s = make_once(fabric, job, cfg.fresh, KIND, lambda: make(cfg, job, target, drafter, fabric))
     if fabric.is_global_zero:
         show(job.out, tokens_per_s)
 
@@ -171,9 +157,7 @@ def make_job(cfg: DictConfig, sources: Sources, target: TargetModel, drafter: Op
     sampling = Sampling.from_options({**responses.manifest.sampling, **(cfg.get("sampling") or {})})
     states = drafter.states
     rollout_tokens = states.block_tokens if isinstance(states, SpireStates) else None
-    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    config = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    config["target"] = {key: value for key, value in config["target"].items() if key not in NOT_HASHED_OF_TARGET}
+    config = hashed_config(cfg, NOT_HASHED)
     config |= {"responses": sources.responses, "drafter": sources.drafter, "sampling": dataclasses.asdict(sampling)}
     config |= {"rollout_tokens": rollout_tokens}
     target_fingerprint = fingerprint(target.model, target.tokenizer)
@@ -284,9 +268,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     """The table at the end, and the command to type next."""
     manifest = open_acceptance(out).manifest
     counts, drafter = manifest.counts, manifest.drafter
-    table = Table(title="acceptance labels", show_header=False, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = facts_table("acceptance labels")
     table.add_row("folder", str(out))
     table.add_row("responses", manifest.responses)
     table.add_row("target", f"{manifest.target} ({manifest.target_fingerprint})")
@@ -307,8 +289,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         table.add_row("speed", f"{tokens_per_s:,.0f} tokens/s")
     table.add_row("size on disk", readable(sum(file.stat().st_size for file in out.iterdir())))
     console().print(table)
-    path = manifest.config["target"]["path"]
-    target = "" if path == "pystdlib-8l" else f" target={path}"
+    target = target_override(manifest.config["target"]["path"])
     drafter = manifest.drafter["path"]
     command_line = f"python -m spectrain.train +exp=specdecpp data=offline data.path={out} drafter={drafter}{target}"
     console().print(f"next: {command_line}", style="dim", soft_wrap=True)

@@ -4,6 +4,7 @@
     part-*, corpus.json, score-*    of a datastore (token_parts.py, store_builder.py)
     rows-*, failed-*                of responses (response_work.py)
     part-*/                         of acceptance labels (acceptance_parts.py)
+    shard-*.json, store/shard-*     of activations (activation_parts.py)
     store/          what becomes the store
     complete        says that store/ is whole: only renames are left
     replaced/       what stood in the store's place
@@ -31,6 +32,7 @@ NOUNS = {  # by the manifest's kind
     "datastore": "datastore",
     "responses": "store of responses",
     "acceptance": "store of acceptance labels",
+    "activations": "store of activations",
 }
 # Options of a datastore that neither parts nor scores depend on.
 CHOICE = ("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "always_score", "seed", "shard_tokens")

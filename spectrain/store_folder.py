@@ -9,7 +9,9 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 HASHED_BYTES = 2**24  # read at once
+HASHING_THREADS = 4  # hashing leaves the GIL alone
 
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
 
@@ -55,12 +58,29 @@ class StoreKind(Generic[M]):
 
     def check_files(self, folder: Path, files: Mapping[str, Mapping]) -> None:
         """Reads every file that a manifest lists. Raises UserError where one is missing or is another."""
+        self.check_sizes(folder, files)
+        self.check_contents(folder, files)
+
+    def check_sizes(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+        """Raises UserError where a file that a manifest lists is missing or is of another size; reads none."""
         for name, facts in files.items():
             file = folder / name
             if not file.is_file():
                 raise UserError(f"{self.option}={folder} lacks {name}; run {self.built_by} again")
-            if file.stat().st_size != facts["bytes"] or sha256(file) != facts["sha256"]:
-                raise UserError(f"{file} is damaged: it is not what the manifest says; run {self.built_by} again")
+            if file.stat().st_size != facts["bytes"]:
+                raise self._damaged(file)
+
+    def check_contents(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+        """Reads the files, a few at a time. Raises UserError where one is another."""
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            found = pool.map(lambda name: sha256(folder / name), files)
+            for (name, facts), digest in zip(files.items(), found, strict=True):
+                if digest != facts["sha256"]:
+                    pool.shutdown(cancel_futures=True)
+                    raise self._damaged(folder / name)
+
+    def _damaged(self, file: Path) -> UserError:
+        return UserError(f"{file} is damaged: it is not what the manifest says; run {self.built_by} again")
 
     def newest(self, root: Path, fits: Callable[[M], bool]) -> Path | None:
         """The newest store of this kind below `root` whose manifest fits; None where there is none."""
@@ -78,9 +98,16 @@ class StoreKind(Generic[M]):
         return max(fitting)[1] if fitting else None
 
 
-def write_manifest(folder: Path, manifest: object) -> None:
-    """Writes the dataclass, its `files` filled in from the folder, so that it appears whole or not at all."""
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
+def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] | None = None) -> None:
+    """Writes the dataclass, its `files` filled in, so that it appears whole or not at all.
+
+    Args:
+        folder: of the store.
+        manifest: a dataclass.
+        files: bytes and sha256 of each, by name; None: of all that stand in the folder, which are read.
+    """
+    if files is None:
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
     facts = dataclasses.asdict(dataclasses.replace(manifest, files=files))
     temporary = folder / f".{MANIFEST}.tmp"
     temporary.write_text(json.dumps(facts, indent=2) + "\n")
@@ -102,3 +129,12 @@ def sha256(file: Path) -> str:
         while block := content.read(HASHED_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def to_disk(file: Path) -> None:
+    """Makes sure that what was written outlives the machine, not only the process."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -6,6 +6,7 @@ saves and restores that count with the checkpoint, so a resumed run sees the ver
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,14 +18,23 @@ from torch.utils.data import DataLoader, Sampler
 
 @dataclass
 class RowBatch:
-    """B rows of L tokens. Not frozen: Lightning moves its tensors."""
+    """B rows of L tokens; C layers of width D where features are stored. Not frozen: Lightning moves its tensors."""
 
-    tokens: Tensor  # [B, L] int64
+    tokens: Tensor  # [B, L] int64; rows of unequal length are padded on the right
     numbers: list[int]  # of the rows among all rows of the data
+    is_token: Tensor | None = None  # [B, L] bool; None: nothing is padded
+    n_tokens: int | None = None  # without padding; None: nothing is padded
+    captured: Tensor | None = None  # [B, L, C, D] bfloat16, stored inputs of the target's blocks
+    final_hidden: Tensor | None = None  # [B, L, D] bfloat16, stored; None: the target itself is asked
 
     def numel(self) -> int:
         """Tokens of the batch, as throughput counts them."""
-        return self.tokens.numel()
+        return self.tokens.numel() if self.n_tokens is None else self.n_tokens
+
+    def counted(self) -> Tensor:
+        """[B, L] bool: what validation counts; neither padding nor the rows that only fill up a rank's share."""
+        rows = torch.tensor([number >= 0 for number in self.numbers], device=self.tokens.device)[:, None]
+        return rows.expand_as(self.tokens) if self.is_token is None else rows & self.is_token
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, Tensor]]) -> RowBatch:
@@ -54,17 +64,52 @@ class SeededBatches(Sampler[list[int]]):
         return self.n_rows // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.ahead():
+            self.given += 1
+            yield batch
+
+    def ahead(self) -> Iterator[list[int]]:
+        """The batches of the epoch that are still to be handed out, of the next where all were; counts none."""
         if self.given >= len(self):
             self.epoch, self.given = self.epoch + 1, 0
         order = self.order(torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch))
-        while self.given < len(self):
-            start = self.given * self.batch_size
-            self.given += 1
+        for start in range(self.given * self.batch_size, len(self) * self.batch_size, self.batch_size):
             yield order[start : start + self.batch_size][self.rank :: self.world_size]
+
+    def place(self) -> dict[str, int]:
+        """How far the batches were handed out, for a checkpoint."""
+        return {"epoch": self.epoch, "given": self.given}
+
+    def go_to(self, place: dict[str, int]) -> None:
+        self.epoch, self.given = place["epoch"], place["given"]
 
     def order(self, generator: torch.Generator) -> list[int]:
         """The rows of an epoch in the order in which batches are cut from them."""
         return torch.randperm(self.n_rows, generator=generator).tolist()
+
+
+class HeldOutBatches(Sampler[list[int]]):
+    """Batches of validation: the rows in their order, each rank its share of every batch.
+
+    All ranks get as many batches, or those with fewer would be waited for: where a rank has no row, -1 stands for one
+    that is not counted.
+
+    Args:
+        n_rows: held-out rows.
+        batch_size: rows of a batch, of all ranks together.
+        rank, world_size: this process and how many there are.
+    """
+
+    def __init__(self, n_rows: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self.n_rows, self.batch_size, self.rank, self.world_size = n_rows, batch_size, rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.n_rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, self.n_rows, self.batch_size):
+            stop = min(start + self.batch_size, self.n_rows)
+            yield list(range(start + self.rank, stop, self.world_size)) or [-1]
 
 
 class BatchesOfLikeLength(SeededBatches):
@@ -103,12 +148,23 @@ class ResumableLoader(DataLoader):
     """
 
     batch_sampler: SeededBatches
+    waited_s: float = 0.0  # seconds that training waited for batches
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        batches = super().__iter__()
+        while True:
+            start_s = time.perf_counter()
+            batch = next(batches, None)
+            self.waited_s += time.perf_counter() - start_s
+            if batch is None:
+                return
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.batch_sampler.epoch, "given": self.batch_sampler.given}
+        return self.batch_sampler.place()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batch_sampler.epoch, self.batch_sampler.given = state["epoch"], state["given"]
+        self.batch_sampler.go_to(state)
 
 
 class PackedRowsData(LightningDataModule):
@@ -135,7 +191,8 @@ class PackedRowsData(LightningDataModule):
         return ResumableLoader(_Rows(self.train), batch_sampler=batches, collate_fn=RowBatch.of)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(_Rows(self.held_out), batch_size=self.batch_size, collate_fn=RowBatch.of)
+        batches = HeldOutBatches(len(self.held_out), self.batch_size, self.trainer.global_rank, self.trainer.world_size)
+        return DataLoader(_Rows(self.held_out), batch_sampler=batches, collate_fn=RowBatch.of)
 
 
 class _Rows(torch.utils.data.Dataset):

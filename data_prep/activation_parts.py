@@ -1,0 +1,317 @@
+"""Activations shard by shard: what a killed `data_prep.activations` goes on from, in its work folder.
+
+    store/shard-00000.safetensors    whole rows, shard_tokens tokens at most (unless one row has more)
+    shard-00000.json                 its bytes and sha256, written after it: without, the shard does not count
+
+Rows are cut into shards by index and batches form inside a shard: neither the number of ranks nor an interruption
+changes a byte. A thread writes a shard while the next one is computed.
+
+Letters: B rows of a batch, T its padded length, n tokens of a shard, C captured layers, D hidden size.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from data_prep.corpus import PackedRows, is_held_out
+from data_prep.feature_store import Shard, quantise, shard_name, write_shard
+from data_prep.perplexity import length_buckets
+from data_prep.response_store import ResponseStore
+from data_prep.work_folder import STORE
+from spectrain.decoding.memory import is_out_of_memory
+from spectrain.decoding.target import Features, TargetModel
+from spectrain.errors import UserError
+from spectrain.store_folder import to_disk
+
+# What of a forward runs in half precision, by Lightning's names of precision; None: it runs in the target's own dtype.
+AUTOCAST = {
+    **dict.fromkeys(("32-true", "bf16-true", "16-true")),
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+PENDING_SHARDS = 2  # waiting to be written, in memory beside the one that is computed
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """What is read, one row after another."""
+
+    tokens: np.ndarray  # [n] int32
+    offsets: np.ndarray  # [rows + 1] int64
+    held_out: np.ndarray  # [rows] bool
+    prompt_tokens: np.ndarray  # [rows] int32; 0 where the source is raw text
+
+    def __len__(self) -> int:
+        return len(self.held_out)
+
+    @classmethod
+    def of_corpus(cls, packed: PackedRows) -> TokenRows:
+        """Packed text: training rows as training numbers them, then the held-out ones."""
+        rows = torch.cat([packed.train, packed.held_out])
+        n_rows, row_tokens = rows.shape
+        held_out = np.arange(n_rows) >= len(packed.train)
+        offsets = np.arange(n_rows + 1, dtype=np.int64) * row_tokens
+        return cls(rows.flatten().numpy(), offsets, held_out, np.zeros(n_rows, np.int32))
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[tuple[np.ndarray, int, bool]]) -> TokenRows:
+        """Of each text its tokens [L] int32, how many of them are the prompt, and whether it is held out."""
+        tokens, prompts, held_out = zip(*texts, strict=True)
+        offsets = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
+        return cls(np.concatenate(tokens), offsets, np.array(held_out), np.array(prompts, np.int32))
+
+
+@dataclass(frozen=True)
+class ResponseRows:
+    """Prompts with their responses, and what became of those that did not fit."""
+
+    rows: TokenRows
+    cut: int  # rows whose end is left out
+    skipped: int  # rows that have no token of a response within the limit
+
+
+def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: float) -> ResponseRows:
+    """One row a response, with its prompt before it, cut to `row_tokens`.
+
+    Raises:
+        UserError: no row is left for training or for validation.
+    """
+    texts, cut = [], 0
+    for row in store.rows.with_format("numpy", columns=["id", "prompt", "response"]):
+        text = np.concatenate([row["prompt"], row["response"]]).astype(np.int32)
+        n_prompt = len(row["prompt"])
+        if min(len(text), row_tokens) > n_prompt:
+            cut += len(text) > row_tokens
+            texts.append((text[:row_tokens], n_prompt, is_held_out(str(row["id"]), held_out_share)))
+    n_held_out = sum(held_out for _, _, held_out in texts)
+    if not 0 < n_held_out < len(texts):
+        raise UserError(
+            f"responses={store.folder} gives {len(texts) - n_held_out} training rows and {n_held_out} held-out rows "
+            f"within row_tokens={row_tokens}; give more responses, or change row_tokens or held_out_share"
+        )
+    return ResponseRows(TokenRows.of_texts(texts), cut, len(store.rows) - len(texts))
+
+
+@dataclass(frozen=True)
+class Capturing:
+    """How features are computed and kept."""
+
+    precision: str  # one of AUTOCAST
+    dtype: str  # bfloat16 | int8
+    batch_tokens: int  # of a forward, padding included; one row at least
+
+
+def shard_bounds(offsets: np.ndarray, shard_tokens: int) -> np.ndarray:
+    """Rows at which shards begin, and the number of rows: [shards + 1]. A row longer than a shard stands alone."""
+    bounds, n_rows = [0], len(offsets) - 1
+    while bounds[-1] < n_rows:
+        fitting = int(np.searchsorted(offsets, offsets[bounds[-1]] + shard_tokens, side="right")) - 1
+        bounds.append(max(fitting, bounds[-1] + 1))
+    return np.array(bounds)
+
+
+def facts_file(work: Path, index: int) -> Path:
+    return work / f"{Path(shard_name(index)).stem}.json"
+
+
+def missing_shards(work: Path, n_shards: int) -> list[int]:
+    return [i for i in range(n_shards) if not (facts_file(work, i).is_file() and shard_file(work, i).is_file())]
+
+
+def shard_file(work: Path, index: int) -> Path:
+    return work / STORE / shard_name(index)
+
+
+def shard_facts(work: Path, n_shards: int) -> dict[str, dict]:
+    """name -> {"bytes", "sha256"} of all shards."""
+    return {shard_name(index): json.loads(facts_file(work, index).read_text()) for index in range(n_shards)}
+
+
+def remove_unfinished(work: Path) -> None:
+    """Removes what a kill left of shards that were being written: under hidden names, ours and safetensors' own."""
+    for file in [*(work / STORE).glob(".*"), *work.glob("shard-*.tmp")]:
+        file.unlink()
+
+
+@contextmanager
+def autocast(device: torch.device, precision: str):
+    """As Lightning's Trainer runs a step in this precision."""
+    dtype = AUTOCAST[precision]
+    with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        yield
+
+
+@torch.inference_mode()
+def capture_shard(
+    target: TargetModel,
+    rows: TokenRows,
+    span: range,
+    capturing: Capturing,
+    on_batch: Callable[[int], None] = lambda n_tokens: None,
+) -> Shard:
+    """The features of some rows, on the CPU.
+
+    Args:
+        target: with `capture_layers`.
+        rows: all of them.
+        span: numbers of the rows of this shard.
+        capturing: options.
+        on_batch: called after each forward with its tokens, padding left out.
+
+    Raises:
+        UserError: a batch is too large for memory, or a feature is no number.
+    """
+    offsets = rows.offsets[span.start : span.stop + 1] - rows.offsets[span.start]
+    first, stop = rows.offsets[span.start], rows.offsets[span.stop]
+    tokens = torch.from_numpy(rows.tokens[first:stop].astype(np.int32))
+    sink = _FeatureSink(target, len(tokens), capturing.dtype)
+    lengths = np.diff(offsets)
+    for batch in length_buckets(lengths.tolist(), capturing.batch_tokens):
+        padded = torch.zeros(len(batch), int(lengths[batch].max()), dtype=torch.int64)  # [B, T]
+        for place, i in enumerate(batch):
+            padded[place, : lengths[i]] = tokens[offsets[i] : offsets[i + 1]]
+        try:
+            with autocast(target.device, capturing.precision):
+                features = target.features(padded.to(target.device))
+            sink.put(features, [slice(int(offsets[i]), int(offsets[i + 1])) for i in batch])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise UserError(
+                    f"a batch of {padded.shape[0]} rows of {padded.shape[1]} tokens is too large for the memory of "
+                    f"{target.device}; lower batch_tokens={capturing.batch_tokens}, or row_tokens where a batch is one "
+                    "row"
+                ) from error
+            raise
+        on_batch(int(lengths[batch].sum()))
+    if not sink.is_finite():
+        raise UserError("a feature of the target is no number; give target.dtype=float32 or precision=32-true")
+    return Shard(
+        tokens,
+        torch.from_numpy(offsets.astype(np.int64)),
+        torch.from_numpy(rows.held_out[span.start : span.stop].astype(bool)),
+        torch.from_numpy(rows.prompt_tokens[span.start : span.stop].astype(np.int32)),
+        **sink.kept,
+    )
+
+
+class _FeatureSink:
+    """Tensors of a shard on the CPU, filled batch by batch; from a GPU while the next batch is computed.
+
+    Args:
+        target: whose features.
+        n_tokens: of the shard.
+        dtype: bfloat16 | int8.
+    """
+
+    def __init__(self, target: TargetModel, n_tokens: int, dtype: str) -> None:
+        n_layers, width = len(target.capture_layers), target.unembedding.shape[-1]
+        self._quantised, on_gpu = dtype == "int8", target.device.type == "cuda"
+        kind = torch.int8 if self._quantised else torch.bfloat16
+        self.kept = {
+            "captured": torch.empty(n_tokens, n_layers, width, dtype=kind, pin_memory=on_gpu),
+            "final_hidden": torch.empty(n_tokens, width, dtype=kind, pin_memory=on_gpu),
+        }
+        if self._quantised:
+            self.kept["captured_scale"] = torch.empty(n_tokens, n_layers, pin_memory=on_gpu)
+            self.kept["hidden_scale"] = torch.empty(n_tokens, pin_memory=on_gpu)
+        self._stream = torch.cuda.Stream(target.device) if on_gpu else None
+        self._finite: list[Tensor] = []
+
+    def put(self, features: Features, places: Sequence[slice]) -> None:
+        """Keeps a batch: its rows go to these places of the shard."""
+        device = features.captured.device
+        found = {"captured": features.captured, "final_hidden": features.final_hidden.to(device)}
+        self._finite.append(torch.stack([values.sum(dtype=torch.float32) for values in found.values()]))
+        if self._quantised:
+            found["captured"], found["captured_scale"] = quantise(found["captured"])
+            found["final_hidden"], found["hidden_scale"] = quantise(found["final_hidden"])
+        else:
+            found = {name: values.to(torch.bfloat16) for name, values in found.items()}
+        if self._stream is None:
+            self._copy(found, places)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            self._copy(found, places)
+        for values in found.values():
+            values.record_stream(self._stream)  # its memory is not used again before it is copied
+
+    def _copy(self, found: dict[str, Tensor], places: Sequence[slice]) -> None:
+        for name, values in found.items():
+            for row, place in enumerate(places):
+                self.kept[name][place].copy_(values[row, : place.stop - place.start], non_blocking=True)
+
+    def is_finite(self) -> bool:
+        """Whether all were numbers; waits for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return bool(torch.stack(self._finite).isfinite().all())
+
+
+class ShardWriter:
+    """Writes shards into a work folder while the next ones are computed.
+
+    Leaving waits for what is still to be written; after an error too, for a shard is whole or not there.
+
+    Args:
+        work: exists.
+        writes: False where another rank makes the same shards.
+    """
+
+    def __init__(self, work: Path, writes: bool = True) -> None:
+        self.work, self.writes = work, writes
+        self._pool = ThreadPoolExecutor(PENDING_SHARDS)
+        self._pending: deque[Future] = deque()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True)
+        if error is None:
+            self._wait(0)
+
+    def put(self, index: int, shard: Shard) -> None:
+        """Raises UserError where the disk is full, of an earlier shard as well."""
+        if self.writes:
+            self._wait(PENDING_SHARDS - 1)
+            self._pending.append(self._pool.submit(self._write, index, shard))
+
+    def _wait(self, n_pending: int) -> None:
+        while len(self._pending) > n_pending:
+            self._pending.popleft().result()
+
+    def _write(self, index: int, shard: Shard) -> None:
+        file = facts_file(self.work, index)
+        try:
+            facts = write_shard(shard_file(self.work, index), shard)
+            temporary = file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(facts) + "\n")
+            to_disk(temporary)
+            temporary.rename(file)
+        except (OSError, SafetensorError) as error:
+            if not is_disk_full(error):
+                raise
+            raise UserError(
+                f"the disk of {self.work} is full; free some space and give the same command again, which goes on from "
+                "here, or start anew with dtype=int8 or out=<folder on another disk>"
+            ) from error
+
+
+def is_disk_full(error: OSError | SafetensorError) -> bool:
+    """safetensors hands on what the system says as text alone."""
+    return getattr(error, "errno", None) in DISK_FULL or any(f"os error {code})" in str(error) for code in DISK_FULL)

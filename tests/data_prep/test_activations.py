@@ -1,0 +1,492 @@
+"""`python -m data_prep.activations`: what it writes, what becomes of it when it is cut, what training makes of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import AutoTokenizer
+
+from data_prep import activation_parts, activations, feature_store
+from data_prep.activation_parts import TokenRows, rows_of_responses, shard_bounds
+from data_prep.corpus import is_held_out, pack, read_documents
+from data_prep.feature_store import open_features
+from data_prep.response_store import open_responses
+from spectrain import train
+from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
+from spectrain.errors import UserError
+from tests.conftest import tiny_model
+from tests.data_prep.conftest import caller, contents
+from tests.data_prep.test_acceptance import N_ROWS, save_responses
+
+ROOT = Path(__file__).parent.parent.parent
+ROW_TOKENS = 32
+
+
+@pytest.fixture
+def capture(tmp_path, monkeypatch, capfd):
+    return caller("activations", activations.main, tmp_path, monkeypatch, capfd)
+
+
+@pytest.fixture
+def learn(tmp_path, monkeypatch, capfd):
+    return caller("train", train.main, tmp_path, monkeypatch, capfd)
+
+
+@pytest.fixture
+def asked(shared) -> list[str]:
+    """Shards of eight rows, batches of three."""
+    return [*source(shared), f"row_tokens={ROW_TOKENS}", "shard_tokens=270", "batch_tokens=100", "precision=32-true"]
+
+
+def source(shared: Path) -> list[str]:
+    return [f"corpus={shared / 'corpus'}", f"target={shared / 'target'}", "corpus.held_out_share=0.3"]
+
+
+@pytest.fixture(scope="module")
+def answers(shared, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("answers") / "responses"
+    save_responses(folder, load_target(shared / "target", device="cpu"), N_ROWS)
+    return folder
+
+
+def states_of(model, tokens: torch.Tensor, layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of blocks and the final state of one row, as Hugging Face itself gives them."""
+    states = model(tokens[None].long(), output_hidden_states=True).hidden_states
+    return torch.stack([states[layer][0] for layer in layers], dim=1), states[-1][0]
+
+
+def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(capture, asked, shared):
+    code, out, err = capture(*asked, "out=a")
+    assert code == 0, err
+    store, target = open_features("a"), load_target(shared / "target", device="cpu")
+    packed = pack(read_documents(str(shared / "corpus")), target.tokenizer, ROW_TOKENS, 0.3)
+    rows = torch.cat([packed.train, packed.held_out])
+    assert len(store) == len(rows)
+    assert store.held_out.tolist() == [False] * len(packed.train) + [True] * len(packed.held_out)
+    for number, tokens in enumerate(rows):
+        row = store.read(number)
+        assert torch.equal(row.tokens, tokens)
+        if number % 5 == 0:
+            captured, final = states_of(target.model, tokens, [2, 3])
+            torch.testing.assert_close(row.captured.float(), captured, rtol=2**-8, atol=1e-5)
+            torch.testing.assert_close(row.final_hidden.float(), final, rtol=2**-8, atol=1e-5)
+    facts = store.manifest
+    assert facts.layers == [2, 3]
+    assert (facts.hidden_size, facts.dtype, facts.precision, facts.row_tokens) == (32, "bfloat16", "32-true", 32)
+    assert facts.target_fingerprint == fingerprint(target.model, target.tokenizer)
+    assert facts.tokenizer_fingerprint == tokenizer_fingerprint(target.tokenizer)
+    n_rows, n_held_out = len(rows), len(packed.held_out)
+    counts = {"rows": n_rows, "held_out": n_held_out, "tokens": rows.numel(), "cut": 0, "skipped": 0}
+    assert facts.counts == counts
+    assert facts.shard_rows == [8] * (n_rows // 8) + [n_rows % 8] * (n_rows % 8 > 0)
+    assert "blocks" in out
+    assert (
+        f"next: python -m spectrain.train +exp=spire data=offline data.path=a data.row_tokens=32 target={shared}" in out
+    )
+    assert [path.name for path in Path().iterdir()] == ["a"]
+    assert os.stat("a/shard-00000.safetensors").st_mode == os.stat("a/manifest.json").st_mode
+
+
+def test_layers_and_dtypes_are_chosen(capture, asked):
+    assert capture(*asked, "out=a", "layers=[0,1,3]")[0] == 0
+    assert capture(*asked, "out=b", "layers=1", "dtype=int8")[0] == 0
+    a, b = open_features("a"), open_features("b")
+    assert a.manifest.layers == [0, 1, 3]
+    assert b.manifest.layers == [1]
+    exact, near = a.read(3, layers=(1,)), b.read(3)
+    bound = exact.captured.float().abs().amax(-1, keepdim=True) / 100
+    assert ((near.captured.float() - exact.captured.float()).abs() <= bound).all()
+    assert not torch.equal(near.captured, exact.captured)
+    size = [sum(file.stat().st_size for file in Path(name).glob("shard-*")) for name in "ab"]
+    assert size[1] < size[0] / 3
+
+
+def test_responses_are_rows_of_prompt_and_answer(capture, shared, answers):
+    target = f"target={shared / 'target'}"
+    options = [f"responses={answers}", target, "precision=32-true", "held_out_share=0.4", "row_tokens=12", "out=a"]
+    code, out, err = capture(*options, "batch_tokens=40", "shard_tokens=40")
+    assert code == 0, err
+    store, model = open_features("a"), load_target(shared / "target", device="cpu").model
+    kept = [
+        row
+        for row in open_responses(answers).rows
+        if min(12, len(row["prompt"] + row["response"])) > len(row["prompt"])
+    ]
+    n_cut = sum(len(row["prompt"] + row["response"]) > 12 for row in kept)
+    assert len(store) == len(kept) < N_ROWS
+    assert 0 < n_cut < len(kept)
+    assert store.held_out.tolist() == [is_held_out(row["id"], 0.4) for row in kept]
+    for number, row in enumerate(kept):
+        tokens = torch.tensor((row["prompt"] + row["response"])[:12])
+        found = store.read(number)
+        assert found.tokens.tolist() == tokens.tolist()
+        captured, final = states_of(model, tokens, [2, 3])
+        torch.testing.assert_close(found.captured.float(), captured, rtol=2**-8, atol=1e-5)
+        torch.testing.assert_close(found.final_hidden.float(), final, rtol=2**-8, atol=1e-5)
+    assert f"of the responses {n_cut} are cut to 12 tokens and {N_ROWS - len(kept)} skipped" in err
+    assert "responses" in out
+    assert store.manifest.source == {"kind": "responses", "responses": "responses"}
+
+
+def test_responses_that_leave_a_side_empty_are_said(answers):
+    with pytest.raises(UserError, match=r"gives 0 training rows and 13 held-out rows within row_tokens=256; give more"):
+        rows_of_responses(open_responses(answers), 256, 0.9999999)
+
+
+def test_shards_hold_whole_rows():
+    offsets = np.cumsum([0, 3, 3, 9, 1, 1, 4, 2])
+    assert shard_bounds(offsets, 6).tolist() == [0, 2, 3, 6, 7]
+    assert shard_bounds(offsets, 1).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert shard_bounds(offsets, 99).tolist() == [0, 7]
+
+
+def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
+    """Leaves a build after so many shards."""
+    capture_shard, made = activations.capture_shard, []
+
+    def capture_some(*inputs):
+        if len(made) == shards:
+            os.kill(os.getpid(), signal.SIGINT)
+        made.append(1)
+        return capture_shard(*inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(activations, "capture_shard", capture_some)
+        assert capture(*arguments)[0] == 130
+
+
+def test_a_cut_build_goes_on_to_the_same_bytes(capture, asked, monkeypatch):
+    assert capture(*asked, "out=whole")[0] == 0
+    cut(capture, monkeypatch, *asked, "out=cut")
+    work = Path(".cut.partial")
+    assert sorted(p.name for p in work.iterdir()) == ["shard-00000.json", "shard-00001.json", "store", "work.json"]
+    (work / "store" / ".shard-00002.safetensors.tmp").write_text("half")  # as after a kill
+    (work / "store" / ".tmpXy12Z").write_text("half")  # safetensors' own
+    (work / "store" / "shard-00002.safetensors").write_text("of a shard whose facts were not written")
+    code, _, err = capture(*asked, "out=cut", "batch_tokens=99")
+    assert code == 0, err
+    n_shards = len(list(Path("whole").glob("shard-*")))
+    assert f"2 of {n_shards} shards are captured already" in err
+    assert contents("cut") == contents("whole")
+    assert sorted(os.listdir()) == ["cut", "whole"]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_two_ranks_write_the_bytes_of_one(capture, asked):
+    torch.set_num_threads(1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "data_prep.activations", *asked, "out=two"]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("size on disk") == 1
+    assert capture(*asked, "out=one")[0] == 0
+    assert contents("one") == contents("two")
+    assert sorted(os.listdir()) == ["one", "two"]
+
+
+@pytest.mark.slow
+def test_a_build_that_is_killed_again_and_again_ends_with_the_same_bytes(capture, shared):
+    torch.set_num_threads(1)
+    asked = [*source(shared), "row_tokens=32", "shard_tokens=32", "batch_tokens=64", "precision=32-true"]
+    command = [sys.executable, "-m", "data_prep.activations", *asked, "out=killed"]
+    work, seen = Path(".killed.partial"), 0
+    for _ in range(3):
+        started = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while len(list(work.glob("shard-*.json"))) < seen + 15:
+            assert started.poll() is None, "it ended before it could be killed"
+            time.sleep(0.001)
+        started.kill()
+        started.wait()
+        seen = len(list(work.glob("shard-*.json")))
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{seen} of " in ended.stderr
+    assert capture(*asked, "out=whole")[0] == 0
+    assert contents("killed") == contents("whole")
+    assert not work.exists()
+
+
+FULL = {
+    "python": OSError(errno.ENOSPC, "No space left on device"),
+    "safetensors": SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_a_full_disk_leaves_nothing_half_written_and_the_command_goes_on(capture, asked, monkeypatch, kind):
+    assert capture(*asked, "out=whole")[0] == 0
+    save_file, saved = feature_store.save_file, []
+
+    def save_some(tensors, file):
+        saved.append(file)
+        if len(saved) > 3:
+            Path(file).write_bytes(b"half")
+            raise FULL[kind]
+        save_file(tensors, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_store, "save_file", save_some)
+        code, _, err = capture(*asked, "out=a")
+    assert code == 2
+    assert "error: the disk of .a.partial is full; free some space and give the same command again" in err
+    assert "Traceback" not in err
+    assert sorted(os.listdir()) == [".a.partial", "whole"]
+    shards = [file.name for file in Path(".a.partial/store").iterdir()]
+    assert len(shards) == 3
+    assert all(contents(".a.partial/store")[name] == contents("whole")[name] for name in shards)
+    code, _, err = capture(*asked, "out=a")
+    assert code == 0, err
+    assert "3 of " in err
+    assert contents("a") == contents("whole")
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_work(capture, asked, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=100_000)
+    monkeypatch.setattr("data_prep.disk_need.shutil.disk_usage", lambda folder: usage)
+    code, _, err = capture(*asked, "out=a")
+    assert code == 2
+    assert "100.0 kB free, but this build needs about" in err
+    assert "free some, give dtype=int8, or give out=" in err
+    assert os.listdir() == []
+
+
+def test_a_batch_that_memory_does_not_hold_is_said(capture, asked, monkeypatch):
+    def fail(*inputs, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 9 GB")
+
+    monkeypatch.setattr("spectrain.decoding.target.TargetModel.features", fail)
+    code, _, err = capture(*asked, "out=a")
+    assert code == 2
+    assert "error: a batch of 3 rows of 32 tokens is too large for the memory of cpu; lower batch_tokens=100" in err
+    assert os.listdir() == []
+
+
+def test_features_that_are_no_numbers_are_said(capture, asked, shared, tmp_path):
+    target = load_target(shared / "target", device="cpu")
+    target.model.model.embed_tokens.weight[100:] = torch.nan  # a few random tokens at loading do not show it
+    target.model.save_pretrained("broken")
+    target.tokenizer.save_pretrained("broken")
+    code, _, err = capture(*asked, "target=broken", "out=a")
+    assert code == 2
+    assert "error: a feature of the target is no number; give target.dtype=float32" in err
+    assert os.listdir() == ["broken"]
+
+
+def test_a_begun_build_refuses_another_corpus_and_other_options(capture, asked, monkeypatch, shared, tmp_path):
+    shutil.copytree(shared / "corpus", "corpus")
+    asked = [*asked, "corpus=corpus", "out=a"]
+    cut(capture, monkeypatch, *asked)
+    code, _, err = capture(*asked, "dtype=int8")
+    assert code == 2
+    assert ".a.partial holds a build with another config (differs in dtype)" in err
+    (Path("corpus") / "m3.py").write_text("other = 1\n" * 99)
+    code, _, err = capture(*asked)
+    assert code == 2
+    assert ".a.partial holds a build with another set of rows" in err
+    assert capture(*asked, "fresh=true")[0] == 0
+    code, _, err = capture(*asked)
+    assert code == 2
+    assert err.strip() == "error: a is finished; change an option, give another out, or build it anew with fresh=true"
+
+
+BAD = {
+    "rows": (["row_tokens=0"], "row_tokens=0 must be a whole number of at least 1"),
+    "long rows": (["row_tokens=512"], "row_tokens=512 is longer than the target's context of 256; lower row_tokens"),
+    "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "the corpus gives no "),
+    "batch": (["batch_tokens=none"], "batch_tokens=none must be a whole number"),
+    "shard": (["shard_tokens=0.5"], "shard_tokens=0.5 must be a whole number"),
+    "fresh": (["fresh=maybe"], "fresh=maybe must be true or false"),
+    "dtype": (["dtype=int4"], "dtype=int4 is unknown; choose bfloat16, int8"),
+    "precision": (["precision=64-true"], "precision=64-true is unknown; choose 32-true"),
+    "layers": (["layers=[3,4]"], "layers=[3, 4] must be blocks of the target, 0 to 3, each once and in order"),
+    "layers in disorder": (["layers=[3,1]"], "each once and in order"),
+    "no layers": (["layers=[]"], "layers=[] must be blocks"),
+    "share": (["held_out_share=1"], "held_out_share=1 must be a share of the responses"),
+    "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
+    "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
+    "target": (["responses=responses", "target=other"], "were written by the tiny target ("),
+    "out": (["out=taken"], "out=taken exists and is no store of activations"),
+    "out without a name": (["out=."], "out=. has no name of its own"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_one_sentence_and_leaves_nothing(capture, asked, shared, answers, tmp_path, case, capfd):
+    arguments, message = BAD[case]
+    stranger(tmp_path / "other", shared)
+    shutil.copytree(answers, "responses")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    capfd.readouterr()  # bars of models that are saved; only the first test of a process has them
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = capture(*asked, "out=a", *arguments)
+    assert code == 2, err
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def stranger(folder: Path, shared: Path) -> Path:
+    """A target of other weights."""
+    model = tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=4, initializer_range=0.05)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shared / "target").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def training(shared) -> list[str]:
+    """Overrides that make a training take a second."""
+    return [
+        "+exp=spire",
+        *source(shared),
+        "data.row_tokens=32",
+        "data.batch_size=2",
+        "data.val_rows=2",
+        "max_steps=6",
+        "trainer.log_every_n_steps=1",
+        "trainer.val_check_interval=4",
+        "tau.context_tokens=[16,32]",
+        "tau.contexts=2",
+        "tau.new_tokens=6",
+        "tau.timed_contexts=1",
+        "select.context_tokens=16",
+        "select.new_tokens=6",
+    ]
+
+
+def curve(run_dir: str, column: str) -> list[float]:
+    (file,) = Path(run_dir).glob("metrics/version_*/metrics.csv")
+    head, *lines = file.read_text().splitlines()
+    place = head.split(",").index(column)
+    return [float(line.split(",")[place]) for line in lines if line.split(",")[place]]
+
+
+def test_training_from_the_store_is_training_with_the_target_beside_it(capture, learn, training, asked, shared):
+    assert capture(*asked, "precision=bf16-mixed")[0] == 0
+    (store,) = Path("checkpoints").glob("activations-*")
+    assert learn(*training, "run_dir=online", "out=exported_online")[0] == 0
+    code, _, err = learn(*training, "data=offline", "run_dir=offline", "out=exported_offline")
+    assert code == 0, err
+    online, offline = (curve(name, "train/loss") for name in ("online", "offline"))
+    assert len(online) == 6
+    np.testing.assert_allclose(offline, online, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(curve("offline", "eval/loss"), curve("online", "eval/loss"), rtol=0, atol=1e-5)
+    assert all(0 <= share < 1 for share in curve("offline", "train/wait_share"))
+    taus = [json.loads(Path(name, "result.json").read_text())["tau"] for name in ("online", "offline")]
+    assert taus[0] == taus[1]
+    assert json.loads(Path("offline/source.json").read_text())["activations"][0] == str(store)
+    assert Path("exported_offline/spectrain.json").is_file()
+
+
+def test_training_goes_on_with_no_other_store(capture, learn, training, asked):
+    assert capture(*asked, "precision=bf16-mixed", "out=a")[0] == 0
+    assert capture(*asked, "precision=bf16-mixed", "out=b", "dtype=int8")[0] == 0
+    arguments = [*training, "data=offline", "data.path=link", "run_dir=run"]
+    Path("link").symlink_to("a")
+    assert learn(*arguments)[0] == 0
+    Path("run/result.json").unlink()
+    Path("link").unlink()
+    Path("link").symlink_to("b")
+    code, _, err = learn(*arguments)
+    assert code == 2
+    assert "run was begun with other activations (" in err
+
+
+def test_training_from_responses_pads_rows(capture, learn, training, shared, answers):
+    options = [f"responses={answers}", f"target={shared / 'target'}", "held_out_share=0.4", "out=a"]
+    assert capture(*options)[0] == 0
+    lengths = open_features("a").lengths
+    arguments = [*training, "data=offline", "data.path=a", "tau.context_tokens=[8]", "select.context_tokens=8"]
+    code, _, err = learn(*arguments)
+    assert code == 0, err
+    assert len(set(np.minimum(lengths, 32))) > 3
+
+
+REFUSED = {
+    "vanilla": (["+exp=vanilla"], "data=offline is for +exp=spire and +exp=specdecpp only; give data=online"),
+    "no store": (["data.path=null"], "checkpoints/ holds no activations of this target's blocks [2, 3]; capture them"),
+    "other target": (["target=other"], "the activations in store are of the target "),
+    "missing layer": (["n_layer=3"], "of the target's blocks [2, 3], but the drafter reads [1, 2, 3]; capture them"),
+    "damaged": (["data.path=damaged"], "damaged/shard-00001.safetensors is damaged"),
+    "missing shard": (["data.path=lacking"], "data.path=lacking lacks shard-00001.safetensors"),
+    "number": (["data.path=7"], "data.path=7 must be one folder"),
+    "verify": (["data.verify=maybe"], "data.verify=maybe must be true or false"),
+    "few rows": (["data.batch_size=5000"], "fewer than one batch of 5000"),
+    "few tokens": (
+        ["data.row_tokens=64", "tau.context_tokens=[40]"],
+        "has no held-out row of 40 tokens to measure tau",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def stores(shared, tmp_path_factory) -> Path:
+    """A store, a copy with a flipped byte, a copy without a shard, and another target."""
+    root = tmp_path_factory.mktemp("stores")
+    arguments = [f"row_tokens={ROW_TOKENS}", "shard_tokens=270", f"out={root / 'store'}"]
+    command = [sys.executable, "-m", "data_prep.activations", *source(shared), *arguments]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    for name in ("damaged", "lacking"):
+        shutil.copytree(root / "store", root / name)
+    shard = root / "damaged" / "shard-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    (root / "lacking" / "shard-00001.safetensors").unlink()
+    stranger(root / "other", shared)
+    return root
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_store_that_does_not_do_is_one_sentence_and_leaves_nothing(learn, training, stores, case, tmp_path):
+    arguments, message = REFUSED[case]
+    for name in ("store", "damaged", "lacking", "other"):
+        Path(name).symlink_to(stores / name)
+    before = sorted(tmp_path.iterdir())
+    if "+exp=vanilla" in arguments:
+        training, arguments = ["+exp=vanilla", *training[1:]], []
+    code, _, err = learn(*training, "data=offline", "data.path=store", *arguments)
+    assert code == 2, err
+    assert message in err
+    assert sum(line.startswith("error: ") for line in err.splitlines()) == 1
+    assert "Traceback" not in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_two_ranks_share_a_batch_and_train_as_one(learn, training, stores):
+    arguments = [*training, "data=offline", f"data.path={stores / 'store'}", "trainer.precision=32-true"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "spectrain.train", *arguments, "run_dir=two", "out=out_two"]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("exported to out_two") == 1
+    assert "store was computed in bf16-mixed, and trainer.precision=32-true" in ended.stderr
+    code, _, err = learn(*arguments, "run_dir=one", "out=out_one")
+    assert code == 0, err
+    for column in ("train/loss", "eval/loss"):
+        np.testing.assert_allclose(curve("two", column), curve("one", column), rtol=0, atol=1e-4)
+
+
+def test_what_is_read_depends_on_every_fact_of_the_rows():
+    rows = TokenRows.of_texts([(np.array([1, 2], np.int32), 0, False), (np.array([3], np.int32), 1, True)])
+    same = TokenRows.of_texts([(np.array([1, 2], np.int32), 0, False), (np.array([3], np.int32), 1, True)])
+    moved = TokenRows.of_texts([(np.array([1], np.int32), 0, False), (np.array([2, 3], np.int32), 1, True)])
+    assert activations.digest_of(rows) == activations.digest_of(same) != activations.digest_of(moved)
+    assert activation_parts.shard_bounds(rows.offsets, 2).tolist() == [0, 1, 2]
