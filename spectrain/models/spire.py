@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -86,6 +87,11 @@ class SpireConfig:
     @property
     def n_layer(self) -> int:
         return len(self.target_layers)
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """Blocks of the target whose inputs the drafter reads."""
+        return self.target_layers if self.target_activations else ()
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,7 @@ class SpireDrafter(nn.Module):
             self.feedback_weight = nn.Parameter(start, requires_grad=config.k > 1)  # with k = 1 no memory is ever read
         # In a list, out of nn.Module's sight: a cast to bfloat16 would round the frequencies and turn far keys wrong.
         self._rotary = [LlamaRotaryEmbedding(_rotary_config(shape))]
+        self.recomputes = False  # training: the inside of a block is not kept for the backward pass but computed again
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [R, n, D_head] float32 at positions [R, n]."""
@@ -235,12 +242,18 @@ class SpireDrafter(nn.Module):
         """
         states, owns = [x], []
         for block, keys_values in zip(self.blocks, past, strict=True):
-            x, own = block(x, rope, keys_values, mask)
+            x, own = self.run_block(block, x, rope, keys_values, mask)
             states.append(x)
             owns.append(own)
         if self.config.feedback and not last:
             owns = [block.keys_values(m, rope) for block, m in zip(self.blocks, self.memories(states), strict=True)]
         return self.norm(x), owns
+
+    def run_block(self, block: SpireBlock, *inputs: object) -> tuple[Tensor, KeysValues]:
+        """`block(*inputs)`; where the drafter `recomputes`, only the inputs are kept for the backward pass."""
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
+        return block(*inputs)
 
 
 def _rotary_config(shape: LlamaShape) -> LlamaConfig:

@@ -98,7 +98,7 @@ def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tenso
     for block in drafter.blocks:
         every.append(block.keys_values(x, rope))
         past = _around(every[-1], chunk, drafter.config.sink_tokens, own=False)
-        x, _ = block(x.reshape(n_rows * n_chunks, chunk, -1), in_chunks, past, mask)
+        x, _ = drafter.run_block(block, x.reshape(n_rows * n_chunks, chunk, -1), in_chunks, past, mask)
         x = x.view(n_rows, n_tokens, -1)
     return drafter.norm(x), every
 

@@ -9,13 +9,20 @@ A checkpoint is written under the partial name, put on disk, and renamed; only t
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from lightning import Trainer
+from torch import Tensor
+
+from spectrain.errors import UserError
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"
@@ -57,6 +64,65 @@ class CheckpointFolder:
         if not self.path.is_dir():
             return {}
         return {int(found[1]): child for child in self.path.iterdir() if (found := NAME.fullmatch(child.name))}
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps that were done when it was written."""
+    return int(NAME.fullmatch(checkpoint.name)[1])
+
+
+def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The trained weights of a checkpoint, float32 on the CPU, as the LightningModule calls them.
+
+    DeepSpeed's pieces are put together. Tied weights stand under each of their names.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    check_readable(checkpoint)
+    if not checkpoint.is_dir():
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # seconds to import
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it tells what it finds
+        return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint))
+
+
+def cut_anew(checkpoint: Path) -> None:
+    """Adds to a DeepSpeed checkpoint its universal form, a file a parameter, which any number of ranks can read."""
+    folder, latest = checkpoint / "universal", checkpoint / "latest_universal"
+    if latest.is_file():
+        return
+    from deepspeed.checkpoint.ds_to_universal import main as convert
+
+    partial = checkpoint / ".universal.partial"
+    for leftover in (partial, folder):
+        _remove(leftover)
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    paths = {"input_folder": str(checkpoint / "checkpoint"), "output_folder": str(partial)}
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it tells each step
+        convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
+    partial.rename(folder)
+    latest.write_text(folder.name)  # the converter has named the partial one
+
+
+def ranks_of(checkpoint: Path) -> int | None:
+    """How many ranks a DeepSpeed checkpoint is cut for; None of a plain one, which any number of ranks can read."""
+    return len(list(checkpoint.glob("checkpoint/*_optim_states.pt"))) if checkpoint.is_dir() else None
+
+
+def check_readable(checkpoint: Path) -> None:
+    """Raises UserError where a checkpoint is damaged."""
+    folder = checkpoint.is_dir()
+    try:
+        for file in sorted(checkpoint.glob("checkpoint/*.pt")) if folder else [checkpoint]:
+            torch.load(
+                file, map_location="meta", weights_only=not folder, mmap=True
+            )  # DeepSpeed's hold objects of its own
+    except Exception as error:  # torch, pickle and zipfile each raise their own types here
+        raise UserError(
+            f"checkpoint {checkpoint} cannot be read ({type(error).__name__}); delete it to start over"
+        ) from error
 
 
 def _remove(path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Trainings on several real ranks, one after the other in the same processes: imports are paid once.
+
+    torchrun --nproc-per-node 2 -m tests.ranks jobs.json
+
+A job is `{"arguments": [...], "interrupt": step or null}` of `spectrain.train`. Each leaves in its `run_dir`, for every
+rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at the end of the fit, the weights put
+together from all ranks (`whole.safetensors`); what a command said goes to the terminal, its exit code to `codes.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from lightning import Callback
+from safetensors.torch import save_file
+
+from spectrain import cli, fitting, train
+from spectrain.training.strategies import whole_state
+
+
+class Watch(Callback):
+    """Notes rows and weights; strikes the signal before the optimizer step after step `interrupt`."""
+
+    def __init__(self, folder: Path, interrupt: int | None) -> None:
+        self.folder, self.interrupt = folder, interrupt
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        with (self.folder / f"numbers-{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps([trainer.global_step, batch.numbers]) + "\n")
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.global_step == self.interrupt and trainer.is_global_zero:
+            self.interrupt = None  # once: DeepSpeed calls this for every batch of an accumulated gradient
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_train_end(self, trainer, module):
+        state = whole_state(trainer, module)
+        if state is not None:
+            state = {name: tensor.clone() for name, tensor in state.items()}
+            save_file(state, self.folder / "whole.safetensors")
+
+
+def run(arguments: list[str], interrupt: int | None = None) -> int:
+    """One command; its exit code."""
+    callbacks, leave_ranks, argv = fitting.callbacks, cli.leave_ranks, sys.argv
+    fitting.callbacks = lambda cfg, run, measure: [Watch(run.path, interrupt), *callbacks(cfg, run, measure)]
+    cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
+    sys.argv = ["spectrain.train", *arguments]
+    try:
+        cli.command("train")(train.main)()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        fitting.callbacks, cli.leave_ranks, sys.argv = callbacks, leave_ranks, argv
+    return 0
+
+
+def main() -> None:
+    file = Path(sys.argv[1])
+    codes = [run(job["arguments"], job["interrupt"]) for job in json.loads(file.read_text())]
+    if os.environ.get("RANK", "0") == "0":
+        file.with_name("codes.json").write_text(json.dumps(codes))
+    cli.leave_ranks()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Training on two real CPU ranks over gloo: DDP and ZeRO-2 and 3 train, save, resume and export as one rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from spectrain import export
+from spectrain.cli import command
+from spectrain.decoding import TargetModel
+from spectrain.errors import UserError
+from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.spire import SpireBlock, SpireConfig
+from spectrain.runs import RunFolder
+from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
+from spectrain.training.data import RowBatch
+from spectrain.training.language_model import LanguageModelTraining, next_token_loss
+from spectrain.training.losses import LossSettings
+from spectrain.training.optim import OptimizerSettings
+from spectrain.training.spire import SpireTraining
+from spectrain.training.strategies import ZeroSettings, zero_strategy
+from tests import ranks
+from tests.conftest import VOCAB_SIZE, tiny_model
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS, BATCH = 6, 4
+ZERO = ("deepspeed_zero2", "deepspeed_zero3")
+VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
+    "untied": ["+exp=spire", "k=1", "init=random"],
+    "ablated": ["+exp=spire", "feedback=false", "target_activations=false", "trainer.activation_checkpointing=true"],
+    "vanilla": ["+exp=vanilla", "trainer.activation_checkpointing=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def small(shared, tmp_path_factory) -> list[str]:
+    """Overrides that make a training take a second or two, for a target with tied embeddings."""
+    tied = tmp_path_factory.mktemp("tied")
+    AutoTokenizer.from_pretrained(shared / "target").save_pretrained(tied)
+    sizes = {"vocab_size": 300, "num_hidden_layers": 4, "initializer_range": 0.05, "eos_token_id": 0}
+    tiny_model("llama", tie_word_embeddings=True, **sizes).save_pretrained(tied)
+    return [
+        f"target={tied}",
+        f"corpus={shared / 'corpus'}",
+        "corpus.held_out_share=0.3",
+        "data.row_tokens=64",
+        f"data.batch_size={BATCH}",
+        "data.val_rows=4",
+        f"max_steps={STEPS}",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32-true",
+        "trainer.val_check_interval=4",
+        "trainer.log_every_n_steps=1",
+        "select.every=0",
+        "tau.context_tokens=[16]",
+        "tau.contexts=1",
+        "tau.new_tokens=4",
+        "tau.temperatures=[0.0]",
+        "tau.timed_contexts=1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(small, shared, tmp_path_factory) -> Path:
+    """Runs of all strategies on two ranks; `one` on one.
+
+    `one_two_one` and `<trainer>_cut` are interrupted and resumed, `<trainer>_anew` resumed on one rank.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+
+    def job(name: str, *arguments: str, interrupt: int | None = None) -> dict:
+        out = [] if interrupt else [f"out={name}-exported"]
+        return {"arguments": [*small, f"run_dir={name}", *out, *arguments], "interrupt": interrupt}
+
+    switching = ["+exp=spire", "trainer=ddp", "run_dir=one_two_one", "trainer.devices=1"]
+    jobs = [job("one_two_one", "+exp=spire", "trainer=ddp", interrupt=3)]
+    for trainer in ZERO:
+        arguments = ["+exp=spire", f"trainer={trainer}"]
+        jobs += [job(trainer, *arguments), job(f"{trainer}_cut", *arguments, interrupt=2)]
+        jobs += [job(f"{trainer}_cut", *arguments), job(f"{trainer}_anew", *arguments, interrupt=3)]
+    jobs += [job("offload", "+exp=spire", "trainer=deepspeed_zero2_offload", "max_steps=2")]
+    variants = VARIANTS | {"untied": [*VARIANTS["untied"], f"target={shared / 'target'}"]}
+    for name, arguments in variants.items():
+        jobs.append(job(name, "trainer=deepspeed_zero3", "trainer.precision=bf16-mixed", "max_steps=2", *arguments))
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert ranks.run([*small, "+exp=spire", "trainer=cpu", "run_dir=one", "out=one-exported"]) == 0
+        assert ranks.run([*small, *switching], interrupt=1) == 130
+        on_ranks(2, folder, jobs)
+        on_ranks(1, folder, [job(f"{trainer}_anew", "+exp=spire", f"trainer={trainer}") for trainer in ZERO])
+        assert ranks.run([*small, *switching, "out=one_two_one-exported"]) == 0
+    finally:
+        os.chdir(before)
+    return folder
+
+
+def on_ranks(n_ranks: int, folder: Path, jobs: list[dict]) -> None:
+    """Does jobs of `tests.ranks`."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, "-m", "tests.ranks", "jobs.json"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    codes = json.loads((folder / "codes.json").read_text())
+    assert codes == [130 if job["interrupt"] else 0 for job in jobs], done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {step: row["train/loss"] for step, row in curve(run).items() if "train/loss" in row}
+
+
+def curve(run: Path) -> dict[int, dict[str, float]]:
+    return RunFolder(run, {}, json.loads((run / "run.json").read_text())["id"]).curve()
+
+
+def rows_by_step(run: Path) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for file in run.glob("numbers-*.jsonl"):
+        for line in file.read_text().splitlines():
+            step, numbers = json.loads(line)
+            found.setdefault(step, []).extend(numbers)
+    return {step: sorted(numbers) for step, numbers in found.items()}
+
+
+def largest_difference(left: dict, right: dict) -> float:
+    assert left.keys() == right.keys()
+    return max((left[name].float() - right[name].float()).abs().max().item() for name in left)
+
+
+RESUMED = ["one_two_one", *(f"{trainer}_{how}" for trainer in ZERO for how in ("cut", "anew"))]
+
+
+@pytest.mark.parametrize("run", [*RESUMED, *ZERO, "offload"])
+def test_losses_are_those_of_one_rank_with_the_same_batches(runs, run):
+    expected, found = losses(runs / "one"), losses(runs / run)
+    steps = range(2 if run == "offload" else STEPS)
+    assert sorted(found) == [*steps]
+    assert max(abs(found[step] - expected[step]) for step in steps) < 1e-4
+    if run != "offload":
+        last = max(curve(runs / "one"))
+        assert curve(runs / run)[last]["eval/loss"] == pytest.approx(curve(runs / "one")[last]["eval/loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize("run", RESUMED)
+def test_every_step_sees_the_rows_of_an_uninterrupted_run_and_none_twice(runs, run):
+    assert rows_by_step(runs / run) == rows_by_step(runs / "one")
+    seen = Counter(row for rows in rows_by_step(runs / run).values() for row in rows)
+    assert set(seen.values()) == {1}
+    assert len(seen) == STEPS * BATCH
+
+
+@pytest.mark.parametrize("trainer", ZERO)
+def test_zero_resumes_exactly_at_its_rank_count(runs, trainer):
+    assert losses(runs / f"{trainer}_cut") == losses(runs / trainer)
+    whole, cut = (load_file(runs / f"{name}-exported/model.safetensors") for name in (trainer, f"{trainer}_cut"))
+    assert largest_difference(whole, cut) == 0
+
+
+@pytest.mark.parametrize("run", ["one", *RESUMED, *ZERO, "offload", *VARIANTS])
+def test_checkpoint_and_whole_state_hold_the_drafter_alone_and_agree(runs, run):
+    checkpoint = CheckpointFolder(runs / run / "checkpoints").newest()
+    assert ranks_of(checkpoint) == (None if run.startswith("one") else 1 if run.endswith("anew") else 2)
+    weights, whole = whole_weights(checkpoint), load_file(runs / run / "whole.safetensors")
+    kept = {name.split(".")[0] for name in weights}
+    assert kept == {"model" if run == "vanilla" else "drafter"}  # nothing of the frozen target
+    assert all(tensor.dtype == torch.float32 for tensor in whole.values())
+    assert largest_difference(weights, whole) == 0
+
+
+@pytest.mark.parametrize("run", [*ZERO, *RESUMED])
+def test_exported_weights_are_near_those_of_one_rank(runs, run):
+    one, other = (load_file(runs / f"{name}-exported/model.safetensors") for name in ("one", run))
+    assert largest_difference(one, other) < 1e-3
+
+
+@pytest.mark.parametrize("run", ZERO)
+def test_optimizer_state_holds_the_drafter_alone(runs, run):
+    folder = CheckpointFolder(runs / run / "checkpoints").newest() / "checkpoint"
+    shards = [torch.load(file, weights_only=False) for file in folder.glob("*_optim_states.pt")]
+    key = "single_partition_of_fp32_groups" if run == "deepspeed_zero2" else "fp32_flat_groups"
+    pieces = sum(group.numel() for shard in shards for group in shard["optimizer_state_dict"][key])
+    trainable = sum(t.numel() for t in load_file(runs / f"{run}-exported/model.safetensors").values())
+    assert trainable <= pieces < trainable + 100  # a few numbers fill up the last pieces
+
+
+@pytest.mark.parametrize("trainer", ZERO)
+def test_optimizer_goes_on_unchanged_at_another_number_of_ranks(runs, trainer):
+    states = {}
+    for run in (trainer, f"{trainer}_anew"):
+        folder = CheckpointFolder(runs / run / "checkpoints").newest() / "checkpoint"
+        file = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        state = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        states[run] = state.get("optimizer_state_dict") or state["base_optimizer_state"]
+    whole, anew = states.values()
+    for group, resumed in zip(whole["param_groups"], anew["param_groups"], strict=True):
+        assert {name: group[name] for name in ("lr", "betas", "weight_decay")} == {
+            name: resumed[name] for name in ("lr", "betas", "weight_decay")
+        }
+    assert [float(state["step"]) for state in whole["state"].values()] == [STEPS, STEPS]
+    assert [float(state["step"]) for state in anew["state"].values()] == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("trainer", ZERO)
+def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, monkeypatch):
+    monkeypatch.chdir(runs)
+    monkeypatch.setattr(sys, "argv", ["spectrain.export", f"run={trainer}", f"out={trainer}-again"])
+    command("export")(export.main)()
+    again, exported = runs / f"{trainer}-again", runs / f"{trainer}-exported"
+    assert {file.name for file in again.iterdir()} == {file.name for file in exported.iterdir()}
+    assert (again / "config.json").read_text() == (exported / "config.json").read_text()
+    weights = load_file(again / "model.safetensors")
+    assert "lm_head.weight" not in weights  # tied
+    assert largest_difference(weights, load_file(exported / "model.safetensors")) == 0
+
+
+ABLATIONS = [{}, {"k": 1}, {"feedback": False}, {"feedback": False, "target_activations": False}, {"n_layer": 1}]
+
+
+def gradients(options: dict, recomputes: bool) -> dict[str, torch.Tensor | None]:
+    """Of a drafter's training loss, by parameter, after one batch."""
+    target = TargetModel(tiny_model("llama"))
+    n_layer = options.get("n_layer", 2)
+    rest = {"k": 3, "window_tokens": 8, **{name: value for name, value in options.items() if name != "n_layer"}}
+    config = SpireConfig(shape_of(target.model), last_layers(target.model, n_layer), **rest)
+    drafter = new_drafter(target.model, config, "pruned")
+    module = SpireTraining(drafter, target, LossSettings(), OptimizerSettings())
+    if recomputes:
+        module.recompute_activations()
+    tokens = torch.randint(4, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1))
+    module.parts(RowBatch(tokens, [0, 1])).loss.backward()
+    return {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("options", ABLATIONS, ids=str)
+def test_every_trained_parameter_gets_a_gradient_which_ddp_waits_for(options):
+    assert [name for name, gradient in gradients(options, recomputes=False).items() if gradient is None] == []
+
+
+@pytest.mark.parametrize("options", ABLATIONS, ids=str)
+def test_recomputed_activations_give_equal_gradients(options, monkeypatch):
+    kept = gradients(options, recomputes=False)
+    calls = []
+    block = SpireBlock.forward
+    monkeypatch.setattr(SpireBlock, "forward", lambda *inputs: calls.append(1) or block(*inputs))
+    recomputed = gradients(options, recomputes=True)
+    once = options.get("n_layer", 2) * (1 if options.get("target_activations") is False else options.get("k", 3))
+    assert len(calls) == 2 * once  # forward, and again in the backward pass
+    assert largest_difference(kept, recomputed) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*")
+def test_recomputed_activations_of_a_language_model_give_equal_gradients():
+    found = []
+    for recomputes in (False, True):
+        model = tiny_model("llama").train().requires_grad_(True)
+        module = LanguageModelTraining(model, OptimizerSettings())
+        if recomputes:
+            module.recompute_activations()
+            assert model.is_gradient_checkpointing
+        tokens = torch.randint(4, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1))
+        logits = model(input_ids=tokens, use_cache=False).logits
+        next_token_loss(logits, tokens).backward()
+        found.append({name: p.grad for name, p in module.named_parameters()})
+    assert largest_difference(*found) == 0
+
+
+def test_a_stage_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match="stage=4 must be 1, 2 or 3"):
+        zero_strategy(ZeroSettings(stage=4), on_cpu=True)
