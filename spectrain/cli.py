@@ -7,13 +7,16 @@ the value names a file of that Hydra group (`corpus=stdlib`).
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import hydra
+import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -21,12 +24,13 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue
 
 from spectrain.decoding import TargetModel, load_target
-from spectrain.errors import UserError
+from spectrain.errors import AllRanksError, UserError
 
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 PACKAGE = Path(__file__).resolve().parent
+RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 FREE_TEXT = ("prompt", "lookup")
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
@@ -78,7 +82,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             try:
                 main(cfg)
             except UserError as error:  # exit code 2, as of any command that was used wrongly
-                print(f"error: {error}", file=sys.stderr)
+                if is_mine_to_say(error):
+                    print(f"error: {error}", file=sys.stderr)
                 raise SystemExit(2) from None
             except MissingMandatoryValue as error:
                 print(f"error: {error.full_key} is missing; give {error.full_key}=...", file=sys.stderr)
@@ -90,11 +95,38 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         def run() -> None:
             samples = "- sampling:" in (conf_dir() / f"{config_name}.yaml").read_text()
             sys.argv[1:] = expand_shorthands(sys.argv[1:], samples)
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(guarded)()
+            try:
+                hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(guarded)()
+            finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
+                leave_ranks()
 
         return run
 
     return decorate
+
+
+def is_mine_to_say(error: UserError) -> bool:
+    """Whether this rank prints its error: rank zero does, another only what rank zero does not say.
+
+    What ends rank zero ends the others (torchrun), or they have raised it alike; one that is still there after a while
+    has an error of its own.
+    """
+    if rank() == 0:
+        return True
+    time.sleep(RANK_ZERO_SPEAKS_WITHIN_S)
+    return not isinstance(error, AllRanksError)
+
+
+def rank() -> int:
+    """This process among those that torchrun, Lightning or SLURM started."""
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    return int(next((os.environ[name] for name in names if name in os.environ), 0))
+
+
+def leave_ranks() -> None:
+    """Takes leave of the other ranks: a process that ends while connected to them aborts, and takes them with it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def in_multirun() -> bool:
@@ -104,12 +136,17 @@ def in_multirun() -> bool:
 
 def quiet_libraries() -> None:
     """Leaves the terminal to the command: no tips, device reports and weight-loading bars of the libraries."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
+    for name in ("lightning.pytorch", "lightning.fabric", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    if rank() != 0:
+        logging.getLogger().setLevel(logging.WARNING)
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+    warnings.filterwarnings("ignore", message=".*saving the DeepSpeed Stage 3 checkpoint.*")  # spectrain.export
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")  # the name that all of 5.x know
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
 
 
 def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:

@@ -9,6 +9,10 @@ class UserError(ValueError):
     """
 
 
+class AllRanksError(UserError):
+    """Raised alike on all ranks, so that one of them can say it."""
+
+
 def check_whole(name: str, value: object, least: int) -> None:
     """Raises UserError unless the option `name` is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -13,8 +13,9 @@ from rich.console import Console
 from spectrain.cli import CHECKPOINTS
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.evaluation.tau import TauTable
+from spectrain.loggers import publish
 from spectrain.models.artifacts import Artifact, write_manifest
-from spectrain.runs import RunFolder, write_folder
+from spectrain.runs import RunFolder, refuse_existing, write_folder
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
     result = {
         "steps": trainer.global_step,
         "tokens": rows * cfg.data.row_tokens,
-        "metrics": final_metrics(trainer),
+        "selected": run.best.read().facts(),
+        "metrics": selected_metrics(run, trainer),
         **made.table.as_dict(),
     }
     target_fingerprint = fingerprint(made.target.model, made.target.tokenizer)
@@ -45,10 +47,20 @@ def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
         write_manifest(folder, Artifact(made.kind, str(cfg.target.path), target_fingerprint, result))
 
     out = export(cfg, run, write)
-    run.finish(result)
     console = Console()
     console.print(made.table.render())
     console.print(f"exported to {out}", highlight=False)
+    publish(trainer, run, out, "drafter")
+    run.finish(result)
+
+
+def selected_metrics(run: RunFolder, trainer: Trainer) -> dict[str, float]:
+    """What validation said of the weights that are exported."""
+    best = run.best.read()
+    if best.step == trainer.global_step:
+        return final_metrics(trainer)
+    logged = run.curve()[best.step - 1]  # the number that Lightning gives the step
+    return {name: value for name, value in logged.items() if name.startswith("eval/")}
 
 
 def final_metrics(trainer: Trainer) -> dict[str, float]:
@@ -58,5 +70,8 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
 def export(cfg: DictConfig, run: RunFolder, write: Callable[[Path], None]) -> Path:
     """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`, which is replaced."""
     folder = Path(str(cfg.out)) if cfg.out else CHECKPOINTS / run.name
-    write_folder(folder, write, replace=cfg.out is None)
+    if cfg.out and not run.exported_to(folder):
+        refuse_existing(folder)
+        run.note_export(folder)
+    write_folder(folder, write, replace=True)
     return folder

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
+from torch import Tensor
 
+from spectrain.cli import PACKAGE
 from spectrain.decoding import TargetModel, fingerprint
+from spectrain.decoding.memory import is_out_of_memory
+from spectrain.environment import commit_of, environment
 from spectrain.errors import UserError, check_whole
-from spectrain.loggers import loggers
+from spectrain.loggers import keep_config, loggers
 from spectrain.runs import RunFolder
-from spectrain.trainers import build_trainer
+from spectrain.trainers import build_trainer, check_accumulation, go_on, meet, uses_gpu
 from spectrain.training.acceptance_data import ResponsesData
 from spectrain.training.callbacks import Checkpoints, ProgressBar, ProgressLines, StopOnBadLoss, TokensPerSecond
+from spectrain.training.checkpoints import step_of
 from spectrain.training.data import PackedRowsData
+from spectrain.training.feature_data import FeatureData
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.selection import KeepBest, Tau
 
 log = logging.getLogger(__name__)
+
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
+Measure = Callable[[dict[str, Tensor]], Tau]
 
 
 def fit(
     cfg: DictConfig,
     run: RunFolder,
     module: LightningModule,
-    data: PackedRowsData | ResponsesData,
+    data: PackedRowsData | FeatureData | ResponsesData,
     target: TargetModel | None = None,
     begun: Callable[[], None] | None = None,
+    measure: Measure | None = None,
 ) -> Trainer:
     """Trains, or goes on where the run was interrupted, and validates.
 
@@ -41,52 +54,96 @@ def fit(
         data: its rows.
         target: the frozen target, where there is one: an interrupted run goes on with no other.
         begun: called once the run folder stands, before training; may refuse to go on.
+        measure: tau of whole weights; the best are kept in `run.best`. None: the last are.
 
     Raises:
-        UserError: the trainer's hardware is missing, there are too few rows, or the checkpoint cannot be read.
+        UserError: the trainer's hardware is missing, there are too few rows, the checkpoint cannot be read, the loss is
+            no number any more, or memory runs out.
     """
     check_whole("max_steps", cfg.max_steps, 1)
-    trainer = build_trainer(cfg, callbacks(run), loggers(cfg, run))
+    check_seconds(cfg)
+    trainer = build_trainer(cfg, callbacks(cfg, run, measure), loggers(cfg, run))
     if len(data.train) < cfg.data.batch_size:
         raise UserError(
             f"there are {len(data.train)} training rows, fewer than one batch of {cfg.data.batch_size}; lower "
             "data.batch_size or data.row_tokens, or give more text"
         )
+    check_accumulation(cfg, trainer, len(data.train) // cfg.data.batch_size)
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
     if begun is not None:
         begun()
     log.info("run folder: %s", run.path)
+    meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()
     if checkpoint:
         log.info("resuming from %s", checkpoint)
-        check_readable(checkpoint)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-    trainer.validate(module, datamodule=data, verbose=False)
+        go_on(checkpoint, trainer)
+    if cfg.trainer.activation_checkpointing:
+        module.recompute_activations()
+    facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
+    keep_config(trainer, run)
+    run.note_attempt(step_of(checkpoint) if checkpoint else 0, facts)
+    with naming_the_remedy(cfg):
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        trainer.validate(module, datamodule=data, verbose=False)
     return trainer
 
 
-def callbacks(run: RunFolder) -> list[Callback]:
+def callbacks(cfg: DictConfig, run: RunFolder, measure: Measure | None) -> list[Callback]:
+    """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
         TokensPerSecond(),
-        StopOnBadLoss(),
-        Checkpoints(run.checkpoints),
+        StopOnBadLoss(run.checkpoints),
+        KeepBest(run.best, measure, cfg.select.every),
+        Checkpoints(run.checkpoints, cfg.checkpoint_s),
         ProgressBar(leave=True) if sys.stderr.isatty() else ProgressLines(),
     ]
 
 
-def check_readable(checkpoint: Path) -> None:
-    """Raises UserError where a checkpoint is damaged."""
+@contextmanager
+def naming_the_remedy(cfg: DictConfig) -> Iterator[None]:
+    """Says of a training that outgrows memory what to change, and of a rank that lost another that it did.
+
+    Raises:
+        UserError: in place of either error.
+    """
     try:
-        torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
-    except Exception as error:  # torch, pickle and zipfile each raise their own types here
+        yield
+    except Exception as error:
+        if is_lost_rank(error):
+            raise UserError(
+                "another rank ended, and this one cannot go on alone; see what it said, then give the same command"
+            ) from error
+        if not is_out_of_memory(error):
+            raise
+        rank = f" on rank {rank_zero_only.rank}" if rank_zero_only.rank else ""
         raise UserError(
-            f"checkpoint {checkpoint} cannot be read ({type(error).__name__}); delete it to start over"
+            f"out of memory{rank}: lower data.batch_size={cfg.data.batch_size} (and raise "
+            f"trainer.accumulate_grad_batches) or data.row_tokens={cfg.data.row_tokens}, or give "
+            "trainer.activation_checkpointing=true"
         ) from error
+
+
+def is_lost_rank(error: Exception) -> bool:
+    """Whether a rank that this one talks to is gone; gloo says so by a plain RuntimeError."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in LOST_RANK)
+
+
+def check_seconds(cfg: DictConfig) -> None:
+    """Raises UserError where the time between checkpoints, or validations between measurements, make no sense."""
+    if isinstance(cfg.checkpoint_s, bool) or not isinstance(cfg.checkpoint_s, int | float) or cfg.checkpoint_s < 0:
+        raise UserError(f"checkpoint_s={cfg.checkpoint_s} must be seconds between two checkpoints, 0 or more")
+    check_whole("select.every", cfg.select.every, 0)
 
 
 def target_device(cfg: DictConfig) -> str:
     """Where the frozen target runs: with the trainer."""
-    return "cpu" if cfg.trainer.accelerator == "cpu" else cfg.target.device
+    if cfg.trainer.accelerator == "cpu":
+        return "cpu"
+    rank = os.environ.get("LOCAL_RANK")
+    return cfg.target.device if rank is None or not uses_gpu(cfg) else f"cuda:{rank}"
 
 
 def optimizer_settings(cfg: DictConfig) -> OptimizerSettings:

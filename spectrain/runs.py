@@ -2,8 +2,8 @@
 
 runs/spire-1f0c93ab/
     config.yaml        the resolved config
-    run.json           the run's id and its target's fingerprint
-    checkpoints/       of the latest step, written every few minutes and at an interruption
+    run.json           the run's id, its target's fingerprint, and each attempt: when, where, with which code
+    checkpoints/       of the latest step, written every few minutes and at an interruption; best/: what is exported
     metrics/version_0/metrics.csv   every logged number, a folder an attempt
     result.json        written last: the run is finished
 """
@@ -11,6 +11,7 @@ runs/spire-1f0c93ab/
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import shutil
@@ -22,11 +23,15 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+from spectrain.curve import Curve, merged
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import CheckpointFolder
+from spectrain.training.selection import BestFolder
 
-NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla")  # they do not change what is trained
-NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps")  # a run may go on with another number of ranks
+# They do not change what is trained.
+NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
+# A run may go on with another number of ranks.
+NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
 
 
 class FinishedRun(UserError):
@@ -96,13 +101,42 @@ class RunFolder:
                     f"{self.path} was begun with target {begun['target_fingerprint']}, not {target_fingerprint}; "
                     "remove the folder to train for the new target"
                 )
+            remove_leftovers(self.path)
             return
-        if self.config_file.is_file():
-            shutil.rmtree(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        facts = {"id": self.id, "target_fingerprint": target_fingerprint}
-        OmegaConf.save(OmegaConf.create(self.config), self.config_file)
-        self._facts_file.write_text(json.dumps(facts) + "\n")
+        facts = {"id": self.id, "target_fingerprint": target_fingerprint, "attempts": []}
+
+        def write(folder: Path) -> None:
+            OmegaConf.save(OmegaConf.create(self.config), folder / self.config_file.name)
+            (folder / self._facts_file.name).write_text(json.dumps(facts) + "\n")
+
+        write_folder(self.path, write, replace=True)
+
+    @rank_zero_only
+    def note_attempt(self, done_steps: int, facts: dict) -> None:
+        """Adds to run.json that the command was started once more.
+
+        Args:
+            done_steps: of the checkpoint that it goes on from, 0 without one.
+            facts: of the environment.
+        """
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        attempt = {"started": started, "done_steps": done_steps, **facts}
+        begun = self._begun()
+        begun["attempts"] = [*self.attempts, attempt]
+        write_whole(self._facts_file, begun)
+
+    @property
+    def attempts(self) -> list[dict]:
+        """What is known of each start of this run so far."""
+        begun = self._begun()
+        return begun.get("attempts", []) if begun and begun["id"] == self.id else []
+
+    def metrics_file(self, attempt: int) -> Path:
+        return self.path / "metrics" / f"version_{attempt}" / "metrics.csv"
+
+    def curve(self) -> Curve:
+        """Every number that was logged, by step, as if the run had never been interrupted."""
+        return merged([(facts["done_steps"], self.metrics_file(i)) for i, facts in enumerate(self.attempts)])
 
     @property
     def _facts_file(self) -> Path:
@@ -128,11 +162,28 @@ class RunFolder:
     def checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.path / "checkpoints")
 
+    @property
+    def best(self) -> BestFolder:
+        """The weights that are kept: by tau, or the last."""
+        return BestFolder(self.path / "checkpoints" / "best")
+
+    def note_export(self, out: Path) -> None:
+        """Says that `out` is about to be this run's export: if a kill leaves it there, the run may replace it."""
+        write_whole(self._export_file, {"out": str(out.resolve())})
+
+    def exported_to(self, out: Path) -> bool:
+        """Whether an earlier attempt of this unfinished run may have written `out`."""
+        if not self._export_file.is_file() or not self.attempts:
+            return False
+        return json.loads(self._export_file.read_text())["out"] == str(out.resolve())
+
+    @property
+    def _export_file(self) -> Path:
+        return self.path / "export.json"
+
     def finish(self, result: dict) -> None:
         """Marks the run as finished and keeps its numbers."""
-        temporary = self.result_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        temporary.rename(self.result_file)
+        write_whole(self.result_file, result)
 
 
 def _hashed(config: dict) -> dict:
@@ -140,6 +191,13 @@ def _hashed(config: dict) -> dict:
     if "trainer" in kept:
         kept["trainer"] = {k: v for k, v in kept["trainer"].items() if k not in NOT_HASHED_OF_TRAINER}
     return kept
+
+
+def write_whole(file: Path, content: dict) -> None:
+    """Writes JSON so that the file appears whole, in place of an older one."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(file)
 
 
 def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:
@@ -150,16 +208,27 @@ def write_folder(destination: Path, write: Callable[[Path], object], replace: bo
     """
     if not replace:
         refuse_existing(destination)
-    temporary = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_leftovers(destination)
+    temporary, old = beside(destination)
     temporary.mkdir(parents=True)
     try:
         write(temporary)
         if destination.exists():
-            shutil.rmtree(destination)
+            destination.rename(old)  # a kill in the middle of its removal would leave a part of it
         temporary.rename(destination)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_leftovers(destination)
+
+
+def beside(destination: Path) -> tuple[Path, Path]:
+    """Where a folder is written before it appears, and where the one that it replaces waits to be removed."""
+    return tuple(destination.with_name(f".{destination.name}.{name}") for name in ("partial", "old"))
+
+
+def remove_leftovers(destination: Path) -> None:
+    """Removes what a kill left of either."""
+    for leftover in beside(destination):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def refuse_existing(destination: Path) -> None:

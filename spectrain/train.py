@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,28 +20,35 @@ import torch
 from lightning import seed_everything
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from data_prep.corpus import Document, is_held_out, pack, read_documents, train_tokenizer
+from data_prep.work_folder import digest
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import UserError
-from spectrain.evaluation.tau import TauSettings, measure_tau
+from spectrain.evaluation.tau import measure_tau
 from spectrain.exporting import Made, export, final_metrics, finish
 from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
+from spectrain.loggers import publish
+from spectrain.measuring import measuring, select_settings, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import save_spire
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
-from spectrain.models.spire import SpireConfig
+from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.runs import FinishedRun, RunFolder, refuse_existing, write_folder
-from spectrain.train_specdecpp import train_specdecpp
+from spectrain.stored_features import stored_rows
+from spectrain.train_specdecpp import keep_to_source, train_specdecpp
 from spectrain.training.data import PackedRowsData
+from spectrain.training.feature_data import FeatureData
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.losses import LossSettings
+from spectrain.training.selection import under
 from spectrain.training.spire import SpireTraining
 
 log = logging.getLogger(__name__)
@@ -49,8 +57,10 @@ log = logging.getLogger(__name__)
 def main(cfg: DictConfig) -> None:
     if "kind" not in cfg or OmegaConf.is_missing(cfg, "kind"):
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
-    if cfg.data.source != "online" and cfg.kind != "specdecpp":
-        raise UserError(f"data={cfg.data.source} is for +exp=specdecpp only; give data=online")
+    if cfg.data.source != "online" and cfg.kind not in OFFLINE:
+        raise UserError(
+            f"data={cfg.data.source} is for {' and '.join(f'+exp={kind}' for kind in OFFLINE)} only; give data=online"
+        )
     try:
         run = RunFolder.find(cfg)
     except FinishedRun as finished:
@@ -58,7 +68,7 @@ def main(cfg: DictConfig) -> None:
             raise
         log.info("left out: %s", finished)  # a sweep that was interrupted goes on with what is left of it
         return
-    if cfg.out and rank_zero_only.rank == 0:
+    if cfg.out and rank_zero_only.rank == 0 and not run.exported_to(Path(str(cfg.out))):
         refuse_existing(Path(str(cfg.out)))
     seed_everything(cfg.seed, verbose=False)
     TRAININGS[cfg.kind](cfg, run)
@@ -67,7 +77,30 @@ def main(cfg: DictConfig) -> None:
 def train_spire(cfg: DictConfig, run: RunFolder) -> None:
     """A SPIRe drafter of a Llama-like target; then its tau beside autoregressive and, where given, vanilla."""
     target = open_target(cfg, target_device(cfg))
-    config = SpireConfig(
+    config = spire_config(cfg, target)
+    drafter = new_drafter(target.model, config, cfg.init)
+    drafters, settings, selecting = vanilla_beside(cfg, target), tau_settings(cfg, target), select_settings(cfg, target)
+    module = SpireTraining(drafter, target, LossSettings(cfg.loss, cfg.omega), optimizer_settings(cfg))
+    data, begun = spire_data(cfg, run, target, config)
+
+    def trained(weights: dict[str, Tensor]) -> SpireDrafter:
+        whole = SpireDrafter(config)
+        whole.load_state_dict(under(weights, "drafter"))
+        return whole
+
+    measure = measuring(target, lambda weights: Spire(trained(weights)), data.contexts, selecting)
+    trainer = fit(cfg, run, module, data, target, begun, measure)
+    if not trainer.is_global_zero:
+        return
+    best = trained(run.best.weights())
+    drafters["spire"] = Spire(copy.deepcopy(best))  # decoding takes the target's dtype; the export stays float32
+    table = measure_tau(target, drafters, data.contexts, settings, cfg.seed)
+    finish(cfg, run, Made("spire", partial(save_spire, drafter=best), target, trainer, table))
+
+
+def spire_config(cfg: DictConfig, target: TargetModel) -> SpireConfig:
+    """What the drafter of this config is for this target."""
+    return SpireConfig(
         shape=shape_of(target.model),
         target_layers=last_layers(target.model, cfg.n_layer),
         k=cfg.k,
@@ -76,34 +109,47 @@ def train_spire(cfg: DictConfig, run: RunFolder) -> None:
         feedback=cfg.feedback,
         target_activations=cfg.target_activations,
     )
-    drafter = new_drafter(target.model, config, cfg.init)
-    drafters, settings = vanilla_beside(cfg, target), tau_settings(cfg, target)
-    module = SpireTraining(drafter, target, LossSettings(cfg.loss, cfg.omega), optimizer_settings(cfg))
-    data = make_rows(cfg, read_corpus(cfg), target)
-    trainer = fit(cfg, run, module, data, target)
-    if not trainer.is_global_zero:
-        return
-    drafters["spire"] = Spire(copy.deepcopy(drafter))  # decoding takes the target's dtype; the export stays float32
-    table = measure_tau(target, drafters, data.contexts, settings, cfg.seed)
-    finish(cfg, run, Made("spire", partial(save_spire, drafter=drafter), target, trainer, table))
+
+
+def spire_data(
+    cfg: DictConfig, run: RunFolder, target: TargetModel, config: SpireConfig
+) -> tuple[PackedRowsData | FeatureData, Callable[[], None] | None]:
+    """The rows of the corpus, or of a store of activations with what a resumed run must find again.
+
+    Raises:
+        UserError: there are no rows, or the store does not fit.
+    """
+    if cfg.data.source == "online":
+        return make_rows(cfg, read_corpus(cfg), target), None
+    check_rows(cfg)
+    data = stored_rows(cfg, target, config.captured_layers)
+    found = {"activations": [str(data.rows.store.folder), digest(data.rows.store.manifest.files)]}
+    return data, partial(keep_to_source, run, found)
 
 
 def train_vanilla(cfg: DictConfig, run: RunFolder) -> None:
     """A small Llama for any target, and its tau beside autoregressive."""
     target = open_target(cfg, target_device(cfg))
     model = new_vanilla(target.model, cfg.n_layer, cfg.hidden_size)
-    settings = tau_settings(cfg, target)
-    module = LanguageModelTraining(model, optimizer_settings(cfg))
+    settings, selecting = tau_settings(cfg, target), select_settings(cfg, target)
+    module = LanguageModelTraining(model, optimizer_settings(cfg), target)
     data = make_rows(cfg, read_corpus(cfg), target)
-    trainer = fit(cfg, run, module, data, target)
+
+    def trained(weights: dict[str, Tensor]) -> TargetModel:
+        whole = new_vanilla(target.model, cfg.n_layer, cfg.hidden_size)
+        whole.load_state_dict(under(weights, "model"))
+        return TargetModel(whole.to(target.device).eval(), target.tokenizer)
+
+    measure = measuring(target, lambda weights: Speculative(trained(weights)), data.contexts, selecting)
+    trainer = fit(cfg, run, module, data, target, measure=measure)
     if not trainer.is_global_zero:
         return
-    model.to(target.device).eval()
-    drafters = {"autoregressive": Autoregressive(), "speculative": Speculative(TargetModel(model, target.tokenizer))}
+    best = trained(run.best.weights())
+    drafters = {"autoregressive": Autoregressive(), "speculative": Speculative(best)}
     table = measure_tau(target, drafters, data.contexts, settings, cfg.seed)
 
     def save(folder: Path) -> None:
-        model.save_pretrained(folder)
+        best.model.save_pretrained(folder)
         target.tokenizer.save_pretrained(folder)
 
     finish(cfg, run, Made("vanilla", save, target, trainer, table))
@@ -114,7 +160,28 @@ def train_target(cfg: DictConfig, run: RunFolder) -> None:
     documents = read_corpus(cfg)
     run.begin()
     tokenizer = own_tokenizer(cfg, run, documents)
-    model = LlamaForCausalLM(
+    model = from_scratch(cfg, tokenizer)
+    module = LanguageModelTraining(model, optimizer_settings(cfg))
+    trainer = fit(cfg, run, module, make_rows(cfg, documents, TargetModel(model, tokenizer)))
+    if not trainer.is_global_zero:
+        return
+
+    model = LlamaForCausalLM(model.config)  # under ZeRO-3 the trained one is in pieces
+    model.load_state_dict(under(run.best.weights(), "model"))
+
+    def write(folder: Path) -> None:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    out = export(cfg, run, write)
+    publish(trainer, run, out, "target")
+    run.finish(final_metrics(trainer))
+    log.info("target saved to %s, held-out loss %.3f nats a token", out, trainer.callback_metrics["eval/loss"])
+
+
+def from_scratch(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """The Llama of this config, with random weights."""
+    return LlamaForCausalLM(
         LlamaConfig(
             **cfg.model,
             bos_token_id=None,
@@ -123,18 +190,6 @@ def train_target(cfg: DictConfig, run: RunFolder) -> None:
             attn_implementation="sdpa",
         )
     )
-    module = LanguageModelTraining(model, optimizer_settings(cfg))
-    trainer = fit(cfg, run, module, make_rows(cfg, documents, TargetModel(model, tokenizer)))
-    if not trainer.is_global_zero:
-        return
-
-    def write(folder: Path) -> None:
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    out = export(cfg, run, write)
-    run.finish(final_metrics(trainer))
-    log.info("target saved to %s, held-out loss %.3f nats a token", out, trainer.callback_metrics["eval/loss"])
 
 
 def own_tokenizer(cfg: DictConfig, run: RunFolder, documents: list[Document]) -> PreTrainedTokenizerBase:
@@ -155,27 +210,6 @@ def vanilla_beside(cfg: DictConfig, target: TargetModel) -> dict[str, Drafter]:
     if cfg.vanilla:
         drafters["speculative"] = build_speculative(target, cfg.vanilla, cfg.k)
     return drafters
-
-
-def tau_settings(cfg: DictConfig, target: TargetModel) -> TauSettings:
-    """What is measured after training, checked before it.
-
-    Raises:
-        UserError: a number makes no sense, or contexts and new tokens do not fit the rows and the target.
-    """
-    settings = TauSettings(**{k: tuple(v) if OmegaConf.is_list(v) else v for k, v in cfg.tau.items()})
-    longest = max(settings.context_tokens)
-    if longest > cfg.data.row_tokens:
-        raise UserError(
-            f"tau.context_tokens={list(settings.context_tokens)} must not exceed data.row_tokens="
-            f"{cfg.data.row_tokens}; lower the one or raise the other"
-        )
-    if longest + settings.new_tokens > target.max_positions:
-        raise UserError(
-            f"tau.context_tokens={list(settings.context_tokens)} and tau.new_tokens={settings.new_tokens} exceed the "
-            f"target's context of {target.max_positions}; lower them"
-        )
-    return settings
 
 
 def read_corpus(cfg: DictConfig) -> list[Document]:
@@ -202,6 +236,7 @@ def make_rows(cfg: DictConfig, documents: list[Document], target: TargetModel) -
     return PackedRowsData(rows.train, rows.held_out, cfg.data.batch_size, cfg.seed, cfg.data.val_rows)
 
 
+OFFLINE = ("spire", "specdecpp")  # kinds that train from a store
 TRAININGS = {"spire": train_spire, "vanilla": train_vanilla, "specdecpp": train_specdecpp, "target": train_target}
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from datasets import Dataset
 from lightning import Trainer
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from rich.console import Console
@@ -32,6 +31,7 @@ from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.calibration_plot import plot_reliability
 from spectrain.exporting import export, final_metrics
 from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
+from spectrain.loggers import of_wandb, publish
 from spectrain.method_building import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
@@ -40,6 +40,7 @@ from spectrain.models.head_artifact import HeadFacts, save_head
 from spectrain.runs import RunFolder
 from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
 from spectrain.training.acceptance_data import ResponsesData, TextRow, text_rows
+from spectrain.training.selection import under
 
 log = logging.getLogger(__name__)
 
@@ -75,16 +76,33 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
     if cfg.max_steps is None:
         cfg.max_steps = steps_of_epochs(cfg, len(data.train))
     target_fingerprint = fingerprint(target.model, target.tokenizer)
-    trainer = fit(cfg, run, module, data, target, begun=partial(keep_to_source, run, source, drafter))
+    trainer = fit(cfg, run, module, data, target, begun=partial(keep_to_source, run, facts_of(source, drafter)))
     if not trainer.is_global_zero:
         return
+    head = AcceptanceHead(head_config)  # under ZeRO-3 the trained one is in pieces
+    head.load_state_dict(under(run.best.weights(), "head"))
     bins = module.reliability.bins()
     picture = run.path / "calibration.png"
     plot_reliability(picture, bins, module.reliability.error, cfg.w_rej, cfg.w_acc)
-    show_in_wandb(trainer, picture)
+    for logger in of_wandb(trainer):
+        logger.log_image("eval/calibration", [str(picture)])
     result = {"steps": trainer.global_step, "metrics": final_metrics(trainer), "reliability": bins}
-    facts = HeadFacts(
-        head=head_config,
+    facts = head_facts(cfg, source, drafter)
+
+    def write(folder: Path) -> None:
+        save_head(folder, head, facts)
+        write_manifest(folder, Artifact("head", str(cfg.target.path), target_fingerprint, result))
+
+    out = export(cfg, run, write)
+    publish(trainer, run, out, "head")
+    run.finish(result)
+    show(out, str(cfg.target.path), picture, drafter, source, trainer)
+
+
+def head_facts(cfg: DictConfig, source: Source, drafter: OpenDrafter) -> HeadFacts:
+    """What an exported head says of itself."""
+    return HeadFacts(
+        head=HeadConfig(drafter.states.hidden_size, cfg.n_blocks),
         drafter=drafter.facts,
         sampling=source.sampling,
         w_rej=float(cfg.w_rej),
@@ -92,14 +110,6 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
         mixing_share=float(cfg.mixing_share),
         rollout_tokens=drafter.states.block_tokens,
     )
-
-    def write(folder: Path) -> None:
-        save_head(folder, module.head, facts)
-        write_manifest(folder, Artifact("head", str(cfg.target.path), target_fingerprint, result))
-
-    out = export(cfg, run, write)
-    run.finish(result)
-    show(out, str(cfg.target.path), picture, drafter, source, trainer)
 
 
 def open_given_drafter(cfg: DictConfig, target: TargetModel) -> OpenDrafter:
@@ -190,15 +200,19 @@ def steps_of_epochs(cfg: DictConfig, n_rows: int) -> int:
     return cfg.epochs * math.ceil(batches / cfg.trainer.accumulate_grad_batches)
 
 
-@rank_zero_only
-def keep_to_source(run: RunFolder, source: Source, drafter: OpenDrafter) -> None:
-    """Notes what a run began with. Raises UserError where a resumed run has found something else."""
-    file = run.path / "source.json"
-    found = {
+def facts_of(source: Source, drafter: OpenDrafter) -> dict:
+    """What a resumed run must find again."""
+    return {
         "rows": [str(source.folder), len(source.rows), source.manifest],
         "drafter": [drafter.facts.path, drafter.facts.fingerprint],
         "warping": source.sampling.describe(),
     }
+
+
+@rank_zero_only
+def keep_to_source(run: RunFolder, found: dict) -> None:
+    """Notes what a run began with. Raises UserError where a resumed run has found something else."""
+    file = run.path / "source.json"
     begun = json.loads(file.read_text()) if file.is_file() else None
     if begun is None:
         temporary = file.with_suffix(".tmp")
@@ -211,12 +225,6 @@ def keep_to_source(run: RunFolder, source: Source, drafter: OpenDrafter) -> None
                 f"{run.path} was begun with other {name} ({begun[name]}) than were found now ({value}); give those, or "
                 "another run_dir"
             )
-
-
-def show_in_wandb(trainer: Trainer, picture: Path) -> None:
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            logger.log_image("eval/calibration", [str(picture)])
 
 
 def show(out: Path, path: str, picture: Path, drafter: OpenDrafter, source: Source, trainer: Trainer) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.corpus import train_tokenizer
-from spectrain import fitting
+from spectrain import fitting, measuring, train
+from spectrain.curve import read_csv
+from spectrain.decoding import fingerprint
+from spectrain.evaluation.metrics import Estimate
+from spectrain.runs import RunFolder
 from tests.conftest import tiny_model
 
 
@@ -72,6 +78,106 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert code == 0, err
 
 
+@pytest.mark.parametrize("exp", ["spire", "vanilla"])
+def test_what_is_exported_and_measured_is_the_best_by_tau_not_the_last(run, small, exp, monkeypatch):
+    best = iter([Estimate(2.0, 1.9, 2.1), Estimate(1.5, 1.4, 1.6)])  # after the validation at step 4, and at the end
+    monkeypatch.setattr(measuring, "tau_of", lambda *_: next(best))
+    code, _, err = run("train", f"+exp={exp}", *small, "run_dir=r", "out=made")
+    assert code == 0, err
+    result = json.loads(Path("r/result.json").read_text())
+    assert result["steps"] == 6
+    assert result["selected"] == {"step": 4, "tau": 2.0, "low": 1.9, "high": 2.1}
+    curve = read_csv(Path("r/metrics/version_0/metrics.csv"))
+    assert result["metrics"] == {name: value for name, value in curve[3].items() if name.startswith("eval/")}
+    kept, made = (
+        load_file(name) for name in ("r/checkpoints/best/step-00000004.safetensors", "made/model.safetensors")
+    )
+    inner = {"spire": "drafter", "vanilla": "model"}[exp]
+    assert all(torch.equal(made[name], kept[f"{inner}.{name}"]) for name in made)
+
+
+@pytest.mark.parametrize("exp", ["spire", "target"])
+def test_a_run_killed_behind_its_export_ends_by_the_same_command(run, small, exp, monkeypatch):
+    def die(*_):
+        raise KeyboardInterrupt
+
+    sizes = ["model.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"]
+    arguments = [f"+exp={exp}", *small, *(sizes if exp == "target" else []), "run_dir=r", "out=made"]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "finish", die)
+        with pytest.raises(KeyboardInterrupt):
+            run("train", *arguments)
+    (before,) = Path("made").glob("*.safetensors")
+    weights = before.read_bytes()
+    code, _, err = run("train", *arguments)  # though out= exists
+    assert code == 0, err
+    assert before.read_bytes() == weights
+    assert [attempt["done_steps"] for attempt in json.loads(Path("r/run.json").read_text())["attempts"]] == [0, 6]
+    code, _, err = run("train", f"+exp={exp}", *small, "seed=1", "run_dir=other", "out=made")
+    assert code == 2
+    assert "out=made exists already" in err
+
+
+POISONED = """
+import sys
+from lightning import Callback
+from spectrain import fitting, train
+from spectrain.cli import command
+
+class Poison(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            module.model.lm_head.weight.data.fill_(float("nan"))
+
+callbacks = fitting.callbacks
+fitting.callbacks = lambda *given: [*callbacks(*given), Poison()]
+command("train")(train.main)()
+"""
+
+
+def test_a_bad_loss_on_one_of_two_ranks_stops_both_and_one_says_it(shared, small, tmp_path):
+    (tmp_path / "poisoned.py").write_text(POISONED)
+    command = [sys.executable, "poisoned.py", "+exp=vanilla", f"target={shared / 'target'}", *small, "checkpoint_s=0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fitting.__file__).parent.parent)}
+    done = subprocess.run(
+        [*command, "trainer.devices=2", "trainer.strategy=ddp", "run_dir=r"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.search(r"the loss became nan on rows \d+ of rank 1 at step 3, the last good checkpoint is .*2.ckpt", said)
+    assert [file.name for file in (tmp_path / "r/checkpoints").glob("*.ckpt")] == ["step-00000002.ckpt"]
+    assert "Traceback" not in done.stderr
+
+
+def test_training_leaves_the_target_as_it_was(run, small, shared):
+    def digest() -> str:
+        return hashlib.sha256((shared / "target/model.safetensors").read_bytes()).hexdigest()
+
+    before, seen = digest(), []
+    fit = train.fit
+
+    def watched(cfg, run, module, data, target, *rest, **named):
+        prints = [fingerprint(target.model, target.tokenizer)]
+        weights = {name: p.clone() for name, p in target.model.named_parameters()}
+        trainer = fit(cfg, run, module, data, target, *rest, **named)
+        prints.append(fingerprint(target.model, target.tokenizer))
+        seen.append(all(torch.equal(p, weights[name]) for name, p in target.model.named_parameters()) and prints)
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "fit", watched)
+        assert run("train", "+exp=spire", *small, "run_dir=r")[0] == 0
+    ((one, other),) = seen
+    assert one == other == json.loads(Path("r/run.json").read_text())["target_fingerprint"]
+    assert digest() == before
+    assert not any("target" in name for name in torch.load("r/checkpoints/step-00000006.ckpt")["state_dict"])
+
+
 def test_weights_and_biases_works_offline_without_a_key(run, small, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "/dev/null")
@@ -100,7 +206,7 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, exp,
     assert run("train", *arguments, "run_dir=whole", "out=whole_out")[0] == 0
     callbacks = fitting.callbacks
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "callbacks", lambda run: [*callbacks(run), Interrupt()])
+        patch.setattr(fitting, "callbacks", lambda *given: [*callbacks(*given), Interrupt()])
         code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
     assert code == 130
     assert "interrupted at step 4" in err
@@ -153,6 +259,11 @@ BAD_TRAINING = {
     "lr": (["optimizer.lr=-1"], "optimizer.lr=-1 must be above 0"),
     "k": (["k=four"], "k=four must be a whole number"),
     "steps": (["max_steps=0"], "max_steps=0 must be a whole number"),
+    "checkpoints": (["checkpoint_s=-1"], "checkpoint_s=-1 must be seconds"),
+    "selection": (["select.every=-1"], "select.every=-1 must be a whole number"),
+    "selection's contexts": (["select.contexts=0"], "select.contexts=0 must be a whole number"),
+    "selection beyond rows": (["select.context_tokens=65"], "select.context_tokens=[65] must not exceed data.row_"),
+    "selection beyond the target": (["select.new_tokens=250"], "select.new_tokens=250 exceed the target's context"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning import Trainer
 from omegaconf import OmegaConf
 
 from spectrain.bench import method_configs
@@ -12,6 +11,7 @@ from spectrain.cli import conf_dir
 from spectrain.decoding import Drafter, Sampling, TargetModel, tokenizer_fingerprint
 from spectrain.method_building import build_method
 from spectrain.train import TRAININGS, optimizer_settings
+from spectrain.trainers import build_trainer
 from tests.conftest import tiny_model
 from tests.retrieval.reference import make_store
 from tests.test_cli import composed
@@ -19,6 +19,7 @@ from tests.test_cli import composed
 CONF = conf_dir()
 GROUPS = {  # group -> the command that takes it, and how
     "exp": ("train", "+exp={}"),
+    "ablation": ("train", "+ablation={}"),
     "target": ("train", "target={}"),
     "corpus": ("train", "corpus={}"),
     "data": ("train", "data={}"),
@@ -43,7 +44,7 @@ def test_every_group_is_tested():
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in GROUPS for option in options(group)])
 def test_every_yaml_composes(group, option):
     command, override = GROUPS[group]
-    needed = [] if group == "exp" else NEEDED[command]
+    needed = {"exp": [], "ablation": ["+exp=spire"]}.get(group, NEEDED[command])
     cfg = composed(command, *needed, override.format(option))
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
@@ -51,6 +52,11 @@ def test_every_yaml_composes(group, option):
 @pytest.mark.parametrize("group", ["target=bundled", "method=sssd", "sampling=t08", "source=server"])
 def test_responses_compose(group):
     OmegaConf.to_container(composed("responses", group), resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("group", ["target=bundled", "corpus=stdlib"])
+def test_activations_compose(group):
+    OmegaConf.to_container(composed("activations", group), resolve=True, throw_on_missing=True)
 
 
 @pytest.mark.parametrize("option", options("sampling"))
@@ -73,10 +79,9 @@ def test_every_experiment_names_a_training(option):
 
 @pytest.mark.parametrize("option", options("trainer"))
 def test_every_trainer_instantiates_where_its_hardware_exists(option):
-    cfg = composed("train", "+exp=spire", f"trainer={option}")
-    if cfg.trainer.accelerator == "gpu" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    Trainer(**cfg.trainer, logger=False, enable_checkpointing=False)
+    hardware = [] if torch.cuda.is_available() else ["trainer.accelerator=cpu", "trainer.devices=1"]
+    cfg = composed("train", "+exp=spire", f"trainer={option}", *hardware)
+    assert build_trainer(cfg, [], []).world_size >= 1
 
 
 @pytest.mark.parametrize("option", options("sampling"))

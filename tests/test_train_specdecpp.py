@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,13 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from data_prep.acceptance_store import FEATURES, AcceptanceManifest, write_acceptance
 from data_prep.response_store import ResponseManifest, write_responses
-from spectrain import fitting
-from spectrain.cli import conf_dir
+from spectrain import export, fitting
+from spectrain.cli import command, conf_dir
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.head_artifact import DrafterFacts
 from spectrain.runs import RunFolder
-from spectrain.train_specdecpp import Source, keep_to_source
+from spectrain.train_specdecpp import Source, facts_of, keep_to_source
 from tests.conftest import random_prompts
 from tests.models.test_artifacts import export_spire, export_vanilla
 
@@ -136,6 +137,17 @@ def test_a_head_is_trained_and_used(run, small, made):
     assert "is used for greedy" in Path("b/report.html").read_text()
 
 
+def test_a_head_is_exported_from_its_run_as_training_exported_it(run, small, monkeypatch):
+    code, _, err = run("train", *small, "run_dir=head", "out=trained")
+    assert code == 0, err
+    monkeypatch.setattr(sys, "argv", ["spectrain.export", "run=head", "out=again"])
+    command("export")(export.main)()
+    trained, again = (load_file(f"{name}/model.safetensors") for name in ("trained", "again"))
+    assert trained.keys() == again.keys()
+    assert all(trained[name].equal(again[name]) for name in trained)
+    assert Path("again/config.json").read_text() == Path("trained/config.json").read_text()
+
+
 @pytest.mark.parametrize("source", ["online", "offline"])
 def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, made, source, monkeypatch):
     class Interrupt(Callback):
@@ -150,7 +162,7 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, made
     assert code == 0, err
     callbacks = fitting.callbacks
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "callbacks", lambda run: [*callbacks(run), Interrupt()])
+        patch.setattr(fitting, "callbacks", lambda *given: [*callbacks(*given), Interrupt()])
         code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
     assert code == 130
     assert run("train", *arguments, "run_dir=cut", "out=cut_out")[0] == 0
@@ -208,10 +220,10 @@ def test_a_run_does_not_go_on_with_other_rows(run, small, made):
     assert "was begun with other rows" in err
 
 
-def test_heads_are_for_specdecpp_only(run, shared):
+def test_a_vanilla_drafter_is_not_trained_from_a_store(run, shared):
     code, _, err = run("train", "+exp=vanilla", "data=offline", f"corpus={shared / 'corpus'}", "data.row_tokens=64")
     assert code == 2
-    assert "data=offline is for +exp=specdecpp only" in err
+    assert "data=offline is for +exp=spire and +exp=specdecpp only; give data=online" in err
 
 
 def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
@@ -278,8 +290,8 @@ def test_only_rank_zero_notes_what_a_run_began_with(tmp_path, monkeypatch):
     drafter = OpenDrafter(DrafterFacts("vanilla", "drafter", "f" * 16), states=None)
     run = RunFolder(tmp_path / "run", {}, "id")
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    keep_to_source(run, source, drafter)  # its folder is rank zero's to make
+    keep_to_source(run, facts_of(source, drafter))  # its folder is rank zero's to make
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     run.path.mkdir()
-    keep_to_source(run, source, drafter)
+    keep_to_source(run, facts_of(source, drafter))
     assert [file.name for file in run.path.iterdir()] == ["source.json"]

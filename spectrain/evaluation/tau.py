@@ -108,6 +108,13 @@ def measure_tau(
     return TauTable(tau, _tokens_per_s(target, drafters, rows, settings), settings)
 
 
+def tau_of(target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]], settings: TauSettings) -> Estimate:
+    """tau of one drafter under the first of the settings' lengths and temperatures: no other method, no clock."""
+    contexts = [list(row[: settings.context_tokens[0]]) for row in rows[: settings.contexts]]
+    found = _continue(target, drafter, contexts, settings.temperatures[0], settings, 0, settings.batch_size)
+    return mean_accepted(found)
+
+
 def _tokens_per_s(
     target: TargetModel, drafters: dict[str, Drafter], rows: Sequence[Sequence[int]], settings: TauSettings
 ) -> dict[str, Estimate]:

@@ -123,7 +123,7 @@ class AcceptanceTraining(LightningModule):
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         hidden, labels = self.examples(batch, self.current_epoch)
         loss = weighted_bce(self.head(hidden), labels, self.settings.w_rej, self.settings.w_acc)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.numbers))
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -146,6 +146,10 @@ class AcceptanceTraining(LightningModule):
         if self.trainer.world_size > 1:
             self.reliability.sums = self.all_gather(self.reliability.sums.to(self.device)).sum(0).cpu()
         self.log("eval/calibration_error", self.reliability.error, prog_bar=True, rank_zero_only=True)
+
+    def recompute_activations(self) -> None:
+        """Raises UserError: a head keeps next to nothing for its backward pass."""
+        raise UserError("trainer.activation_checkpointing=true is of no use to an acceptance head; leave it out")
 
     def configure_optimizers(self) -> dict:
         return lightning_optimizers(

@@ -12,7 +12,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from spectrain.training.data import BatchesOfLikeLength, ResumableLoader
+from spectrain.training.data import BatchesOfLikeLength, HeldOutBatches, ResumableLoader
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class ResponsesData(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         rows = sorted(self.held_out, key=len)
-        return DataLoader(_Rows(rows), batch_size=self.batch_size, collate_fn=TextBatch.of)
+        batches = HeldOutBatches(len(rows), self.batch_size, self.trainer.global_rank, self.trainer.world_size)
+        return DataLoader(_Rows(rows), batch_sampler=batches, collate_fn=TextBatch.of)
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -114,4 +115,5 @@ class _Rows(torch.utils.data.Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> TextRow:
-        return self.rows[index]
+        row = self.rows[index]
+        return row if index >= 0 else row.cut(len(row.prompt))  # -1: one that is not counted, so without a response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 
@@ -11,29 +12,39 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
-from spectrain.errors import UserError
+from spectrain.errors import AllRanksError
 from spectrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)
 
 
 class TokensPerSecond(Callback):
-    """Logs `train/tokens_per_s`, over all ranks, smoothed over about 20 batches."""
+    """Logs `train/tokens_per_s`, over all ranks, and `train/wait_share`, of the time what rank zero waited for data;
+    both smoothed over about 20 batches."""
 
     def __init__(self) -> None:
         self._last_s: float | None = None
+        self._waited_s = 0.0  # by the loader's clock
         self._smoothed: float | None = None
+        self._wait_share: float | None = None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        now_s = time.perf_counter()
+        now_s, waited_s = time.perf_counter(), getattr(trainer.train_dataloader, "waited_s", 0.0)
         if self._last_s is not None:
-            rate = batch.numel() * trainer.world_size / (now_s - self._last_s)
-            self._smoothed = rate if self._smoothed is None else 0.95 * self._smoothed + 0.05 * rate
+            elapsed_s = now_s - self._last_s
+            self._smoothed = smooth(self._smoothed, batch.numel() * trainer.world_size / elapsed_s)
+            self._wait_share = smooth(self._wait_share, (waited_s - self._waited_s) / elapsed_s)
             module.log("train/tokens_per_s", self._smoothed, prog_bar=True, rank_zero_only=True)
-        self._last_s = now_s
+            module.log("train/wait_share", self._wait_share, rank_zero_only=True)
+        self._last_s, self._waited_s = now_s, waited_s
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._last_s = None  # validation is not training time
+
+
+def smooth(before: float | None, value: float) -> float:
+    """A mean over about the last 20 values."""
+    return value if before is None else 0.95 * before + 0.05 * value
 
 
 class ProgressBar(TQDMProgressBar):
@@ -65,7 +76,8 @@ class Checkpoints(Callback):
     """Saves every `every_s` seconds, at the end, and at Ctrl-C or SIGTERM, which then exit with 130 or 143.
 
     Only ever after a whole optimizer step: where the signal struck, or between the batches of an accumulated gradient,
-    a checkpoint would not go on exactly.
+    a checkpoint would not go on exactly. And only after the validation that follows the step, if one does: Lightning
+    would not make up for it. What Lightning logs of the step only later stands in the checkpoint.
     """
 
     def __init__(self, folder: CheckpointFolder, every_s: float = 120.0) -> None:
@@ -73,11 +85,18 @@ class Checkpoints(Callback):
         self._saved_s = time.monotonic()
         self._received = 0
         self._step_before = 0
+        self._waits = False  # for the validation
+        self._unlogged: dict[str, float] = {}
         self._previous: dict[int, object] = {}
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
+        if self._unlogged:  # at the step that the checkpoint was written after
+            for logger in trainer.loggers:
+                logger.log_metrics(dict(self._unlogged), step=trainer.global_step - 1)
+                logger.save()
+            self._unlogged = {}
 
     def _note(self, number: int, frame: object) -> None:
         if self._received:  # asked twice: leave at once, the last checkpoint remains
@@ -88,22 +107,40 @@ class Checkpoints(Callback):
         self._step_before = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        if trainer.global_step == self._step_before:
+        if trainer.global_step in (self._step_before, trainer.max_steps):  # no whole step; on_train_end follows at once
             return
         due = self._received or time.monotonic() - self._saved_s > self.every_s
         if not trainer.strategy.reduce_boolean_decision(bool(due), all=False):
             return
-        self._save(trainer)
+        if validation_follows(trainer):
+            self._waits = True
+            return
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            self._unlogged = unlogged(trainer)
+        self._save(trainer, module)
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._waits:
+            self._waits = False
+            self._save(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._save(trainer, module)
+
+    def _save(self, trainer: Trainer, module: LightningModule) -> None:
+        stop_where(not all_finite(module), trainer, self.folder, "the weights are no numbers any more")
+        self.folder.save(trainer)
+        self._unlogged = {}
+        self._saved_s = time.monotonic()
         if trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
             log.info("interrupted at step %d and saved; the same command goes on from here", trainer.global_step)
             raise SystemExit(128 + (self._received or signal.SIGTERM))
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._save(trainer)
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        return {"unlogged": self._unlogged}
 
-    def _save(self, trainer: Trainer) -> None:
-        self.folder.save(trainer)
-        self._saved_s = time.monotonic()
+    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+        self._unlogged = state["unlogged"]
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():
@@ -111,12 +148,52 @@ class Checkpoints(Callback):
         self._previous.clear()
 
 
+def validation_follows(trainer: Trainer) -> bool:
+    """Whether the batch that just ended is followed by a validation."""
+    return trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
+
+
+def unlogged(trainer: Trainer) -> dict[str, float]:
+    """What Lightning logs of a step after `on_train_batch_end`: in that hook a checkpoint would lose it."""
+    found = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("train/")}
+    return {**found, "epoch": trainer.current_epoch}
+
+
 class StopOnBadLoss(Callback):
-    """Stops the run, naming the step, as soon as the loss is NaN or infinite; the last checkpoint is left as it was."""
+    """Stops all ranks as soon as the loss of one is NaN or infinite; the last checkpoint is left as it was.
+
+    Args:
+        folder: of the checkpoints, named to the user.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self.folder = folder
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, batch: Tensor, batch_idx):
-        if not torch.isfinite(outputs["loss"]):
-            raise UserError(
-                f"the loss became {outputs['loss'].item()} at step {trainer.global_step}; lower optimizer.lr or "
-                "data.batch_size and start again: the last checkpoint is from before this step"
-            )
+        loss = float(outputs["loss"])
+        rows = ", ".join(map(str, batch.numbers))
+        stop_where(not math.isfinite(loss), trainer, self.folder, f"the loss became {loss} on rows {rows}")
+
+
+def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, what: str) -> None:
+    """Raises an AllRanksError on all ranks where `bad` holds on one of them. All ranks call it."""
+    if not trainer.strategy.reduce_boolean_decision(bad, all=False):
+        return
+    found: list[str | None] = [what if bad else None]
+    if trainer.world_size > 1:
+        found = [None] * trainer.world_size
+        torch.distributed.all_gather_object(found, what if bad else None)
+    rank, said = next((rank, text) for rank, text in enumerate(found) if text)
+    where = f" of rank {rank}" if trainer.world_size > 1 else ""
+    checkpoint = trainer.strategy.broadcast(folder.newest())
+    last = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written before"
+    raise AllRanksError(
+        f"{said}{where} at step {trainer.global_step}, {last}; lower optimizer.lr or raise data.batch_size, and start "
+        "again"
+    )
+
+
+def all_finite(module: LightningModule) -> bool:
+    """Whether all weights, or this rank's part of them, are numbers."""
+    parts = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())  # ZeRO-3: its shard
+    return all(bool(part.detach().isfinite().all()) for part in parts)

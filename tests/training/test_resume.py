@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 from lightning import Callback, Trainer
 
 from spectrain.errors import UserError
+from spectrain.loggers import CurveLogger
+from spectrain.runs import RunFolder
 from spectrain.training.callbacks import Checkpoints, StopOnBadLoss
-from spectrain.training.checkpoints import CheckpointFolder
+from spectrain.training.checkpoints import CheckpointFolder, step_of
 from spectrain.training.data import PackedRowsData, SeededBatches
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.selection import KeepBest, Tau
 from tests.conftest import VOCAB_SIZE, tiny_model
 
 
@@ -37,7 +42,7 @@ class Losses(Callback):
         self.values.append(outputs["loss"].item())
 
 
-def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, accumulate=1):
+def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, accumulate=1, logger=False, every=50):
     """5 batches an epoch, so that interruptions fall inside and at the end of epochs. Returns weights and losses."""
     torch.manual_seed(0)
     rows = torch.randint(4, VOCAB_SIZE, (11, 16), dtype=torch.int32)
@@ -49,7 +54,8 @@ def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, 
         max_steps=max_steps,
         accumulate_grad_batches=accumulate,
         callbacks=[losses, *callbacks],
-        logger=False,
+        logger=logger,
+        log_every_n_steps=every,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -80,14 +86,9 @@ def test_interrupted_training_equals_uninterrupted(tmp_path, step, optimizer):
 def test_a_run_that_died_goes_on_from_its_periodic_checkpoint(tmp_path, died_at):
     """As after kill -9: the last checkpoint, written at no signal, is enough."""
 
-    class Die(Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            if trainer.global_step == died_at:
-                raise MemoryError
-
     expected, expected_losses = train(tmp_path)
     with pytest.raises(MemoryError):
-        train(tmp_path, Checkpoints(CheckpointFolder(tmp_path), every_s=0.0), Die())
+        train(tmp_path, Checkpoints(CheckpointFolder(tmp_path), every_s=0.0), Die("on_train_batch_start", died_at))
     found, losses = train(tmp_path, ckpt_path=CheckpointFolder(tmp_path).newest())
     assert losses == expected_losses[died_at:]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -134,14 +135,126 @@ def test_handlers_are_given_back(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(tmp_path):
-    class Poison(Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            if trainer.global_step == 3:
-                module.model.lm_head.weight.data.fill_(float("nan"))
+class Poison(Callback):
+    """Spoils a weight before a step, or after it."""
 
-    with pytest.raises(UserError, match="loss became nan at step 4"):
-        train(tmp_path, Poison(), StopOnBadLoss())
+    def __init__(self, step: int, after: bool = False):
+        self.step, self.after = step, after
+
+    def spoil(self, trainer, module):
+        if trainer.global_step == self.step:
+            module.model.lm_head.weight.data.fill_(float("nan"))
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if not self.after:
+            self.spoil(trainer, module)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if self.after:
+            self.spoil(trainer, module)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_step_rows_and_checkpoint(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(3 * 1_000_003)).tolist()
+    rows = ", ".join(map(str, order[6:8]))  # the fourth batch of two
+    with pytest.raises(UserError) as stop:
+        train(tmp_path, Poison(3), StopOnBadLoss(folder), Checkpoints(folder, every_s=0.0))
+    assert f"the loss became nan on rows {rows} at step 4" in str(stop.value)
+    assert f"the last good checkpoint is {folder.path}/step-00000003.ckpt" in str(stop.value)
+    assert [file.name for file in folder.path.iterdir()] == ["step-00000003.ckpt"]  # nothing was written after it
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
+    """The loss of their step was finite still: only the next one would show it."""
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="the weights are no numbers any more at step 3, the last good checkpoint is"):
+        train(tmp_path, Poison(3, after=True), StopOnBadLoss(folder), Checkpoints(folder, every_s=0.0))
+    assert folder.newest().name == "step-00000002.ckpt"
+
+
+class Die(Callback):
+    """As kill -9 does, at some moment of a step."""
+
+    def __init__(self, hook: str, step: int):
+        setattr(self, hook, self.die)
+        self.step = step
+
+    def die(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise MemoryError
+
+
+def measure(weights: dict[str, torch.Tensor]) -> Tau:
+    """In place of decoding: goes up and down with the weights."""
+    value = float(weights["model.lm_head.weight"].double().sum() * 1e3) % 1
+    return Tau(value, value - 0.1, value + 0.1)
+
+
+def train_logged(folder, *callbacks):
+    """One attempt of a run with a curve, and measurements at validations and at the end."""
+    run = RunFolder(folder, {}, "id")
+    if not folder.exists():
+        run.begin()
+    checkpoint = run.checkpoints.newest()
+    logger = CurveLogger(folder, name="metrics", version=len(run.attempts))
+    run.note_attempt(step_of(checkpoint) if checkpoint else 0, {})
+    kept = KeepBest(run.best, measure, every=2)
+    weights, _ = train(
+        folder,
+        kept,
+        Checkpoints(run.checkpoints, 0.0),
+        *callbacks,
+        logger=logger,
+        every=2,
+        ckpt_path=checkpoint,
+    )
+    return run, weights
+
+
+MOMENTS = [
+    ("on_train_batch_start", 7),
+    ("on_train_batch_end", 6),  # logged after this hook: the checkpoint has to know
+    ("on_train_batch_end", 5),  # the end of an epoch
+    ("on_validation_start", 8),  # its step is done, the checkpoint of before is the newest
+    ("on_validation_end", 8),  # a checkpoint was just written
+    ("on_train_batch_start", 8),
+    ("on_train_end", 14),  # after the last checkpoint
+    ("on_train_batch_start", 0),  # before the first
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train_logged(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.mark.parametrize(("hook", "step"), MOMENTS)
+def test_the_curve_of_a_killed_run_is_that_of_an_uninterrupted_one(tmp_path, uninterrupted, hook, step):
+    whole, expected = uninterrupted
+    tau_names = Tau(1, 1, 1).metrics()
+    assert list(whole.curve()) == [1, 3, 5, 7, 9, 11, 13]  # every second step, counted from 0
+    assert whole.curve()[7].keys() == {"train/loss", "train/lr", "eval/loss", *tau_names}
+    assert [step for step, row in whole.curve().items() if "eval/tau" in row] == [7, 13]
+    with pytest.raises(MemoryError):
+        train_logged(tmp_path / "run", Die(hook, step))
+    cut, found = train_logged(tmp_path / "run")
+    assert cut.curve() == whole.curve()
+    assert len(cut.attempts) == 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert cut.best.read() == whole.best.read()
+    kept = [run.best.weights() for run in (cut, whole)]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[1])
+
+
+def test_the_random_state_of_the_process_does_not_matter(tmp_path, uninterrupted):
+    class Draw(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            torch.rand(7), random.random(), np.random.rand()
+
+    run, found = train_logged(tmp_path / "run", Draw())
+    assert run.curve() == uninterrupted[0].curve()
+    assert all(torch.equal(found[name], expected) for name, expected in uninterrupted[1].items())
 
 
 def test_every_row_is_seen_once_an_epoch_and_ranks_share_a_batch():

@@ -1,0 +1,214 @@
+"""The best weights by tau are kept, whole, whatever kills the run; validation's numbers are those of all its rows."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from spectrain.curve import read_csv
+from spectrain.decoding import TargetModel
+from spectrain.training.data import HeldOutBatches, PackedRowsData, RowBatch
+from spectrain.training.language_model import LanguageModelTraining
+from spectrain.training.optim import OptimizerSettings
+from spectrain.training.selection import BestFolder, KeepBest, Tau, under
+from spectrain.training.validation import ValidationSums
+from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
+
+
+def tau(value: float) -> Tau:
+    return Tau(value, value - 0.1, value + 0.1)
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    shared = torch.full((3,), value)
+    return {"model.a": shared, "model.b": shared, "sums.c": torch.zeros(1)}  # tied, which safetensors refuses
+
+
+def test_the_highest_tau_is_kept_and_of_equals_the_later(tmp_path):
+    folder = BestFolder(tmp_path / "best")
+    assert folder.read() is None
+    kept = [folder.offer(step, weights(step), tau(value)) for step, value in ((1, 2.0), (2, 1.5), (3, 2.0), (4, 1.9))]
+    assert kept == [True, False, True, False]
+    assert folder.read().facts() == {"step": 3, "tau": 2.0, "low": 1.9, "high": 2.1}
+    assert {file.name for file in folder.path.iterdir()} == {"best.json", "step-00000003.safetensors"}
+    assert under(folder.weights(), "model").keys() == {"a", "b"}
+    assert folder.weights()["model.b"].tolist() == [3.0] * 3
+
+
+def test_without_tau_the_last_weights_are_kept(tmp_path):
+    folder = BestFolder(tmp_path)
+    assert [folder.offer(step, weights(step)) for step in (1, 2)] == [True, True]
+    assert folder.read().facts() == {"step": 2, "tau": None, "low": None, "high": None}
+
+
+@pytest.mark.parametrize("dies_at", ["save_file", "dumps"])
+def test_a_kill_while_better_weights_are_written_leaves_the_old_ones(tmp_path, monkeypatch, dies_at):
+    from spectrain.training import selection
+
+    folder = BestFolder(tmp_path)
+    folder.offer(1, weights(1), tau(1.0))
+
+    def die(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((selection, "save_file") if dies_at == "save_file" else (selection.json, "dumps")), die)
+        with pytest.raises(MemoryError):
+            folder.offer(2, weights(2), tau(2.0))
+    assert folder.read().step == 1
+    assert folder.weights()["model.a"].tolist() == [1.0] * 3
+    assert folder.offer(2, weights(2), tau(2.0))
+    assert {file.name for file in tmp_path.iterdir()} == {"best.json", "step-00000002.safetensors"}
+
+
+def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3):
+    rows = torch.randint(4, VOCAB_SIZE, (11, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    model = tiny_model("llama", initializer_range=0.02).train().requires_grad_(True)
+    module = LanguageModelTraining(model, OptimizerSettings(lr=1e-2, warmup_steps=2), target)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=max_steps,
+        callbacks=list(callbacks),
+        logger=CSVLogger(tmp_path, name="metrics", version=0),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        check_val_every_n_epoch=None,
+        val_check_interval=2,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=PackedRowsData(rows, rows, batch_size=2, seed=3, val_rows=val_rows))
+    return trainer, module, rows
+
+
+def test_tau_is_measured_every_few_validations_and_at_the_end_and_logged(tmp_path):
+    measured = []
+
+    def measure(found: dict[str, torch.Tensor]) -> Tau:
+        measured.append(found["model.lm_head.weight"].clone())
+        return tau([3.0, 1.0][len(measured) - 1])
+
+    folder = BestFolder(tmp_path / "best")
+    trainer, module, _ = fit(tmp_path, KeepBest(folder, measure, every=2), max_steps=7)  # validations after 2, 4 and 6
+    assert len(measured) == 2
+    assert torch.equal(measured[1], module.model.lm_head.weight)
+    curve = read_csv(tmp_path / "metrics/version_0/metrics.csv")
+    assert {step: row["eval/tau"] for step, row in curve.items() if "eval/tau" in row} == {3: 3.0, 6: 1.0}
+    assert folder.read().step == 4
+    assert torch.equal(folder.weights()["model.lm_head.weight"], measured[0])
+    assert not torch.equal(measured[0], measured[1])
+
+
+def test_weights_that_a_last_validation_measured_are_not_measured_again(tmp_path):
+    measured = []
+
+    def measure(found):
+        measured.append(1)
+        return tau(1.0)
+
+    fit(tmp_path, KeepBest(BestFolder(tmp_path / "best"), measure), max_steps=4)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_without_a_measurement_the_last_weights_are_kept(tmp_path, every):
+    folder = BestFolder(tmp_path / "best")
+    measure = None if every else lambda found: pytest.fail("every=0 measures nothing")
+    _, module, _ = fit(tmp_path, KeepBest(folder, measure, every))
+    assert folder.read().step == 6
+    assert torch.equal(folder.weights()["model.lm_head.weight"], module.model.lm_head.weight)
+
+
+# --- validation
+
+
+def test_a_validation_is_summed_over_positions_not_over_batches():
+    """By hand: k = 2, a whole row and a padded one."""
+    sums = ValidationSums(2)
+    sums.update(torch.tensor(1.0), torch.ones(1, 3, dtype=torch.bool), torch.tensor([[0.8, 0.4, 0.6]]))
+    padded = torch.tensor([[True, False, False]])
+    sums.update(torch.tensor(5.0), padded, torch.tensor([[0.1, 9.0, 9.0]]))
+    sums.update(torch.tensor(float("nan")), torch.zeros(1, 3, dtype=torch.bool), torch.full((1, 3), float("nan")))
+    found = sums.compute()
+    assert found == pytest.approx(
+        {
+            "eval/loss": (3 * 1.0 + 5.0) / 4,
+            "eval/alpha": (0.8 + 0.4 + 0.6 + 0.1) / 4,
+            "eval/alpha_step_1": 0.5,
+            "eval/alpha_step_2": 0.4,
+            "eval/tau_expected": 1 + 0.5 + 0.5 * 0.4,
+        }
+    )
+    sums.reset()
+    sums.update(torch.tensor(2.0), torch.ones(1, 3, dtype=torch.bool))
+    assert sums.compute() == {"eval/loss": 2.0}
+
+
+@pytest.mark.parametrize(("n_rows", "world"), [(5, 2), (3, 4), (8, 2), (1, 2)])
+def test_ranks_see_every_held_out_row_once_in_equally_many_batches(n_rows, world):
+    shares = [list(HeldOutBatches(n_rows, 4, rank, world)) for rank in range(world)]
+    assert {len(share) for share in shares} == {-(-n_rows // 4)}
+    assert all(len(HeldOutBatches(n_rows, 4, rank, world)) == len(shares[0]) for rank in range(world))
+    rows = sorted(row for share in shares for batch in share for row in batch if row >= 0)
+    assert rows == list(range(n_rows))
+    assert all(-1 not in batch or batch == [-1] for share in shares for batch in share)
+
+
+def sums_of_ranks(module, rows, world: int) -> dict[str, float]:
+    """What `world` ranks would add up, one after the other."""
+    module.sums.reset()
+    data = PackedRowsData(rows, rows, batch_size=4, seed=0, val_rows=len(rows))
+    for rank in range(world):
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
+        for batch in data.val_dataloader():
+            module.validation_step(batch, 0)
+    return module.sums.compute()
+
+
+def test_validation_says_the_same_on_any_number_of_ranks(llama_target):
+    rows = torch.randint(4, VOCAB_SIZE, (5, 18), dtype=torch.int32)
+    model = noisy_copy(llama_target.model, 0.3).eval()
+    module = LanguageModelTraining(model, OptimizerSettings(), llama_target)
+    with torch.no_grad():
+        one, four = (sums_of_ranks(module, rows, world) for world in (1, 4))
+        whole = module.alpha(rows.long(), model(rows.long()).logits)
+    assert one == pytest.approx(four, abs=1e-6)
+    assert one["eval/alpha"] == pytest.approx(float(whole.mean()), abs=1e-6)
+    assert 0.05 < one["eval/alpha"] < 0.95
+    by_step = [float(whole[:, i::4].mean()) for i in range(4)]
+    assert one["eval/alpha_step_4"] == pytest.approx(by_step[3], abs=1e-6)
+    expected, product = 1.0, 1.0
+    for alpha in by_step:
+        product *= alpha
+        expected += product
+    assert one["eval/tau_expected"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_acceptance_of_the_target_by_itself_is_certain(llama_target):
+    module = LanguageModelTraining(tiny_model("llama"), OptimizerSettings(), llama_target)
+    batch = RowBatch.of([(0, torch.randint(4, VOCAB_SIZE, (12,), dtype=torch.int32))])
+    with torch.no_grad():
+        module.validation_step(batch, 0)
+    assert module.sums.compute()["eval/tau_expected"] == pytest.approx(5.0, abs=1e-4)
+
+
+def test_training_leaves_the_target_untouched_and_out_of_the_checkpoint(tmp_path):
+    target = TargetModel(tiny_model("llama", seed=1))
+    before = {name: p.clone() for name, p in target.model.named_parameters()}
+    trainer, module, _ = fit(tmp_path, target=target)
+    assert trainer.callback_metrics["eval/alpha"] > 0
+    assert all(torch.equal(p, before[name]) for name, p in target.model.named_parameters())
+    assert all(name.startswith("model.") for name in module.state_dict())
+    assert len(list(module.parameters())) == len(list(module.model.parameters()))
+
+
+def test_best_is_read_by_people(tmp_path):
+    BestFolder(tmp_path).offer(7, weights(1), tau(2.0))
+    assert json.loads((tmp_path / "best.json").read_text())["file"] == "step-00000007.safetensors"
