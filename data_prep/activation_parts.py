@@ -11,7 +11,6 @@ Letters: B rows of a batch, T its padded length, n tokens of a shard, C captured
 
 from __future__ import annotations
 
-import errno
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from types import TracebackType
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from data_prep.corpus import PackedRows, is_held_out
@@ -34,7 +32,7 @@ from data_prep.work_folder import STORE
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.errors import UserError
-from spectrain.store_folder import to_disk
+from spectrain.store_folder import naming_a_full_disk, to_disk
 
 # What of a forward runs in half precision, by Lightning's names of precision; None: it runs in the target's own dtype.
 AUTOCAST = {
@@ -43,7 +41,6 @@ AUTOCAST = {
     "16-mixed": torch.float16,
 }
 PENDING_SHARDS = 2  # waiting to be written, in memory beside the one that is computed
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -297,21 +294,10 @@ class ShardWriter:
 
     def _write(self, index: int, shard: Shard) -> None:
         file = facts_file(self.work, index)
-        try:
+        remedy = ", which goes on from here, or start anew with dtype=int8 or out=<folder on another disk>"
+        with naming_a_full_disk(self.work, remedy):
             facts = write_shard(shard_file(self.work, index), shard)
             temporary = file.with_suffix(".tmp")
             temporary.write_text(json.dumps(facts) + "\n")
             to_disk(temporary)
             temporary.rename(file)
-        except (OSError, SafetensorError) as error:
-            if not is_disk_full(error):
-                raise
-            raise UserError(
-                f"the disk of {self.work} is full; free some space and give the same command again, which goes on from "
-                "here, or start anew with dtype=int8 or out=<folder on another disk>"
-            ) from error
-
-
-def is_disk_full(error: OSError | SafetensorError) -> bool:
-    """safetensors hands on what the system says as text alone."""
-    return getattr(error, "errno", None) in DISK_FULL or any(f"os error {code})" in str(error) for code in DISK_FULL)

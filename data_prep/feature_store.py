@@ -139,7 +139,10 @@ class FeatureStore:
         self.lengths = np.concatenate([np.diff(shard.offsets) for shard in shards])
         self.held_out = np.concatenate([shard.held_out for shard in shards])
         if len(self.lengths) != manifest.counts["rows"]:
-            raise UserError(f"data.path={folder} does not hold the rows that its manifest says; run {BUILT_BY} again")
+            raise UserError(
+                f"data.path={folder} does not hold the rows that its manifest says; run {BUILT_BY} again with "
+                "fresh=true"
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -205,7 +208,9 @@ class _OpenShard:
             self.offsets = self._file.get_tensor("offsets").numpy().copy()
             self.held_out = self._file.get_tensor("held_out").numpy().copy()
         except Exception as error:  # safetensors, torch and the system each raise their own types here
-            raise UserError(f"{file} is damaged ({type(error).__name__}); run {BUILT_BY} again") from error
+            raise UserError(
+                f"{file} is damaged ({type(error).__name__}); run {BUILT_BY} again with fresh=true"
+            ) from error
 
     def __getitem__(self, name: str):
         return self._file.get_slice(name)

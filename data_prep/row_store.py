@@ -54,12 +54,16 @@ def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str
         kind.check_files(folder, manifest.files)
         rows = datasets.load_from_disk(str(folder))
         if not isinstance(rows, Dataset) or rows.features != features or len(rows) != manifest.counts[counted]:
-            raise UserError(f"{kind.option}={folder} does not hold what its manifest says; run {kind.built_by} again")
+            raise UserError(
+                f"{kind.option}={folder} does not hold what its manifest says; run {kind.built_by} again with "
+                "fresh=true"
+            )
     except UserError:
         raise
     except Exception as error:  # datasets and arrow each raise their own types here
         raise UserError(
-            f"{kind.option}={folder} is damaged ({type(error).__name__}: {error}); run {kind.built_by} again"
+            f"{kind.option}={folder} is damaged ({type(error).__name__}: {error}); run {kind.built_by} again with "
+            "fresh=true"
         ) from error
     return manifest, rows
 

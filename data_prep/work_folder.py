@@ -16,16 +16,14 @@ Only rank zero calls what is here.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from spectrain.errors import UserError
-from spectrain.store_folder import MANIFEST, kind_of
+from spectrain.store_folder import MANIFEST, kind_of, locked
 
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 NOUNS = {  # by the manifest's kind
@@ -69,20 +67,12 @@ def held(work: Path) -> Iterator[None]:
     made = [folder for folder in work.parents if not folder.exists()]
     try:
         work.mkdir(parents=True, exist_ok=True)
-        handle = os.open(work, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"{work} cannot be made ({error.strerror}); give out=<folder elsewhere>") from error
     try:
-        try:
-            # The folder itself is locked: a file inside would go with its content. A killed build's lock goes with it.
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{work} is in use by another build; wait for its end, or give another out") from error
-        except OSError:
-            pass  # a file system without locks
-        yield
+        with locked(work, "another build", ", or give another out"):
+            yield
     finally:
-        os.close(handle)
         with contextlib.suppress(OSError):  # not empty, or gone
             for folder in (work, *made):
                 folder.rmdir()

@@ -90,7 +90,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                 raise SystemExit(2) from None
             finally:
                 if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
-                    sys.modules["wandb"].finish()
+                    sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
 
         def run() -> None:
             samples = "- sampling:" in (conf_dir() / f"{config_name}.yaml").read_text()

@@ -28,6 +28,7 @@ from spectrain.models.head_artifact import save_head
 from spectrain.models.spire import SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.runs import refuse_existing, write_folder
+from spectrain.store_folder import naming_a_full_disk
 from spectrain.train import from_scratch, spire_config
 from spectrain.train_specdecpp import SOURCES, head_facts, open_given_drafter
 from spectrain.training.checkpoints import CheckpointFolder, step_of, whole_weights
@@ -45,10 +46,11 @@ def main(cfg: DictConfig) -> None:
     checkpoint = CheckpointFolder(run / "checkpoints").newest()
     if checkpoint is None:
         raise UserError(f"run={run} has no checkpoint yet; train until it has saved one")
-    if trained.kind == "target":
-        write_folder(out, target_from_scratch(trained, run, whole_weights(checkpoint)))
-    else:
-        write_folder(out, artifact(trained, run, checkpoint))
+    with naming_a_full_disk(out):
+        if trained.kind == "target":
+            write_folder(out, target_from_scratch(trained, run, whole_weights(checkpoint)))
+        else:
+            write_folder(out, artifact(trained, run, checkpoint))
     log.info("step %d of %s exported to %s", step_of(checkpoint), run, out)
 
 

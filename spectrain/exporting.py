@@ -16,6 +16,7 @@ from spectrain.evaluation.tau import TauTable
 from spectrain.loggers import publish
 from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.runs import RunFolder, refuse_existing, write_folder
+from spectrain.store_folder import naming_a_full_disk
 
 
 @dataclass(frozen=True)
@@ -73,5 +74,6 @@ def export(cfg: DictConfig, run: RunFolder, write: Callable[[Path], None]) -> Pa
     if cfg.out and not run.exported_to(folder):
         refuse_existing(folder)
         run.note_export(folder)
-    write_folder(folder, write, replace=True)
+    with naming_a_full_disk(folder, ", which goes on from the run's last checkpoint"):
+        write_folder(folder, write, replace=True)
     return folder

@@ -70,8 +70,21 @@ def fit(
         )
     check_accumulation(cfg, trainer, len(data.train) // cfg.data.batch_size)
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
-    if begun is not None:
-        begun()
+    with run.held():
+        if begun is not None:
+            begun()
+        go_through(cfg, run, module, data, trainer)
+    return trainer
+
+
+def go_through(
+    cfg: DictConfig,
+    run: RunFolder,
+    module: LightningModule,
+    data: PackedRowsData | FeatureData | ResponsesData,
+    trainer: Trainer,
+) -> None:
+    """From the run's newest checkpoint, or from nothing, to the last validation; see `fit`."""
     log.info("run folder: %s", run.path)
     meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()
@@ -86,7 +99,6 @@ def fit(
     with naming_the_remedy(cfg):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         trainer.validate(module, datamodule=data, verbose=False)
-    return trainer
 
 
 def callbacks(cfg: DictConfig, run: RunFolder, measure: Measure | None) -> list[Callback]:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from spectrain.evaluation.training_plot import plot_training
 from spectrain.models.artifacts import MANIFEST
-from spectrain.runs import RunFolder
+from spectrain.runs import RunFolder, plain
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str) -> None:
             logger.log_image(f"plots/{name}", [str(file)])
         manifest = out / MANIFEST
         metadata = json.loads(manifest.read_text()) if manifest.is_file() else {}
-        artifact = wandb.Artifact(run.name, type=kind, metadata=metadata)
+        artifact = wandb.Artifact(plain(run.name), type=kind, metadata=metadata)
         artifact.add_dir(str(out))
         logger.experiment.log_artifact(artifact)
         if logger.experiment.settings.mode == "offline":

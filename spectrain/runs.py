@@ -14,9 +14,11 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import re
 import shutil
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.curve import Curve, merged
-from spectrain.errors import UserError
+from spectrain.errors import AllRanksError, UserError
+from spectrain.store_folder import locked
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.selection import BestFolder
 
@@ -34,8 +37,8 @@ NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
 
 
-class FinishedRun(UserError):
-    """The run that was asked for is finished already."""
+class FinishedRun(AllRanksError):
+    """The run that was asked for is finished already: a sweep leaves it out, on all ranks or on none."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,11 @@ class RunFolder:
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         digest = hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()[:8]
         path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest}")
-        run = cls(path, resolved, id=f"{path.name}-{uuid.uuid4().hex[:8]}", result=result)
-        if rank_zero_only.rank != 0 or not run.path.exists():
+        run = cls(path, resolved, id=f"{plain(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
+        if not run.path.exists():
+            return run
+        if rank_zero_only.rank != 0:
+            run._refuse_finished(cfg.fresh)
             return run
         if not run.config_file.is_file():
             if any(run.path.iterdir()):
@@ -71,6 +77,13 @@ class RunFolder:
             raise reason
         begun = run._begun()
         return run if reason or begun is None else dataclasses.replace(run, id=begun["id"])
+
+    def _refuse_finished(self, fresh: bool) -> None:
+        """Raises FinishedRun as rank zero does; without `fresh` rank zero replaces nothing that is read here."""
+        if not fresh and self.result_file.is_file() and self.config_file.is_file():
+            reason = self._why_not_to_go_on()
+            if isinstance(reason, FinishedRun):
+                raise reason
 
     def _why_not_to_go_on(self) -> UserError | None:
         before = _hashed(OmegaConf.to_container(OmegaConf.load(self.config_file)))
@@ -110,6 +123,14 @@ class RunFolder:
             (folder / self._facts_file.name).write_text(json.dumps(facts) + "\n")
 
         write_folder(self.path, write, replace=True)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keeps other processes out of the folder: two would write the same checkpoints.
+
+        Raises:
+            UserError: on entering; the same command is at work there, if only in ranks that outlived their launcher.
+        """
+        return locked(self.path, "another process") if rank_zero_only.rank == 0 else nullcontext()
 
     @rank_zero_only
     def note_attempt(self, done_steps: int, facts: dict) -> None:
@@ -184,6 +205,11 @@ class RunFolder:
     def finish(self, result: dict) -> None:
         """Marks the run as finished and keeps its numbers."""
         write_whole(self.result_file, result)
+
+
+def plain(name: str) -> str:
+    """A name of the characters that W&B takes in ids and artifacts: a folder may be called k=1,loss=hard."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 
 def _hashed(config: dict) -> dict:

@@ -6,12 +6,15 @@ The manifest says what kind of store it is, of which version, and the bytes and 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -23,6 +26,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 HASHED_BYTES = 2**24  # read at once
 HASHING_THREADS = 4  # hashing leaves the GIL alone
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
 
@@ -50,7 +54,7 @@ class StoreKind(Generic[M]):
             if (kind, version) == (self.name, self.version):
                 return self.manifest(**values)
         except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{file} cannot be read ({error}); run {self.built_by} again") from error
+            raise UserError(f"{file} cannot be read ({error}); run {self.built_by} again with fresh=true") from error
         raise UserError(
             f"{self.option}={folder} is a store of {kind!r} of format version {version!r}, not of {self.name!r} of "
             f"version {self.version}; give a folder that {self.built_by} wrote"
@@ -66,7 +70,7 @@ class StoreKind(Generic[M]):
         for name, facts in files.items():
             file = folder / name
             if not file.is_file():
-                raise UserError(f"{self.option}={folder} lacks {name}; run {self.built_by} again")
+                raise UserError(f"{self.option}={folder} lacks {name}; run {self.built_by} again with fresh=true")
             if file.stat().st_size != facts["bytes"]:
                 raise self._damaged(file)
 
@@ -80,7 +84,9 @@ class StoreKind(Generic[M]):
                     raise self._damaged(folder / name)
 
     def _damaged(self, file: Path) -> UserError:
-        return UserError(f"{file} is damaged: it is not what the manifest says; run {self.built_by} again")
+        return UserError(
+            f"{file} is damaged: it is not what the manifest says; run {self.built_by} again with fresh=true"
+        )
 
     def newest(self, root: Path, fits: Callable[[M], bool]) -> Path | None:
         """The newest store of this kind below `root` whose manifest fits; None where there is none."""
@@ -138,3 +144,62 @@ def to_disk(file: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path, by: str, otherwise: str = "") -> Iterator[None]:
+    """Keeps other processes out of a folder. A killed process's lock goes with it.
+
+    Args:
+        folder: exists. It is locked itself: a file inside would go with its content.
+        by: what another process that holds it is called.
+        otherwise: what else than waiting can be done, ends the sentence.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming_a_full_disk(folder: Path, again: str = "") -> Iterator[None]:
+    """Says of what is written below `folder` that the disk is full.
+
+    Args:
+        folder: on that disk, named to the user.
+        again: what the same command then does, or what else can be done; ends the sentence.
+
+    Raises:
+        UserError: in place of the error of whoever wrote.
+    """
+    try:
+        yield
+    except UserError:  # said already, by who knew the folder better
+        raise
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise UserError(
+            f"the disk of {folder} is full; free some space and give the same command again{again}"
+        ) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write found no room. safetensors hands on what the system says as text, torch only that it failed."""
+    said = str(error)
+    if getattr(error, "errno", None) in DISK_FULL or any(f"os error {code})" in said for code in DISK_FULL):
+        return True
+    if isinstance(error, RuntimeError) and "iostream error" in said:
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_disk_full(before)

@@ -42,6 +42,7 @@ from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.runs import FinishedRun, RunFolder, refuse_existing, write_folder
+from spectrain.store_folder import naming_a_full_disk
 from spectrain.stored_features import stored_rows
 from spectrain.train_specdecpp import keep_to_source, train_specdecpp
 from spectrain.training.data import PackedRowsData
@@ -71,7 +72,8 @@ def main(cfg: DictConfig) -> None:
     if cfg.out and rank_zero_only.rank == 0 and not run.exported_to(Path(str(cfg.out))):
         refuse_existing(Path(str(cfg.out)))
     seed_everything(cfg.seed, verbose=False)
-    TRAININGS[cfg.kind](cfg, run)
+    with naming_a_full_disk(run.path, ", which goes on from its last checkpoint"):
+        TRAININGS[cfg.kind](cfg, run)
 
 
 def train_spire(cfg: DictConfig, run: RunFolder) -> None:
@@ -195,7 +197,8 @@ def from_scratch(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaFo
 def own_tokenizer(cfg: DictConfig, run: RunFolder, documents: list[Document]) -> PreTrainedTokenizerBase:
     """The tokenizer of a target from scratch; an interrupted run finds the one it began with."""
     folder = run.path / "tokenizer"
-    if not folder.is_dir():
+    # fresh=true: another rank may still see what rank zero is about to replace
+    if not folder.is_dir() or (cfg.fresh and rank_zero_only.rank != 0):
         texts = [d.text for d in documents if not is_held_out(d.id, cfg.corpus.held_out_share)]
         tokenizer = train_tokenizer(texts, cfg.model.vocab_size)
         if rank_zero_only.rank != 0:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import in_multirun
 from spectrain.errors import UserError
-from spectrain.training.checkpoints import check_readable, cut_anew, ranks_of
+from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_anew, ranks_of
 from spectrain.training.strategies import ZeroSettings, ZeroStrategy, zero_strategy
 
 OURS = ("strategy", "activation_checkpointing")  # of the `trainer` group; the rest are Lightning's
@@ -38,6 +38,7 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logg
             use_distributed_sampler=False,  # SeededBatches gives each rank its share
             callbacks=callbacks,
             logger=loggers,
+            plugins=[StraightToDisk()],
             enable_progress_bar=sys.stderr.isatty(),
             enable_checkpointing=False,  # Checkpoints saves, at whole steps only
             enable_model_summary=False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -77,6 +78,13 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Prompts of the given lengths, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On several processes (-n 2) each has one thread, and so has what it starts: more would spin beside each other."""
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(params=list(FAMILIES))

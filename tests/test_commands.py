@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -218,6 +219,34 @@ def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, exp,
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     numbers = [json.loads(Path(name, "result.json").read_text())["tau"] for name in ("whole", "cut")]
     assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("fills_at", ["checkpoint", "best", "export"])
+def test_a_disk_that_fills_up_is_said_and_leaves_nothing_half_written(run, small, fills_at, monkeypatch):
+    from spectrain.models import artifacts
+    from spectrain.training import checkpoints, selection
+
+    def fill(content: object, file) -> None:
+        (file.write if fills_at == "checkpoint" else Path(file).write_bytes)(b"the first bytes")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module, name = {
+        "checkpoint": (checkpoints.torch, "save"),
+        "best": (selection, "save_file"),
+        "export": (artifacts, "save_file"),
+    }[fills_at]
+    arguments = ["+exp=spire", *small, "run_dir=r", "out=made"]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fill)
+        code, _, err = run("train", *arguments)
+    assert code == 2
+    disk = "made" if fills_at == "export" else "r"
+    assert f"error: the disk of {disk} is full; free some space and give the same command again, which goes on" in err
+    assert "Traceback" not in err
+    left = [file.name for file in Path().rglob("*") if ".partial" in file.name or file.name.startswith(".made")]
+    assert not left
+    code, _, err = run("train", *arguments)
+    assert code == 0, err
 
 
 def test_a_corrupt_checkpoint_is_said_and_left_alone(run, small):

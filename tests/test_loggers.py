@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import wandb
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -15,6 +16,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from spectrain.cli import conf_dir
 from spectrain.curve import read_csv
+from spectrain.errors import UserError
 from spectrain.evaluation.training_plot import acceptance_by_position
 from tests.test_cli import composed
 from tests.test_commands import small  # noqa: F401  a fixture
@@ -32,6 +34,7 @@ def without_key(monkeypatch):
 
 def records(folder: Path) -> list[wandb_internal_pb2.Record]:
     """All records of the only .wandb file of an offline run, a LevelDB log: W&B has no reader of it in Python."""
+    wandb.teardown()  # W&B's own process may still be writing
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, at, parts, found = file.read_bytes(), 7, b"", []
     assert data[:4] == b":W&B"
@@ -90,7 +93,7 @@ def test_a_resumed_offline_run_is_synced_with_all_its_attempts(run, small, witho
     def die(*_):
         raise KeyboardInterrupt
 
-    arguments = ["+exp=vanilla", *small, "max_steps=2", "logger=wandb", "run_dir=r"]
+    arguments = ["+exp=vanilla", *small, "max_steps=2", "logger=wandb", "run_dir='k=1,loss=[hard]'"]
     with monkeypatch.context() as patch:
         patch.setattr("spectrain.exporting.publish", die)
         with pytest.raises(KeyboardInterrupt):
@@ -99,8 +102,21 @@ def test_a_resumed_offline_run_is_synced_with_all_its_attempts(run, small, witho
     assert code == 0, err
     (line,) = [line for line in err.splitlines() if "to upload it: " in line]
     folders = [Path(name) for name in line.split("wandb sync ")[1].split()]
-    assert sorted(folders) == sorted(Path("r/wandb").glob("offline-run-*"))
+    assert sorted(folders) == sorted(Path("k=1,loss=[hard]/wandb").glob("offline-run-*"))
     assert len(folders) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_failed_is_no_finished_one(run, small, without_key, monkeypatch, tmp_path, fails):  # noqa: F811
+    def refuse(*_):
+        raise UserError("no")
+
+    if fails:
+        monkeypatch.setattr("spectrain.exporting.publish", refuse)
+    code, _, _ = run("train", "+exp=vanilla", *small, "max_steps=2", "logger=wandb", f"run_dir={tmp_path}/r")
+    assert code == (2 if fails else 0)
+    (exited,) = [record.exit for record in records(tmp_path / "r") if record.WhichOneof("record_type") == "exit"]
+    assert exited.exit_code == int(fails)
 
 
 def test_pictures_show_the_curve_without_weights_and_biases(run, small):  # noqa: F811

@@ -50,6 +50,38 @@ def test_fresh_replaces_a_finished_run_once_and_under_a_new_id(tmp_path):
     assert (again.path / "tokenizer").is_file()
 
 
+def test_a_finished_run_is_left_out_on_all_ranks_or_on_none(tmp_path, monkeypatch):
+    """Ranks of torchrun go through a sweep side by side: one that trained alone would wait for the others forever."""
+    run = find(tmp_path)
+    run.begin()
+    run.note_attempt(0, {})
+    monkeypatch.setattr(runs.rank_zero_only, "rank", 1)
+    assert find(tmp_path).path == run.path  # not finished yet
+    monkeypatch.setattr(runs.rank_zero_only, "rank", 0)
+    run.finish({})
+    monkeypatch.setattr(runs.rank_zero_only, "rank", 1)
+    with pytest.raises(runs.FinishedRun):
+        find(tmp_path)
+    find(tmp_path, "fresh=true")
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path, monkeypatch):
+    run = find(tmp_path)
+    run.begin()
+    with run.held():
+        with (
+            pytest.raises(UserError, match="run is in use by another process; wait for its end"),
+            find(tmp_path).held(),
+        ):
+            pass
+        monkeypatch.setattr(runs.rank_zero_only, "rank", 1)
+        with find(tmp_path).held():  # another rank of the same training
+            pass
+        monkeypatch.setattr(runs.rank_zero_only, "rank", 0)
+    with find(tmp_path).held():
+        pass
+
+
 def test_another_config_is_refused_and_named(tmp_path):
     find(tmp_path).begin()
     with pytest.raises(UserError, match=r"another config \(differs in max_steps\)"):

@@ -131,3 +131,15 @@ def test_a_gradient_that_would_run_on_into_the_next_epoch_is_refused_under_deeps
     with pytest.raises(UserError, match="accumulate_grad_batches=2 does not divide the 41 batches of an epoch"):
         check_accumulation(cfg, SimpleNamespace(strategy=zero(), max_steps=21), 41)
     check_accumulation(cfg, SimpleNamespace(strategy=None, max_steps=21), 41)
+
+
+def test_a_checkpoint_is_written_where_it_belongs_and_nowhere_else(tmp_path, monkeypatch):
+    """A kill would leave what was written elsewhere."""
+
+    def never(*_, **__):
+        raise AssertionError("a temporary file")
+
+    monkeypatch.setattr("tempfile.mkstemp", never)
+    trainer = build_trainer(composed("train", "+exp=spire"), [], [])
+    trainer.strategy.checkpoint_io.save_checkpoint({"a": torch.ones(2)}, tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt")["a"].tolist() == [1.0, 1.0]

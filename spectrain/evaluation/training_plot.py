@@ -46,7 +46,8 @@ def draw_curve(file: Path, curve: Curve) -> None:
         measured = _points(curve, "eval/tau")
         if measured:
             low, high = (dict(_points(curve, f"eval/tau_{end}")) for end in ("low", "high"))
-            errors = [[t - low[s] for s, t in measured], [high[s] - t for s, t in measured]]
+            # not below 0, which matplotlib refuses: of one context the interval is no number
+            errors = [[max(0.0, t - low[s]) for s, t in measured], [max(0.0, high[s] - t) for s, t in measured]]
             rows[1].errorbar(*zip(*measured, strict=True), errors, color="C3", marker="s", capsize=3, label="measured")
         rows[1].set(ylabel="tau, tokens a target forward")
     for axes in rows:
@@ -63,7 +64,7 @@ def draw_acceptance(file: Path, by_position: Mapping[int, list[float]]) -> None:
     for i, (step, alphas) in enumerate(by_position.items()):
         newest = i + 1 == len(by_position)
         opacity = 1.0 if newest else 0.2 + 0.5 * i / len(by_position)
-        label = f"after step {step}" if newest or i == 0 else None
+        label = f"step {step}" if newest or i == 0 else None
         axes.plot(range(1, len(alphas) + 1), alphas, marker="o", color="C0", alpha=opacity, label=label)
     axes.set(xlabel="position in the draft", ylabel="acceptance probability alpha", ylim=(0, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)

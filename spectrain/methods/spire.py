@@ -55,7 +55,7 @@ class Spire(Drafter):
         self.gamma = gamma_within(config.k if gamma is None else gamma, max_nodes)
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
-        self.capture_layers = config.target_layers if config.target_activations else ()
+        self.capture_layers = config.captured_layers
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         shape = self.drafter.config.shape

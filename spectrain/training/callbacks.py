@@ -128,7 +128,7 @@ class Checkpoints(Callback):
         self._save(trainer, module)
 
     def _save(self, trainer: Trainer, module: LightningModule) -> None:
-        stop_where(not all_finite(module), trainer, self.folder, "the weights are no numbers any more")
+        stop_at_bad_weights(trainer, module, self.folder)
         self.folder.save(trainer)
         self._unlogged = {}
         self._saved_s = time.monotonic()
@@ -162,6 +162,9 @@ def unlogged(trainer: Trainer) -> dict[str, float]:
 class StopOnBadLoss(Callback):
     """Stops all ranks as soon as the loss of one is NaN or infinite; the last checkpoint is left as it was.
 
+    Weights are looked at before they are measured, for the loss of their step may have been finite. Give it before
+    `KeepBest`.
+
     Args:
         folder: of the checkpoints, named to the user.
     """
@@ -173,6 +176,18 @@ class StopOnBadLoss(Callback):
         loss = float(outputs["loss"])
         rows = ", ".join(map(str, batch.numbers))
         stop_where(not math.isfinite(loss), trainer, self.folder, f"the loss became {loss} on rows {rows}")
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            stop_at_bad_weights(trainer, module, self.folder)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        stop_at_bad_weights(trainer, module, self.folder)
+
+
+def stop_at_bad_weights(trainer: Trainer, module: LightningModule, folder: CheckpointFolder) -> None:
+    """Raises an AllRanksError on all ranks where a weight of one is no number. All ranks call it."""
+    stop_where(not all_finite(module), trainer, folder, "the weights are no numbers any more")
 
 
 def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, what: str) -> None:

@@ -12,20 +12,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.store_folder import to_disk
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"
+
+
+class StraightToDisk(TorchCheckpointIO):
+    """Writes a checkpoint where it belongs. Lightning's own makes it in memory, copies it there, and moves it by way of
+    the system's temporary folder, where a kill would leave it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
+        with open(path, "wb") as file:
+            torch.save(checkpoint, file)
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,16 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             _remove(partial)
         trainer.strategy.barrier("before a checkpoint")
-        trainer.save_checkpoint(partial, weights_only=False)
+        try:
+            trainer.save_checkpoint(partial, weights_only=False)
+        except Exception:
+            if trainer.is_global_zero:
+                _remove(partial)  # a disk that is full needs the room
+            raise
         trainer.strategy.barrier("after a checkpoint")
         if trainer.is_global_zero:
-            _to_disk(partial)
+            for file in [partial, *partial.rglob("*")] if partial.is_dir() else [partial]:
+                to_disk(file)
             partial.rename(final)
             for checkpoint in self._by_step().values():
                 if checkpoint != final:
@@ -116,9 +133,8 @@ def check_readable(checkpoint: Path) -> None:
     folder = checkpoint.is_dir()
     try:
         for file in sorted(checkpoint.glob("checkpoint/*.pt")) if folder else [checkpoint]:
-            torch.load(
-                file, map_location="meta", weights_only=not folder, mmap=True
-            )  # DeepSpeed's hold objects of its own
+            # DeepSpeed's hold objects of its own.
+            torch.load(file, map_location="meta", weights_only=not folder, mmap=True)
     except Exception as error:  # torch, pickle and zipfile each raise their own types here
         raise UserError(
             f"checkpoint {checkpoint} cannot be read ({type(error).__name__}); delete it to start over"
@@ -130,13 +146,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _to_disk(path: Path) -> None:
-    """Makes sure that what was written outlives the machine, not only the process."""
-    for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        handle = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -80,13 +80,16 @@ class BestFolder:
         kept = Best(step, f"step-{step:08d}.safetensors", *((tau.value, tau.low, tau.high) if tau else ()))
         self.path.mkdir(parents=True, exist_ok=True)
         partial = self.path / ".partial.safetensors"
-        save_file(untied(weights), partial)
-        partial.replace(self.path / kept.file)
+        try:
+            save_file(untied(weights), partial)
+            partial.replace(self.path / kept.file)
+        finally:
+            partial.unlink(missing_ok=True)  # a disk that is full needs the room
         temporary = self.path / ".best.tmp"
         temporary.write_text(json.dumps(dataclasses.asdict(kept)) + "\n")
         temporary.replace(self.path / "best.json")
-        for file in self.path.glob("*.safetensors"):
-            if file.name != kept.file:
+        for file in self.path.iterdir():  # the weights of before, and what a kill left: of safetensors' own too
+            if file.name not in (kept.file, "best.json"):
                 file.unlink()
         return True
 

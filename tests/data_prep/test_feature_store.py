@@ -151,7 +151,9 @@ def test_a_missing_or_short_shard_is_named(folder, verify):
     file.write_bytes(content[:-1])
     assert "store/shard-00001.safetensors is damaged" in open_or_sentence(folder, verify=verify)
     file.unlink()
-    assert open_or_sentence(folder, verify=verify).startswith(f"data.path={folder} lacks shard-00001.safetensors")
+    sentence = open_or_sentence(folder, verify=verify)
+    assert sentence.startswith(f"data.path={folder} lacks shard-00001.safetensors; run python -m data_prep.activations")
+    assert sentence.endswith("again with fresh=true")  # without, that command says that the store is finished
 
 
 def test_what_is_no_store_is_said(tmp_path, folder):

@@ -19,7 +19,7 @@ from spectrain.training.checkpoints import CheckpointFolder, step_of
 from spectrain.training.data import PackedRowsData, SeededBatches
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.selection import KeepBest, Tau
+from spectrain.training.selection import BestFolder, KeepBest, Tau
 from tests.conftest import VOCAB_SIZE, tiny_model
 
 
@@ -171,6 +171,18 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
     with pytest.raises(UserError, match="the weights are no numbers any more at step 3, the last good checkpoint is"):
         train(tmp_path, Poison(3, after=True), StopOnBadLoss(folder), Checkpoints(folder, every_s=0.0))
     assert folder.newest().name == "step-00000002.ckpt"
+
+
+@pytest.mark.parametrize("max_steps", [4, 14])  # the step before the end, or before a validation
+def test_weights_that_are_no_numbers_are_neither_measured_nor_kept(tmp_path, max_steps):
+    measured = []
+    best = BestFolder(tmp_path / "best")
+    kept = KeepBest(best, lambda weights: measured.append(weights) or Tau(1.0, 1.0, 1.0))
+    stop = StopOnBadLoss(CheckpointFolder(tmp_path / "checkpoints"))
+    with pytest.raises(UserError, match="the weights are no numbers any more at step 4"):
+        train(tmp_path, Poison(4, after=True), stop, kept, max_steps=max_steps)
+    assert not measured
+    assert best.read() is None
 
 
 class Die(Callback):

@@ -62,6 +62,7 @@ def test_a_kill_while_better_weights_are_written_leaves_the_old_ones(tmp_path, m
             folder.offer(2, weights(2), tau(2.0))
     assert folder.read().step == 1
     assert folder.weights()["model.a"].tolist() == [1.0] * 3
+    (tmp_path / ".tmpAbCdEf").touch()  # as safetensors leaves it after kill -9
     assert folder.offer(2, weights(2), tau(2.0))
     assert {file.name for file in tmp_path.iterdir()} == {"best.json", "step-00000002.safetensors"}
 
