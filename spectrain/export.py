@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.artifacts import Artifact, save_spire, write_manifest
 from spectrain.models.head_artifact import save_head
 from spectrain.models.spire import SpireDrafter
-from spectrain.models.vanilla import new_vanilla
+from spectrain.models.vanilla import new_vanilla, save_pretrained
 from spectrain.runs import refuse_existing, write_folder
 from spectrain.store_folder import naming_a_full_disk
 from spectrain.train import from_scratch, spire_config
@@ -98,12 +99,7 @@ def spire(cfg: DictConfig, target: TargetModel, weights: dict[str, Tensor]) -> t
 def vanilla(cfg: DictConfig, target: TargetModel, weights: dict[str, Tensor]) -> tuple[str, Save]:
     model = new_vanilla(target.model, cfg.n_layer, cfg.hidden_size)
     fill(model, weights, "model")
-
-    def save(folder: Path) -> None:
-        model.save_pretrained(folder)
-        target.tokenizer.save_pretrained(folder)
-
-    return "vanilla", save
+    return "vanilla", partial(save_pretrained, model=model, tokenizer=target.tokenizer)
 
 
 def acceptance_head(cfg: DictConfig, target: TargetModel, weights: dict[str, Tensor]) -> tuple[str, Save]:
@@ -120,12 +116,7 @@ def target_from_scratch(cfg: DictConfig, run: Path, weights: dict[str, Tensor]) 
     tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
     model = from_scratch(cfg, tokenizer)
     fill(model, weights, "model")
-
-    def save(folder: Path) -> None:
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    return save
+    return partial(save_pretrained, model=model.to(torch.bfloat16), tokenizer=tokenizer)
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], name: str) -> None:

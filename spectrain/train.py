@@ -40,7 +40,7 @@ from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import save_spire
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
-from spectrain.models.vanilla import new_vanilla
+from spectrain.models.vanilla import new_vanilla, save_pretrained
 from spectrain.runs import FinishedRun, RunFolder, refuse_existing, write_folder
 from spectrain.store_folder import naming_a_full_disk
 from spectrain.stored_features import stored_rows
@@ -149,11 +149,7 @@ def train_vanilla(cfg: DictConfig, run: RunFolder) -> None:
     best = trained(run.best.weights())
     drafters = {"autoregressive": Autoregressive(), "speculative": Speculative(best)}
     table = measure_tau(target, drafters, data.contexts, settings, cfg.seed)
-
-    def save(folder: Path) -> None:
-        best.model.save_pretrained(folder)
-        target.tokenizer.save_pretrained(folder)
-
+    save = partial(save_pretrained, model=best.model, tokenizer=target.tokenizer)
     finish(cfg, run, Made("vanilla", save, target, trainer, table))
 
 
@@ -170,12 +166,7 @@ def train_target(cfg: DictConfig, run: RunFolder) -> None:
 
     model = LlamaForCausalLM(model.config)  # under ZeRO-3 the trained one is in pieces
     model.load_state_dict(under(run.best.weights(), "model"))
-
-    def write(folder: Path) -> None:
-        model.to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    out = export(cfg, run, write)
+    out = export(cfg, run, partial(save_pretrained, model=model.to(torch.bfloat16), tokenizer=tokenizer))
     publish(trainer, run, out, "target")
     run.finish(final_metrics(trainer))
     log.info("target saved to %s, held-out loss %.3f nats a token", out, trainer.callback_metrics["eval/loss"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
 
@@ -40,3 +42,9 @@ def new_vanilla(
             attn_implementation="sdpa",
         )
     )
+
+
+def save_pretrained(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes an ordinary Hugging Face folder: weights, config and tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
