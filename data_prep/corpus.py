@@ -298,7 +298,7 @@ def pack(
     sides: dict[bool, list[str]] = {True: [], False: []}
     for document in ordered:
         sides[is_held_out(document.id, held_out_share)].append(document.text)
-    rows = {side: _rows(texts, tokenizer, row_tokens) for side, texts in sides.items()}
+    rows = {side: rows_of(texts, tokenizer, row_tokens) for side, texts in sides.items()}
     for side, name in ((False, "training"), (True, "held-out")):
         if len(rows[side]) == 0:
             raise UserError(
@@ -308,7 +308,8 @@ def pack(
     return PackedRows(train=rows[False], held_out=rows[True])
 
 
-def _rows(texts: list[str], tokenizer: PreTrainedTokenizerBase, row_tokens: int) -> Tensor:
+def rows_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, row_tokens: int) -> Tensor:
+    """Texts in their order, each closed by the end-of-text token, as rows [n, row_tokens] int32; what is over is left."""
     ids: list[int] = []
     for start in range(0, len(texts), 256):
         batch = tokenizer(texts[start : start + 256], add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,7 +1,7 @@
 """What a benchmark compares: our methods, and Hugging Face's own generation as peers, behind one call.
 
-A peer runs on the same model, prompts and sampling. It reports tokens, target forwards and time; what happens inside
-its steps is not visible.
+A peer runs on the same model, prompts and sampling. It reports tokens, target forwards, time, and how many tokens each
+step drafted and accepted; what else happens inside its steps is not visible.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
@@ -36,6 +37,7 @@ class Work:
         batch_size: rows decoded together.
         seed: prompts draw from generators seeded by it and by their own number.
         verification: "token" or "block", for drafts drawn from a q.
+        stop_token_ids: end a reply; None: the target's EOS ids, (): nothing does.
     """
 
     max_new_tokens: int
@@ -43,6 +45,7 @@ class Work:
     batch_size: int = 1
     seed: int = 0
     verification: str = "token"
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 class Assisted(Protocol):
@@ -83,6 +86,7 @@ class Method(Contender):
             prompt_numbers=numbers,
             batch_size=work.batch_size,
             verification=work.verification,
+            stop_token_ids=work.stop_token_ids,
         )
 
 
@@ -107,7 +111,8 @@ class HuggingFace(Contender):
         return [self._one(prompt, number, work) for prompt, number in zip(prompts, numbers, strict=True)]
 
     def _one(self, prompt: list[int], number: int, work: Work) -> Generation:
-        model, eos_ids = self.target.model, list(self.target.eos_ids)
+        model = self.target.model
+        eos_ids = list(self.target.eos_ids if work.stop_token_ids is None else work.stop_token_ids)
         config = GenerationConfig(
             max_new_tokens=work.max_new_tokens,
             eos_token_id=eos_ids or None,
@@ -119,19 +124,18 @@ class HuggingFace(Contender):
         inputs = {"attention_mask": torch.ones_like(tokens), "generation_config": config}
         if self.assistant is not None:
             inputs["assistant_model"] = self.assistant.model
-        n_forwards = 0
+        fed, emitted = [], _Emitted()  # tokens of each forward, and after each
 
-        def count(*_) -> None:
-            nonlocal n_forwards
-            n_forwards += 1
+        def note(module: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+            fed.append(kwargs["input_ids"].shape[1])
 
-        handle = model.register_forward_pre_hook(count)
+        handle = model.register_forward_pre_hook(note, with_kwargs=True)
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         began = time.perf_counter()
         try:
             with torch.random.fork_rng(devices=devices), torch.inference_mode(), _plain_defaults(model):
                 torch.manual_seed(work.seed * 1_000_003 + number)
-                output = model.generate(tokens, **inputs)
+                output = model.generate(tokens, streamer=emitted, **inputs)
             new = output[0, len(prompt) :].tolist()
         finally:
             handle.remove()
@@ -140,9 +144,9 @@ class HuggingFace(Contender):
             tokens=new,
             finish_reason="eos" if new and new[-1] in eos_ids else "length",
             # The first forward reads the prompt. With a draft it verifies one as well, so it is a step like any other.
-            target_forwards=n_forwards if self.drafts else n_forwards - 1,
-            accepted=[],
-            drafted=[],
+            target_forwards=len(fed) if self.drafts else len(fed) - 1,
+            accepted=[count - 1 for count in emitted.counts[1:]] if self.drafts else [],
+            drafted=[fed[0] - len(prompt), *(count - 1 for count in fed[1:])] if self.drafts else [],
             drafted_by_source=[0] * len(Source),
             steps_by_depth=[],
             retrieval_hits=0,
@@ -151,6 +155,19 @@ class HuggingFace(Contender):
             prefill_s=elapsed_s,  # not told apart from the rest
             time_s=dict.fromkeys(STAGES, 0.0),
         )
+
+
+class _Emitted(BaseStreamer):
+    """Counts what `generate` puts out: the prompt, then the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
 
 
 def build_peer(name: str, target: TargetModel, lookup: Mapping, speculative: Assisted | None) -> HuggingFace:

@@ -26,6 +26,7 @@ def rollout(
     tokens: Tensor,
     captured: Tensor | None,
     block_tokens: int | None = None,
+    first_root: int = 0,
 ) -> Tensor:
     """The drafter's final hidden states after each token, as decoding would compute them from its block's root.
 
@@ -35,41 +36,45 @@ def rollout(
         captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None where the drafter does not
             use target activations.
         block_tokens: tokens of a block, at most the window; None: the k that it is trained with.
+        first_root: root of the first block, 0 .. k - 1. Entries before it mean nothing.
 
     Returns:
         [B, L, D]: entry t predicts token t + 1. Multiply by the unembedding for logits.
     """
     config = drafter.config if block_tokens is None else replace(drafter.config, k=block_tokens)
-    chunk = chunk_tokens(config, tokens.shape[1])
+    assert 0 <= first_root < config.k
+    lead = -first_root % config.k  # a part of a block, at negative positions, which no real query sees
     n_tokens = tokens.shape[1]
-    missing = -n_tokens % chunk  # queries past the end are computed and cut; keys past it no real query sees
-    x = drafter.embed_tokens(F.pad(tokens, (0, missing)))  # [B, L, D]
+    chunk = chunk_tokens(config, n_tokens)
+    missing = -(lead + n_tokens) % chunk  # queries past the end are computed and cut; keys past it no real query sees
     if not config.target_activations:
+        x = drafter.embed_tokens(F.pad(tokens, (0, -n_tokens % chunk)))
         return windowed_states(drafter, x, chunk)[0][:, :n_tokens]
+    x = drafter.embed_tokens(F.pad(tokens, (lead, missing)))  # [B, L, D]
     assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
-    captured = F.pad(captured, (0, 0, 0, 0, 0, missing))
+    captured = F.pad(captured, (0, 0, 0, 0, lead, missing))
     n_rows, n_padded = x.shape[:2]
     n_chunks, n_blocks = n_padded // chunk, chunk // config.k
-    positions = torch.arange(n_padded, device=x.device)
+    positions = torch.arange(n_padded, device=x.device) - lead
     cos, sin = drafter.rope(positions[None])  # [1, L, D_head]
 
     past = []  # of each block of the model, [B * c, H_kv, s + 2C, D_head]: context as the target saw it
     for i, block in enumerate(drafter.blocks):
         context = block.keys_values(captured[:, :, i].to(x.dtype), (cos, sin))
-        past.append(_around(context, chunk, config.sink_tokens, own=True))
+        past.append(_around(context, chunk, config.sink_tokens, own=True, lead=lead))
 
     by_pass = x.view(n_rows * n_chunks, n_blocks, config.k, -1)
     ropes = [part.view(n_chunks, n_blocks, config.k, -1).repeat(n_rows, 1, 1, 1) for part in (cos, sin)]
     hidden = []
     for j in range(config.k):
-        mask = _rollout_mask(config, j, n_chunks, chunk, x.device).repeat(n_rows, 1, 1)[:, None]
+        mask = _rollout_mask(config, j, n_chunks, chunk, lead, x.device).repeat(n_rows, 1, 1)[:, None]
         rope = (ropes[0][:, :, j], ropes[1][:, :, j])
         last = j + 1 == config.k
         state, memories = drafter.step(by_pass[:, :, j], rope, past, mask, last)
         hidden.append(state)
         if not last:
             past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]
-    return torch.stack(hidden, dim=2).reshape(n_rows, n_padded, -1)[:, :n_tokens]
+    return torch.stack(hidden, dim=2).reshape(n_rows, n_padded, -1)[:, lead : lead + n_tokens]
 
 
 def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
@@ -103,10 +108,10 @@ def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tenso
     return drafter.norm(x), every
 
 
-def _around(context: KeysValues, chunk: int, n_sinks: int, own: bool) -> KeysValues:
+def _around(context: KeysValues, chunk: int, n_sinks: int, own: bool, lead: int = 0) -> KeysValues:
     """Keys that the queries of each chunk may see: sinks, the chunk before and (`own`) the chunk itself.
 
-    context: [B, H_kv, L, D_head]. Returns [B * c, H_kv, s + C or 2C, D_head].
+    context: [B, H_kv, L, D_head]; position 0 is entry `lead`. Returns [B * c, H_kv, s + C or 2C, D_head].
     """
 
     def gather(t: Tensor) -> Tensor:
@@ -114,16 +119,16 @@ def _around(context: KeysValues, chunk: int, n_sinks: int, own: bool) -> KeysVal
         n_chunks = n_tokens // chunk
         chunks = t.view(n_rows, n_heads, n_chunks, chunk, d_head)
         before = F.pad(chunks[:, :, :-1], (0, 0, 0, 0, 1, 0))
-        sinks = t[:, :, None, :n_sinks].expand(-1, -1, n_chunks, -1, -1)
+        sinks = t[:, :, None, lead : lead + n_sinks].expand(-1, -1, n_chunks, -1, -1)
         parts = torch.cat([sinks, before, chunks] if own else [sinks, before], dim=3)
         return parts.transpose(1, 2).flatten(0, 1)
 
     return KeysValues(gather(context.keys), gather(context.values))
 
 
-def _key_positions(n_chunks: int, chunk: int, n_sinks: int, own: bool, device: torch.device) -> Tensor:
+def _key_positions(n_chunks: int, chunk: int, n_sinks: int, own: bool, device: torch.device, lead: int = 0) -> Tensor:
     """Positions of the keys that `_around` gathers, [c, s + C or 2C]; negative before the text."""
-    starts = torch.arange(n_chunks, device=device)[:, None] * chunk
+    starts = torch.arange(n_chunks, device=device)[:, None] * chunk - lead
     sinks = torch.arange(n_sinks, device=device).expand(n_chunks, -1)
     near = starts - chunk + torch.arange(2 * chunk if own else chunk, device=device)
     return torch.cat([sinks, near], dim=1)
@@ -141,11 +146,11 @@ def _sees(config: SpireConfig, keys: Tensor, queries: Tensor, before: Tensor) ->
     return (inside ^ is_sink_slot) & (keys >= 0) & (keys < before)
 
 
-def _rollout_mask(config: SpireConfig, j: int, n_chunks: int, chunk: int, device: torch.device) -> Tensor:
+def _rollout_mask(config: SpireConfig, j: int, n_chunks: int, chunk: int, lead: int, device: torch.device) -> Tensor:
     """What token j of each block sees: [c, n, s + 2C + n * (j + 1)] bool (context, then its block, itself last)."""
     n_blocks = chunk // config.k
-    roots = torch.arange(n_chunks * n_blocks, device=device).view(n_chunks, n_blocks) * config.k
-    keys = _key_positions(n_chunks, chunk, config.sink_tokens, own=True, device=device)
+    roots = torch.arange(n_chunks * n_blocks, device=device).view(n_chunks, n_blocks) * config.k - lead
+    keys = _key_positions(n_chunks, chunk, config.sink_tokens, own=True, device=device, lead=lead)
     context = _sees(config, keys, roots + j, before=roots)
     own_block = torch.eye(n_blocks, dtype=torch.bool, device=device).repeat(1, j + 1)
     return torch.cat([context, own_block.expand(n_chunks, -1, -1)], dim=2)

@@ -13,12 +13,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from spectrain.models.spire import SpireBlock, SpireDrafter
 
 
-def slow_rollout(drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None, k: int | None = None) -> Tensor:
-    """Final hidden states [L, D] of one row: token t in the block that begins at t - t % k."""
+def slow_rollout(
+    drafter: SpireDrafter, tokens: Tensor, captured: Tensor | None, k: int | None = None, first_root: int = 0
+) -> Tensor:
+    """Final hidden states [L, D] of one row: token t in the block that begins at t - (t - first_root) % k."""
     k = k or drafter.config.k
     hidden, memories = [], {}
     for t in range(len(tokens)):
-        root = t - t % k
+        root = t - (t - first_root) % k
         states = [drafter.embed_tokens.weight[tokens[t]]]
         for i, block in enumerate(drafter.blocks):
             keys = {p: captured[p, i] if p < root else memories[p, i] for p in seen(drafter, t)}

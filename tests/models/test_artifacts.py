@@ -82,6 +82,21 @@ def test_wrong_folders_are_named(tmp_path, target):
         load_spire(export_vanilla(tmp_path / "vanilla", target), name)
 
 
+def test_another_version_is_said_whatever_keys_it_has(tmp_path, target):
+    folder = export_spire(tmp_path / "spire", target)
+    (folder / "spectrain.json").write_text(json.dumps({"version": 2, "sort": "spire"}))
+    with pytest.raises(UserError, match="has format version 2, not 1; export it again"):
+        load_spire(folder, fingerprint(target.model, target.tokenizer))
+
+
+def test_an_export_from_before_the_tokenizers_fingerprint_is_opened(tmp_path, target):
+    folder = export_spire(tmp_path / "spire", target)
+    values = json.loads((folder / "spectrain.json").read_text())
+    del values["tokenizer_fingerprint"]
+    (folder / "spectrain.json").write_text(json.dumps(values))
+    load_spire(folder, fingerprint(target.model, target.tokenizer))
+
+
 @pytest.mark.parametrize("damage", ["truncate", "config", "version"])
 def test_damaged_exports_are_refused(tmp_path, target, damage):
     folder = export_spire(tmp_path / "spire", target)

@@ -61,6 +61,20 @@ def test_batched_rollout_equals_the_definition(options):
         )
 
 
+@pytest.mark.parametrize("first_root", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}], ids=str)
+def test_blocks_may_begin_anywhere(options, first_root):
+    target, drafter = make(**options)
+    drafter.double()
+    tokens = torch.randint(0, VOCAB_SIZE, (2, 27))
+    captured = target.features(tokens).captured.double()
+    batched = rollout(drafter, tokens, captured, first_root=first_root)
+    assert batched.shape[1] == 27
+    for row in range(2):
+        slow = slow_rollout(drafter, tokens[row], captured[row], first_root=first_root)
+        torch.testing.assert_close(batched[row, first_root:], slow[first_root:], atol=1e-6, rtol=1e-6)
+
+
 def test_rollout_without_target_activations_is_a_sparse_transformer():
     """With one block as long as the row and no feedback, every key is the drafter's own input: the definition's own
     ordinary Transformer."""
