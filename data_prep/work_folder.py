@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spectrain.errors import UserError
-from spectrain.store_folder import MANIFEST, kind_of, locked
+from spectrain.store_folder import MANIFEST, kind_of, locked, write_whole
 
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 NOUNS = {  # by the manifest's kind
@@ -114,7 +114,7 @@ def resume(work: Path, identity: dict, fresh: bool) -> None:
 def begin(work: Path, identity: dict, fresh: bool) -> None:
     """Remembers what the folder's parts and scores are made of."""
     if not (work / WORK).is_file():
-        _write(work / WORK, identity | {"fresh": fresh})
+        write_whole(work / WORK, identity | {"fresh": fresh})
 
 
 def place(work: Path, out: Path, config: dict, kind: str = "datastore") -> None:
@@ -123,7 +123,7 @@ def place(work: Path, out: Path, config: dict, kind: str = "datastore") -> None:
     Raises:
         UserError: something else stands at `out` by now.
     """
-    _write(work / COMPLETE, {"out": out.name, "config": config, "fresh": _read(work / WORK)["fresh"]})
+    write_whole(work / COMPLETE, {"out": out.name, "config": config, "fresh": _read(work / WORK)["fresh"]})
     _move(work, out, kind)
     empty(work)
 
@@ -185,9 +185,3 @@ def stands(out: Path, kind: str = "datastore") -> bool:
 
 def _read(file: Path) -> dict | None:
     return json.loads(file.read_text()) if file.is_file() else None
-
-
-def _write(file: Path, facts: dict) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    temporary.rename(file)

@@ -44,14 +44,15 @@ MAGICDEC = "magicdec"
 def main() -> None:
     args = parsed()
     try:
-        comparison, console = compared(args), Console()
+        target = load_target(bundled_folder(args.target) or args.target, args.dtype, args.device)
+        comparison, console = compared(args, target), Console()
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
     console.print(render(comparison))
     if args.out:
         draw(args.out / "drafters.png", comparison)
         (args.out / "drafters.md").write_text(markdown(comparison))
-        write_whole(args.out / "drafters.json", facts(args, comparison))
+        write_whole(args.out / "drafters.json", facts(args, target.device, comparison))
         console.print(f"{args.out}/drafters.json, drafters.md, drafters.png", style="dim")
 
 
@@ -76,9 +77,8 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compared(args: argparse.Namespace) -> Comparison:
+def compared(args: argparse.Namespace, target: TargetModel) -> Comparison:
     """Raises UserError where a drafter is none of this target's, or there are no rows."""
-    target = load_target(bundled_folder(args.target) or args.target, args.dtype, args.device)
     folders = dict(named(text) for text in args.drafters)
     rows = held_out_rows(args, target)
     settings = [Setting(length, t) for t in args.temperatures for length in args.context_tokens]
@@ -171,14 +171,14 @@ class Kept:
 CONTEXTS = ("dtype", "corpus", "held_out_share", "also", "row_tokens", "skip", "new_tokens", "gamma")
 
 
-def facts(args: argparse.Namespace, comparison: Comparison) -> dict:
+def facts(args: argparse.Namespace, device: torch.device, comparison: Comparison) -> dict:
     return {
         "kind": "drafters",
         "command": f"python scripts/compare_drafters.py {' '.join(sys.argv[1:])}",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "target": args.target,
         "dtype": args.dtype,
-        "device": args.device,
+        "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": environment(1),
         **comparison.as_json(),

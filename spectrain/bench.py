@@ -31,9 +31,10 @@ from spectrain.cli import CHECKPOINTS, command, conf_dir, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.errors import UserError, check_whole
+from spectrain.evaluation.bench_table import render_table
 from spectrain.evaluation.benchmark import Benchmark
 from spectrain.evaluation.contenders import PEERS, Contender, Method, Work, build_peer
-from spectrain.evaluation.report import render_table, write_report
+from spectrain.evaluation.report import write_report
 from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summarise
 from spectrain.json_lines import read_lines, write_lines
 from spectrain.method_building import AUTO, build_method, check_taken, given_artifacts, method_config, names, with_tuned

@@ -1,7 +1,8 @@
-"""What every training does with what it made: an export below `checkpoints/`, the run's numbers, a table."""
+"""What every training, and `spectrain.export`, does with what was made: a folder of weights, tokenizer, facts, card."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,34 @@ from lightning import Trainer
 from omegaconf import DictConfig
 from rich.console import Console
 
-from spectrain.cli import CHECKPOINTS
-from spectrain.decoding import TargetModel, fingerprint
+from spectrain.cli import CHECKPOINTS, bundled_folder
+from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.evaluation.model_card import Trained, trained_card
 from spectrain.evaluation.tau import TauTable
 from spectrain.loggers import publish
 from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.runs import RunFolder, refuse_existing, write_folder
 from spectrain.store_folder import naming_a_full_disk
 
+log = logging.getLogger(__name__)
+
+CARD = "README.md"
+Write = Callable[[Path, Path], None]  # fills a folder that will appear as another
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a run made, ready to be written."""
+
+    kind: str
+    save: Callable[[Path], None]  # weights and config
+    target: TargetModel | None  # that it was trained for; None: it is a target itself
+    trained: dict  # steps, tokens, tau: what spectrain.json keeps
+
 
 @dataclass(frozen=True)
 class Made:
-    """A trained drafter, ready to be exported."""
+    """A trained drafter with what was measured of it."""
 
     kind: str
     save: Callable[[Path], None]
@@ -30,24 +47,51 @@ class Made:
     table: TauTable
 
 
+def whole_export(cfg: DictConfig, run: RunFolder, made: Export) -> Write:
+    """What fills an exported folder, the same from training and from `spectrain.export`.
+
+    Args:
+        cfg: the run's.
+        run: for the card: with which code and on what it ran.
+        made: weights and facts.
+    """
+    path = str(cfg.target.path) if made.target is not None else ""
+    target_print = fingerprint(made.target.model, made.target.tokenizer) if made.target is not None else ""
+
+    def write(folder: Path, out: Path) -> None:
+        made.save(folder)
+        if made.target is not None:
+            made.target.tokenizer.save_pretrained(folder)
+            vocabulary = tokenizer_fingerprint(made.target.tokenizer)
+            artifact = Artifact(made.kind, path, target_print, made.trained, tokenizer_fingerprint=vocabulary)
+            write_manifest(folder, artifact)
+        facts = Trained(made.kind, named(out), engine_path(path), target_print, run.config, made.trained, run.attempts)
+        (folder / CARD).write_text(trained_card(facts))
+
+    return write
+
+
+def named(out: Path) -> str:
+    """An export in command lines: as the user gave it; an absolute path by its last part: a card may be published."""
+    return out.name if out.is_absolute() else str(out)
+
+
+def engine_path(target: str) -> str:
+    """A target as other engines find it: a bundled one by its folder."""
+    return f"checkpoints/{target}" if target and bundled_folder(target) else target
+
+
 def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
     """Exports the drafter, keeps the run's numbers, prints the table."""
     trainer = made.trainer
-    rows = trainer.global_step * trainer.accumulate_grad_batches * cfg.data.batch_size
     result = {
         "steps": trainer.global_step,
-        "tokens": rows * cfg.data.row_tokens,
+        "tokens": tokens_of(cfg, trainer.global_step),
         "selected": run.best.read().facts(),
         "metrics": selected_metrics(run, trainer),
         **made.table.as_dict(),
     }
-    target_fingerprint = fingerprint(made.target.model, made.target.tokenizer)
-
-    def write(folder: Path) -> None:
-        made.save(folder)
-        write_manifest(folder, Artifact(made.kind, str(cfg.target.path), target_fingerprint, result))
-
-    out = export(cfg, run, write)
+    out = export(cfg, run, whole_export(cfg, run, Export(made.kind, made.save, made.target, result)))
     console = Console()
     console.print(made.table.render())
     console.print(f"exported to {out}", highlight=False)
@@ -55,12 +99,22 @@ def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
     run.finish(result)
 
 
+def tokens_of(cfg: DictConfig, steps: int) -> int:
+    """Tokens that were trained on in so many steps."""
+    return steps * cfg.trainer.accumulate_grad_batches * cfg.data.batch_size * cfg.data.row_tokens
+
+
 def selected_metrics(run: RunFolder, trainer: Trainer) -> dict[str, float]:
     """What validation said of the weights that are exported."""
     best = run.best.read()
     if best.step == trainer.global_step:
         return final_metrics(trainer)
-    logged = run.curve()[best.step - 1]  # the number that Lightning gives the step
+    return metrics_at(run, best.step)
+
+
+def metrics_at(run: RunFolder, step: int) -> dict[str, float]:
+    """What was logged of a step's weights; {} where nothing was."""
+    logged = run.curve().get(step - 1, {})  # the number that Lightning gives the step
     return {name: value for name, value in logged.items() if name.startswith("eval/")}
 
 
@@ -68,12 +122,25 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def export(cfg: DictConfig, run: RunFolder, write: Callable[[Path], None]) -> Path:
-    """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`, which is replaced."""
-    folder = Path(str(cfg.out)) if cfg.out else CHECKPOINTS / run.name
-    if cfg.out and not run.exported_to(folder):
+def export(cfg: DictConfig, run: RunFolder, write: Write) -> Path:
+    """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`.
+
+    A killed attempt's export, and that of the run which this one replaces, give way; another run's never does.
+    """
+    folder = Path(str(cfg.out)) if cfg.out else own_folder(run)
+    if not run.exported_to(folder):
         refuse_existing(folder)
         run.note_export(folder)
     with naming_a_full_disk(folder, ", which goes on from the run's last checkpoint"):
-        write_folder(folder, write, replace=True)
+        write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
     return folder
+
+
+def own_folder(run: RunFolder) -> Path:
+    """Below `checkpoints/`, by the run's name; where another run's export of that name stands, by its id as well."""
+    folder = CHECKPOINTS / run.name
+    if not folder.exists() or run.exported_to(folder):
+        return folder
+    longer = CHECKPOINTS / f"{run.name}-{run.id.rsplit('-', 1)[-1]}"
+    log.warning("%s is another run's export; this one goes to %s", folder, longer)
+    return longer

@@ -16,7 +16,7 @@ from spectrain.decoding.budget import NodeBudget
 from spectrain.errors import UserError
 from spectrain.evaluation.budget_table import find_table
 from spectrain.models.artifacts import MANIFEST, NOUNS, newest_artifact, option_of, read_manifest
-from spectrain.models.head_artifact import read_head_facts
+from spectrain.models.head_artifact import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
 
 log = logging.getLogger(__name__)
@@ -173,8 +173,8 @@ def build_with_head(
         log.warning("the method's own head=%s stands before head=%s", folder, given)  # of a tuned file, or a variant
     folder = folder or find_artifact("head", target)
     facts = read_head_facts(Path(folder), fingerprint(target.model, target.tokenizer))
-    recorded = facts.drafter.path if Path(facts.drafter.path).exists() else None
-    drafter = artifacts.get(facts.drafter.kind) or recorded or find_artifact(facts.drafter.kind, target)
+    recorded = own_drafter(folder) or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
+    drafter = str(artifacts.get(facts.drafter.kind) or recorded or find_artifact(facts.drafter.kind, target))
     method = build(target, folder, drafter, **options)
     method.artifacts = {"head": folder, facts.drafter.kind: drafter}
     method.warning = facts.why_off(folder, sampling)

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.curve import Curve, merged
 from spectrain.errors import AllRanksError, UserError
-from spectrain.store_folder import locked
+from spectrain.store_folder import locked, write_whole
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.selection import BestFolder
 
@@ -121,6 +121,8 @@ class RunFolder:
         def write(folder: Path) -> None:
             OmegaConf.save(OmegaConf.create(self.config), folder / self.config_file.name)
             (folder / self._facts_file.name).write_text(json.dumps(facts) + "\n")
+            if self._export_file.is_file():  # this run replaces the one that stood here, and its export too
+                shutil.copy(self._export_file, folder)
 
         write_folder(self.path, write, replace=True)
 
@@ -193,10 +195,14 @@ class RunFolder:
         write_whole(self._export_file, {"out": str(out.resolve())})
 
     def exported_to(self, out: Path) -> bool:
-        """Whether an earlier attempt of this unfinished run may have written `out`."""
+        """Whether an earlier attempt of this unfinished run, or the one that it replaced, may have written `out`."""
         if not self._export_file.is_file() or not self.attempts:
             return False
         return json.loads(self._export_file.read_text())["out"] == str(out.resolve())
+
+    def read_result(self) -> dict | None:
+        """The numbers that `finish` kept; None of an unfinished run."""
+        return json.loads(self.result_file.read_text()) if self.result_file.is_file() else None
 
     @property
     def _export_file(self) -> Path:
@@ -217,13 +223,6 @@ def _hashed(config: dict) -> dict:
     if "trainer" in kept:
         kept["trainer"] = {k: v for k, v in kept["trainer"].items() if k not in NOT_HASHED_OF_TRAINER}
     return kept
-
-
-def write_whole(file: Path, content: dict) -> None:
-    """Writes JSON so that the file appears whole, in place of an older one."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(file)
 
 
 def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:

@@ -114,10 +114,14 @@ def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] 
     """
     if files is None:
         files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
-    facts = dataclasses.asdict(dataclasses.replace(manifest, files=files))
-    temporary = folder / f".{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    temporary.rename(folder / MANIFEST)
+    write_whole(folder / MANIFEST, dataclasses.asdict(dataclasses.replace(manifest, files=files)))
+
+
+def write_whole(file: Path, content: dict) -> None:
+    """Writes JSON so that the file appears whole, in place of an older one."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.rename(file)
 
 
 def kind_of(manifest: Path) -> str | None:

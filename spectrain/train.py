@@ -29,7 +29,7 @@ from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.errors import UserError
 from spectrain.evaluation.tau import measure_tau
-from spectrain.exporting import Made, export, final_metrics, finish
+from spectrain.exporting import Export, Made, export, final_metrics, finish, tokens_of, whole_export
 from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
 from spectrain.loggers import publish
 from spectrain.measuring import measuring, select_settings, tau_settings
@@ -49,7 +49,7 @@ from spectrain.training.data import PackedRowsData
 from spectrain.training.feature_data import FeatureData
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.losses import LossSettings
-from spectrain.training.selection import under
+from spectrain.training.selection import load_under
 from spectrain.training.spire import SpireTraining
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def train_spire(cfg: DictConfig, run: RunFolder) -> None:
 
     def trained(weights: dict[str, Tensor]) -> SpireDrafter:
         whole = SpireDrafter(config)
-        whole.load_state_dict(under(weights, "drafter"))
+        load_under(whole, weights, "drafter")
         return whole
 
     measure = measuring(target, lambda weights: Spire(trained(weights)), data.contexts, selecting)
@@ -139,7 +139,7 @@ def train_vanilla(cfg: DictConfig, run: RunFolder) -> None:
 
     def trained(weights: dict[str, Tensor]) -> TargetModel:
         whole = new_vanilla(target.model, cfg.n_layer, cfg.hidden_size)
-        whole.load_state_dict(under(weights, "model"))
+        load_under(whole, weights, "model")
         return TargetModel(whole.to(target.device).eval(), target.tokenizer)
 
     measure = measuring(target, lambda weights: Speculative(trained(weights)), data.contexts, selecting)
@@ -165,8 +165,10 @@ def train_target(cfg: DictConfig, run: RunFolder) -> None:
         return
 
     model = LlamaForCausalLM(model.config)  # under ZeRO-3 the trained one is in pieces
-    model.load_state_dict(under(run.best.weights(), "model"))
-    out = export(cfg, run, partial(save_pretrained, model=model.to(torch.bfloat16), tokenizer=tokenizer))
+    load_under(model, run.best.weights(), "model")
+    save = partial(save_pretrained, model=model.to(torch.bfloat16), tokenizer=tokenizer)
+    steps = {"steps": trainer.global_step, "tokens": tokens_of(cfg, trainer.global_step)}
+    out = export(cfg, run, whole_export(cfg, run, Export("target", save, None, steps)))
     publish(trainer, run, out, "target")
     run.finish(final_metrics(trainer))
     log.info("target saved to %s, held-out loss %.3f nats a token", out, trainer.callback_metrics["eval/loss"])

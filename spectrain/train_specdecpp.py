@@ -29,18 +29,18 @@ from spectrain.cli import CHECKPOINTS, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.calibration_plot import plot_reliability
-from spectrain.exporting import export, final_metrics
+from spectrain.exporting import Export, export, final_metrics, whole_export
 from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
 from spectrain.loggers import of_wandb, publish
 from spectrain.method_building import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
-from spectrain.models.artifacts import Artifact, write_manifest
-from spectrain.models.head_artifact import HeadFacts, save_head
+from spectrain.models.head_artifact import HeadFacts, save_drafter, save_head
 from spectrain.runs import RunFolder
+from spectrain.store_folder import write_whole
 from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
 from spectrain.training.acceptance_data import ResponsesData, TextRow, text_rows
-from spectrain.training.selection import under
+from spectrain.training.selection import load_under
 
 log = logging.getLogger(__name__)
 
@@ -75,25 +75,19 @@ def train_specdecpp(cfg: DictConfig, run: RunFolder) -> None:
     data = make_data(cfg, source)
     if cfg.max_steps is None:
         cfg.max_steps = steps_of_epochs(cfg, len(data.train))
-    target_fingerprint = fingerprint(target.model, target.tokenizer)
     trainer = fit(cfg, run, module, data, target, begun=partial(keep_to_source, run, facts_of(source, drafter)))
     if not trainer.is_global_zero:
         return
     head = AcceptanceHead(head_config)  # under ZeRO-3 the trained one is in pieces
-    head.load_state_dict(under(run.best.weights(), "head"))
+    load_under(head, run.best.weights(), "head")
     bins = module.reliability.bins()
     picture = run.path / "calibration.png"
     plot_reliability(picture, bins, module.reliability.error, cfg.w_rej, cfg.w_acc)
     for logger in of_wandb(trainer):
         logger.log_image("eval/calibration", [str(picture)])
     result = {"steps": trainer.global_step, "metrics": final_metrics(trainer), "reliability": bins}
-    facts = head_facts(cfg, source, drafter)
-
-    def write(folder: Path) -> None:
-        save_head(folder, head, facts)
-        write_manifest(folder, Artifact("head", str(cfg.target.path), target_fingerprint, result))
-
-    out = export(cfg, run, write)
+    save = partial(save_head_and_drafter, head=head, facts=head_facts(cfg, source, drafter), drafter=drafter)
+    out = export(cfg, run, whole_export(cfg, run, Export("head", save, target, result)))
     publish(trainer, run, out, "head")
     run.finish(result)
     show(out, str(cfg.target.path), picture, drafter, source, trainer)
@@ -110,6 +104,12 @@ def head_facts(cfg: DictConfig, source: Source, drafter: OpenDrafter) -> HeadFac
         mixing_share=float(cfg.mixing_share),
         rollout_tokens=drafter.states.block_tokens,
     )
+
+
+def save_head_and_drafter(folder: Path, head: AcceptanceHead, facts: HeadFacts, drafter: OpenDrafter) -> None:
+    """Writes the head, and the drafter that it was trained on beside it: an export that needs no other."""
+    save_head(folder, head, facts)
+    save_drafter(folder, facts.drafter, drafter.states.module, drafter.tokenizer)
 
 
 def open_given_drafter(cfg: DictConfig, target: TargetModel) -> OpenDrafter:
@@ -215,9 +215,7 @@ def keep_to_source(run: RunFolder, found: dict) -> None:
     file = run.path / "source.json"
     begun = json.loads(file.read_text()) if file.is_file() else None
     if begun is None:
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(found) + "\n")
-        temporary.rename(file)
+        write_whole(file, found)
         return
     for name, value in json.loads(json.dumps(found)).items():
         if begun[name] != value:

@@ -28,8 +28,10 @@ GROUPS = {  # group -> the command that takes it, and how
     "method": ("generate", "method={}"),
     "sampling": ("generate", "sampling={}"),
     "variants": ("bench", "variants={}"),
+    "cost": ("cost", "+cost={}"),
+    "hardware": ("cost", "hardware={}"),
 }
-NEEDED = {"train": ["kind=x", "max_steps=1"], "generate": ["prompt=x"], "bench": []}
+NEEDED = {"train": ["kind=x", "max_steps=1"], "generate": ["prompt=x"], "bench": [], "cost": []}
 
 
 def options(group: str) -> list[str]:
@@ -57,6 +59,15 @@ def test_responses_compose(group):
 @pytest.mark.parametrize("group", ["target=bundled", "corpus=stdlib"])
 def test_activations_compose(group):
     OmegaConf.to_container(composed("activations", group), resolve=True, throw_on_missing=True)
+
+
+def test_parity_composes():
+    OmegaConf.to_container(composed("parity", "run=x"), resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("group", ["target=bundled", "method=sssd"])
+def test_exports_compose(group):
+    OmegaConf.to_container(composed("export", group), resolve=True, throw_on_missing=True)
 
 
 @pytest.mark.parametrize("option", options("sampling"))

@@ -1,24 +1,29 @@
-"""`python -m spectrain.export`: what a run trained, from its newest checkpoint, on a tiny target.
+"""`python -m spectrain.export`: a run as training exported it, lookup methods with their datastores, the hub.
 
-DeepSpeed's checkpoints are exported in tests/training/test_strategies.py, where ranks have written some.
+DeepSpeed's checkpoints are exported in tests/training/test_strategies.py, where ranks have written some, heads in
+tests/test_train_specdecpp.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub.errors import HfHubHTTPError
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain import export, train
+from spectrain import export, hub, load_method, train
 from spectrain.cli import command
-from spectrain.decoding import TargetModel, fingerprint, load_target
-from spectrain.models.artifacts import load_spire
+from spectrain.decoding import generate, load_target
+from spectrain.retrieval.datastore import Datastore
+from spectrain.training.selection import BestFolder, Tau
 
 KINDS = {
     "spire": [],
@@ -30,6 +35,8 @@ KINDS = {
         "model.num_hidden_layers=2",
     ],
 }
+PROMPT = "def read_config_3(path):"
+ALLOWED = (".safetensors", ".json", ".jinja", ".md")  # what an export of a run may hold
 
 
 @pytest.fixture(scope="module")
@@ -71,40 +78,130 @@ def exported(capfd, monkeypatch, *arguments: str) -> tuple[int, str]:
     return 0, capfd.readouterr().err
 
 
+def said(capfd, monkeypatch, *arguments: str) -> str:
+    """What a command that was used wrongly says, in one line."""
+    code, err = exported(capfd, monkeypatch, *arguments)
+    assert code == 2, err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    return line
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_exported_as_training_exported_it(trained, kind, tmp_path, capfd, monkeypatch):
-    out = tmp_path / "out"
+    out = tmp_path / f"{kind}-exported"
     code, err = exported(capfd, monkeypatch, f"run={trained / kind}", f"out={out}")
     assert code == 0, err
-    ours, theirs = out, trained / f"{kind}-exported"
-    assert {file.name for file in ours.iterdir()} == {file.name for file in theirs.iterdir()}
-    mine, training = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
-    assert mine.keys() == training.keys()
-    assert all(mine[name].equal(training[name]) for name in mine)
+    theirs = trained / f"{kind}-exported"
+    names = {str(file.relative_to(out)) for file in out.rglob("*")}
+    assert names == {str(file.relative_to(theirs)) for file in theirs.rglob("*")}
+    assert all(name.endswith(ALLOWED) for name in names)
+    assert {"README.md", "tokenizer.json", "config.json"} <= names
+    for name in names:
+        assert (out / name).read_bytes() == (theirs / name).read_bytes(), name
     if kind != "target":
         manifest = json.loads((out / "spectrain.json").read_text())
-        assert (manifest["kind"], manifest["trained"]) == (kind, {"steps": 2})
+        assert manifest["kind"] == kind
+        assert manifest["trained"] == json.loads((trained / kind / "result.json").read_text())
 
 
-def test_an_export_opens_as_any_other(trained, shared, tmp_path, capfd, monkeypatch):
-    for kind in ("spire", "vanilla"):
-        assert exported(capfd, monkeypatch, f"run={trained / kind}", f"out={tmp_path / kind}")[0] == 0
+@pytest.mark.parametrize("kind", ["spire", "vanilla"])
+def test_an_export_writes_the_text_of_the_run_it_came_from(trained, kind, shared, tmp_path, capfd, monkeypatch):
+    assert exported(capfd, monkeypatch, f"run={trained / kind}", f"out={tmp_path / kind}")[0] == 0
     target = load_target(shared / "target", device="cpu")
-    load_spire(tmp_path / "spire", fingerprint(target.model, target.tokenizer))
-    TargetModel(AutoModelForCausalLM.from_pretrained(tmp_path / "vanilla"))
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "vanilla")) == 300
+    prompt = target.tokenizer(PROMPT)["input_ids"]
+    found = [
+        generate(target, load_method(folder, target), [prompt], 40)[0]
+        for folder in (tmp_path / kind, trained / f"{kind}-exported")
+    ]
+    assert found[0].tokens == found[1].tokens
+    assert found[0].accepted == found[1].accepted  # step by step: the same drafts
+
+
+def test_a_vanilla_export_is_an_assistant_of_transformers(trained, shared):
+    target = AutoModelForCausalLM.from_pretrained(shared / "target")
+    assistant = AutoModelForCausalLM.from_pretrained(trained / "vanilla-exported")
+    tokenizer = AutoTokenizer.from_pretrained(trained / "vanilla-exported")
+    assert assistant.config.vocab_size == target.config.vocab_size
+    assert assistant.generation_config.eos_token_id == target.generation_config.eos_token_id
+    assert assistant.generation_config.num_assistant_tokens == 5
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    drafted = []
+    assistant.register_forward_hook(lambda *_: drafted.append(1))
+    options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None}
+    alone = target.generate(**inputs, **options)
+    assert drafted == []
+    assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options), alone)
+    assert len(drafted) > 10
+
+
+@pytest.mark.parametrize("kind", ["spire", "vanilla"])
+def test_the_card_says_what_a_reader_needs(trained, kind):
+    card = (trained / f"{kind}-exported" / "README.md").read_text()
+    manifest = json.loads((trained / f"{kind}-exported" / "spectrain.json").read_text())
+    front, _, body = card.removeprefix("---\n").partition("\n---\n")
+    meta = OmegaConf.create(front)
+    assert meta.base_model == "target"
+    assert meta.library_name == {"spire": "spectrain", "vanilla": "transformers"}[kind]
+    assert {"speculative-decoding", kind} <= set(meta.tags)
+    assert manifest["target_fingerprint"] in body
+    assert "256 tokens in 2 optimizer steps" in body  # 2 steps of 2 rows of 64
+    assert "5.0%" in body
+    tau = manifest["trained"]["tau"][{"spire": "spire", "vanilla": "speculative"}[kind]]["16 tokens, greedy"]
+    assert f"| {tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}] |" in body
+    assert f'load_method("{kind}-exported", target)' in body
+    served = [
+        '"method":"draft_model","model":"vanilla-exported","num_speculative_tokens":5}',
+        "--speculative-algorithm STANDALONE",
+    ]
+    assert all((line in body) == (kind == "vanilla") for line in served)
+
+
+def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path, capfd, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "spire", run)
+    (run / "result.json").unlink()  # as if it were still at work
+    best = BestFolder(run / "checkpoints" / "best")
+    weights = {name: t + 1 for name, t in best.weights().items()}
+    shutil.rmtree(best.path)
+    best.offer(1, weights, Tau(2.5, 2.0, 3.0))
+    for which in ("best", "last"):
+        code, err = exported(capfd, monkeypatch, f"run={run}", f"weights={which}", f"out={tmp_path / which}")
+        assert code == 0, err
+    first, last = (load_file(tmp_path / which / "model.safetensors") for which in ("best", "last"))
+    assert first["norm.weight"].allclose(last["norm.weight"] + 1)
+    facts = {which: json.loads((tmp_path / which / "spectrain.json").read_text()) for which in ("best", "last")}
+    assert [facts[which]["trained"]["steps"] for which in ("best", "last")] == [1, 2]
+    card = (tmp_path / "best" / "README.md").read_text()
+    assert "The run is not finished, so there is no table" in card
+    assert "tau on held-out rows was 2.50 [2.00, 3.00] at this step" in card
+    assert "2.50" not in (tmp_path / "last" / "README.md").read_text()
+    best.offer(1, weights)  # no tau: the end of an interrupted attempt, behind which the run went on
+    (best.path / "best.json").write_text(json.dumps({"step": 1, "file": "step-00000001.safetensors"}))
+    assert exported(capfd, monkeypatch, f"run={run}", f"out={tmp_path / 'newest'}")[0] == 0
+    newest = load_file(tmp_path / "newest" / "model.safetensors")
+    assert all(newest[name].equal(last[name]) for name in last)
+
+
+def test_without_out_the_name_is_the_runs(trained, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exported(capfd, monkeypatch, f"run={trained / 'spire'}")[0] == 0
+    assert (tmp_path / "exported" / "spire" / "spectrain.json").is_file()
+    assert "exported/spire exists already" in said(capfd, monkeypatch, f"run={trained / 'spire'}")
 
 
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_path, capfd, monkeypatch):
-    def refused(run: Path, out: Path = tmp_path / "out") -> str:
-        code, err = exported(capfd, monkeypatch, f"run={run}", f"out={out}")
-        assert code == 2
-        return err
+    def refused(run: Path, out: Path = tmp_path / "out", *more: str) -> str:
+        return said(capfd, monkeypatch, f"run={run}", f"out={out}", *more)
 
     run = tmp_path / "run"
     assert "is no run of spectrain.train" in refused(tmp_path / "nowhere")
     shutil.copytree(trained / "spire", run)
-    assert "exists already" in refused(run, run)
+    assert "exists already" in refused(run, tmp_path)
+    for inside in (run, run / "new", tmp_path / "x" / ".." / "run" / "deep" / "er"):
+        assert "lies inside the run" in refused(run, inside)
+    assert "weights=worst must be one of best, last" in refused(run, tmp_path / "out", "weights=worst")
+    assert "give either run=" in said(capfd, monkeypatch)
+    assert "give either run=" in refused(run, tmp_path / "out", "method=pld")
 
     config = OmegaConf.load(run / "config.yaml")
     OmegaConf.save(OmegaConf.merge(config, {"n_layer": 1}), run / "config.yaml")
@@ -114,11 +211,141 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(facts | {"target_fingerprint": "0" * 16}))
     assert "was begun with target 0000000000000000" in refused(run)
+    (run / "run.json").write_text("{")
+    assert "has a damaged config.yaml, run.json or result.json" in refused(run)
     (run / "run.json").write_text(json.dumps(facts))
 
+    (best,) = (run / "checkpoints" / "best").glob("*.safetensors")
+    best.write_bytes(best.read_bytes()[:1000])
+    assert "cannot be read (SafetensorError)" in refused(run)
+    (best.parent / "best.json").write_text("{")
+    assert "best.json cannot be read" in refused(run)
+    shutil.rmtree(best.parent)
     (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     assert "cannot be read" in refused(run)
     checkpoint.unlink()
     assert "has no checkpoint yet" in refused(run)
     assert not (tmp_path / "out").exists()
+    assert not (run / "new").exists()
+
+
+def lookup(shared, stored, *more: str, method: str = "rest") -> list[str]:
+    return [f"method={method}", f"target={shared / 'target'}", f"datastore={stored}", *more]
+
+
+def test_a_lookup_method_is_exported_with_its_datastore_and_drafts_as_before(
+    shared, stored, tmp_path, capfd, monkeypatch
+):
+    from spectrain.methods.rest import build
+
+    out = tmp_path / "rest"
+    code, err = exported(capfd, monkeypatch, *lookup(shared, stored, f"out={out}", "method.min_suffix=1"))
+    assert code == 0, err
+    target = load_target(shared / "target", device="cpu")
+    prompt = target.tokenizer(PROMPT)["input_ids"]
+    drafters = load_method(out, target), build(target, str(stored), min_suffix=1)
+    ours, theirs = (generate(target, drafter, [prompt], 30, stop_token_ids=())[0] for drafter in drafters)
+    assert ours.tokens == theirs.tokens
+    assert ours.drafted == theirs.drafted
+    assert sum(ours.drafted) > 0
+    assert load_method(out, target, max_nodes=5).max_nodes == 5
+    names = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    kept = (*ALLOWED, ".npy", "corpus.jsonl")
+    assert all(name.endswith(kept) for name in names)
+    card = (out / "README.md").read_text()
+    assert (
+        f'SPECTRAIN_LOOKUP=rest vllm serve {shared / "target"} --speculative-config \'{{"method":"custom_class"' in card
+    )
+    assert "--speculative-ngram-external-corpus-path rest/corpus.jsonl" in card
+
+
+def test_documents_as_text_are_tokenized_as_they_were(shared, stored, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "rest"
+    assert exported(capfd, monkeypatch, *lookup(shared, stored, f"out={out}"))[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    texts = [json.loads(line) for line in (out / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
+    documents = [document.tolist() for document in Datastore(stored).documents()]
+    assert all(isinstance(text, str) for text in texts)  # SGLang takes no objects
+    assert len(texts) == len(documents)
+    assert tokenizer(texts[:-1], add_special_tokens=False)["input_ids"] == documents[:-1]
+    facts = json.loads((out / "config.json").read_text())
+    # The last document is every token once, which no tokenizer writes.
+    assert facts["corpus_same_tokens"] == pytest.approx((len(documents) - 1) / len(documents))
+
+
+def test_a_method_without_a_datastore_is_a_few_files(shared, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "pld"
+    assert exported(capfd, monkeypatch, "method=pld", f"target={shared / 'target'}", f"out={out}")[0] == 0
+    assert not (out / "datastore").exists()
+    assert "sglang" not in (out / "README.md").read_text()
+    load_method(out, load_target(shared / "target", device="cpu"))
+
+
+def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path, capfd, monkeypatch):
+    def refused(*arguments: str) -> str:
+        line = said(capfd, monkeypatch, *arguments, f"out={tmp_path / 'out'}")
+        assert not (tmp_path / "out").exists()
+        return line
+
+    for method in ("logitspec", "spectra", "lookahead", "spire", "magicdec"):
+        assert "export one of pld, anpd, rest, spectra_retrieval, sssd" in refused(
+            *lookup(shared, stored, method=method)
+        )
+    assert "with last_logits=true needs" in refused(*lookup(shared, stored, method="sssd_logits"))
+    assert "max_nodes=auto is for the machine" in refused(*lookup(shared, stored, "method.max_nodes=auto"))
+    assert "max_nodes=1 must be" in refused(*lookup(shared, stored, "method.max_nodes=1"))
+    assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
+    assert "was built with the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's
+    other = tmp_path / "store"
+    shutil.copytree(stored, other)
+    file = next(other.glob("tokens*"))
+    file.write_bytes(file.read_bytes()[:-2] + b"\0\0")
+    assert "its sha256 differs" in refused(*lookup(shared, other))
+    assert "does not exist" in refused(*lookup(shared, tmp_path / "nowhere"))
+
+
+class StandInHub:
+    """What of `HfApi` is used."""
+
+    calls: list[tuple] = []  # noqa: RUF012
+    error: Exception | None = None
+
+    def create_repo(self, name: str, private: bool, exist_ok: bool) -> None:
+        self.calls.append(("create", name, private, exist_ok))
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.calls.append(("upload", repo_id, sorted(os.listdir(folder_path))))
+
+
+def test_a_folder_is_uploaded_only_when_asked_and_privately(trained, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(hub, "HfApi", StandInHub)
+    monkeypatch.setattr(StandInHub, "calls", [])
+    monkeypatch.setattr(hub, "get_token", lambda: "a token")
+    run = f"run={trained / 'vanilla'}"
+    assert exported(capfd, monkeypatch, run, f"out={tmp_path / 'a'}")[0] == 0
+    assert StandInHub.calls == []
+    code, err = exported(capfd, monkeypatch, run, f"out={tmp_path / 'b'}", "push_to_hub=me/small")
+    assert code == 0, err
+    assert "https://huggingface.co/me/small" in err
+    create, upload = StandInHub.calls
+    assert create == ("create", "me/small", True, True)
+    assert upload == ("upload", "me/small", sorted(os.listdir(tmp_path / "b")))
+
+
+def test_what_the_hub_refuses_is_one_sentence(trained, tmp_path, capfd, monkeypatch):
+    run, out = f"run={trained / 'vanilla'}", f"out={tmp_path / 'a'}"
+    monkeypatch.setattr(hub, "HfApi", StandInHub)
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    assert "is no name of a repository" in said(capfd, monkeypatch, run, out, "push_to_hub=a/b/c")
+    assert "names no user; give <user>/small" in said(capfd, monkeypatch, run, out, "push_to_hub=small")
+    assert "needs a token" in said(capfd, monkeypatch, run, out, "push_to_hub=me/small")
+    assert not (tmp_path / "a").exists()  # known before anything was written
+    monkeypatch.setattr(hub, "get_token", lambda: "a token")
+    monkeypatch.setattr(StandInHub, "error", hub.NETWORK_ERROR("no route\nto host"))
+    line = said(capfd, monkeypatch, run, out, "push_to_hub=me/small")
+    assert line.endswith(f"(HTTPError: no route); try again with `hf upload me/small {tmp_path / 'a'}`")
+    assert issubclass(HfHubHTTPError, hub.NETWORK_ERROR)
+    assert (tmp_path / "a" / "README.md").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
 
 import matplotlib
 import numpy as np
@@ -12,13 +13,13 @@ from matplotlib.figure import Figure
 from spectrain.decoding.budget import NodeBudget
 from spectrain.evaluation.budget_report import plain_tokens_per_s
 from spectrain.evaluation.budget_table import BudgetTable, CurveEntry, sampling_name
-from spectrain.evaluation.plots import COLOURS, DASHES
+from spectrain.evaluation.svg import COLOURS, DASHES
 
 ORANGE, BLUE, GREEN = "#e69f00", "#0072b2", "#009e73"  # Okabe and Ito's, in the roles of the paper's figure
 PANEL_IN = (2.7, 2.3)
 
 
-def draw_budgets(table: BudgetTable, file: Path) -> None:
+def draw_budgets(table: BudgetTable, file: Path | IO[bytes]) -> None:
     """Writes a PNG: a row of panels a method, a panel a batch size, at the method's typical context."""
     batch_sizes, entries = table.cost.batch_sizes, table.entries
     size = (PANEL_IN[0] * len(batch_sizes) + 0.6, PANEL_IN[1] * len(entries) + 0.8)
@@ -37,7 +38,7 @@ def draw_budgets(table: BudgetTable, file: Path) -> None:
         figure.savefig(file, dpi=140)
 
 
-def draw_acceptance(table: BudgetTable, file: Path) -> None:
+def draw_acceptance(table: BudgetTable, file: Path | IO[bytes]) -> None:
     """Writes a PNG in the form of SSSD's Figure 4: accepted tokens of every method against the nodes it may use."""
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure((6.4, 4.2), layout="constrained")

@@ -6,28 +6,28 @@ hatched, and dashes help the eye where there are more than eight lines.
 
 from __future__ import annotations
 
-import io
-import math
-import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from spectrain.decoding.tree import Source
+from spectrain.evaluation.formats import bounds_of, number
 from spectrain.evaluation.results import BASELINE
-
-BASELINE_COLOUR = "#777777"
-COLOURS = (  # for the colour-blind: Okabe and Ito's without yellow and black, then Tol's muted ones
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#332288", "#882255"),
-    *("#999933", "#44aa99", "#aa4499", "#117733", "#cc6677", "#661100", "#88ccee", "#ddcc77"),
+from spectrain.evaluation.svg import (
+    BASELINE_COLOUR,
+    COLOURS,
+    DASHES,
+    MAX_POINTS,
+    WIDTH_IN,
+    Plot,
+    drawn,
+    name_rows,
+    plot_text,
 )
-DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
+
 STAGE_COLOURS = {
     "draft": "#d55e00",
     "forward": "#a9bfd3",
@@ -36,25 +36,8 @@ STAGE_COLOURS = {
     "other": "#555555",
 }
 SOURCES = [source.name.lower() for source in Source if source is not Source.ROOT]
-WIDTH_IN = 10.4
 ROW_IN = 0.21  # of a bar
-LABEL_CHARACTERS = 26
 MAX_POSITIONS = 16
-MAX_POINTS = 400  # of a line
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A figure and what a reader must know to read it."""
-
-    title: str
-    explanation: str
-    svg: str
-
-
-def number(value: object) -> float | None:
-    """The value where it is a finite number, else None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def ordered(methods: Mapping[str, Mapping]) -> list[str]:
@@ -67,12 +50,13 @@ def categories_of(methods: Mapping[str, Mapping]) -> list[str]:
     return list(dict.fromkeys(c for one in methods.values() for c in one.get("by_category") or {}))
 
 
-def draw_plots(results: Mapping, rows: Sequence[Mapping]) -> list[Plot]:
+def draw_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "") -> list[Plot]:
     """The plots of a report; those that would be empty are left out.
 
     Args:
         results: the content of `results.json`.
         rows: the lines of `questions.jsonl`.
+        prefix: of the ids within the plots, where a page shows several benchmarks.
     """
     methods = results.get("methods") or {}
     views: list[tuple[str, str, Callable[[], Figure | None]]] = [
@@ -113,26 +97,8 @@ def draw_plots(results: Mapping, rows: Sequence[Mapping]) -> list[Plot]:
             lambda: _time_share(methods),
         ),
     ]
-    plots = []
-    options = {"svg.fonttype": "none", "font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False}
-    for i, (title, explanation, draw) in enumerate(views):
-        with matplotlib.rc_context({**options, "hatch.linewidth": 0.6, "svg.hashsalt": title}):
-            figure = draw()
-            if figure is not None:
-                plots.append(Plot(title, explanation, _svg(figure, prefix=f"p{i}-")))
-    return plots
-
-
-def _svg(figure: Figure, prefix: str) -> str:
-    """The figure as an SVG element, whose ids differ from those of the other figures of the page."""
-    buffer = io.StringIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # text is drawn by the reader's browser and fonts
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg, count=2)  # HTML knows both
-    return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}", svg)
+    found = (drawn(title, explanation, draw, f"{prefix}p{i}-") for i, (title, explanation, draw) in enumerate(views))
+    return [plot for plot in found if plot is not None]
 
 
 def _by_category(methods: Mapping[str, Mapping], measure: str, axis_label: str) -> Figure | None:
@@ -154,13 +120,13 @@ def _by_category(methods: Mapping[str, Mapping], measure: str, axis_label: str) 
     grid = figure.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False)
     colours = _colours(methods)
     for ax, (title, panel) in zip(grid.flat, panels, strict=False):
-        ax.set_title(_label(title), fontsize=9, loc="left", fontweight="bold" if ax is grid[0, 0] else "normal")
+        ax.set_title(plot_text(title), fontsize=9, loc="left", fontweight="bold" if ax is grid[0, 0] else "normal")
         _bars(ax, panel, measure, limit, [colours[name] for name in names], [_is_peer(methods[name]) for name in names])
         ax.axvline(1.0, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         ax.tick_params(labelbottom=True)
         ax.tick_params(axis="y", length=0)
     grid[0, 0].set_xlim(0, limit * 1.2)
-    _name_rows(grid[0, 0], [_method_label(name, methods[name]) for name in names])
+    name_rows(grid[0, 0], [_method_label(name, methods[name]) for name in names])
     for ax in list(grid.flat)[len(panels) :]:
         ax.set_visible(False)
     return figure
@@ -205,7 +171,7 @@ def _by_position(methods: Mapping[str, Mapping]) -> Figure | None:
     ax.set_xticks(np.arange(depths) + 0.5, [str(d + 1) for d in range(depths)])
     longest = max(map(len, shares.values()))
     ax.set_xlabel("draft position (depth)" + (f"; the first {depths} of {longest}" if longest > depths else ""))
-    _name_rows(ax, [_method_label(name, methods[name]) for name in shares], offset=0.5)
+    name_rows(ax, [_method_label(name, methods[name]) for name in shares], offset=0.5)
     for side in ("left", "bottom"):
         ax.spines[side].set_visible(False)
     return figure
@@ -243,7 +209,7 @@ def _by_source(methods: Mapping[str, Mapping]) -> Figure | None:
         if rows[y][0] != rows[y - 1][0]:
             for ax in (left, right):
                 ax.axhline(y - 0.5, color="#cccccc", linewidth=0.6)
-    _name_rows(left, [f"{_label(name)} · {_label(source)}" for name, source, _ in rows])
+    name_rows(left, [f"{plot_text(name)} · {plot_text(source)}" for name, source, _ in rows])
     return figure
 
 
@@ -277,7 +243,7 @@ def _cumulative(methods: Mapping[str, Mapping], rows: Sequence[Mapping]) -> Figu
     for name in sorted(curves, key=lambda name: -rates[name]):
         curve = curves[name]
         steps = np.unique(np.linspace(0, len(curve) - 1, min(len(curve), MAX_POINTS)).astype(int))
-        label = f"{_label(name)} ({rates[name]:.2f} a step)"
+        label = f"{plot_text(name)} ({rates[name]:.2f} a step)"
         ax.plot(steps, curve[steps], color=colours[name], linestyle=dashes[name], linewidth=1.7, label=label)
         ax.plot(steps[-1], curve[-1], "o", color=colours[name], markersize=4)
     ax.set_xlabel("steps (target forwards after the prompt)")
@@ -311,15 +277,8 @@ def _time_share(methods: Mapping[str, Mapping]) -> Figure | None:
     ax.set_xlim(0, 1.25)
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "25 %", "50 %", "75 %", "100 %"])
     figure.legend(loc="outside upper left", ncols=len(STAGE_COLOURS), frameon=False, fontsize=8)
-    _name_rows(ax, [_label(name) for name in shares])
+    name_rows(ax, [plot_text(name) for name in shares])
     return figure
-
-
-def _name_rows(ax: Axes, labels: Sequence[str], offset: float = 0.0) -> None:
-    """Row names at the left, the first row on top."""
-    ax.set_yticks(np.arange(len(labels)) + offset, labels)
-    ax.set_ylim(len(labels) - 0.5 + offset, -0.5 + offset)
-    ax.tick_params(axis="y", length=0)
 
 
 def _colours(methods: Mapping[str, Mapping]) -> dict[str, str]:
@@ -337,15 +296,8 @@ def _is_peer(method: Mapping) -> bool:
 
 
 def _interval(one: Mapping, measure: str) -> tuple[float, float] | None:
-    bounds = [number(bound) for bound in one.get(f"{measure}_ci95") or ()]
-    return tuple(bounds) if len(bounds) == 2 and None not in bounds else None
+    return bounds_of(one.get(f"{measure}_ci95"))
 
 
 def _method_label(name: str, method: Mapping) -> str:
-    return _label(name) + (" (peer)" if _is_peer(method) else "")
-
-
-def _label(name: str) -> str:
-    """A name as plot text: cut to a length, and no `$` starts a formula."""
-    name = name if len(name) <= LABEL_CHARACTERS else f"{name[: LABEL_CHARACTERS - 1]}…"
-    return name.replace("$", r"\$")
+    return plot_text(name) + (" (peer)" if _is_peer(method) else "")

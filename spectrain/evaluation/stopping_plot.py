@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -20,7 +21,7 @@ STYLES = {
 HEADROOM = 1.15  # of the largest fixed length's discard rate; what lies above is cut off
 
 
-def draw_fronts(results: Mapping, file: Path) -> None:
+def draw_fronts(results: Mapping, file: Path | IO[bytes]) -> None:
     """Writes a PNG of `stopping_results`: every setting, and the front of all heads together."""
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure((7.6, 4.6), layout="constrained")

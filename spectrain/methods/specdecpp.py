@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
@@ -27,6 +29,11 @@ class OpenDrafter:
 
     facts: DrafterFacts
     states: DraftStates
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Of a vanilla drafter; a SPIRe drafter has the target's."""
+        return self.states.model.tokenizer if isinstance(self.states, ModelStates) else None
 
     def with_stop(self, gamma: int, stop: StopRule | None) -> Speculative | Spire:
         """The decoding method: chains of at most gamma tokens, and of a SPIRe drafter's window, ended by the rule."""

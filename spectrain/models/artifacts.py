@@ -1,8 +1,9 @@
 """Exported drafters and heads: what a folder holds, for which target it was made, and where the newest one lies.
 
-Every export holds `spectrain.json` (kind, version, target and its fingerprint, what training measured) beside
-`model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; a `spire` folder holds
-`SpireConfig` as its `config.json`, a `head` folder what `head_artifact.py` says.
+Every export holds `spectrain.json` (kind, version, target and its fingerprint, what training measured), the tokenizer
+and a model card beside `model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; a
+`spire` folder holds `SpireConfig` as its `config.json`, a `head` folder what `head_artifact.py` says, a `lookup` folder
+what `lookup_artifact.py` says. docs/export.md has every file, key and shape.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.errors import UserError
@@ -27,6 +29,7 @@ NOUNS = {
     "spire": "spire drafter",
     "vanilla": "vanilla drafter",
     "head": "SpecDec++ head",
+    "lookup": "lookup method",
     "datastore": "datastore",
 }
 
@@ -35,11 +38,12 @@ NOUNS = {
 class Artifact:
     """What `spectrain.json` says."""
 
-    kind: str  # spire | vanilla | head
+    kind: str  # spire | vanilla | head | lookup
     target: str  # folder or id it was trained for
-    target_fingerprint: str
+    target_fingerprint: str  # "" of a lookup method, which fits every target of its tokenizer
     trained: dict  # steps, tokens, final metrics
     version: int = VERSION
+    tokenizer_fingerprint: str | None = None  # None: exported before it was kept
 
 
 def write_manifest(folder: Path, artifact: Artifact) -> None:
@@ -64,11 +68,13 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
     if not file.is_file():
         raise UserError(f"{option}={folder} has no {MANIFEST}; give a folder that spectrain.train exported")
     try:
-        artifact = Artifact(**json.loads(file.read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
+        values = json.loads(file.read_text())
+        version = values.get("version")
+        artifact = Artifact(**values) if version == VERSION else None  # another version may have other keys
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{file} cannot be read ({error}); export the drafter again") from error
-    if artifact.version != VERSION:
-        raise UserError(f"{folder} has format version {artifact.version}, not {VERSION}; export it again")
+    if artifact is None:
+        raise UserError(f"{folder} has format version {version}, not {VERSION}; export it again")
     return artifact
 
 
@@ -89,6 +95,21 @@ def check_artifact(folder: Path, kind: str, fingerprint: str) -> Artifact:
             f"({fingerprint}); train one for it with python -m spectrain.train {MADE_BY[kind]} target=..."
         )
     return artifact
+
+
+def check_weights(folder: Path, option: str) -> None:
+    """Raises UserError where a drafter's weights are missing or cut off; reads their headers only."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{option}={folder} has no model.safetensors; export it again")
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{option}={folder} is damaged ({file.name}: {type(error).__name__}); export it again"
+            ) from error
 
 
 def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:

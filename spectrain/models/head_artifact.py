@@ -1,21 +1,28 @@
 """An exported acceptance head: its weights, the drafter it was trained on, and how labels were warped.
 
-A folder of kind `head` (see `artifacts.py`) holds `model.safetensors` and a `config.json` with what `TrainedHead` says.
+A folder of kind `head` (see `artifacts.py`) holds `model.safetensors`, a `config.json` with what `HeadFacts` says, and
+below `drafter/` the drafter itself, whose fingerprint `config.json` has. docs/export.md has the format.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.sampling import Sampling
 from spectrain.errors import UserError
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import check_artifact
+
+DRAFTER = "drafter"  # folder of it inside a head's
+KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")  # of a drafter's files
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,35 @@ def save_head(folder: Path, head: AcceptanceHead, facts: HeadFacts) -> None:
     """Writes weights and facts into an existing folder."""
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
+
+
+def save_drafter(
+    folder: Path, facts: DrafterFacts, module: nn.Module, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Puts the drafter that a head belongs to into the head's folder.
+
+    Args:
+        folder: of the head; exists.
+        facts: where the drafter lay. Its files are copied: they may be of a higher precision than what was loaded.
+        module: the drafter; written where it came from the hub, or from a format that exports do not hold.
+        tokenizer: of a vanilla drafter.
+    """
+    source, destination = Path(facts.path), folder / DRAFTER
+    destination.mkdir()
+    if any(source.glob("*.safetensors")):
+        for pattern in KEPT:
+            for file in source.glob(pattern):
+                shutil.copyfile(file, destination / file.name)
+        return
+    module.save_pretrained(destination)  # ours is always safetensors
+    if tokenizer is not None:
+        tokenizer.save_pretrained(destination)
+
+
+def own_drafter(folder: Path | str) -> Path | None:
+    """The drafter that an exported head brings along; None of one exported before they did."""
+    drafter = Path(folder) / DRAFTER
+    return drafter if drafter.is_dir() else None
 
 
 def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:

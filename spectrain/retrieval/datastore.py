@@ -263,14 +263,14 @@ class Datastore:
         return int(length), ranges if length else np.zeros_like(ranges)
 
 
-def open_datastore(folder: str | Path, target: TargetModel) -> Datastore:
-    """A store whose tokens are this target's.
+def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
+    """A store whose tokens are this target's; None: whoever calls has compared the tokenizers.
 
     Raises:
         UserError: there is none in the folder, it is damaged, or it was built with another tokenizer.
     """
     store = Datastore(folder)
-    if target.tokenizer is not None:
+    if target is not None and target.tokenizer is not None:
         store.check_fits(tokenizer_fingerprint(target.tokenizer), target.model.name_or_path)
     return store
 

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning import Callback, LightningModule, Trainer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from spectrain.errors import UserError
+from spectrain.store_folder import write_whole
 from spectrain.training.strategies import whole_state
 
 log = logging.getLogger(__name__)
@@ -63,14 +66,30 @@ class BestFolder:
     path: Path
 
     def read(self) -> Best | None:
+        """Raises UserError where it is damaged."""
         file = self.path / "best.json"
-        return Best(**json.loads(file.read_text())) if file.is_file() else None
+        try:
+            return Best(**json.loads(file.read_text())) if file.is_file() else None
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{file} cannot be read ({type(error).__name__}); remove {self.path}, and the last weights are taken"
+            ) from error
 
     def weights(self) -> dict[str, Tensor]:
-        """The kept weights."""
+        """The kept weights.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         best = self.read()
         assert best is not None, f"{self.path} holds no weights: the fit ended without on_train_end"
-        return load_file(self.path / best.file)
+        try:
+            return load_file(self.path / best.file)
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{self.path / best.file} cannot be read ({type(error).__name__}); export the run's last step with "
+                "weights=last"
+            ) from error
 
     def offer(self, step: int, weights: dict[str, Tensor], tau: Tau | None = None) -> bool:
         """Keeps these weights unless the kept ones have a higher tau; of equals the later ones are kept."""
@@ -85,9 +104,7 @@ class BestFolder:
             partial.replace(self.path / kept.file)
         finally:
             partial.unlink(missing_ok=True)  # a disk that is full needs the room
-        temporary = self.path / ".best.tmp"
-        temporary.write_text(json.dumps(dataclasses.asdict(kept)) + "\n")
-        temporary.replace(self.path / "best.json")
+        write_whole(self.path / "best.json", dataclasses.asdict(kept))
         for file in self.path.iterdir():  # the weights of before, and what a kill left: of safetensors' own too
             if file.name not in (kept.file, "best.json"):
                 file.unlink()
@@ -98,6 +115,23 @@ def under(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     """Of a training's weights, those of its submodule `name`, as that submodule calls them."""
     start = f"{name}."
     return {full.removeprefix(start): t for full, t in weights.items() if full.startswith(start)}
+
+
+def load_under(module: nn.Module, weights: dict[str, Tensor], name: str) -> None:
+    """Gives a module the weights that a training kept under `name`, and that it kept alone.
+
+    Raises:
+        UserError: names or shapes differ from the module's.
+    """
+    expected = {f"{name}.{key}": t.shape for key, t in module.state_dict().items()}
+    found = {key: t.shape for key, t in weights.items()}
+    differing = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+    if differing:
+        raise UserError(
+            f"the checkpoint does not hold what the run's config.yaml describes (differs in {', '.join(differing[:4])}"
+            f"{', ...' if len(differing) > 4 else ''}); was config.yaml edited?"
+        )
+    module.load_state_dict(under(weights, name))
 
 
 def untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:

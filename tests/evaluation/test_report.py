@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from spectrain.evaluation.report import GLOSSARY, describe_sampling, render_html, render_table, write_report
+from spectrain.evaluation.bench_table import render_table
+from spectrain.evaluation.report import GLOSSARY, describe_sampling, render_html, write_report
 
 NAMES = ["autoregressive", "logitspec", "spectra_core", "spire", "hf_prompt_lookup"]
 CATEGORIES = ["writing", "coding"]
@@ -108,7 +109,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.attributes += attributes
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):

@@ -53,7 +53,7 @@ def test_a_kill_while_better_weights_are_written_leaves_the_old_ones(tmp_path, m
     folder = BestFolder(tmp_path)
     folder.offer(1, weights(1), tau(1.0))
 
-    def die(*_):
+    def die(*_, **__):
         raise MemoryError
 
     with monkeypatch.context() as patch:

@@ -215,7 +215,7 @@ def test_optimizer_goes_on_unchanged_at_another_number_of_ranks(runs, trainer):
 @pytest.mark.parametrize("trainer", ZERO)
 def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, monkeypatch):
     monkeypatch.chdir(runs)
-    monkeypatch.setattr(sys, "argv", ["spectrain.export", f"run={trainer}", f"out={trainer}-again"])
+    monkeypatch.setattr(sys, "argv", ["spectrain.export", f"run={trainer}", f"out={trainer}-again", "weights=last"])
     command("export")(export.main)()
     again, exported = runs / f"{trainer}-again", runs / f"{trainer}-exported"
     assert {file.name for file in again.iterdir()} == {file.name for file in exported.iterdir()}

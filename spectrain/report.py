@@ -1,0 +1,102 @@
+"""One HTML page for a folder of runs: what was trained and measured, readable without knowing the project.
+
+    python -m spectrain.report runs=runs out=report.html
+    python -m spectrain.report runs=[runs,checkpoints,other/runs] out=all.html
+
+Looks through the folders for trainings, finished or not, benchmarks, tuning runs and JSON files of measurements (cost,
+drafters, parity). The page holds its style and pictures and loads nothing. See docs/report.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from spectrain.cli import command
+from spectrain.errors import UserError
+from spectrain.evaluation.found_runs import Found
+from spectrain.evaluation.runs_page import GENERATOR, About, render_page
+from spectrain.report_inputs import Finder
+from spectrain.store_folder import naming_a_full_disk
+
+HEAD_CHARACTERS = 400  # of a page: within them it says what wrote it
+
+
+def main(cfg: DictConfig) -> None:
+    roots, out = folders(cfg.runs), Path(str(cfg.out))
+    refuse_foreign(out, cfg.fresh)
+    found = find(roots)
+    more = f" and {len(roots) - 1} other folders" if len(roots) > 2 else f" and {roots[1]}" if len(roots) > 1 else ""
+    title = str(cfg.title or f"Runs in {roots[0]}{more}")
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    typed = shlex.join(["python", "-m", "spectrain.report", *sys.argv[1:]])
+    html = render_page(found, About(title, [str(root) for root in roots], date, typed))
+    write_whole_text(out, html)
+    print(f"{out}: {len(found.all())} runs and measurements, {len(html) / 2**20:.1f} MiB")
+    for path, reason in found.unreadable.items():
+        print(f"left out: {path}: {reason}", file=sys.stderr)
+
+
+def folders(runs: object) -> list[Path]:
+    """One folder or a list of them."""
+    given = runs if OmegaConf.is_list(runs) else [] if runs is None else [runs]
+    return [Path(str(name)) for name in given]
+
+
+def find(roots: list[Path]) -> Found:
+    """Everything that can be shown.
+
+    Raises:
+        UserError: a folder is missing, or there is nothing to show.
+    """
+    if not roots:
+        raise UserError("runs= names no folder; give the folder of your runs")
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"runs={root} is no folder; give the folder that holds runs")
+    found = Finder().found(roots)
+    if not found.all():
+        where = ", ".join(map(str, roots))
+        damaged = next(iter(found.unreadable.items()), None)
+        why = f"; {damaged[0]} cannot be read: {damaged[1]}" if damaged else ""
+        raise UserError(f"runs={where} holds no run or measurement that could be shown{why}; give another folder")
+    return found
+
+
+def refuse_foreign(out: Path, fresh: bool) -> None:
+    """Raises UserError where `out` is something that this command did not write."""
+    if out.is_dir():
+        raise UserError(f"out={out} is a folder; give the name of a file, such as out={out}/report.html")
+    if not out.exists() or fresh:
+        return
+    with out.open(encoding="utf-8", errors="replace") as file:
+        if f'content="{GENERATOR}"' not in file.read(HEAD_CHARACTERS):
+            raise UserError(f"out={out} exists and is no page of this command; give another out or fresh=true")
+
+
+def write_whole_text(out: Path, text: str) -> None:
+    """The file appears whole, in place of an older one, or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        with naming_a_full_disk(out.parent):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(out)
+    except OSError as error:
+        raise UserError(f"out={out} cannot be written ({error.strerror}); give another out") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+if __name__ == "__main__":
+    command("report")(main)()

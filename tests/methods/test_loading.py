@@ -1,0 +1,153 @@
+"""`load_method` opens every kind of export, and refuses what does not fit in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import spectrain
+from spectrain import load_method
+from spectrain.decoding import TargetModel, generate
+from spectrain.errors import UserError
+from spectrain.methods.speculative import Speculative
+from spectrain.methods.spire import Spire
+from spectrain.methods.stopping import HeadStop
+from spectrain.models.head_artifact import DrafterFacts, save_drafter
+from tests.conftest import random_prompts, tiny_model
+from tests.methods.lookup_export import OPTIONS, export_lookup
+from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
+from tests.models.test_head_artifact import export_head
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama"), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def exports(target, tmp_path_factory) -> Path:
+    """One folder of each kind, `head` with its drafter inside, whose own folder is gone."""
+    root = tmp_path_factory.mktemp("exports")
+    torch.manual_seed(0)
+    export_spire(root / "spire", target, k=3, window_tokens=8)
+    export_vanilla(root / "vanilla", target)
+    for kind in ("vanilla", "spire"):
+        drafter = root / f"drafter-of-{kind}"
+        shutil.copytree(root / kind, drafter)
+        head = export_head(root / f"head-{kind}", target, drafter, kind)
+        facts = DrafterFacts(kind, str(drafter), "")
+        save_drafter(head, facts, torch.nn.Module(), None)
+        shutil.rmtree(drafter)
+    for method in OPTIONS:
+        export_lookup(root / method, target, method)
+    return root
+
+
+KINDS = ["spire", "vanilla", "head-vanilla", "head-spire", *OPTIONS]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_export_opens_and_leaves_the_text_as_it_is(name, exports, target):
+    prompts = random_prompts([5, 12])
+    drafter = load_method(exports / name, target)
+    found = generate(target, drafter, prompts, 12, batch_size=2, stop_token_ids=())
+    for prompt, generation in zip(prompts, found, strict=True):
+        text = list(prompt)
+        for _ in range(12):
+            text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+        assert generation.tokens == text[len(prompt) :]
+
+
+def test_options_are_those_of_the_method(exports, target):
+    assert load_method(str(exports / "spire"), target).gamma == 3  # its k
+    spire = load_method(exports / "spire", target, gamma=2)
+    assert isinstance(spire, Spire)
+    assert spire.gamma == 2
+    assert load_method(exports / "vanilla", target, gamma=7).gamma == 7
+    head = load_method(exports / "head-vanilla", target, threshold=0.2, max_candidates=9)
+    assert isinstance(head, Speculative)
+    assert isinstance(head.stop, HeadStop)
+    assert (head.stop.least_accepted, head.gamma) == (0.8, 9)
+    assert load_method(exports / "sssd", target).max_nodes == 24  # as it was exported
+    assert load_method(exports / "sssd", target, max_nodes=8).max_nodes == 8
+    for name in ("spire", "vanilla", "head-vanilla", "pld", "sssd"):
+        with pytest.raises(UserError, match=r"cannot be opened with these options .*'colour'"):
+            load_method(exports / name, target, colour="red")
+
+
+@pytest.mark.parametrize("name", ["spire", "vanilla", "head-vanilla"])
+def test_another_target_is_refused(name, exports, target):
+    other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
+    with pytest.raises(UserError, match=r"was trained for tiny .* not for this target"):
+        load_method(exports / name, other)
+
+
+def test_a_lookup_method_takes_any_target_of_its_tokenizer(exports, target):
+    load_method(exports / "rest", TargetModel(tiny_model("llama", seed=1), target.tokenizer))
+    with pytest.raises(UserError, match="was exported for the tokenizer"):
+        load_method(exports / "rest", TargetModel(tiny_model("llama"), tiny_tokenizer("b")))
+
+
+@pytest.mark.parametrize("name", ["spire", "vanilla", "head-vanilla", "head-vanilla/drafter"])
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
+def test_missing_and_truncated_weights_are_refused(name, damage, exports, target, tmp_path):
+    opened = name.split("/")[0]
+    shutil.copytree(exports / opened, tmp_path / opened)
+    file = tmp_path / name / "model.safetensors"
+    if damage == "truncate":
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        file.unlink()
+        (tmp_path / name / "pytorch_model.bin").write_bytes(b"pickles are not opened")
+    with pytest.raises(UserError, match=r"is damaged|has no model\.safetensors"):
+        load_method(tmp_path / opened, target)
+
+
+def test_a_drafter_in_a_head_that_is_another_one_is_refused(exports, target, tmp_path):
+    folder = tmp_path / "head"
+    shutil.copytree(exports / "head-vanilla", folder)
+    shutil.rmtree(folder / "drafter")
+    torch.manual_seed(5)
+    export_vanilla(folder / "drafter", target)
+    with pytest.raises(UserError, match=r"was trained on the vanilla drafter .*, not on .*head/drafter"):
+        load_method(folder, target)
+
+
+def test_a_head_without_its_drafter_is_said(exports, target, tmp_path):
+    folder = tmp_path / "head"
+    shutil.copytree(exports / "head-vanilla", folder)
+    shutil.rmtree(folder / "drafter")
+    with pytest.raises(UserError, match=r"has no drafter inside, and .* does not exist"):
+        load_method(folder, target)
+    assert load_method(folder, target, drafter=str(exports / "vanilla")).gamma == 20
+
+
+def test_other_folders_are_refused(exports, target, tmp_path):
+    def changed(file: str, **values: object) -> Path:
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        shutil.copytree(exports / "rest", tmp_path / "x")
+        known = json.loads((tmp_path / "x" / file).read_text())
+        (tmp_path / "x" / file).write_text(json.dumps({**known, **values}))
+        return tmp_path / "x"
+
+    with pytest.raises(UserError, match="does not exist"):
+        load_method(tmp_path / "nowhere", target)
+    with pytest.raises(UserError, match="has format version 2, not 1"):
+        load_method(changed("spectrain.json", version=2), target)
+    with pytest.raises(UserError, match="is of kind song; give one of spire, vanilla, head, lookup"):
+        load_method(changed("spectrain.json", kind="song"), target)
+    with pytest.raises(UserError, match="holds the method spectra, which is none of pld"):
+        load_method(changed("config.json", method="spectra"), target)
+    with pytest.raises(UserError, match="is damaged"):
+        load_method(changed("config.json", more=1), target)
+    with pytest.raises(UserError, match="has tokens up to 90"):
+        load_method(changed("config.json", vocab_size=90), target)
+
+
+def test_the_package_itself_says_what_it_does_not_have():
+    with pytest.raises(AttributeError, match="has no attribute 'load_methods'"):
+        spectrain.load_methods  # noqa: B018

@@ -1,0 +1,204 @@
+"""The vLLM proposer, called by an engine that stands in for vLLM: the text is the target's, drafts are our loop's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain import load_method
+from spectrain.decoding import Context, Sampling, TargetModel
+from spectrain.decoding.tree import ROOT_PARENT
+from spectrain.errors import UserError
+from spectrain.serving.requests import KEPT_CALLS
+from spectrain.serving.vllm_proposer import LookupProposer
+from tests.conftest import random_prompts, tiny_model
+from tests.methods.lookup_export import OPTIONS, export_lookup
+from tests.models.test_artifacts import tiny_tokenizer
+from tests.serving.engine import StandInEngine
+
+CONFIG = json.dumps(
+    {
+        "method": "custom_class",
+        "model": "spectrain.serving.vllm_proposer.LookupProposer",
+        "num_speculative_tokens": 5,
+    }
+)
+LENGTHS, NEW = [3, 20, 9, 17, 8, 30, 5], [30, 12, 40, 25, 6, 33, 20]
+MAX_MODEL_LEN = 60  # the sixth request ends at 63: its last tokens are decoded without room for drafts
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama"), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    found = random_prompts(LENGTHS)
+    found[4] = found[2][:8]  # one begins as another does
+    found.append(list(found[1]))  # and two are equal
+    return found
+
+
+@pytest.fixture(scope="module")
+def own(target, prompts) -> list[list[int]]:
+    """The target's own greedy text."""
+    texts = []
+    for prompt, n in zip(prompts, [*NEW, NEW[1]], strict=True):
+        text = list(prompt)
+        with torch.inference_mode():
+            for _ in range(n):
+                text.append(int(target.model(torch.tensor([text])).logits[0, -1].argmax()))
+        texts.append(text[len(prompt) :])
+    return texts
+
+
+def exported(folder: Path, target: TargetModel, method: str, prompts, own) -> Path:
+    """With a datastore in which half of the answers stand."""
+    documents = [prompt + text for prompt, text in zip(prompts, own, strict=True)][::2]
+    return export_lookup(folder / method, target, method, documents + random_prompts([20] * 10, seed=5))
+
+
+def served(target, folder: Path, monkeypatch, prompts, max_model_len: int = 200) -> tuple[StandInEngine, list]:
+    monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
+    engine = StandInEngine(target, CONFIG, max_rows=3, max_model_len=max_model_len)
+    return engine, engine.serve(prompts, [*NEW, NEW[1]])
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_served_text_is_the_targets_own_and_drafts_are_accepted(method, target, prompts, own, tmp_path, monkeypatch):
+    folder = exported(tmp_path, target, method, prompts, own)
+    engine, outputs = served(target, folder, monkeypatch, prompts)
+    assert outputs == own
+    without_drafts = sum(NEW) + NEW[1] + sum((len(prompt) - 1) // 8 for prompt in prompts)
+    share = 0.85 if (folder / "datastore").is_dir() else 0.95  # a random model seldom repeats itself
+    assert engine.n_forwards < share * without_drafts
+
+
+def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> list[int]:
+    """The likeliest branch of the tree that a drafter, which has just read the text, proposes in our loop.
+
+    Slow and on its own: from each node to the child that was added first.
+    """
+    context = Context(Sampling(), "cpu", 1)
+    context.append([text[:-1]], n_drafts + 2, [torch.Generator()])
+    context.root(range(1), torch.tensor([text[-1]]), torch.zeros(1, target.vocab_size))
+    drafter.start(target, None)
+    drafter.prefill(context, None, range(1))
+    tree = drafter.propose(context)
+    parents, tokens = tree.parents[0].tolist(), tree.tokens[0].tolist()
+    assert parents[0] == ROOT_PARENT
+    branch, node = [], 0
+    while node in parents:
+        node = parents.index(node)
+        branch.append(tokens[node])
+    return branch
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_drafts_are_those_of_our_loop_however_rows_move(method, target, prompts, own, tmp_path, monkeypatch):
+    folder = exported(tmp_path, target, method, prompts, own)
+    engine, _ = served(target, folder, monkeypatch, prompts, MAX_MODEL_LEN + 5)
+    drafter = load_method(folder, target)
+    compared, cut = 0, 0
+    for call in engine.calls:
+        for text, sampled, drafts in zip(call.texts, call.sampled, call.drafts, strict=True):
+            room = min(5, MAX_MODEL_LEN + 5 - len(text))
+            cut += room < 5
+            expected = by_our_loop(drafter, target, text, room) if sampled and room > 0 else []
+            assert drafts == expected
+            compared += len(expected) > 0
+    assert compared > 20
+    assert cut > 0
+
+
+class Steps:
+    """Arrays of two rows, and calls by hand."""
+
+    def __init__(self, proposer: LookupProposer):
+        self.proposer = proposer
+
+    def __call__(self, *texts: list[int], sampled: list[list[int]] | None = None) -> list[list[int]]:
+        tokens = np.full((4, 100), -1, dtype=np.int32)
+        lengths = np.zeros(4, dtype=np.int32)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+            lengths[row] = len(text)
+        sampled = sampled or [[text[-1]] for text in texts]
+        return self.proposer.propose(sampled, lengths, tokens, slot_mappings=None)
+
+
+@pytest.fixture
+def steps(target, tmp_path, monkeypatch) -> Steps:
+    monkeypatch.setenv("SPECTRAIN_LOOKUP", str(export_lookup(tmp_path / "pld", target, "pld")))
+    return Steps(StandInEngine(target, CONFIG).proposer)
+
+
+def test_a_row_with_another_text_is_read_anew(steps):
+    assert steps([7, 8, 9, 7, 8]) == [[9, 7, 8]]
+    assert steps([10, 11, 12, 13, 10]) == [[11, 12, 13, 10]]  # 7 8 9 would give []
+    assert steps([10, 11, 12, 14, 10, 11]) == [[12, 14, 10, 11]]  # one token differs in the middle
+
+
+def test_rows_in_prefill_get_no_drafts_and_do_not_hold_up_others(steps):
+    assert steps([7, 8, 9, 7, 8], [5, 6, 5], sampled=[[], [5]]) == [[], [6, 5]]
+    assert steps([7, 8, 9, 7, 8, 9], [5, 6, 5, 6], sampled=[[9], [6]]) == [[7, 8, 9], [5, 6]]
+
+
+def test_a_placeholder_that_is_no_token_gives_no_drafts(steps, target):
+    assert steps([7, 8, -1, 7, 8], [5, 6, 5]) == [[], [6, 5]]
+    assert steps([7, 8, target.vocab_size, 7, 8]) == [[]]
+    assert steps([7, 8, 9, 7, 8]) == [[9, 7, 8]]
+    assert steps([7, 8, 9, 7, 8, -1]) == [[]]
+
+
+def test_a_preempted_request_is_not_read_again(steps, monkeypatch):
+    text = [7, 8, 9, 7, 8]
+    steps([5, 6, 5], text)
+    read = []
+    new_row = steps.proposer.drafter.new_row
+    monkeypatch.setattr(steps.proposer.drafter, "new_row", lambda tokens: read.append(tokens) or new_row(tokens))
+    for _ in range(KEPT_CALLS - 1):
+        steps([5, 6, 5])
+    assert steps([5, 6, 5], [*text, 9]) == [[6, 5], [7, 8, 9]]
+    assert read == []
+    for _ in range(KEPT_CALLS):
+        steps([5, 6, 5])
+    steps([5, 6, 5], [*text, 9, 7])
+    assert read == [[*text, 9, 7]]
+
+
+def refused(target, folder: Path | None, monkeypatch, **more) -> str:
+    monkeypatch.delenv("SPECTRAIN_LOOKUP", raising=False)
+    if folder is not None:
+        monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
+    with pytest.raises(UserError) as error:
+        StandInEngine(target, CONFIG, **more)
+    return str(error.value)
+
+
+def test_what_cannot_be_served_is_said_at_the_start(target, tmp_path, monkeypatch):
+    folder = export_lookup(tmp_path / "rest", target, "rest")
+    assert "no lookup method is named; give its folder" in refused(target, None, monkeypatch)
+    assert "does not exist" in refused(target, tmp_path / "nowhere", monkeypatch)
+    smaller = TargetModel(tiny_model("llama", vocab_size=50))
+    assert "the served model has a vocabulary of 50" in refused(smaller, folder, monkeypatch)
+    tiny_tokenizer("b").save_pretrained(tmp_path / "other")
+    said = refused(target, folder, monkeypatch, tokenizer=str(tmp_path / "other"))
+    assert "was exported for the tokenizer" in said
+    file = next((folder / "datastore").glob("suffixes*"))
+    file.write_bytes(file.read_bytes()[:100])
+    assert "truncated" in refused(target, folder, monkeypatch)
+
+
+def test_the_folder_may_stand_in_the_engines_own_config(target, tmp_path, monkeypatch):
+    monkeypatch.delenv("SPECTRAIN_LOOKUP", raising=False)
+    target.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    folder = export_lookup(tmp_path / "sssd", target, "sssd")
+    named = {"spectrain_lookup": str(folder)}
+    engine = StandInEngine(target, CONFIG, additional_config=named, tokenizer=str(tmp_path / "tokenizer"))
+    assert engine.proposer.drafter.store.folder == folder / "datastore"

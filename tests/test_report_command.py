@@ -1,0 +1,247 @@
+"""`python -m spectrain.report` on real runs of a tiny target: their numbers, what is unfinished, damaged, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from spectrain import bench, report, train, tune
+from spectrain.cli import command
+from spectrain.evaluation.formats import estimate, fixed
+from tests.evaluation.test_report import Page
+from tests.evaluation.test_runs_page import COST, DRAFTERS, PARITY
+
+SMALL = [
+    "corpus.held_out_share=0.3",
+    *("data.row_tokens=64", "data.batch_size=2", "data.val_rows=2", "max_steps=6"),
+    *("trainer.precision=32-true", "trainer.val_check_interval=3", "trainer.log_every_n_steps=2"),
+    *("tau.context_tokens=[16,32]", "tau.contexts=3", "tau.new_tokens=12", "tau.timed_contexts=1"),
+]
+EVIL = "<script>alert(1) & co"
+
+
+@pytest.fixture(scope="module")
+def made(shared, tmp_path_factory) -> Path:
+    """A folder with `runs/`: two SPIRe drafters, a vanilla one named like a script, a benchmark, a tuning run."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "asked.jsonl").write_text("".join(json.dumps({"prompt": f"def read_{i}(path):"}) + "\n" for i in (1, 2)))
+    corpus = f"corpus={shared / 'corpus'}"
+    commands = [
+        (train, "train", ["+exp=vanilla", corpus, *SMALL, f'run_dir="runs/{EVIL}"', "out=vanilla"]),
+        (train, "train", ["+exp=spire", corpus, *SMALL, "run_dir=runs/whole", "vanilla=vanilla"]),
+        (train, "train", ["+exp=spire", corpus, *SMALL, "run_dir=runs/hard", "loss=hard"]),
+        (bench, "bench", ["prompts=asked.jsonl", "methods=[pld,logitspec]", "max_new_tokens=8", "out=runs/b"]),
+        (
+            tune,
+            "tune",
+            [
+                *("budget=true", "prompts=asked.jsonl", "methods=[logitspec]", "nodes=[2,4]", "batch_sizes=[1]"),
+                *("contexts=[16]", "repeats=1", "max_new_tokens=4", "out=runs/tuned"),
+            ],
+        ),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for module, name, arguments in commands:
+            patch.setattr(sys, "argv", [f"spectrain.{name}", f"target={shared / 'target'}", *arguments])
+            command(name)(module.main)()
+    return folder
+
+
+@pytest.fixture
+def runs(made, tmp_path, monkeypatch) -> Path:
+    """A copy of it, as the working folder."""
+    shutil.copytree(made, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return Path("runs")
+
+
+@pytest.fixture
+def reported(monkeypatch, capfd):
+    """Runs the command; returns exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["spectrain.report", *arguments])
+        code = 0
+        try:
+            command("report")(report.main)()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_the_page_holds_the_numbers_of_all_runs(runs, reported):
+    code, out, err = reported("runs=runs", "out=report.html")
+    assert code == 0, err
+    assert out.startswith("report.html: 5 runs and measurements")
+    page = Page(Path("report.html").read_text(encoding="utf-8"))
+    for name, method in ((EVIL, "speculative"), ("whole", "spire"), ("hard", "spire")):
+        result = json.loads((runs / name / "result.json").read_text())
+        assert fixed(result["metrics"]["eval/loss"], 3) in page.text
+        assert f"{fixed(result['selected']['step'], 0)} {tau_of(result['selected'])}" in page.text
+        taus = [estimate(one, 2) for one in result["tau"][method].values()]
+        rates = result["tokens_per_s"]
+        speedup = rates[method]["value"] / rates["autoregressive"]["value"]
+        assert f"{name} {' '.join(taus)} 3 {estimate(rates[method], 1)} {fixed(speedup, 2)}" in page.text
+        assert json.loads((runs / name / "run.json").read_text())["target_fingerprint"] in page.text
+    assert "hard SPIRe drafter target loss=hard 6 768" in page.text
+    assert "python -m spectrain.train +exp=spire" in page.text
+    results = json.loads((runs / "b/results.json").read_text())
+    for one in results["methods"].values():
+        assert fixed(one["mean_accepted"], 2) in page.text
+        assert fixed(one["tokens_per_s_micro"], 1) in page.text
+    assert results["command"] in page.text
+    for part in ("Curves", "Acceptance by position in the draft", "Acceptance by source", "tuned: node budget"):
+        assert part in page.text
+    assert page.open == []
+
+
+def tau_of(selected: dict) -> str:
+    return estimate({"value": selected["tau"]} | selected, 2)
+
+
+def test_the_page_runs_nothing_and_loads_nothing(runs, reported):
+    assert reported("runs=runs")[0] == 0
+    page = Page(Path("report.html").read_text(encoding="utf-8"))
+    assert EVIL in page.text
+    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    loaded = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "action")]
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in loaded)
+    assert "@import" not in Path("report.html").read_text()
+
+
+def test_an_unfinished_run_and_one_that_has_just_begun_are_shown(runs, reported):
+    (runs / "hard/result.json").unlink()
+    (runs / "b/results.json").unlink()
+    (runs / "new").mkdir()
+    shutil.copy(runs / "whole/config.yaml", runs / "new")
+    code, _, err = reported("runs=runs")
+    assert code == 0, err
+    text = Page(Path("report.html").read_text()).text
+    assert "4 trainings (2 unfinished)" in text
+    assert "unfinished: 6 of 6 steps" in text
+    assert "unfinished: 0 of 6 steps" in text
+    assert "Unfinished, 6 answers so far" in text
+
+
+def test_damaged_files_are_named_with_the_reason_and_the_rest_is_shown(runs, reported):
+    (runs / "hard/result.json").write_text('{"steps": 6, "metr')
+    (runs / "whole/run.json").write_text("[]")
+    (runs / "b/results.json").write_text('{"methods": 3}')
+    (runs / "tuned/config.yaml").write_text("kind: [tune")
+    (runs / "cost.json").write_text('{"kind": "cost", "tables": ')
+    (runs / "parity.json").write_text(json.dumps({"kind": "parity", "rows": 7}))
+    with (runs / EVIL / "metrics/version_0/metrics.csv").open("a") as file:
+        file.write("x,y,z")
+    (runs / "other").mkdir()
+    (runs / "other/config.yaml").write_text("kind: painting\n")
+    code, out, err = reported("runs=runs")
+    assert code == 0, err
+    text = Page(Path("report.html").read_text()).text
+    for name, reason in {
+        "hard/result.json": "Unterminated string",
+        "whole/run.json": "it holds no JSON object",
+        "b/results.json": "it holds no methods",
+        "tuned/config.yaml": "while parsing a flow sequence",
+        "cost.json": "Expecting value",
+        "other": "config.yaml has kind=painting, which this page does not show",
+    }.items():
+        assert f"left out: runs/{name}: {reason}" in err
+        assert f"runs/{name} {reason}" in text
+    assert "runs/parity.json its results are not as expected (KeyError: 'positions')" in text
+    result = json.loads((runs / "whole/result.json").read_text())
+    assert estimate(result["tau"]["spire"]["16 tokens, greedy"], 2) in text
+
+
+def test_measurements_and_their_pictures_are_found_beside_runs(runs, reported):
+    figure = {"figures": [{"file": "../../b/map.png", "caption": "a map"}, {"file": "gone.png", "caption": "none"}]}
+    for name, content in (("cost", COST | figure), ("drafters", DRAFTERS), ("parity", PARITY)):
+        (runs / "more" / name).mkdir(parents=True)
+        (runs / "more" / name / f"{name}.json").write_text(json.dumps({"kind": name, **content}))
+    (runs / "more/cost/map.png").write_bytes(b"a picture")
+    (runs / "more/cost/spectrain.json").write_text(json.dumps({"kind": "spire"}))  # an export is no measurement
+    code, _, err = reported("runs=[runs/more,runs/more/cost]")  # the same folder twice
+    assert code == 0, err
+    assert "left out: runs/more/cost/gone.png: No such file" in err
+    page = Page(Path("report.html").read_text())
+    assert "3 other measurements" in page.text
+    assert page.text.count("A figure") == 1
+    assert "data:image/png;base64,YSBwaWN0dXJl" in dict(page.attributes).values() or "a map" in page.text
+    for part in ("2.78", "unresolved", "the decoding loop"):
+        assert part in page.text
+
+
+def test_equally_named_runs_of_several_folders_are_told_apart(runs, reported):
+    shutil.copytree(runs / "whole", "second/whole")
+    code, _, err = reported("runs=[runs,second]")
+    assert code == 0, err
+    text = Page(Path("report.html").read_text()).text
+    assert "runs/whole SPIRe drafter" in text
+    assert "second/whole SPIRe drafter" in text
+    assert "hard SPIRe drafter" in text
+
+
+def test_a_report_is_replaced_and_nothing_else(runs, reported):
+    assert reported("runs=runs", "out=a/b.html", 'title="First & only"')[0] == 0
+    assert "First &amp; only" in Path("a/b.html").read_text()
+    assert reported("runs=runs", "out=a/b.html")[0] == 0
+    assert "First" not in Path("a/b.html").read_text()
+    assert [file.name for file in Path("a").iterdir()] == ["b.html"]
+    theirs = (runs / "b/report.html").read_text()  # of spectrain.bench
+    code, _, err = reported("runs=runs", f"out={runs / 'b/report.html'}")
+    assert code == 2
+    why = "exists and is no page of this command; give another out or fresh=true"
+    assert err == f"error: out={runs / 'b/report.html'} {why}\n"
+    assert (runs / "b/report.html").read_text() == theirs
+    assert reported("runs=runs", f"out={runs / 'b/report.html'}", "fresh=true")[0] == 0
+    assert (runs / "b/report.html").read_text() != theirs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["runs=nowhere"], "runs=nowhere is no folder; give the folder that holds runs"),
+        (["runs=empty"], "runs=empty holds no run or measurement that could be shown; give another folder"),
+        (["runs=[]"], "runs= names no folder; give the folder of your runs"),
+        (["runs=null"], "runs= names no folder; give the folder of your runs"),
+        (["runs=asked.jsonl"], "runs=asked.jsonl is no folder; give the folder that holds runs"),
+        (["runs=broken"], "broken/config.yaml cannot be read: it holds no options"),
+        (["runs=runs", "out=runs"], "out=runs is a folder; give the name of a file, such as out=runs/report.html"),
+        (["runs=runs", "out=asked.jsonl"], "out=asked.jsonl exists and is no page of this command"),
+        (["runs=runs", "out=asked.jsonl/a.html"], "out=asked.jsonl/a.html cannot be written"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_writes_nothing(runs, reported, arguments, said):
+    Path("empty").mkdir()
+    Path("broken").mkdir()
+    Path("broken/config.yaml").write_text("- 1\n")
+    before = sorted(Path().iterdir())
+    code, out, err = reported(*arguments)
+    assert code == 2
+    assert said in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert sorted(Path().iterdir()) == before
+
+
+def test_a_page_that_cannot_be_made_leaves_the_old_one(runs, reported, monkeypatch):
+    assert reported("runs=runs")[0] == 0
+    before = Path("report.html").read_text()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        code, _, err = reported("runs=runs")
+    assert code == 2
+    assert "is full; free some space and give the same command again" in err
+    assert Path("report.html").read_text() == before
+    assert not list(Path().glob(".report.html*"))
