@@ -309,7 +309,7 @@ def pack(
 
 
 def rows_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, row_tokens: int) -> Tensor:
-    """Texts in their order, each closed by the end-of-text token, as rows [n, row_tokens] int32; what is over is left."""
+    """Texts in their order, each closed by the end-of-text token, as rows [n, row_tokens] int32; the rest is left."""
     ids: list[int] = []
     for start in range(0, len(texts), 256):
         batch = tokenizer(texts[start : start + 256], add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Acceptance computed teacher forced equals what the loop counts: step by step under greedy decoding, on average else."""
+"""Acceptance computed teacher forced equals what the loop counts: step by step if greedy, on average else."""
 
 from __future__ import annotations
 
