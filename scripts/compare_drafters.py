@@ -5,8 +5,8 @@
 
 A drafter is a folder that training or spectrain.export wrote, with a name before it where its own says little, or
 `magicdec`, which needs none; the first is what others are held to. All decode the same beginnings of held-out rows.
-Every part that is done is kept in --out, so the same command goes on after an interruption and takes further drafters
-in; drafters.json, drafters.md and drafters.png are then made from all of it.
+Every part that is done is kept in --out, so the same command goes on after an interruption, and one with further
+drafters or more rows decodes only those; drafters.json, drafters.md and drafters.png are of the drafters that it names.
 
 tau: tokens a target forward; intervals are 95 % bootstraps that draw rows, for a difference both drafters' together.
 One that holds 0 is unresolved.
@@ -19,7 +19,8 @@ import datetime
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,32 +28,37 @@ import torch
 from rich.console import Console
 
 from data_prep.corpus import STDLIB_HELD_OUT, pack, read_documents, rows_of
-from spectrain.cli import bundled_folder
+from spectrain.cli import bundled_folder, quiet_libraries
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
 from spectrain.environment import environment
-from spectrain.errors import UserError
+from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.drafter_comparison import Counts, Setting, compare, count
 from spectrain.evaluation.drafter_report import Comparison, draw, markdown, render
 from spectrain.methods import magicdec
 from spectrain.methods.loading import load_method
+from spectrain.models.artifacts import check_weights, read_manifest
 from spectrain.store_folder import write_whole
 
 PART_ROWS = 32  # decoded between two writes
 MAGICDEC = "magicdec"
+LEAST = {"row_tokens": 1, "rows": 1, "skip": 0, "new_tokens": 2, "batch_size": 1, "gamma": 1}  # 2: a forward is counted
 
 
 def main() -> None:
-    args = parsed()
+    args, console = parsed(), Console()
+    quiet_libraries()
     try:
+        folders = checked(args)
         target = load_target(bundled_folder(args.target) or args.target, args.dtype, args.device)
-        comparison, console = compared(args, target), Console()
+        comparison = compared(args, target, folders)
     except UserError as error:
-        raise SystemExit(f"error: {error}") from error
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     console.print(render(comparison))
     if args.out:
         draw(args.out / "drafters.png", comparison)
         (args.out / "drafters.md").write_text(markdown(comparison))
-        write_whole(args.out / "drafters.json", facts(args, target.device, comparison))
+        write_whole(args.out / "drafters.json", facts(args, target.device, folders, comparison))
         console.print(f"{args.out}/drafters.json, drafters.md, drafters.png", style="dim")
 
 
@@ -77,9 +83,28 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compared(args: argparse.Namespace, target: TargetModel) -> Comparison:
+def checked(args: argparse.Namespace) -> dict[str, Path | None]:
+    """Each drafter's folder by its name.
+
+    Raises:
+        UserError: a number is out of range, two drafters share a name, or a folder is no whole export.
+    """
+    for name, least in LEAST.items():
+        check_whole(f"--{name.replace('_', '-')}", getattr(args, name), least)
+    for length in args.context_tokens:
+        check_whole("--context-tokens", length, 1)
+    folders: dict[str, Path | None] = {}
+    for name, folder in map(named, args.drafters):
+        if name in folders:
+            raise UserError(f"two drafters are called {name}; give one another name, as other={folder}")
+        if folder is not None and read_manifest(folder).kind != "lookup":
+            check_weights(folder, "drafter")
+        folders[name] = folder
+    return folders
+
+
+def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str, Path | None]) -> Comparison:
     """Raises UserError where a drafter is none of this target's, or there are no rows."""
-    folders = dict(named(text) for text in args.drafters)
     rows = held_out_rows(args, target)
     settings = [Setting(length, t) for t in args.temperatures for length in args.context_tokens]
     counts = {}
@@ -124,8 +149,8 @@ def counted(
     settings: Sequence[Setting],
 ) -> Counts:
     """Counts of a drafter [R, 2] by setting: what --out holds, and the rest decoded now."""
-    kept = Kept.open(args, target, name, folder)
     drafter = opened(target, folder, args.gamma)
+    kept = Kept.open(args, target, name, folder, rows)
     for start in range(0, len(rows), PART_ROWS):  # all settings part by part: an interrupted comparison has them all
         for setting in settings:
             done = len(kept.counts.get(setting.name, ()))
@@ -139,39 +164,66 @@ def counted(
 class Kept:
     """What was counted of one drafter: a file in --out, replaced whole after each part."""
 
-    def __init__(self, file: Path | None, made_of: dict, counts: dict[str, list]) -> None:
-        self.file, self.made_of, self.counts = file, made_of, counts
+    def __init__(self, file: Path | None, made_of: dict, rows: list[int], counts: dict[str, list]) -> None:
+        self.file, self.made_of, self.rows, self.counts = file, made_of, rows, counts
 
     @classmethod
-    def open(cls, args: argparse.Namespace, target: TargetModel, name: str, folder: Path | None) -> Kept:
-        """Raises UserError where the file is of another drafter, target, or other contexts."""
-        weights = folder and hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    def open(
+        cls,
+        args: argparse.Namespace,
+        target: TargetModel,
+        name: str,
+        folder: Path | None,
+        rows: Sequence[Sequence[int]],
+    ) -> Kept:
+        """Raises UserError where the file is of another drafter, target or other rows, or is damaged."""
         made_of = {
-            "weights": weights,
+            "weights": folder and content_of(folder),
             "target": fingerprint(target.model, target.tokenizer),
             **{key: getattr(args, key) for key in CONTEXTS},
         }
+        sums = [zlib.crc32(np.array(row, dtype=np.int64).tobytes()) for row in rows]
         if args.out is None:
-            return cls(None, made_of, {})
+            return cls(None, made_of, sums, {})
         file = args.out / "counts" / f"{name}.json"
         if not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
-            return cls(file, made_of, {})
-        kept = json.loads(file.read_text())
-        if kept["made_of"] != json.loads(json.dumps(made_of)):
+            return cls(file, made_of, sums, {})
+        try:
+            kept = json.loads(file.read_text())
+            before, known, counts = kept["made_of"], kept["rows"], kept["counts"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} is damaged ({type(error).__name__}); remove it, or give another --out") from error
+        n = min(len(known), len(sums))
+        if before != json.loads(json.dumps(made_of)) or known[:n] != sums[:n]:
             raise UserError(f"{file} was counted of another drafter, target or other rows; give another --out")
-        return cls(file, made_of, kept["counts"])
+        return cls(file, made_of, max(known, sums, key=len), counts)
 
     def add(self, setting: Setting, found: np.ndarray) -> None:
         self.counts.setdefault(setting.name, []).extend(found.astype(int).tolist())
         if self.file is not None:
-            write_whole(self.file, {"made_of": self.made_of, "counts": self.counts})
+            write_whole(self.file, {"made_of": self.made_of, "rows": self.rows, "counts": self.counts})
+
+
+def content_of(folder: Path) -> str:
+    """Fingerprint of what a drafter is: its weights and its config."""
+    digest = hashlib.sha256()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 CONTEXTS = ("dtype", "corpus", "held_out_share", "also", "row_tokens", "skip", "new_tokens", "gamma")
 
 
-def facts(args: argparse.Namespace, device: torch.device, comparison: Comparison) -> dict:
+def facts(
+    args: argparse.Namespace, device: torch.device, folders: Mapping[str, Path | None], comparison: Comparison
+) -> dict:
+    """What drafters.json holds."""
+    found = comparison.as_json()
+    for name, folder in folders.items():
+        kind = MAGICDEC if folder is None else read_manifest(folder).kind
+        found["drafters"][name] = {"folder": folder and str(folder), "kind": kind} | found["drafters"][name]
     return {
         "kind": "drafters",
         "command": f"python scripts/compare_drafters.py {' '.join(sys.argv[1:])}",
@@ -181,7 +233,7 @@ def facts(args: argparse.Namespace, device: torch.device, comparison: Comparison
         "device": str(device),
         "threads": torch.get_num_threads(),
         "versions": environment(1),
-        **comparison.as_json(),
+        **found,
     }
 
 

@@ -67,6 +67,18 @@ def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
     return expanded
 
 
+def refuse_null_groups(arguments: list[str], primary: str) -> None:
+    """Raises UserError where an option that names a file of `conf/` is null, which Hydra answers with a traceback.
+
+    `primary`: the text of the command's own yaml.
+    """
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if value == "null" and re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE):
+            known = ", ".join(sorted(file.stem for file in (conf_dir() / key).glob("*.yaml")))
+            raise UserError(f"{key}=null names nothing; choose among {known}")
+
+
 def quoted(text: str) -> str:
     """Text as Hydra's override grammar takes it whole: parentheses, colons and dollars are its syntax otherwise."""
     text = text.replace("${", "\\${")  # no interpolation
@@ -93,8 +105,13 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                     sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
 
         def run() -> None:
-            samples = "- sampling:" in (conf_dir() / f"{config_name}.yaml").read_text()
-            sys.argv[1:] = expand_shorthands(sys.argv[1:], samples)
+            primary = (conf_dir() / f"{config_name}.yaml").read_text()
+            try:
+                refuse_null_groups(sys.argv[1:], primary)
+            except UserError as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise SystemExit(2) from None
+            sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
             try:
                 hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(guarded)()
             finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process

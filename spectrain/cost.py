@@ -22,7 +22,7 @@ from omegaconf import DictConfig, open_dict
 from rich.console import Console
 
 from spectrain.cli import command
-from spectrain.cost_inputs import Shapes, read_grid, read_hardware, read_methods, read_shapes
+from spectrain.cost_inputs import Shapes, check_sections, read_grid, read_hardware, read_methods, read_shapes
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation import cost_plots, cost_tables
 from spectrain.evaluation.cost_analysis import Comparison, Investment, Span, free_attention_tokens, free_budgets
@@ -38,6 +38,7 @@ CSV_COLUMNS = (
 
 
 def main(cfg: DictConfig) -> None:
+    check_sections(cfg)
     grid, shapes = read_grid(cfg), read_shapes(cfg)
     methods, tau = read_methods(cfg, shapes, max(*grid.context_tokens, grid.spot[1]))
     check(cfg, shapes, methods)
@@ -46,7 +47,7 @@ def main(cfg: DictConfig) -> None:
         cfg.read = {method.name: [method.tau, method.k, asdict(method.shape)] for method in methods}
     run = RunFolder.find(cfg, result="cost.json")
     model = CostModel(shapes.target, read_hardware(cfg), cfg.count_unembedding)
-    title = cfg.title or Path(shapes.sources["target"]).name
+    title = Path(shapes.sources["target"]).name if cfg.title is None else str(cfg.title)
     found = Comparison(title, model, methods, grid.batch, grid.context_tokens, grid.spot)
     investments = invested(cfg, found)
     with naming_a_full_disk(run.path):

@@ -24,6 +24,7 @@ BUNDLED = "pystdlib-8l"
 METHODS = ("vanilla", "magicdec", "spire", "spire_dense")
 ALL = METHODS[:3]
 VIEWS = ("multiplier", "times", "curves", "break_even", "analysis", "intensity", "roofline")
+SECTIONS = ("numbers", "tau", "published", "results_at", "results_names", "spot", "investment", "roofline")
 BYTES_A_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 
 
@@ -46,6 +47,13 @@ class Grid:
     context_tokens: tuple[int, ...]
     spot: tuple[int, int]  # batch and context of the cost analysis
     views: tuple[str, ...]
+
+
+def check_sections(cfg: DictConfig) -> None:
+    """Raises UserError where one value stands in place of several options."""
+    for name in SECTIONS:
+        if not OmegaConf.is_dict(cfg[name]):
+            raise UserError(f"{name}={cfg[name]} must stay a group of options; give one of them, as {name}.<option>=")
 
 
 def read_grid(cfg: DictConfig) -> Grid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ def whole_export(cfg: DictConfig, run: RunFolder, made: Export) -> Write:
             write_manifest(folder, artifact)
         facts = Trained(made.kind, named(out), engine_path(path), target_print, run.config, made.trained, run.attempts)
         (folder / CARD).write_text(trained_card(facts))
+        for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
+            shutil.copymode(folder / CARD, file)
 
     return write
 

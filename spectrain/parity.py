@@ -81,8 +81,8 @@ def main(cfg: DictConfig) -> None:
     if not (cfg.fresh and (out / RESULT).is_file()):
         refuse_existing(out)
     target = open_target(trained)
-    contexts = held_out_contexts(cfg, trained, target)
     compared = open_compared(cfg, run, trained.kind, target)
+    contexts = held_out_contexts(cfg, trained, target)
     parity = Parity(
         run=str(run.path),
         drafter_kind=trained.kind,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hydra import compose, initialize_config_dir
 
-from spectrain.cli import conf_dir, expand_shorthands
+from spectrain.cli import conf_dir, expand_shorthands, refuse_null_groups
+from spectrain.errors import UserError
 
 AWKWARD = [
     "def read_config(path):",
@@ -38,6 +39,18 @@ def test_target_is_a_folder_or_an_option():
     assert composed("generate", "target=org/model-1b", "prompt=x").target.path == "org/model-1b"
     assert composed("generate", "target=bundled", "prompt=x").target.path == "pystdlib-8l"
     assert composed("generate", "target=/m", "target.parallel=tp", "prompt=x").target.parallel == "tp"
+
+
+@pytest.mark.parametrize("name", ["trainer", "target"])
+def test_a_group_of_options_cannot_be_null(name):
+    with pytest.raises(UserError, match=f"{name}=null names nothing; choose among .*(gpu|bundled)"):
+        refuse_null_groups(["+exp=spire", f"{name}=null"], (conf_dir() / "train.yaml").read_text())
+
+
+def test_what_is_no_group_may_be_null():
+    refuse_null_groups(
+        ["out=null", "drafter=null", "hardware.flops_per_s=null"], (conf_dir() / "cost.yaml").read_text()
+    )
 
 
 def test_corpus_is_a_path_or_an_option():

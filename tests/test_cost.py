@@ -280,6 +280,10 @@ def test_results_that_changed_make_another_run(tmp_path, run):
         (["investment.decoding=-1"], "investment.decoding=-1"),
         (["investment.spire=many"], "investment.spire=many"),
         (["roofline.batch=0"], "roofline.batch=0"),
+        (["hardware=null"], "hardware=null names nothing; choose among a100"),
+        (["spot=null"], "spot=None must stay a group of options"),
+        (["investment=3"], "investment=3 must stay a group"),
+        (["numbers.target=5"], "numbers.target=5 must be several numbers"),
     ],
 )
 def test_bad_options_are_a_sentence_and_leave_nothing_behind(options, words, run):

@@ -146,6 +146,8 @@ def test_the_card_says_what_a_reader_needs(trained, kind):
     assert manifest["target_fingerprint"] in body
     assert "256 tokens in 2 optimizer steps" in body  # 2 steps of 2 rows of 64
     assert "5.0%" in body
+    modes = {file.stat().st_mode for file in (trained / f"{kind}-exported").rglob("*") if file.is_file()}
+    assert len(modes) == 1  # an engine that runs as another user reads the weights as it reads the card
     tau = manifest["trained"]["tau"][{"spire": "spire", "vanilla": "speculative"}[kind]]["16 tokens, greedy"]
     assert f"| {tau['value']:.2f} [{tau['low']:.2f}, {tau['high']:.2f}] |" in body
     assert f'load_method("{kind}-exported", target)' in body

@@ -173,7 +173,7 @@ def test_measurements_and_their_pictures_are_found_beside_runs(runs, reported):
     assert "3 other measurements" in page.text
     assert page.text.count("A figure") == 1
     assert "data:image/png;base64,YSBwaWN0dXJl" in dict(page.attributes).values() or "a map" in page.text
-    for part in ("2.78", "unresolved", "the decoding loop"):
+    for part in ("2.78", "unresolved", "T=1, the loop"):
         assert part in page.text
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain import tune_specdecpp
+from spectrain import report, tune_specdecpp
+from spectrain.cli import command
 from spectrain.decoding import Sampling, TargetModel, fingerprint, load_target
 from spectrain.method_building import method_config, with_tuned
 from spectrain.methods.specdecpp import open_drafter
@@ -17,6 +19,7 @@ from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.models.head_artifact import HeadFacts, save_head
 from tests.conftest import noisy_copy
+from tests.evaluation.test_report import Page
 from tests.models.test_artifacts import export_spire
 
 SMALL = (
@@ -85,6 +88,7 @@ def test_everything_is_found_and_the_choice_runs(run, asked):
     for text in found["oracle"]["texts"]:
         assert text["target_calls"] == text["disagreements"] + (not text["last_token_disagrees"])
     assert (Path("t") / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    check_page(found)
     tuned = OmegaConf.load("t/tuned.yaml")
     assert set(tuned) == {"speculative", "specdecpp", "confidence_stop", "entropy_stop"}
     code, _, err = run(
@@ -99,6 +103,26 @@ def test_everything_is_found_and_the_choice_runs(run, asked):
             *("drafter=checkpoints/vanilla", "target.dtype=float32"),
         )
         assert code == 0, err
+
+
+def check_page(found: dict) -> None:
+    """`spectrain.report` shows the fronts, and the numbers of each family's best setting."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["spectrain.report", "runs=t", "out=page.html"])
+        command("report")(report.main)()
+    page = Page(Path("page.html").read_text(encoding="utf-8"))
+    assert "t: when drafts should end" in page.text
+    assert "target calls a token (fewer is faster)" in page.text
+    assert f"asked.jsonl ({found['texts']} texts, {found['timed']} of them timed)" in page.text
+    for family, one in found["best"].items():
+        if "tau" in one:
+            rates = f"{one['discard_rate']:.3f} {one['verification_rate']:.3f} {one['tau']:.2f}"
+            assert f"{family} {one['name']} {rates}" in page.text
+    pictures = [value for name, value in page.attributes if name == "src"]
+    assert len(pictures) == 1
+    assert pictures[0].startswith("data:image/png;base64,iVBOR")
+    for name in ("linear", "deep", "held out"):
+        assert name in page.text
 
 
 def test_an_interrupted_run_goes_on_and_a_spire_drafter_samples(run, asked, monkeypatch):

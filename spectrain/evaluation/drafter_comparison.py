@@ -9,7 +9,7 @@ Letters: R rows, a context of each length a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,9 +43,9 @@ class Compared:
     difference: dict[str, Estimate] | None  # this less the first; None of the first itself
 
     def as_json(self) -> dict:
-        found = {"tau": {name: asdict(e) for name, e in self.tau.items()}}
+        found = {"tau": {name: e.as_json() for name, e in self.tau.items()}}
         if self.difference is not None:
-            found["difference"] = {name: asdict(e) for name, e in self.difference.items()}
+            found["difference"] = {name: e.as_json() for name, e in self.difference.items()}
         return found
 
 

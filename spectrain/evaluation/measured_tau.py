@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spectrain.errors import UserError
+from spectrain.evaluation.drafter_comparison import POOLED
 
 METHOD_OF = {"speculative": "vanilla", "vanilla": "vanilla", "magicdec": "magicdec", "spire": "spire"}
 CONDITION = re.compile(r"(\d+) tokens, (?:greedy|T=([\d.]+))")  # as of spectrain.evaluation.tau
@@ -99,7 +100,8 @@ def _of_training(tau: Mapping, k: int | None) -> Iterator[MeasuredTau]:
 
 def _of_comparison(values: Mapping) -> Iterator[MeasuredTau]:
     for name, one in values["drafters"].items():
-        yield from _of_row(name, METHOD_OF.get(one.get("kind")), one["tau"], one.get("gamma", values.get("gamma")))
+        row = {setting: tau for setting, tau in one["tau"].items() if setting.split(", ")[0] != POOLED}  # of one length
+        yield from _of_row(name, METHOD_OF.get(one.get("kind")), row, one.get("gamma", values.get("gamma")))
 
 
 def _of_row(name: str, method: str | None, row: Mapping, k: int | None) -> Iterator[MeasuredTau]:

@@ -7,16 +7,11 @@ from html import escape
 
 from matplotlib.figure import Figure
 
-from spectrain.evaluation.formats import MISSING, bounds_of, estimate, fixed, number
+from spectrain.evaluation.formats import MISSING, bounds_of, count, estimate, fixed, number, whole
 from spectrain.evaluation.found_runs import Measurement
 from spectrain.evaluation.page import Markup, definitions, drawing, heading, note, picture, table
 from spectrain.evaluation.svg import COLOURS, WIDTH_IN, drawn, name_rows, plot_text
 
-ROWS_OF_PARITY = {
-    "validation": "validation: simulated on held-out rows",
-    "loop": "the decoding loop",
-    "assisted": "Hugging Face's assisted generation",
-}
 DRAFTERS = {"spire": "SPIRe drafter", "vanilla": "vanilla drafter"}
 STRONGEST = 0.75  # opacity of a heat map's cell
 TWICE = 2.0  # a multiplier at which the colour is that strong
@@ -112,12 +107,12 @@ def _drafters(run: Measurement, prefix: str) -> list[str]:
         "contexts": counts,
         "new tokens": content.get("new_tokens"),
         "drafted tokens": content.get("gamma"),
-        "device": f"{content.get('device')}, {content.get('dtype')}, {content.get('threads')} CPU threads",
+        "device": f"{content.get('device')}, {content.get('dtype')}, {count(whole(content, 'threads'), 'CPU thread')}",
     }
     told = note(
         "tau: tokens that one forward of the target yields, its own included, with 95 % intervals; higher is better. "
         f"Below it the difference from {first or 'the first'}, on the same contexts in pairs: where its interval holds "
-        "0 the two are not told apart (unresolved)."
+        "0 the two are not told apart (unresolved). All: pooled over context lengths."
     )
     lines = []
     for name, one in drafters.items():
@@ -188,7 +183,10 @@ def _parity(run: Measurement, prefix: str) -> list[str]:
     told = note(
         f"The {DRAFTERS.get(kind, 'drafter')} of {run.content.get('run')}, measured in several ways "
         "under one definition: of the steps whose earlier drafted tokens were all accepted, the share in which the "
-        "token at this position is accepted too; 95 % intervals in brackets. Equal within them is what is hoped for."
+        "token at this position is accepted too; 95 % intervals in brackets. The loop: what decoding accepted. "
+        "Computed, steps: what training's arithmetic expects of the same steps; assisted: Hugging Face's generation. "
+        "These three should be equal but for chance. Validation reads other text, and computed, all text begins "
+        "drafts everywhere: these may differ."
     )
     rows = run.content["rows"]
     heads = [*(f"position {p}" for p in positions), "tau", "steps"]
@@ -197,7 +195,7 @@ def _parity(run: Measurement, prefix: str) -> list[str]:
     if apart:
         lines = [_parity_line(name, one, positions) for name, one in apart.items()]
         parts += [
-            note("Differences, on the same texts; 0 within the interval: none was found."),
+            note("Differences, on the same texts; 0 within the interval: none was found. Of many a few miss it."),
             table(["of", *heads], lines),
         ]
     if not run.pictures:
@@ -211,7 +209,7 @@ def _parity_line(name: str, one: Mapping, positions: Sequence[int]) -> tuple[str
     found += [(MISSING, "")] * (len(positions) - len(found))
     tau, steps = one.get("tau"), number(one.get("steps"))
     ends = [estimate(tau, 3) if isinstance(tau, Mapping) else fixed(tau, 3), fixed(steps, 0)]
-    return "", [(ROWS_OF_PARITY.get(name, name), "left"), *found, *((text, "") for text in ends)]
+    return "", [(name, "left"), *found, *((text, "") for text in ends)]
 
 
 def _lines(positions: Sequence[int], rows: Mapping[str, Mapping]) -> Figure | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -20,6 +21,10 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def as_json(self) -> dict[str, float | None]:
+        """Plain values; nan, which JSON has not, becomes null."""
+        return {name: None if math.isnan(value) else value for name, value in asdict(self).items()}
 
 
 def mean_accepted(generations: Sequence[Generation], n_resamples: int = 2000, seed: int = 0) -> Estimate:

@@ -99,7 +99,8 @@ def _data(facts: Trained) -> str:
         what, share = f"stored activations of the target{_named(rows.get('path'))}", None
     else:
         corpus = config.get("corpus") or {}
-        what = f"documents of{_named(corpus.get('path')) or ' the Python standard library'}"
+        most = f"up to {corpus['max_documents']:,} " if corpus.get("max_documents") else ""
+        what = f"{most}documents of{_named(corpus.get('path')) or ' the Python standard library'}"
         share = corpus.get("held_out_share")
     lines = [f"- trained on {what}, in rows of {rows.get('row_tokens')} tokens"]
     if trained.get("tokens"):

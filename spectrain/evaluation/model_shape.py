@@ -147,6 +147,10 @@ def shape_of_numbers(option: str, given: Mapping, base: Shape | None = None) -> 
         UserError: a field is unknown, missing, or does not fit the others.
     """
     fields = [field.name for field in dataclasses.fields(Shape)]
+    if not isinstance(given, Mapping):
+        raise UserError(
+            f"{option}={given} must be several numbers, as '{option}={{n_layer: 8, hidden_size: 512, ...}}'"
+        )
     for name in given:
         if name not in fields:
             raise UserError(f"{option}.{name} is unknown; a shape has {', '.join(fields)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -159,8 +159,8 @@ def in_short(estimate: Estimate) -> str:
 
 def _row(acceptance: Acceptance) -> dict:
     return {
-        "acceptance": [_plain(estimate) for estimate in acceptance.rates()],
-        "tau": _plain(acceptance.tau()),
+        "acceptance": [estimate.as_json() for estimate in acceptance.rates()],
+        "tau": acceptance.tau().as_json(),
         "steps": int(acceptance.counts[:, 0].sum()),
     }
 
@@ -168,7 +168,3 @@ def _row(acceptance: Acceptance) -> dict:
 def _logged(logged: Logged) -> dict:
     alone = {"low": None, "high": None}
     return {"acceptance": [{"value": rate} | alone for rate in logged.rates], "tau": {"value": logged.tau} | alone}
-
-
-def _plain(estimate: Estimate) -> dict:
-    return {name: None if np.isnan(value) else value for name, value in asdict(estimate).items()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from spectrain.evaluation.bench_table import is_peer, lossless_text
-from spectrain.evaluation.formats import MISSING, count, fixed, number, with_half_width
+from spectrain.evaluation.formats import MISSING, count, fixed, number, whole, with_half_width
 from spectrain.evaluation.found_runs import Benchmark, Found, Measurement, Run, Training, groups, natural
 from spectrain.evaluation.measurement_report import TITLES, measurement_parts, outcome
 from spectrain.evaluation.page import Markup, definitions, filled, folded, heading, link, note, page, table
@@ -277,8 +277,9 @@ def _provenance(runs: Sequence[Run]) -> Section:
         commit = str(code.get("commit") or "")[:10]
         changed = "\nwith changes" if code.get("dirty") else ""
         devices = ", ".join(map(str, environment.get("devices") or [])) or _device(run)
-        threads = run.facts.get("threads")
-        cells = [(run.name, "left"), (f"{devices}{f', {threads} CPU threads' if threads else ''}", "left")]
+        threads = whole(run.facts, "threads")
+        more = f", {count(threads, 'CPU thread')}" if threads else ""
+        cells = [(run.name, "left"), (f"{devices}{more}", "left")]
         cells += [(str(environment.get("host") or MISSING), "left"), (str(environment.get("ranks") or MISSING), "")]
         cells += [(str(environment.get(name) or MISSING), "") for name in LIBRARIES]
         cells += [(f"{commit}{changed}" if commit else MISSING, ""), (str(len(run.attempts) or MISSING), "")]

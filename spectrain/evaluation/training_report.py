@@ -30,6 +30,7 @@ METRICS = {  # of validation -> head of its column
 OPTIONS_SHOWN = 6
 MANY = 8  # runs of a group, whose options are then folded once more
 OBJECTIVE = ("loss", "omega", "w_rej", "w_acc")  # with other ones, losses are on other scales
+OTHER_SCALES = "Losses of different kinds or objectives (options loss, omega, w_rej) are not on one scale."
 
 
 def overview(trainings: Sequence[Training]) -> str:
@@ -61,7 +62,8 @@ def overview(trainings: Sequence[Training]) -> str:
                 (where(run), "left"),
             ]
             lines.append(("", cells))
-    return table(heads, lines)
+    scales = {tuple(map(repr, map(run.options.get, OBJECTIVE))) for run in trainings}
+    return table(heads, lines) + (note(OTHER_SCALES) if len(scales) > 1 else "")
 
 
 def training_section(runs: Sequence[Training], number_of_group: int) -> tuple[str, str]:
@@ -99,7 +101,7 @@ def _opening(runs: Sequence[Training]) -> str:
     same = sorted(((tau, run) for tau, where, run in best if where == setting), key=lambda pair: -pair[0])
     if same:
         tau, first = same[0]
-        whose = f"Highest tau ({setting}): {first.name} with" if len(same) > 1 else f"tau ({setting}):"
+        whose = f"Highest tau ({setting}): run {first.name} with" if len(same) > 1 else f"tau ({setting}):"
         sentences.append(f"{whose} {estimate(first.tau[setting], 2)} tokens a target forward.")
         if len(same) > 1 and _overlap(first.tau[setting], same[1][1].tau[setting]):
             sentences.append("Its interval overlaps that of the next: the two are not told apart by these alone.")
@@ -107,7 +109,7 @@ def _opening(runs: Sequence[Training]) -> str:
         losses = {run.name: loss for run in runs if (loss := number(run.metrics.get("eval/loss"))) is not None}
         if losses:
             least = min(losses, key=losses.__getitem__)
-            sentences.append(f"Lowest loss on held-out rows: {least} with {fixed(losses[least], 3)}.")
+            sentences.append(f"Lowest loss on held-out rows: run {least} with {fixed(losses[least], 3)}.")
     return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
 
@@ -158,7 +160,8 @@ def _taus(runs: Sequence[Training]) -> str:
     told = note(
         "tau: tokens that one forward of the target yields, its own token included; in brackets the 95 % interval, by "
         "a bootstrap over n held-out contexts a column; higher is better. Tokens/s and speedup over autoregressive "
-        "decoding: one context at a time, greedy, on the machine of the training."
+        "decoding: one context at a time, greedy, on the machine of the training, both at that time: between runs "
+        "compare speedups, not tokens/s."
     )
     heads = ["run", *(f"tau\n{setting}" for setting in settings), "n", "tokens/s", "speedup"]
     return heading("tau in the real loop", 3) + told + table(heads, lines)

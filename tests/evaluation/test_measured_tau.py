@@ -75,6 +75,12 @@ def test_a_training_gives_tau_under_the_condition_asked_for(write):
         choose_tau(file, found, "spire", 4, context_tokens=512)
 
 
+def test_pools_over_several_context_lengths_are_no_condition_to_choose(write):
+    pooled = {"all, T=1": estimate(9.0), "all": estimate(9.0)}
+    drafters = {name: {**one, "tau": {**one["tau"], **pooled}} for name, one in DRAFTERS["drafters"].items()}
+    assert read_tau(write(DRAFTERS | {"drafters": drafters})) == read_tau(write(DRAFTERS))
+
+
 def test_a_comparison_maps_kinds_to_methods(write):
     file = write(DRAFTERS)
     found = read_tau(file)

@@ -12,6 +12,7 @@ from spectrain.evaluation.found_runs import Benchmark, Found, Measurement, Train
 from spectrain.evaluation.measurement_report import _shade
 from spectrain.evaluation.runs_page import WORDS, About, render_page
 from spectrain.evaluation.training_overlay import NAMED, Look, training_plots
+from spectrain.evaluation.training_report import OTHER_SCALES
 from tests.evaluation.test_found_runs import CONFIG
 from tests.evaluation.test_report import NAMES, Page, emptied, fake_results, fake_rows
 
@@ -92,8 +93,12 @@ PARITY = {
     "drafter_kind": "spire",
     "positions": [1, 2],
     "rows": {
-        "validation": {"acceptance": [{"value": 0.71, "low": None, "high": None}] * 2, "tau": 2.7},
-        "loop": {"acceptance": [interval(0.72, 0.01), interval(0.7, 0.01)], "tau": interval(2.71, 0.02), "steps": 1234},
+        "T=1, validation": {"acceptance": [{"value": 0.71, "low": None, "high": None}] * 2, "tau": 2.7},
+        "T=1, the loop": {
+            "acceptance": [interval(0.72, 0.01), interval(0.7, 0.01)],
+            "tau": interval(2.71, 0.02),
+            "steps": 1234,
+        },
     },
 }
 
@@ -133,7 +138,7 @@ def test_numbers_of_a_training_stand_with_their_intervals_and_n():
 
 def test_the_best_is_told_and_whether_the_next_is_told_apart():
     apart = text_of(trainings=[trained(0), trained(1)])
-    assert "Highest tau (16 tokens, greedy): run_1 with 3.00 [2.75, 3.25] tokens a target forward." in apart
+    assert "Highest tau (16 tokens, greedy): run run_1 with 3.00 [2.75, 3.25] tokens a target forward." in apart
     assert "overlaps" not in apart
     near = trained(1)
     near.result["tau"]["spire"]["16 tokens, greedy"] = interval(2.25)
@@ -145,8 +150,10 @@ def test_losses_of_different_objectives_are_not_ranked():
         made = [trained(i, options={"w_rej": 6, "lr": i} | (other if i else {})) for i in (0, 1)]
         return text_of(trainings=[as_head(run) for run in made])
 
-    assert "Lowest loss on held-out rows: run_0 with 1.125." in heads()
+    assert "Lowest loss on held-out rows: run run_0 with 1.125." in heads()
+    assert OTHER_SCALES not in heads()
     assert "Lowest loss" not in heads(w_rej=12)
+    assert OTHER_SCALES in heads(w_rej=12)
 
 
 def as_head(run: Training) -> Training:
@@ -175,7 +182,7 @@ def test_names_and_values_are_shown_as_they_are_not_run_as_markup():
         [
             measured("drafters", **DRAFTERS | {"first": "<q>", "drafters": drafters}),
             measured("cost", **COST | {"title": "<h6>", "hardware": {"<var>": "<kbd>"}}),
-            measured("parity", **PARITY | {"run": "<dfn>", "rows": {"<cite>": PARITY["rows"]["loop"]}}),
+            measured("parity", **PARITY | {"run": "<dfn>", "rows": {"<cite>": PARITY["rows"]["T=1, the loop"]}}),
         ],
         {"<del>": "<ins>"},
     )
@@ -248,8 +255,8 @@ def test_drafters_whose_difference_holds_zero_are_unresolved():
 
 def test_parity_stands_by_position():
     text = text_of(measurements=[measured("parity", **PARITY)])
-    assert "validation: simulated on held-out rows 0.710 0.710 2.700 –" in text
-    assert "the decoding loop 0.720 [0.710, 0.730] 0.700 [0.690, 0.710] 2.710 [2.690, 2.730] 1,234" in text
+    assert "T=1, validation 0.710 0.710 2.700 –" in text
+    assert "T=1, the loop 0.720 [0.710, 0.730] 0.700 [0.690, 0.710] 2.710 [2.690, 2.730] 1,234" in text
 
 
 def test_discounts_of_sssd_tell_what_was_chosen():

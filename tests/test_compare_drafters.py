@@ -1,0 +1,170 @@
+"""scripts/compare_drafters.py: an interrupted comparison goes on as if it never was, and mixes nothing up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from spectrain.decoding import load_target
+from spectrain.evaluation.measured_tau import choose_tau, read_tau
+from tests.models.test_artifacts import export_spire
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_drafters.py"
+SHORT = ["--row-tokens", "48", "--skip", "0", "--held-out-share", "0.3", "--new-tokens", "12", "--batch-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compare_drafters", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def drafters(shared, tmp_path_factory) -> Path:
+    """SPIRe drafters of the tiny target with two windows, and one of another target."""
+    root = tmp_path_factory.mktemp("drafters")
+    target = load_target(str(shared / "target"))
+    export_spire(root / "wide", target, window_tokens=16)
+    export_spire(root / "narrow", target, window_tokens=4)
+    shutil.copytree(root / "wide", root / "foreign")
+    manifest = json.loads((root / "foreign/spectrain.json").read_text())
+    (root / "foreign/spectrain.json").write_text(json.dumps(manifest | {"target_fingerprint": "f" * 16}))
+    return root
+
+
+@pytest.fixture
+def call(script, shared, drafters, monkeypatch, capfd):
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(drafters)
+        given = ["--target", str(shared / "target"), "--corpus", str(shared / "corpus"), "--context-tokens", "16", "32"]
+        monkeypatch.setattr(sys, "argv", ["compare_drafters.py", *given, *SHORT, *arguments])
+        monkeypatch.setattr(script, "PART_ROWS", 2)
+        code = 0
+        try:
+            script.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def measured(out: Path) -> dict:
+    return json.loads((out / "drafters.json").read_text())["drafters"]
+
+
+def test_an_interrupted_comparison_that_goes_on_equals_an_uninterrupted_one(call, script, tmp_path, monkeypatch):
+    asked = ["wide", "magicdec", "--rows", "5"]
+    assert call(*asked, "--out", str(tmp_path / "whole"))[0] == 0
+    decoded, real = [], script.count
+
+    def cut_short(*arguments):
+        decoded.append(arguments[6])  # number of the part's first row
+        if len(decoded) == 4:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(script, "count", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        call(*asked, "--out", str(tmp_path / "cut"))
+    assert not (tmp_path / "cut/drafters.json").exists()
+    assert call(*asked, "--out", str(tmp_path / "cut"))[0] == 0
+    assert measured(tmp_path / "cut") == measured(tmp_path / "whole")
+    settings, parts = 4, 3  # two lengths, two temperatures; rows 0, 1 | 2, 3 | 4
+    assert len(decoded) == 1 + 2 * settings * parts  # the part that was cut short is all that was decoded twice
+
+
+def test_more_rows_and_drafters_are_added_to_what_is_there(call, script, tmp_path, monkeypatch):
+    out = ["--out", str(tmp_path / "grown")]
+    assert call("wide", "--rows", "3", *out)[0] == 0
+    firsts, real = [], script.count
+    monkeypatch.setattr(script, "count", lambda *a: firsts.append(a[6]) or real(*a))
+    assert call("wide", "narrow", "--rows", "5", *out)[0] == 0
+    assert firsts == [3] * 4 + [4] * 4 + [0] * 4 + [2] * 4 + [4] * 4  # of the first drafter but the rest, row 3 and 4
+    assert call("wide", "narrow", "--rows", "5", "--out", str(tmp_path / "at once"))[0] == 0
+    assert measured(tmp_path / "grown") == measured(tmp_path / "at once")
+
+
+def test_the_file_says_what_it_compared_and_the_throughput_model_reads_it(call, tmp_path):
+    code, printed, _ = call("spire=wide", "no_feedback=narrow", "magicdec", "--rows", "3", "--out", str(tmp_path / "o"))
+    assert code == 0
+    assert "Traceback" not in printed
+    found = json.loads((tmp_path / "o/drafters.json").read_text())
+    kinds = {name: (one["kind"], one["folder"]) for name, one in found["drafters"].items()}
+    assert kinds == {"spire": ("spire", "wide"), "no_feedback": ("spire", "narrow"), "magicdec": ("magicdec", None)}
+    assert (found["kind"], found["first"], found["contexts"]) == ("drafters", "spire", {"16": 3, "32": 3})
+    assert (tmp_path / "o" / found["figures"][0]["file"]).is_file()
+    file = tmp_path / "o/drafters.json"
+    for name in ("spire", "magicdec"):
+        chosen = choose_tau(file, read_tau(file), name, 4, context_tokens=32, temperature=0.0)
+        assert chosen.value == found["drafters"][name]["tau"]["32 tokens, greedy"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["wide"], "was counted of another drafter"),  # another window, the same weights
+        (["a=wide", "--new-tokens", "8"], "other rows"),
+        (["a=wide", "--skip", "1"], "other rows"),
+    ],
+)
+def test_counts_of_something_else_are_refused(call, tmp_path, arguments, said):
+    out = ["--rows", "2", "--out", str(tmp_path / "o")]
+    assert call("wide=narrow", "a=wide", *out)[0] == 0
+    before = (tmp_path / "o/drafters.json").read_bytes()
+    code, _, err = call(*out, *arguments)
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
+    assert (tmp_path / "o/drafters.json").read_bytes() == before
+
+
+def test_a_corpus_that_changed_behind_its_name_is_refused(call, shared, tmp_path):
+    corpus = shutil.copytree(shared / "corpus", tmp_path / "corpus")
+    asked = ["wide", "--rows", "4", "--corpus", str(corpus), "--out", str(tmp_path / "o")]
+    assert call(*asked)[0] == 0
+    for file in corpus.iterdir():
+        file.write_text(file.read_text().replace("config", "other"))
+    code, _, err = call(*asked)
+    assert code == 2
+    assert "other rows" in err
+
+
+def test_damaged_counts_are_named(call, tmp_path):
+    (tmp_path / "o/counts").mkdir(parents=True)
+    (tmp_path / "o/counts/wide.json").write_text('{"made_of": ')
+    code, _, err = call("wide", "--rows", "2", "--out", str(tmp_path / "o"))
+    assert code == 2
+    assert "wide.json is damaged" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "drafter=nowhere does not exist"),
+        (["."], "has no spectrain.json"),
+        (["foreign"], "not for this target"),
+        (["wide", "other/../wide"], "two drafters are called wide"),
+        (["wide", "--rows", "0"], "--rows=0 must be a whole number of at least 1"),
+        (["wide", "--skip", "-1"], "--skip=-1"),
+        (["wide", "--skip", "100000"], "lower --skip"),
+        (["wide", "--new-tokens", "1"], "--new-tokens=1 must be a whole number of at least 2"),
+        (["wide", "--gamma", "0"], "--gamma=0"),
+        (["wide", "--context-tokens", "0"], "--context-tokens=0"),
+        (["wide", "--context-tokens", "49"], "lower --context-tokens"),
+        (["wide", "--temperatures", "-1"], "temperature=-1"),
+        (["wide", "--corpus", "./nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, tmp_path, arguments, said):
+    code, _, err = call(*arguments, "--out", str(tmp_path / "o"))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert err.startswith("error: ")
+    assert said in err
+    assert not (tmp_path / "o/drafters.json").exists()
