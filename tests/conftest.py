@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -81,7 +82,12 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On several processes (-n 2) each has one thread, and so has what it starts: more would spin beside each other."""
+    """On several processes (-n 2) each has one thread, and so has what it starts: more would spin beside each other.
+
+    A shell starts what it puts into the background deaf to Ctrl-C, and so would be what tests interrupt.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
