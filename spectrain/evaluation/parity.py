@@ -30,7 +30,7 @@ from spectrain.decoding import Generation, Sampling
 from spectrain.evaluation.metrics import Estimate
 
 N_RESAMPLES = 4000
-LEAST_STEPS = 30  # that came to a position, for a bootstrap of its acceptance to mean anything
+LEAST_STEPS = 100  # that came to a position, for a bootstrap of its acceptance to mean anything
 # (tokens [L], positions [S, k]) -> logits [S, k, V] after the tokens at these positions. Row s holds the root of a step
 # and the draft tokens behind it: what the drafter reads in that step.
 Logits = Callable[[Tensor, Tensor], Tensor]
