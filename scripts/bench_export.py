@@ -14,7 +14,6 @@ and a lookup method over the standard library.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -33,7 +32,7 @@ from rich.table import Table
 from spectrain import load_method
 from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, generate, load_target
-from spectrain.environment import environment
+from spectrain.environment import date_of, environment
 from spectrain.models.artifacts import read_manifest
 from spectrain.serving.vllm_proposer import VARIABLE, LookupProposer
 
@@ -81,7 +80,7 @@ def main() -> None:
         result = {
             "kind": "export",
             "command": " ".join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "date": date_of(),
             "versions": environment(1),
             "threads": torch.get_num_threads(),
             "target": args.target,

@@ -15,7 +15,6 @@ One that holds 0 is unresolved.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import sys
@@ -30,7 +29,7 @@ from rich.console import Console
 from data_prep.corpus import STDLIB_HELD_OUT, pack, read_documents, rows_of
 from spectrain.cli import bundled_folder, quiet_libraries
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
-from spectrain.environment import environment
+from spectrain.environment import date_of, environment
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.drafter_comparison import Counts, Setting, compare, count
 from spectrain.evaluation.drafter_report import Comparison, draw, markdown, render
@@ -227,7 +226,7 @@ def facts(
     return {
         "kind": "drafters",
         "command": f"python scripts/compare_drafters.py {' '.join(sys.argv[1:])}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date_of(),
         "target": args.target,
         "dtype": args.dtype,
         "device": str(device),

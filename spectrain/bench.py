@@ -8,7 +8,6 @@ same command goes on after an interruption; a question that fails is recorded an
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import logging
@@ -30,6 +29,7 @@ from data_prep.prompts import Question, conversation_ids, read_prompts
 from spectrain.cli import CHECKPOINTS, command, conf_dir, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.verify import VERIFICATIONS
+from spectrain.environment import date_of
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.bench_table import render_table
 from spectrain.evaluation.benchmark import Benchmark
@@ -308,7 +308,7 @@ def facts(cfg: DictConfig, target: TargetModel, work: Work, n_questions: int) ->
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     return {
         "command": f"python -m spectrain.bench {' '.join(sys.argv[1:])}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date_of(),
         "target": cfg.target.path,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
         "prompts": Path(cfg.prompts).name if cfg.prompts else "held-out modules of the Python standard library",

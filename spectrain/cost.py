@@ -9,7 +9,6 @@ Prints tables and writes `cost.json`, `cost.csv` and pictures; docs/cost.md has 
 from __future__ import annotations
 
 import csv
-import datetime
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from rich.console import Console
 
 from spectrain.cli import command
 from spectrain.cost_inputs import Shapes, check_sections, read_grid, read_hardware, read_methods, read_shapes
+from spectrain.environment import date_of
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation import cost_plots, cost_tables
 from spectrain.evaluation.cost_analysis import Comparison, Investment, Span, free_attention_tokens, free_budgets
@@ -195,7 +195,7 @@ def facts(found: Comparison, shapes: Shapes) -> dict:
     return {
         "kind": "cost",
         "command": f"python -m spectrain.cost {' '.join(sys.argv[1:])}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date_of(),
         "versions": {p: version(p) for p in ("spectrain", "torch", "transformers")}
         | {"python": platform.python_version()},
         "title": found.title,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import platform
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+TO_THE_MINUTE = "%Y-%m-%d %H:%M UTC"
 LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
 
 
@@ -24,6 +26,14 @@ def environment(ranks: int) -> dict[str, object]:
         "ranks": ranks,
         "host": socket.gethostname(),
     }
+
+
+def date_of(seconds: float | None = None) -> str:
+    """A moment, in seconds since 1970, as results tell it: to the minute, UTC. None: now."""
+    moment = datetime.datetime.now(datetime.UTC)
+    if seconds is not None:
+        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.strftime(TO_THE_MINUTE)
 
 
 def version_of(library: str) -> str | None:

@@ -10,7 +10,6 @@ do not run the same drafter.
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import sys
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel
-from spectrain.environment import environment
+from spectrain.environment import date_of, environment
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.contenders import Method, Work, build_peer
 from spectrain.evaluation.parity import Logits, computed, counted, full_steps
@@ -96,7 +95,7 @@ def main(cfg: DictConfig) -> None:
     facts = {
         "kind": "parity",
         "command": f"python -m spectrain.parity {' '.join(sys.argv[1:])}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date_of(),
         "target": str(trained.target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
         "versions": environment(1),

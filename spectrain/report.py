@@ -9,7 +9,6 @@ drafters, parity). The page holds its style and pictures and loads nothing. See 
 
 from __future__ import annotations
 
-import datetime
 import shlex
 import sys
 from contextlib import suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command
+from spectrain.environment import date_of
 from spectrain.errors import UserError
 from spectrain.evaluation.found_runs import Found
 from spectrain.evaluation.runs_page import GENERATOR, About, render_page
@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> None:
     found = find(roots)
     more = f" and {len(roots) - 1} other folders" if len(roots) > 2 else f" and {roots[1]}" if len(roots) > 1 else ""
     title = str(cfg.title or f"Runs in {roots[0]}{more}")
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    date = date_of()
     typed = shlex.join(["python", "-m", "spectrain.report", *sys.argv[1:]])
     html = render_page(found, About(title, [str(root) for root in roots], date, typed))
     write_whole_text(out, html)

@@ -5,7 +5,6 @@ What cannot be read is noted with the reason and left out; nothing is written.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spectrain.curve import Curve, merged, read_csv
+from spectrain.environment import date_of
 from spectrain.errors import UserError
 from spectrain.evaluation.budget_table import BudgetTable
 from spectrain.evaluation.found_runs import Benchmark, Found, Measurement, Run, Training, Tuning
@@ -267,7 +267,7 @@ def last_written(path: Path) -> str | None:
     times = [file.stat().st_mtime for file in files if file.is_file()]
     if not times:
         return None
-    return datetime.datetime.fromtimestamp(max(times), datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return date_of(max(times))
 
 
 def reason(error: Exception) -> str:

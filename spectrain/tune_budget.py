@@ -10,7 +10,6 @@ The same command goes on after an interruption.
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import sys
@@ -28,6 +27,7 @@ from spectrain.cli import CHECKPOINTS, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.budget import ForwardCost
 from spectrain.decoding.loop import check_prompt
+from spectrain.environment import date_of
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.acceptance_curve import GroupRow, curve_of, measure_group
 from spectrain.evaluation.budget_plot import draw_acceptance, draw_budgets
@@ -90,7 +90,7 @@ def tune_budget(cfg: DictConfig) -> None:
     entries = curve_entries(methods, drafters, rows, sampling)
     facts = {
         "target": cfg.target.path,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date_of(),
         "prompts": Path(cfg.prompts).name if cfg.prompts else "held-out modules of the Python standard library",
         "n_prompts": len(prompts),
         "max_new_tokens": cfg.max_new_tokens,

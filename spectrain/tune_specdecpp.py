@@ -14,7 +14,6 @@ prompts say what a forward costs, which predicts every setting's speed; the best
 
 from __future__ import annotations
 
-import datetime
 import logging
 import platform
 import sys
@@ -31,6 +30,7 @@ from spectrain.bench import digest, read_questions
 from spectrain.cli import open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.loop import check_prompt
+from spectrain.environment import date_of
 from spectrain.errors import UserError, check_whole
 from spectrain.evaluation.pareto import Table
 from spectrain.evaluation.simulation import Text
@@ -231,7 +231,7 @@ def facts(
     asked = cfg.responses or cfg.prompts
     return {
         "command": f"python -m spectrain.tune {' '.join(sys.argv[1:])}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": date_of(),
         "target": cfg.target.path,
         "drafter": {"kind": stopping.opened.facts.kind, "path": stopping.opened.facts.path},
         "heads": {name: head.described() for name, head in stopping.heads.items()},

@@ -144,19 +144,28 @@ def stored(shared, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(shared, tmp_path, monkeypatch, capfd):
-    """Runs a command in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def typed(monkeypatch, capfd):
+    """Runs a command as if typed; returns exit code, stdout, stderr."""
 
-    def call(name: str, *arguments: str, target: str | None = None) -> tuple[int, str, str]:
+    def call(name: str, *arguments: str) -> tuple[int, str, str]:
         module = importlib.import_module(f"spectrain.{name}")
-        target = target or str(shared / "target")
-        monkeypatch.setattr(sys, "argv", [f"spectrain.{name}", f"target={target}", *arguments])
+        monkeypatch.setattr(sys, "argv", [f"spectrain.{name}", *arguments])
         code = 0
         try:
             command(name)(module.main)()
         except SystemExit as stop:
             code = stop.code
         return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def run(shared, tmp_path, monkeypatch, typed):
+    """Runs a command for the tiny target in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(name: str, *arguments: str, target: str | None = None) -> tuple[int, str, str]:
+        return typed(name, f"target={target or shared / 'target'}", *arguments)
 
     return call

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from spectrain import cost, cost_inputs
-from spectrain.cli import command, conf_dir
+from spectrain import cost_inputs
+from spectrain.cli import conf_dir
 from spectrain.cost_inputs import read_grid, read_hardware, read_methods, read_shapes
 from spectrain.decoding import TargetModel
 from spectrain.evaluation.machine_speed import MachineSpeed
@@ -34,20 +34,10 @@ def quick_cpu(monkeypatch):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
+def run(tmp_path, monkeypatch, typed):
     """Runs the command in an empty folder; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["spectrain.cost", *arguments])
-        code = 0
-        try:
-            command("cost")(cost.main)()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
-
-    return call
+    return partial(typed, "cost")
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from spectrain import parity, train
+from spectrain import train
 from spectrain.cli import command
 
 
@@ -42,18 +43,9 @@ def trained(shared, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def call(trained, tmp_path, monkeypatch, capfd):
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(trained)
-        monkeypatch.setattr(sys, "argv", ["parity", *arguments])
-        code = 0
-        try:
-            command("parity")(parity.main)()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
-
-    return run
+def call(trained, monkeypatch, typed):
+    monkeypatch.chdir(trained)
+    return partial(typed, "parity")
 
 
 SHORT = ("contexts=3", "context_tokens=16", "new_tokens=12")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from spectrain import bench, report, train, tune
+from spectrain import bench, train, tune
 from spectrain.cli import command
 from spectrain.evaluation.formats import estimate, fixed
 from tests.evaluation.test_report import Page
@@ -61,19 +62,9 @@ def runs(made, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def reported(monkeypatch, capfd):
+def reported(typed):
     """Runs the command; returns exit code, stdout, stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["spectrain.report", *arguments])
-        code = 0
-        try:
-            command("report")(report.main)()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capfd.readouterr()
-
-    return call
+    return partial(typed, "report")
 
 
 def test_the_page_holds_the_numbers_of_all_runs(runs, reported):
