@@ -23,7 +23,6 @@ import numpy as np
 from lightning import Fabric
 from omegaconf import DictConfig
 
-from data_prep import work_folder
 from data_prep.acceptance_parts import (
     Labelling,
     TextLengths,
@@ -34,18 +33,20 @@ from data_prep.acceptance_parts import (
     store_bytes,
     write_part,
 )
-from data_prep.acceptance_store import KIND, AcceptanceManifest, open_acceptance, write_acceptance
 from data_prep.disk_need import check_disk, readable
 from data_prep.progress import TokenProgress, console
 from data_prep.ranks import decided, launch, rank_device
-from data_prep.response_store import ResponseStore, newest_responses, open_responses
 from data_prep.store_command import facts_table, hashed_config, interruptible, make_once, target_override
-from spectrain.cli import CHECKPOINTS, command, open_target
+from spectrain.cli import command, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.errors import UserError, check_whole
-from spectrain.method_building import find_artifact, given_artifacts
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.methods.registry import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.models.draft_states import SpireStates
+from spectrain.stores import work_folder
+from spectrain.stores.labels import KIND, AcceptanceManifest, open_acceptance, write_acceptance
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.responses import ResponseStore, newest_responses, open_responses
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ import pyarrow.compute
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from data_prep.acceptance_store import FEATURES
 from data_prep.perplexity import length_buckets
-from data_prep.row_store import save_rows
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError
 from spectrain.models.acceptance_labels import label_texts
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.stores.labels import FEATURES
+from spectrain.stores.rows import save_rows
 
 BYTES_A_DRAFT = 4 + 4 + 4 + 4  # token, p, q, label
 BYTES_A_TOKEN = 4

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.corpus import PackedRows, is_held_out
-from data_prep.feature_store import Shard, quantise, shard_name, write_shard
 from data_prep.perplexity import length_buckets
-from data_prep.response_store import ResponseStore
-from data_prep.work_folder import STORE
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
-from spectrain.errors import UserError
-from spectrain.store_folder import naming_a_full_disk, to_disk
+from spectrain.stores.features import Shard, quantise, shard_name, write_shard
+from spectrain.stores.folder import naming_a_full_disk, to_disk
+from spectrain.stores.responses import ResponseStore
+from spectrain.stores.texts import PackedRows, is_held_out
+from spectrain.stores.work_folder import STORE
 
 # What of a forward runs in half precision, by Lightning's names of precision; None: it runs in the target's own dtype.
 AUTOCAST = {

@@ -22,7 +22,6 @@ import numpy as np
 from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 
-from data_prep import work_folder
 from data_prep.activation_parts import (
     AUTOCAST,
     Capturing,
@@ -35,17 +34,19 @@ from data_prep.activation_parts import (
     shard_bounds,
     shard_facts,
 )
-from data_prep.corpus import pack, read_documents
 from data_prep.disk_need import check_disk, readable
-from data_prep.feature_store import DTYPES, FEATURES, KIND, FeatureManifest, token_bytes
 from data_prep.progress import TokenProgress, console
 from data_prep.ranks import decided, launch, rank_device
-from data_prep.response_store import open_responses
 from data_prep.store_command import facts_table, hashed_config, interruptible, make_once, target_override
-from spectrain.cli import CHECKPOINTS, command, open_target
+from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.errors import UserError, check_whole
-from spectrain.store_folder import write_manifest
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.stores import work_folder
+from spectrain.stores.features import DTYPES, FEATURES, KIND, FeatureManifest, token_bytes
+from spectrain.stores.folder import write_manifest
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.responses import open_responses
+from spectrain.stores.texts import pack, read_documents
 
 log = logging.getLogger(__name__)
 

@@ -28,12 +28,13 @@ from data_prep.selection import Selection
 from data_prep.store_builder import build
 from data_prep.store_job import Corpus, Job
 from data_prep.token_parts import Reading
-from data_prep.work_folder import digest, held, is_done, named_folder, work_folder
-from spectrain.cli import CHECKPOINTS, bundled_folder, command, open_target
+from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.retrieval.datastore import Datastore, Manifest, read_manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
+from spectrain.stores.locations import CHECKPOINTS, bundled_folder
+from spectrain.stores.work_folder import digest, held, is_done, named_folder, work_folder
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import shutil
 from itertools import islice
 from pathlib import Path
 
-from data_prep.corpus import Skipped
 from data_prep.store_job import Job
 from data_prep.token_parts import TOKENS_ONLY
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import bytes_a_token
 from spectrain.retrieval.suffix_array import token_dtype
+from spectrain.stores.texts import Skipped
 
 SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 64, 4096  # tokenised to learn how many tokens a byte of text makes
 MARGIN = 1.1  # of the disk need

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError, check_whole
 
 LOGITS_BYTES = 2**29  # of a batch, as float32, unless a single row has more
 MAX_PADDING = 1 / 16  # of a row, in batches that are large enough

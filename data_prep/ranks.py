@@ -15,7 +15,7 @@ import torch
 from lightning import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 
 WAIT = datetime.timedelta(days=30)  # ranks wait for each other, as for rank zero while it reads a whole corpus
 

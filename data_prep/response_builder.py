@@ -16,12 +16,9 @@ from lightning import Fabric
 from rich.markup import escape
 from rich.table import Table
 
-from data_prep import work_folder
 from data_prep.progress import TokenProgress, console
-from data_prep.prompts import Question, conversation_ids
 from data_prep.ranks import decided
 from data_prep.response_server import AnswerReader, CompletionServer, completion_payload
-from data_prep.response_store import KIND, ResponseManifest, write_responses
 from data_prep.response_work import (
     Answer,
     Answers,
@@ -33,8 +30,11 @@ from data_prep.response_work import (
     forget_failures,
 )
 from spectrain.decoding import Drafter, Generation, TargetModel, fingerprint, generate, tokenizer_fingerprint
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import check_prompt
-from spectrain.errors import UserError
+from spectrain.stores import work_folder
+from spectrain.stores.prompts import Question, conversation_ids
+from spectrain.stores.responses import KIND, ResponseManifest, write_responses
 
 log = logging.getLogger(__name__)
 

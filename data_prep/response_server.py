@@ -22,7 +22,7 @@ import httpx
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.response_work import Answer, Job, Prompt
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from data_prep.prompts import Question
 from spectrain.decoding import Sampling
-from spectrain.json_lines import each_line, end_last_line
+from spectrain.stores.json_lines import each_line, end_last_line
+from spectrain.stores.prompts import Question
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,22 @@ from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
-from data_prep import work_folder
-from data_prep.corpus import STDLIB_HELD_OUT, is_held_out, stdlib_documents, unit_hash
 from data_prep.progress import console
-from data_prep.prompts import Question, read_prompts
 from data_prep.ranks import decided, launch, rank_device
 from data_prep.response_builder import ByLoop, ByServer, build
 from data_prep.response_server import CompletionServer, Endpoint
-from data_prep.response_store import KIND, open_responses
 from data_prep.response_work import Job
-from data_prep.tables import SURROGATE
-from spectrain.cli import CHECKPOINTS, command, open_target
+from spectrain.cli import command, open_target
 from spectrain.decoding import Sampling
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.verify import VERIFICATIONS
-from spectrain.errors import UserError, check_whole
-from spectrain.method_building import build_configured
+from spectrain.methods.registry import build_configured
+from spectrain.stores import work_folder
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.prompts import Question, read_prompts
+from spectrain.stores.responses import KIND, open_responses
+from spectrain.stores.tables import SURROGATE
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, stdlib_documents, unit_hash
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from data_prep.corpus import unit_hash
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.stores.texts import unit_hash
 
 KEPT, DROPPED = "#0072b2", "#d55e00"
 QUANTILES = {"lowest": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "highest": 1.0}

@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 from lightning import Fabric
 
-from data_prep import work_folder
-from data_prep.corpus import Skipped, corpus_bytes, is_remote
 from data_prep.disk_need import check_disk, check_start, store_bytes
 from data_prep.perplexity import perplexities
 from data_prep.progress import TokenProgress
 from data_prep.selection import draw_histogram, quantiles, rounded, select
 from data_prep.store_job import Job
 from data_prep.token_parts import Counts, read_counts, read_part, write_parts
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Manifest, Shard, bytes_a_token, write_manifest, write_shard
+from spectrain.stores import work_folder
+from spectrain.stores.texts import Skipped, corpus_bytes, is_remote
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
-from data_prep import work_folder
 from data_prep.ranks import decided
+from spectrain.stores import work_folder
 
 NOT_HASHED_OF_TARGET = ("device", "parallel")  # they change nothing, or not beyond rounding
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from data_prep.corpus import Document, Skipped, read_documents
 from data_prep.perplexity import Scoring
 from data_prep.selection import Selection
 from data_prep.token_parts import Reading
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
+from spectrain.stores.texts import Document, Skipped, read_documents
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.corpus import Document, Skipped, is_held_out
 from data_prep.progress import TokenProgress
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
+from spectrain.stores.texts import Document, Skipped, is_held_out
 
 log = logging.getLogger(__name__)
 

@@ -36,15 +36,15 @@ from data_prep.activation_parts import (
     shard_facts,
     shard_file,
 )
-from data_prep.feature_store import FeatureManifest, FeatureStore, open_features
 from data_prep.perplexity import length_buckets
-from data_prep.work_folder import STORE
-from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, load_target
-from spectrain.evaluation.metrics import Estimate, median
+from spectrain.measure.statistics import Estimate, median
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
-from spectrain.store_folder import write_manifest
+from spectrain.stores.features import FeatureManifest, FeatureStore, open_features
+from spectrain.stores.folder import write_manifest
+from spectrain.stores.locations import bundled_folder
+from spectrain.stores.work_folder import STORE
 from spectrain.training.data import RowBatch, SeededBatches
 from spectrain.training.feature_data import FeatureRows, ReadAheadLoader
 from spectrain.training.losses import LossSettings

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from data_prep.prompts import conversation_ids, read_prompts
-from spectrain.cli import bundled_folder
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate, load_target
-from spectrain.errors import UserError
-from spectrain.evaluation.metrics import Estimate, decode_s, ratio_of_sums
-from spectrain.method_building import AUTO, build_method, method_config
+from spectrain.decoding.errors import UserError
+from spectrain.measure.statistics import Estimate, decode_s, ratio_of_sums
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.registry import AUTO, build_method, method_config
+from spectrain.stores.locations import bundled_folder
+from spectrain.stores.prompts import conversation_ids, read_prompts
 
 SAMPLINGS = {"greedy": Sampling(), "t08": Sampling(temperature=0.8, top_k=50), "t1": Sampling(temperature=1.0)}
 

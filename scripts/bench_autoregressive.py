@@ -15,10 +15,10 @@ import time
 import torch
 from transformers import GenerationConfig
 
-from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, generate, load_target
-from spectrain.evaluation.metrics import median
+from spectrain.measure.statistics import median
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.stores.locations import bundled_folder
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from data_prep.prompts import conversation_ids, read_prompts
-from spectrain.cli import bundled_folder
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate, load_target
-from spectrain.evaluation.metrics import decode_s, ratio_of_sums
-from spectrain.evaluation.results import BASELINE
-from spectrain.method_building import build_method, method_config
+from spectrain.measure.results import BASELINE
+from spectrain.measure.statistics import decode_s, ratio_of_sums
+from spectrain.methods.registry import build_method, method_config
+from spectrain.stores.locations import bundled_folder
+from spectrain.stores.prompts import conversation_ids, read_prompts
 
 SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, top_k=50)}
 

@@ -24,11 +24,11 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from spectrain.cli import bundled_folder
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
 from spectrain.decoding.loading import load_target
-from spectrain.evaluation.metrics import median
-from spectrain.method_building import build_method, method_config
+from spectrain.measure.statistics import median
+from spectrain.methods.registry import build_method, method_config
+from spectrain.stores.locations import bundled_folder
 
 WARM_UP = 5  # steps of each text
 MOST_EMITTED = 40  # tokens of a step, more than any tree is deep

@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain import load_method
-from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, generate, load_target
-from spectrain.environment import date_of, environment
 from spectrain.models.artifacts import read_manifest
 from spectrain.serving.vllm_proposer import VARIABLE, LookupProposer
+from spectrain.stores.environment import date_of, environment
+from spectrain.stores.locations import bundled_folder
 
 PROMPTS = (
     "def read_config(path):",

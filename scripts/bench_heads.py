@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data_prep.acceptance_store import open_acceptance
 from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, load_target
-from spectrain.evaluation.metrics import Estimate, median
+from spectrain.measure.statistics import Estimate, median
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.draft_states import ModelStates
+from spectrain.stores.labels import open_acceptance
 from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
 from spectrain.training.acceptance_data import TextBatch, text_rows
 from spectrain.training.losses import weighted_bce

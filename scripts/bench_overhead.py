@@ -19,12 +19,12 @@ from rich.progress import track
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_prep.prompts import conversation_ids, read_prompts
-from spectrain.cli import bundled_folder
 from spectrain.decoding import Generation, Sampling, TargetModel, generate, load_target
 from spectrain.decoding.generation import STAGES
-from spectrain.evaluation.metrics import mean_accepted, time_share
-from spectrain.method_building import build_method, method_config
+from spectrain.measure.statistics import mean_accepted, time_share
+from spectrain.methods.registry import build_method, method_config
+from spectrain.stores.locations import bundled_folder
+from spectrain.stores.prompts import conversation_ids, read_prompts
 
 SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, top_k=50)}
 RANDOM = "random-100m"

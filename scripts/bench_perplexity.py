@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from data_prep.corpus import read_documents
 from data_prep.perplexity import Scoring, batch_tokens, perplexities
-from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, load_target
-from spectrain.evaluation.metrics import median
+from spectrain.measure.statistics import median
+from spectrain.stores.locations import bundled_folder
+from spectrain.stores.texts import read_documents
 
 
 def main() -> None:

@@ -26,14 +26,15 @@ from lightning import Callback, LightningModule, Trainer, seed_everything
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.cli import conf_dir, expand_shorthands, leave_ranks, open_target, quiet_libraries
-from spectrain.evaluation.metrics import median
-from spectrain.fitting import optimizer_settings
+from spectrain.cli import expand_shorthands, leave_ranks, open_target, quiet_libraries
+from spectrain.measure.statistics import median
 from spectrain.models.pruned_init import new_drafter
+from spectrain.stores.locations import conf_dir
 from spectrain.train import make_rows, read_corpus, spire_config
-from spectrain.trainers import build_trainer
+from spectrain.training.fit import optimizer_settings
 from spectrain.training.losses import LossSettings
 from spectrain.training.spire import SpireTraining
+from spectrain.training.trainers import build_trainer
 
 WARM_UP = 2  # steps that are not timed
 TRAINERS = {"one rank": "cpu", "DDP": "ddp", "ZeRO-2": "deepspeed_zero2"}

@@ -28,14 +28,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.cli import bundled_folder
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, TargetOutput, Verified, load_target
-from spectrain.evaluation.metrics import median
-from spectrain.evaluation.simulation import follow
+from spectrain.measure.simulation import follow
+from spectrain.measure.statistics import median
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.retriever import RetrievalOptions, Retriever
 from spectrain.retrieval.suffix_array import build_suffix_array, longest_suffix
+from spectrain.stores.locations import bundled_folder
 
 QUERY_TOKENS = 16
 HELD_OUT_EVERY = 20  # every so many files is in no store

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from spectrain.cli import bundled_folder
 from spectrain.decoding import TargetModel, load_target
-from spectrain.evaluation.metrics import median
+from spectrain.measure.statistics import median
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.spire_rollout import rollout
+from spectrain.stores.locations import bundled_folder
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 
 

@@ -26,17 +26,18 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from data_prep.corpus import STDLIB_HELD_OUT, pack, read_documents, rows_of
-from spectrain.cli import bundled_folder, quiet_libraries
+from spectrain.cli import quiet_libraries
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
-from spectrain.environment import date_of, environment
-from spectrain.errors import UserError, check_whole
-from spectrain.evaluation.drafter_comparison import Counts, Setting, compare, count
-from spectrain.evaluation.drafter_report import Comparison, draw, markdown, render
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.measure.drafter_comparison import Counts, Setting, compare, count
 from spectrain.methods import magicdec
 from spectrain.methods.loading import load_method
 from spectrain.models.artifacts import check_weights, read_manifest
-from spectrain.store_folder import write_whole
+from spectrain.reporting.drafter_report import Comparison, draw, markdown, render
+from spectrain.stores.environment import date_of, environment
+from spectrain.stores.folder import write_whole
+from spectrain.stores.locations import bundled_folder
+from spectrain.stores.texts import STDLIB_HELD_OUT, pack, read_documents, rows_of
 
 PART_ROWS = 32  # decoded between two writes
 MAGICDEC = "magicdec"

@@ -27,10 +27,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.curve import without_clock
-from spectrain.runs import RunFolder
-from spectrain.store_folder import MANIFEST, sha256
+from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.training.checkpoints import step_of
+from spectrain.training.curve import without_clock
+from spectrain.training.runs import RunFolder
 
 COMPARED = (".safetensors", ".arrow", ".npy", ".bin", ".png")  # what a command makes; not logs, notes and clocks
 

@@ -24,25 +24,34 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from data_prep.corpus import STDLIB_HELD_OUT, is_held_out, stdlib_documents
-from data_prep.prompts import Question, conversation_ids, read_prompts
-from spectrain.cli import CHECKPOINTS, command, conf_dir, open_target
+from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.verify import VERIFICATIONS
-from spectrain.environment import date_of
-from spectrain.errors import UserError, check_whole
-from spectrain.evaluation.bench_table import render_table
-from spectrain.evaluation.benchmark import Benchmark
-from spectrain.evaluation.contenders import PEERS, Contender, Method, Work, build_peer
-from spectrain.evaluation.report import write_report
-from spectrain.evaluation.results import BASELINE, QuestionRow, as_json, summarise
-from spectrain.json_lines import read_lines, write_lines
-from spectrain.method_building import AUTO, build_method, check_taken, given_artifacts, method_config, names, with_tuned
+from spectrain.measure.benchmark import Benchmark
+from spectrain.measure.contenders import PEERS, Contender, Method, Work, build_peer
+from spectrain.measure.results import BASELINE, QuestionRow, as_json, summarise
 from spectrain.methods.pld import PromptLookup
+from spectrain.methods.registry import (
+    AUTO,
+    build_method,
+    check_taken,
+    given_artifacts,
+    method_config,
+    names,
+    with_tuned,
+)
 from spectrain.methods.speculative import Speculative
+from spectrain.reporting.bench_page import write_report
+from spectrain.reporting.bench_table import render_table
 from spectrain.retrieval.datastore import Datastore
-from spectrain.runs import RunFolder
-from spectrain.store_folder import MANIFEST, sha256
+from spectrain.stores.environment import date_of
+from spectrain.stores.folder import MANIFEST, sha256
+from spectrain.stores.json_lines import read_lines, write_lines
+from spectrain.stores.locations import CHECKPOINTS, conf_dir
+from spectrain.stores.prompts import Question, conversation_ids, read_prompts
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, stdlib_documents
+from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import hydra
 import torch
@@ -24,29 +23,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue
 
 from spectrain.decoding import TargetModel, load_target
-from spectrain.errors import AllRanksError, UserError
+from spectrain.decoding.errors import AllRanksError, UserError
+from spectrain.stores.locations import bundled_folder, conf_dir
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
-PACKAGE = Path(__file__).resolve().parent
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 FREE_TEXT = ("prompt", "lookup")
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
-
-
-def conf_dir() -> Path:
-    """The folder of Hydra configs: inside the package in a wheel, beside it in a checkout."""
-    inside = PACKAGE / "conf"
-    return inside if inside.is_dir() else PACKAGE.parent / "conf"
-
-
-def bundled_folder(name: str) -> Path | None:
-    """Where a bundled checkpoint of this name lies (wheel or checkout), or None."""
-    for root in (PACKAGE / "checkpoints", PACKAGE.parent / "checkpoints"):
-        if "/" not in name and (root / name / "config.json").is_file():
-            return root / name
-    return None
 
 
 def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:

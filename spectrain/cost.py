@@ -21,14 +21,15 @@ from omegaconf import DictConfig, open_dict
 from rich.console import Console
 
 from spectrain.cli import command
-from spectrain.cost_inputs import Shapes, check_sections, read_grid, read_hardware, read_methods, read_shapes
-from spectrain.environment import date_of
-from spectrain.errors import UserError, check_whole
-from spectrain.evaluation import cost_plots, cost_tables
-from spectrain.evaluation.cost_analysis import Comparison, Investment, Span, free_attention_tokens, free_budgets
-from spectrain.evaluation.cost_model import CostModel, Method
-from spectrain.runs import RunFolder
-from spectrain.store_folder import naming_a_full_disk
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.measure import cost_tables
+from spectrain.measure.cost import CostModel, Method
+from spectrain.measure.cost_analysis import Comparison, Investment, Span, free_attention_tokens, free_budgets
+from spectrain.measure.cost_inputs import Shapes, check_sections, read_grid, read_hardware, read_methods, read_shapes
+from spectrain.reporting import cost_plots
+from spectrain.stores.environment import date_of
+from spectrain.stores.folder import naming_a_full_disk
+from spectrain.training.runs import RunFolder
 
 TABLE_COLUMNS = 140  # where the output is no terminal
 CSV_COLUMNS = (

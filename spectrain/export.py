@@ -23,20 +23,20 @@ from yaml import YAMLError
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.errors import UserError
-from spectrain.export_lookup import lookup_export
-from spectrain.exporting import Export, Write, metrics_at, tokens_of, whole_export
-from spectrain.hub import check_repository, push
+from spectrain.decoding.errors import UserError
 from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.artifacts import save_spire
 from spectrain.models.spire import SpireDrafter
 from spectrain.models.vanilla import new_vanilla, save_pretrained
-from spectrain.runs import RunFolder, refuse_existing, write_folder
-from spectrain.store_folder import naming_a_full_disk
+from spectrain.serving.export_lookup import lookup_export
+from spectrain.serving.exporting import Export, Write, metrics_at, tokens_of, whole_export
+from spectrain.serving.hub import check_repository, push
+from spectrain.stores.folder import naming_a_full_disk
 from spectrain.train import from_scratch, spire_config
-from spectrain.train_specdecpp import SOURCES, head_facts, open_given_drafter, save_head_and_drafter
 from spectrain.training.checkpoints import step_of, whole_weights
+from spectrain.training.runs import RunFolder, refuse_existing, write_folder
 from spectrain.training.selection import load_under
+from spectrain.training.train_specdecpp import SOURCES, head_facts, open_given_drafter, save_head_and_drafter
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.prompts import conversation_ids
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, Source, TargetModel, generate
-from spectrain.errors import UserError
-from spectrain.evaluation.metrics import decode_s, mean_accepted
-from spectrain.method_building import build_configured
+from spectrain.decoding.errors import UserError
+from spectrain.measure.statistics import decode_s, mean_accepted
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.registry import build_configured
+from spectrain.stores.prompts import conversation_ids
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,15 @@ from torch import Tensor
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel
-from spectrain.environment import date_of, environment
-from spectrain.errors import UserError, check_whole
-from spectrain.evaluation.contenders import Method, Work, build_peer
-from spectrain.evaluation.parity import Logits, computed, counted, full_steps
-from spectrain.evaluation.parity_report import (
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.export import open_run, run_export
+from spectrain.measure.contenders import Method, Work, build_peer
+from spectrain.measure.parity import Logits, computed, counted, full_steps
+from spectrain.methods.loading import load_method
+from spectrain.methods.speculative import Speculative
+from spectrain.methods.spire import Spire
+from spectrain.models.spire_rollout import rollout
+from spectrain.reporting.parity_report import (
     ASSISTED,
     AT_STEPS,
     EVERYWHERE,
@@ -41,14 +45,10 @@ from spectrain.evaluation.parity_report import (
     render,
     verdicts,
 )
-from spectrain.export import open_run, run_export
-from spectrain.methods.loading import load_method
-from spectrain.methods.speculative import Speculative
-from spectrain.methods.spire import Spire
-from spectrain.models.spire_rollout import rollout
-from spectrain.runs import RunFolder, refuse_existing, write_folder
-from spectrain.stored_features import stored_rows
+from spectrain.stores.environment import date_of, environment
 from spectrain.train import make_rows, read_corpus, spire_config
+from spectrain.training.runs import RunFolder, refuse_existing, write_folder
+from spectrain.training.stored_features import stored_rows
 
 log = logging.getLogger(__name__)
 

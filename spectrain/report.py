@@ -17,12 +17,12 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command
-from spectrain.environment import date_of
-from spectrain.errors import UserError
-from spectrain.evaluation.found_runs import Found
-from spectrain.evaluation.runs_page import GENERATOR, About, render_page
-from spectrain.report_inputs import Finder
-from spectrain.store_folder import naming_a_full_disk
+from spectrain.decoding.errors import UserError
+from spectrain.reporting.collect import Finder
+from spectrain.reporting.found_runs import Found
+from spectrain.reporting.runs_page import GENERATOR, About, render_page
+from spectrain.stores.environment import date_of
+from spectrain.stores.folder import naming_a_full_disk
 
 HEAD_CHARACTERS = 400  # of a page: within them it says what wrote it
 

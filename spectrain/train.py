@@ -23,16 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from data_prep.corpus import Document, is_held_out, pack, read_documents, train_tokenizer
-from data_prep.work_folder import digest
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter, TargetModel
-from spectrain.errors import UserError
-from spectrain.evaluation.tau import measure_tau
-from spectrain.exporting import Export, Made, export, final_metrics, finish, tokens_of, whole_export
-from spectrain.fitting import check_rows, fit, optimizer_settings, target_device
-from spectrain.loggers import publish
-from spectrain.measuring import measuring, select_settings, tau_settings
+from spectrain.decoding.errors import UserError
+from spectrain.measure.tau import measure_tau
+from spectrain.measure.validation import measuring, select_settings, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.speculative import build as build_speculative
@@ -41,16 +36,21 @@ from spectrain.models.artifacts import save_spire
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla, save_pretrained
-from spectrain.runs import FinishedRun, RunFolder, refuse_existing, write_folder
-from spectrain.store_folder import naming_a_full_disk
-from spectrain.stored_features import stored_rows
-from spectrain.train_specdecpp import keep_to_source, train_specdecpp
+from spectrain.serving.exporting import Export, Made, export, final_metrics, finish, tokens_of, whole_export
+from spectrain.stores.folder import naming_a_full_disk
+from spectrain.stores.texts import Document, is_held_out, pack, read_documents, train_tokenizer
+from spectrain.stores.work_folder import digest
 from spectrain.training.data import PackedRowsData
 from spectrain.training.feature_data import FeatureData
+from spectrain.training.fit import check_rows, fit, optimizer_settings, target_device
 from spectrain.training.language_model import LanguageModelTraining
+from spectrain.training.loggers import publish
 from spectrain.training.losses import LossSettings
+from spectrain.training.runs import FinishedRun, RunFolder, refuse_existing, write_folder
 from spectrain.training.selection import load_under
 from spectrain.training.spire import SpireTraining
+from spectrain.training.stored_features import stored_rows
+from spectrain.training.train_specdecpp import keep_to_source, train_specdecpp
 
 log = logging.getLogger(__name__)
 

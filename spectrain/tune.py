@@ -13,10 +13,10 @@ from collections.abc import Callable
 from omegaconf import DictConfig
 
 from spectrain.cli import command
-from spectrain.errors import UserError
-from spectrain.tune_budget import tune_budget
-from spectrain.tune_specdecpp import tune_specdecpp
-from spectrain.tune_sssd import tune_sssd
+from spectrain.decoding.errors import UserError
+from spectrain.measure.tune_budget import tune_budget
+from spectrain.measure.tune_specdecpp import tune_specdecpp
+from spectrain.measure.tune_sssd import tune_sssd
 
 SEARCHES: dict[str, Callable[[DictConfig], None]] = {  # method=<name>: what searches for its options
     "sssd": tune_sssd,

@@ -29,10 +29,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from data_prep.corpus import train_tokenizer
 from spectrain.cli import command
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
+from spectrain.stores.texts import train_tokenizer
 
 VOCAB_SIZE = 61
 EOS_ID = 3

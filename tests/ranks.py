@@ -18,7 +18,8 @@ from pathlib import Path
 from lightning import Callback
 from safetensors.torch import save_file
 
-from spectrain import cli, fitting, train
+from spectrain import cli, train
+from spectrain.training import fit as fitting
 from spectrain.training.strategies import whole_state
 
 

@@ -8,76 +8,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The commands and what only they share.
-ENTRY_POINTS = {
-    *("train", "train_specdecpp", "generate", "bench", "tune", "tune_budget", "tune_sssd", "tune_specdecpp"),
-    *(
-        "tune_stop_inputs",
-        "tune_stop_times",
-        "cli",
-        "cost",
-        "cost_inputs",
-        "fitting",
-        "trainers",
-        "loggers",
-        "measuring",
-        "export",
-        "export_lookup",
-        "exporting",
-        "hub",
-        "method_building",
-        "parity",
-        "report",
-        "report_inputs",
-        "run_command",
-        "runs",
-        "stored_features",
-    ),
+COMMANDS = {"train", "generate", "serve", "bench", "tune", "export", "cost", "report", "parity"}
+DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
+KNOWS = {  # each package -> the other packages of the project that it may import
+    "spectrain.decoding": set(),
+    "spectrain.stores": {"decoding"},
+    "spectrain.retrieval": {"decoding", "stores"},
+    "spectrain.models": {"decoding", "stores"},
+    "spectrain.methods": {"decoding", "stores", "retrieval", "models"},
+    "spectrain.training": {"decoding", "stores", "models"},
+    "spectrain.measure": {"decoding", "stores", "retrieval", "models", "methods", "training"},
+    "spectrain.serving": {"decoding", "stores", "retrieval", "models", "methods", "training"},
+    "spectrain.reporting": {"decoding", "stores", "retrieval", "models", "methods", "training", "measure"},
 }
-# entry points of data_prep, and what only they share
-DATA_COMMANDS = {
-    f"data_prep.{name}" for name in ("acceptance", "activations", "datastore", "responses", "store_command")
-}
-LEAVES = {
-    "spectrain.curve",
-    "spectrain.environment",
-    "spectrain.errors",
-    "spectrain.json_lines",
-    "spectrain.store_folder",
-}
-ALLOWED = {  # package -> what of this project it may import
-    "spectrain.curve": set(),
-    "spectrain.environment": set(),
-    "spectrain.errors": set(),
-    "spectrain.json_lines": set(),
-    "spectrain.store_folder": set(),
-    "spectrain.decoding": {"spectrain.decoding"},
-    "spectrain.models": {"spectrain.models", "spectrain.decoding"},
-    "spectrain.retrieval": {"spectrain.retrieval", "spectrain.decoding"},
-    "spectrain.methods": {"spectrain.methods", "spectrain.models", "spectrain.retrieval", "spectrain.decoding"},
-    "spectrain.serving": {
-        "spectrain.serving",
-        "spectrain.methods",
-        "spectrain.models",
-        "spectrain.retrieval",
-        "spectrain.decoding",
-    },
-    "spectrain.training": {
-        "spectrain.training",
-        "spectrain.models",
-        "spectrain.decoding.target",
-        "spectrain.decoding.sampling",
-        "data_prep.feature_store",
-    },
-    "spectrain.evaluation": {"spectrain.evaluation", "spectrain.decoding"},
-    "data_prep": {
-        "data_prep",
-        "spectrain.decoding",
-        "spectrain.models",
-        "spectrain.retrieval",
-        "spectrain.methods",
-        "spectrain.evaluation",
-    },
+SEES_CONFIG = {"spectrain.cli", "spectrain.methods.registry"}  # besides commands
+STILL_TO_MOVE = {  # modules that break a rule below until the restructuring has reached them; nothing may be added
+    *("spectrain.export", "spectrain.parity", "spectrain.methods.registry", "spectrain.reporting.run_command"),
+    *("spectrain.measure.tune_budget", "spectrain.measure.tune_specdecpp", "spectrain.measure.tune_sssd"),
+    *("spectrain.measure.cost_inputs", "spectrain.measure.tune_stop_inputs", "spectrain.measure.validation"),
+    *("spectrain.serving.export_lookup", "spectrain.serving.exporting"),
+    *("spectrain.training.fit", "spectrain.training.runs", "spectrain.training.stored_features"),
+    *("spectrain.training.loggers", "spectrain.training.train_specdecpp", "spectrain.training.trainers"),
+    *("spectrain.reporting.collect", "spectrain.measure.tune_stop_times", "data_prep.store_command"),
 }
 THIRD_PARTY_OF_DECODING = {"torch", "transformers"}
 
@@ -101,26 +53,36 @@ def package_of(module: str) -> str:
     return module.split(".")[0] if module.startswith("data_prep") else ".".join(module.split(".")[:2])
 
 
-def is_entry_point(module: str) -> bool:
-    return module in DATA_COMMANDS or package_of(module).split(".")[-1] in ENTRY_POINTS
+def is_command(module: str) -> bool:
+    folder, _, name = module.rpartition(".")
+    return name in {"spectrain": COMMANDS, "data_prep": DATA_COMMANDS}.get(folder, ())
 
 
-def within(name: str, allowed: set[str]) -> bool:
-    return any(name == a or name.startswith(f"{a}.") for a in allowed)
+def ours(module: str) -> set[str]:
+    """The modules of this project that a module imports."""
+    return {name for name in imports(modules()[module]) if name.split(".")[0] in ("spectrain", "data_prep")}
+
+
+def test_the_top_of_the_package_holds_only_commands():
+    assert {m.split(".")[1] for m in modules() if m.count(".") == 1 and m.startswith("spectrain.")} <= {
+        *COMMANDS,
+        "cli",
+        *(package.split(".")[1] for package in KNOWS),
+    }
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_imports_run_one_way(module):
-    package = package_of(module)
-    if package == "spectrain" or is_entry_point(module):
+    """Packages import only what KNOWS allows; no command imports another; `spectrain` never imports `data_prep`."""
+    package, found = package_of(module), ours(module)
+    if module in STILL_TO_MOVE:
         return
-    ours = {name for name in imports(modules()[module]) if name.split(".")[0] in ("spectrain", "data_prep")}
-    assert {name for name in ours if not within(name, ALLOWED[package] | LEAVES)} == set()
-
-
-def test_the_format_of_features_is_a_leaf():
-    ours = {n for n in imports(modules()["data_prep.feature_store"]) if n.split(".")[0] in ("spectrain", "data_prep")}
-    assert ours <= LEAVES
+    if package.startswith("spectrain"):
+        assert {name for name in found if name.startswith("data_prep")} == set()
+    assert {name for name in found if is_command(name)} == set()
+    if package in KNOWS:
+        allowed = {package, *(f"spectrain.{name}" for name in KNOWS[package])}
+        assert {name for name in found if package_of(name) not in allowed} == set()
 
 
 def test_decoding_knows_only_torch_and_transformers():
@@ -133,7 +95,7 @@ def test_decoding_knows_only_torch_and_transformers():
 
 def test_only_entry_points_see_the_config():
     for module, path in modules().items():
-        if not is_entry_point(module):
+        if not is_command(module) and module not in SEES_CONFIG | STILL_TO_MOVE:
             assert not {"hydra", "omegaconf"} & {name.split(".")[0] for name in imports(path)}, module
 
 
@@ -157,7 +119,7 @@ def test_checkpoints_are_read_by_training_and_export_alone_and_never_a_pickle():
         # DeepSpeed's pieces hold objects of its own, so they are looked at with weights_only=not folder.
         assert ast.unparse(option) in ("True", "not folder")
     readers = {m for m in modules() if "spectrain.training.checkpoints" in imports(modules()[m])}
-    assert {m for m in readers if not is_entry_point(m) and package_of(m) != "spectrain.training"} == set()
+    assert {m for m in readers - STILL_TO_MOVE if not is_command(m) and package_of(m) != "spectrain.training"} == set()
     for module, path in modules().items():
         assert not {"pickle", "cPickle", "dill", "joblib", "cloudpickle"} & imports(path), module
         for node in calls(path, "np", "load"):

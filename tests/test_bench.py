@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from data_prep.corpus import is_held_out
 from spectrain import bench
-from spectrain.cli import conf_dir
+from spectrain.stores.locations import conf_dir
+from spectrain.stores.texts import is_held_out
 from tests.test_cli import composed
 
 MODEL_FREE = {"autoregressive", "pld", "anpd", "lookahead", "logitspec", "spectra_core", "magicdec"}

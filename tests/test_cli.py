@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hydra import compose, initialize_config_dir
 
-from spectrain.cli import conf_dir, expand_shorthands, refuse_null_groups
-from spectrain.errors import UserError
+from spectrain.cli import expand_shorthands, refuse_null_groups
+from spectrain.decoding.errors import UserError
+from spectrain.stores.locations import conf_dir
 
 AWKWARD = [
     "def read_config(path):",

@@ -18,12 +18,14 @@ from lightning import Callback
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data_prep.corpus import train_tokenizer
-from spectrain import fitting, measuring, train
-from spectrain.curve import read_csv
+from spectrain import train
 from spectrain.decoding import fingerprint
-from spectrain.evaluation.metrics import Estimate
-from spectrain.runs import RunFolder
+from spectrain.measure import validation as measuring
+from spectrain.measure.statistics import Estimate
+from spectrain.stores.texts import train_tokenizer
+from spectrain.training import fit as fitting
+from spectrain.training.curve import read_csv
+from spectrain.training.runs import RunFolder
 from tests.conftest import tiny_model
 
 
@@ -122,7 +124,8 @@ def test_a_run_killed_behind_its_export_ends_by_the_same_command(run, small, exp
 POISONED = """
 import sys
 from lightning import Callback
-from spectrain import fitting, train
+from spectrain import train
+from spectrain.training import fit as fitting
 from spectrain.cli import command
 
 class Poison(Callback):

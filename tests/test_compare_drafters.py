@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spectrain.decoding import load_target
-from spectrain.evaluation.measured_tau import choose_tau, read_tau
+from spectrain.measure.measured_tau import choose_tau, read_tau
 from tests.models.test_artifacts import export_spire
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_drafters.py"

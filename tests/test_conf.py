@@ -7,11 +7,11 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain.bench import method_configs
-from spectrain.cli import conf_dir
 from spectrain.decoding import Drafter, Sampling, TargetModel, tokenizer_fingerprint
-from spectrain.method_building import build_method
+from spectrain.methods.registry import build_method
+from spectrain.stores.locations import conf_dir
 from spectrain.train import TRAININGS, optimizer_settings
-from spectrain.trainers import build_trainer
+from spectrain.training.trainers import build_trainer
 from tests.conftest import tiny_model
 from tests.retrieval.reference import make_store
 from tests.test_cli import composed

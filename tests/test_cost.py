@@ -11,14 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
-from spectrain import cost_inputs
-from spectrain.cli import conf_dir
-from spectrain.cost_inputs import read_grid, read_hardware, read_methods, read_shapes
 from spectrain.decoding import TargetModel
-from spectrain.evaluation.machine_speed import MachineSpeed
+from spectrain.measure import cost_inputs
+from spectrain.measure.cost_inputs import read_grid, read_hardware, read_methods, read_shapes
+from spectrain.measure.machine_speed import MachineSpeed
+from spectrain.stores.locations import conf_dir
 from tests.conftest import tiny_model
-from tests.evaluation.cost_reference import BATCH, CONTEXT_TOKENS, figure_4
-from tests.evaluation.test_measured_tau import BENCH, DRAFTERS, TRAINING
+from tests.measure.cost_reference import BATCH, CONTEXT_TOKENS, figure_4
+from tests.measure.test_measured_tau import BENCH, DRAFTERS, TRAINING
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
 from tests.test_cli import composed
 

@@ -19,10 +19,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain import export, hub, load_method, train
+from spectrain import export, load_method, train
 from spectrain.cli import command
 from spectrain.decoding import generate, load_target
 from spectrain.retrieval.datastore import Datastore
+from spectrain.serving import hub
 from spectrain.training.selection import BestFolder, Tau
 
 KINDS = {

@@ -12,9 +12,9 @@ import pytest
 
 from spectrain import bench, train, tune
 from spectrain.cli import command
-from spectrain.evaluation.formats import estimate, fixed
-from tests.evaluation.test_report import Page
-from tests.evaluation.test_runs_page import COST, DRAFTERS, PARITY
+from spectrain.reporting.formats import estimate, fixed
+from tests.reporting.test_bench_page import Page
+from tests.reporting.test_runs_page import COST, DRAFTERS, PARITY
 
 SMALL = [
     "corpus.held_out_share=0.3",

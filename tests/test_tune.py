@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain import tune_budget
-from spectrain.evaluation.budget_table import BudgetTable
+from spectrain.measure import tune_budget
+from spectrain.measure.budget_table import BudgetTable
 
 TINY = (
     "nodes=[2,8,16]",

@@ -25,7 +25,11 @@ def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
     command = [sys.executable, "-m", "spectrain.train", "--cfg", "job", "+exp=spire"]
     out = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, check=True).stdout
     assert "window_tokens: 64" in out
-    where = [sys.executable, "-c", "import spectrain.cli as c; print(c.conf_dir(), c.bundled_folder('pystdlib-8l'))"]
+    where = [
+        sys.executable,
+        "-c",
+        "import spectrain.stores.locations as c; print(c.conf_dir(), c.bundled_folder('pystdlib-8l'))",
+    ]
     out = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True, check=True).stdout
     assert out.split() == [str(site / "spectrain/conf"), str(site / "spectrain/checkpoints/pystdlib-8l")]
     assert list(empty.iterdir()) == []

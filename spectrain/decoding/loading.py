@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel, unsupported_layer_type
-from spectrain.errors import UserError
 
 log = logging.getLogger(__name__)
 

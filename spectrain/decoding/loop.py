@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.generation import Clock, Ending, Generation, Row
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice
@@ -20,7 +21,6 @@ from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
-from spectrain.errors import UserError
 
 OnTokens = Callable[[int, list[int], list[int]], None]  # (prompt index, new tokens, source of each)
 OnFinished = Callable[[int, Generation], None]  # (prompt index, its continuation)

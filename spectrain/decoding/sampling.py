@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 
 OF_HISTORY = (  # Hugging Face's generation options that look at the text written so far
     "repetition_penalty",

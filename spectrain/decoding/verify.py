@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, draw_token, draw_uniforms
 from spectrain.decoding.tree import DraftTree
-from spectrain.errors import UserError
 
 VERIFICATIONS = ("token", "block")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
-from spectrain.errors import check_whole
+from spectrain.decoding.errors import check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable

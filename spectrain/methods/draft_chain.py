@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.tree import DraftTree
-from spectrain.errors import UserError, check_whole
 from spectrain.methods.stopping import StopRule
 
 

@@ -6,7 +6,7 @@ What SpecDec++ is compared with (methods.md section 3; Kim et al. 2024, Liu et a
 from __future__ import annotations
 
 from spectrain.decoding import TargetModel
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.stopping import ConfidenceStop, EntropyStop

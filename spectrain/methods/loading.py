@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods import anpd, pld, rest, specdecpp, spectra_retrieval, speculative, spire, sssd
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.models.artifacts import Artifact, check_artifact, check_weights, option_of, read_manifest

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore

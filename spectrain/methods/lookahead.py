@@ -17,7 +17,7 @@ import torch
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
 from spectrain.decoding.budget import NodeBudget
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 

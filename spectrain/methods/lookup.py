@@ -13,7 +13,7 @@ from typing import Protocol
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetOutput, Verified
 from spectrain.decoding.budget import NodeBudget
-from spectrain.errors import check_whole
+from spectrain.decoding.errors import check_whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape, draft_tree
 from spectrain.retrieval.datastore import Datastore
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 
 POSITIONS = ("cache", "text")

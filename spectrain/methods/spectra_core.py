@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
 from spectrain.decoding.budget import NodeBudget
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookahead import prompt_random, remember
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.spectra_retrieval import add_retrieved

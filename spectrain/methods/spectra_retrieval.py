@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
-from spectrain.errors import check_whole
+from spectrain.decoding.errors import check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.rest import Tail
 from spectrain.retrieval.candidate_tree import CandidateTree

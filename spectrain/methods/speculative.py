@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
-from spectrain.errors import UserError
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import in_vocabulary

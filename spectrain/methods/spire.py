@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import load_spire

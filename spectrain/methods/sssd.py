@@ -20,8 +20,8 @@ import torch
 
 from spectrain.decoding import Context, DraftTree, TargetModel
 from spectrain.decoding.budget import NodeBudget
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.tree import PADDING_PARENT
-from spectrain.errors import UserError, check_whole
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.models.acceptance_head import AcceptanceHead
 
 JUDGED = ("current", "previous")

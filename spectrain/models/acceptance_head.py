@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.fingerprint import fingerprint, module_fingerprint
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError, check_whole
 from spectrain.models.spire import SpireDrafter
 from spectrain.models.spire_rollout import rollout
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling
-from spectrain.errors import UserError
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import check_artifact
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.models.artifacts import read_manifest
 
 DATASTORE = "datastore"  # folder of it inside the export

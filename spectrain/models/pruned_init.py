@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have

@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 
 
 @dataclass(frozen=True)

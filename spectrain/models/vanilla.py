@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 
 DRAFT_TOKENS = 5  # that other engines draft in a step, here and in model cards; vLLM's own example has 5
 

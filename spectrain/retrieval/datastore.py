@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import (
     MAX_SHARD_TOKENS,
     build_suffix_array,
@@ -34,7 +34,7 @@ from spectrain.retrieval.suffix_array import (
     next_pairs,
     token_dtype,
 )
-from spectrain.store_folder import MANIFEST, kind_of, sha256
+from spectrain.stores.folder import MANIFEST, kind_of, sha256
 
 log = logging.getLogger(__name__)
 

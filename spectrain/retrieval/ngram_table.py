@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 
 MATCH_RULES = ("latest", "earliest", "latest_full")
 NEVER = (0, -1)  # occurrences and token of an unknown context

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.retrieval.continuation_tree import COUNT, gather
 from spectrain.retrieval.datastore import Datastore
 from spectrain.retrieval.fusion import Queue, fuse

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from spectrain.decoding import tokenizer_fingerprint
-from spectrain.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.loading import open_lookup
 from spectrain.methods.lookup import RowState
 from spectrain.methods.sssd import Sssd

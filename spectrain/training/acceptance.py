@@ -14,9 +14,9 @@ import torch
 from lightning import LightningModule
 from torch import Tensor
 
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError
 from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.acceptance_labels import label_texts, mix_tokens
 from spectrain.models.draft_states import DraftStates

@@ -12,7 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
-from spectrain.errors import AllRanksError
+from spectrain.decoding.errors import AllRanksError
 from spectrain.training.checkpoints import CheckpointFolder
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from lightning import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from spectrain.errors import UserError
-from spectrain.store_folder import to_disk
+from spectrain.decoding.errors import UserError
+from spectrain.stores.folder import to_disk
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"

@@ -21,7 +21,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data_prep.feature_store import FeatureStore
+from spectrain.stores.features import FeatureStore
 from spectrain.training.data import BatchesOfLikeLength, HeldOutBatches, RowBatch, SeededBatches
 
 READ_AHEAD = 4  # batches, each by a thread of its own: one alone would not keep up with a GPU

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 
 LOSSES = ("mixed", "distill", "hard")
 CHUNK_POSITIONS = 1024

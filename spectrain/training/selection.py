@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from spectrain.errors import UserError
-from spectrain.store_folder import write_whole
+from spectrain.decoding.errors import UserError
+from spectrain.stores.folder import write_whole
 from spectrain.training.strategies import whole_state
 
 log = logging.getLogger(__name__)

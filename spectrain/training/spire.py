@@ -19,7 +19,7 @@ from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_
 from spectrain.training.optim import OptimizerSettings, lightning_optimizers
 from spectrain.training.validation import ValidationSums, log_sums
 
-STORED_DTYPE = torch.bfloat16  # of features, as `data_prep.feature_store` keeps them
+STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
 
 
 class SpireTraining(LightningModule):

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor, nn
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 
 
 @dataclass(frozen=True)

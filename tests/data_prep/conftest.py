@@ -14,8 +14,8 @@ import pytest
 from data_prep import datastore as data_datastore
 from data_prep import responses as data_responses
 from data_prep import store_builder
-from data_prep.corpus import train_tokenizer
 from spectrain.cli import command
+from spectrain.stores.texts import train_tokenizer
 from tests.conftest import tiny_model
 
 

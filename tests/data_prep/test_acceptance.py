@@ -19,15 +19,15 @@ from transformers import AutoTokenizer
 
 from data_prep import acceptance, acceptance_parts
 from data_prep.acceptance_parts import DRAFT_STREAM, Labelling, label_rows
-from data_prep.acceptance_store import FEATURES, AcceptanceStore, open_acceptance
-from data_prep.corpus import train_tokenizer
-from data_prep.response_store import ResponseManifest, write_responses
 from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.sampling import row_generator
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.acceptance_labels import label_texts
 from spectrain.models.draft_states import ModelStates
+from spectrain.stores.labels import FEATURES, AcceptanceStore, open_acceptance
+from spectrain.stores.responses import ResponseManifest, write_responses
+from spectrain.stores.texts import train_tokenizer
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.data_prep.conftest import caller, contents
 from tests.models.test_artifacts import export_spire

@@ -18,14 +18,15 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from data_prep import activation_parts, activations, feature_store
+from data_prep import activation_parts, activations
 from data_prep.activation_parts import TokenRows, rows_of_responses, shard_bounds
-from data_prep.corpus import is_held_out, pack, read_documents
-from data_prep.feature_store import open_features
-from data_prep.response_store import open_responses
 from spectrain import train
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
+from spectrain.stores import features as feature_store
+from spectrain.stores.features import open_features
+from spectrain.stores.responses import open_responses
+from spectrain.stores.texts import is_held_out, pack, read_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import caller, contents
 from tests.data_prep.test_acceptance import N_ROWS, save_responses

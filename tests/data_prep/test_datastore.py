@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data_prep import store_builder, tables
-from data_prep.corpus import is_held_out, train_tokenizer
+from data_prep import store_builder
 from data_prep.lookup import look_up
 from data_prep.selection import Selection, draw_histogram, select
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import PARTS, Datastore
+from spectrain.stores import tables
+from spectrain.stores.texts import is_held_out, train_tokenizer
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import contents, cut, kept_ids, text_of
 

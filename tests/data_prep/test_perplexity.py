@@ -8,7 +8,7 @@ import torch
 
 from data_prep.perplexity import Scoring, length_buckets, perplexities, token_log_probs, windows_of
 from spectrain.decoding import TargetModel
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from tests.conftest import random_prompts, tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
 

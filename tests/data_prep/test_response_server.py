@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from data_prep import response_server
 from data_prep.response_server import AnswerReader, CompletionServer, Endpoint, PromptFailed
-from data_prep.response_store import open_responses
 from data_prep.response_work import Answer, Prompt
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
+from spectrain.stores.responses import open_responses
 from tests.data_prep.fake_server import completion, serving
 
 PROMPTS = [Prompt(i, f"q{i}", "c", [10 + i]) for i in range(4)]

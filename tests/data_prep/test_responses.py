@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from data_prep import response_builder
-from data_prep.corpus import STDLIB_HELD_OUT, is_held_out, stdlib_documents
-from data_prep.response_store import open_responses
 from data_prep.responses import read_questions
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
-from spectrain.method_building import build_method, method_config
+from spectrain.methods.registry import build_method, method_config
+from spectrain.stores.responses import open_responses
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, stdlib_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import contents
 from tests.test_cli import composed

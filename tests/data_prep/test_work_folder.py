@@ -14,8 +14,8 @@ import pytest
 
 from data_prep import datastore as data_datastore
 from data_prep import store_builder
-from data_prep.work_folder import held
 from spectrain.retrieval.datastore import Datastore, read_manifest
+from spectrain.stores.work_folder import held
 from tests.data_prep.conftest import contents, cut, kept_ids
 
 ROOT = Path(__file__).parent.parent.parent

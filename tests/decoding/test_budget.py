@@ -10,7 +10,7 @@ import pytest
 
 from spectrain.decoding import generate
 from spectrain.decoding.budget import CONTEXT_BUCKET_TOKENS, ForwardCost, MethodCurve, NodeBudget, Roofline
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.logitspec import LogitSpec
 from spectrain.methods.lookahead import Lookahead

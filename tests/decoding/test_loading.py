@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from spectrain.decoding import load_target
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from tests.conftest import tiny_model
 from tests.decoding.test_loop import word_tokenizer
 

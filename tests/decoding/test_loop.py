@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spectrain.decoding import Sampling, Source, TargetModel, generate
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods import anpd, logitspec, pld, rest, spectra, spectra_core, spectra_retrieval, sssd
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.lookahead import Lookahead

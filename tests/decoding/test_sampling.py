@@ -5,8 +5,8 @@ import torch
 from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, draw_token, draw_uniforms, row_generator
-from spectrain.errors import UserError
 
 
 @pytest.mark.parametrize(

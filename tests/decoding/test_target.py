@@ -12,8 +12,8 @@ from transformers import (
 )
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import check_supported, find_blocks
-from spectrain.errors import UserError
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 

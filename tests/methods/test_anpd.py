@@ -3,7 +3,7 @@
 import pytest
 
 from spectrain.decoding import Source
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods import anpd
 from spectrain.methods.anpd import AdaptiveNgram
 from tests.methods.test_pld import check_text, proposed

@@ -12,7 +12,7 @@ import torch
 import spectrain
 from spectrain import load_method
 from spectrain.decoding import TargetModel, generate
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop

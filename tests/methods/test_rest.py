@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectrain.decoding import Source
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods.rest import Rest, Tail
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.retriever import RetrievalOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectrain.decoding import Source, TargetModel, generate
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods import spectra, spectra_retrieval
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options

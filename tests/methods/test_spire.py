@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified, generate
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
 from spectrain.models.spire_rollout import rollout

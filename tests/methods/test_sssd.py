@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetModel, generate
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods import sssd
 from spectrain.methods.sssd import Discounts, Sssd, SssdOptions, branch_of
 from tests.conftest import random_prompts, tiny_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 
 

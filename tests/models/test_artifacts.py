@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.models.artifacts import Artifact, load_spire, newest_artifact, save_spire, write_manifest
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig

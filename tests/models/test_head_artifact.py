@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.methods.specdecpp import build, open_drafter
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import Artifact, write_manifest

@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from spectrain.decoding import TargetModel
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.spire_rollout import rollout

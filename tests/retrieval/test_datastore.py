@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import Datastore, newest_datastore, read_manifest
 from tests.retrieval.reference import make_store
 

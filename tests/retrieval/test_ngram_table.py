@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.retrieval.ngram_table import CountTable, PositionTable
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)

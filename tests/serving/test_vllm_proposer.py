@@ -11,8 +11,8 @@ import torch
 
 from spectrain import load_method
 from spectrain.decoding import Context, Sampling, TargetModel
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.tree import ROOT_PARENT
-from spectrain.errors import UserError
 from spectrain.serving.requests import KEPT_CALLS
 from spectrain.serving.vllm_proposer import LookupProposer
 from tests.conftest import random_prompts, tiny_model

@@ -11,8 +11,8 @@ from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import draw_uniforms, row_generator
-from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule
 from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig

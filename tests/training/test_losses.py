@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.training import losses
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 

@@ -12,10 +12,10 @@ import torch
 from lightning import Callback, Trainer
 
 from data_prep.activation_parts import Capturing, TokenRows, autocast, capture_shard
-from data_prep.feature_store import FeatureStore, open_features
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.models.pruned_init import new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
+from spectrain.stores.features import FeatureStore, open_features
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.data import RowBatch, SeededBatches
@@ -24,7 +24,7 @@ from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.spire import SpireTraining
 from tests.conftest import VOCAB_SIZE, tiny_model
-from tests.data_prep.test_feature_store import write_store
+from tests.stores.test_features import write_store
 
 LAYERS = (1, 2)
 EQUAL = [16] * 14

@@ -11,14 +11,14 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from spectrain.errors import UserError
-from spectrain.loggers import CurveLogger
-from spectrain.runs import RunFolder
+from spectrain.decoding.errors import UserError
 from spectrain.training.callbacks import Checkpoints, StopOnBadLoss
 from spectrain.training.checkpoints import CheckpointFolder, step_of
 from spectrain.training.data import PackedRowsData, SeededBatches
 from spectrain.training.language_model import LanguageModelTraining
+from spectrain.training.loggers import CurveLogger
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.runs import RunFolder
 from spectrain.training.selection import BestFolder, KeepBest, Tau
 from tests.conftest import VOCAB_SIZE, tiny_model
 

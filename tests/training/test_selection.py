@@ -10,8 +10,8 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from spectrain.curve import read_csv
 from spectrain.decoding import TargetModel
+from spectrain.training.curve import read_csv
 from spectrain.training.data import HeldOutBatches, PackedRowsData, RowBatch
 from spectrain.training.language_model import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings

@@ -17,15 +17,15 @@ from transformers import AutoTokenizer
 from spectrain import export
 from spectrain.cli import command
 from spectrain.decoding import TargetModel
-from spectrain.errors import UserError
+from spectrain.decoding.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireBlock, SpireConfig
-from spectrain.runs import RunFolder
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
 from spectrain.training.data import RowBatch
 from spectrain.training.language_model import LanguageModelTraining, next_token_loss
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.runs import RunFolder
 from spectrain.training.spire import SpireTraining
 from spectrain.training.strategies import ZeroSettings, zero_strategy
 from tests import ranks

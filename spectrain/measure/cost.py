@@ -1,0 +1,256 @@
+"""The throughput model of SPIRe (Neelam et al. 2025, section 2; methods.md section 4): what a step costs, untimed.
+
+    cost of a forward      = max(FLOPs, bytes x operational intensity)              in FLOP-equivalents
+    throughput multiplier  = tau / ((k x draft + verify) / target)
+
+FLOPs are 2 a parameter and row, bytes those of weights and KV cache. What is left out: the FLOPs of attention itself,
+activations, prefill, sampling, communication, and that kernels reach neither peak.
+
+Letters: B batch sizes, L context lengths. Arrays are [B, L] float64: a row a batch size, a column a context length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spectrain.decoding.errors import UserError, check_whole
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the cost of a decoder depends on.
+
+    Args:
+        n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size: of a decoder with a gated MLP.
+        vocab_size: rows of the unembedding; 0 where nobody counts it.
+        body_parameters: of the decoder blocks, counted in a model; None: those of norms, attention and gated MLP.
+    """
+
+    n_layer: int
+    hidden_size: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int = 0
+    body_parameters: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "hidden_size", "n_head", "n_kv_head", "head_dim", "intermediate_size"):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("vocab_size", self.vocab_size, 0)
+        if self.body_parameters is not None:
+            check_whole("body_parameters", self.body_parameters, 1)
+        if self.n_head % self.n_kv_head:
+            raise UserError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+
+    @property
+    def body(self) -> int:
+        """Parameters of the decoder blocks, without embedding, final norm and unembedding."""
+        if self.body_parameters is not None:
+            return self.body_parameters
+        queries_and_output = 2 * self.hidden_size * self.n_head * self.head_dim
+        keys_and_values = 2 * self.hidden_size * self.n_kv_head * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.n_layer * (2 * self.hidden_size + queries_and_output + keys_and_values + mlp)
+
+    @property
+    def unembedding(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def kv_values(self) -> int:
+        """Values that one token adds to the KV cache."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim
+
+    @property
+    def memory_projections(self) -> int:
+        """Parameters of all K and V projections: what SPIRe runs once more for the memory of a drafted token."""
+        return self.kv_values * self.hidden_size
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a forward runs on.
+
+    Args:
+        name: as a reader knows it.
+        operational_intensity: FLOPs that it does while it reads a byte.
+        weight_bytes, kv_bytes: bytes a value of weights and of the KV cache.
+        flops_per_s, bytes_per_s: peaks; None where only their ratio is known, and then nothing has seconds.
+        dtype: the numbers that are multiplied.
+        source: where the peaks are from.
+    """
+
+    name: str
+    operational_intensity: float
+    weight_bytes: float = 1
+    kv_bytes: float = 1
+    flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    dtype: str | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("operational_intensity", "weight_bytes", "kv_bytes", "flops_per_s", "bytes_per_s"):
+            value = getattr(self, name)
+            if value is None and name in ("flops_per_s", "bytes_per_s"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise UserError(f"{name}={value} must be a number above 0")
+
+    def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
+        """FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
+        return np.maximum(flops, n_bytes * self.operational_intensity)
+
+    def milliseconds(self, cost: np.ndarray) -> np.ndarray | None:
+        return None if self.flops_per_s is None else 1e3 * cost / self.flops_per_s
+
+
+@dataclass(frozen=True)
+class SparseBudget:
+    """How much of the context a sparse cache holds: sinks, and a window of fixed size or a share of the context."""
+
+    sink_tokens: int = 1
+    window_tokens: int | None = None  # None: context // share
+    share: int = 8
+
+    def __post_init__(self) -> None:
+        check_whole("sink_tokens", self.sink_tokens, 0)
+        check_whole("window_share", self.share, 1)
+        if self.window_tokens is not None:
+            check_whole("window_tokens", self.window_tokens, 1)
+
+    def tokens(self, context_tokens: np.ndarray) -> np.ndarray:
+        """Entries that a draft step reads; where the context is shorter than sinks and window, the context."""
+        if self.window_tokens is None:
+            return self.sink_tokens + context_tokens // self.share
+        return np.minimum(context_tokens, self.sink_tokens + self.window_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.sink_tokens} + " + (
+            f"L // {self.share}" if self.window_tokens is None else f"{self.window_tokens}"
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """How drafts are made, how long they are, and what they yield.
+
+    Args:
+        name: vanilla | magicdec | spire | spire_dense
+        shape: of the model that drafts; the target's own for MagicDec.
+        k: drafted tokens a step.
+        tau: tokens a step, the target's own included: 1 .. k + 1.
+        budget: of its KV cache; None: the whole context.
+        feedback: each drafted token's memory is projected to K and V once more.
+    """
+
+    name: str
+    shape: Shape
+    k: int
+    tau: float
+    budget: SparseBudget | None = None
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(f"k of {self.name}", self.k, 1)
+        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or not 1 <= self.tau <= self.k + 1:
+            raise UserError(
+                f"tau.{self.name}={self.tau} must lie in 1 .. k + 1 = {self.k + 1}: a step yields the target's own "
+                "token and at most k drafted ones"
+            )
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """FLOP-equivalents, each [B, L]."""
+
+    draft: np.ndarray  # of one draft forward
+    verify: np.ndarray
+    target: np.ndarray  # of one token, without speculation
+    k: int
+
+    @property
+    def step(self) -> np.ndarray:
+        return self.k * self.draft + self.verify
+
+    @property
+    def iteration_time_multiplier(self) -> np.ndarray:
+        """How many times as long as plain decoding a step takes."""
+        return self.step / self.target
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A target on a piece of hardware.
+
+    Args:
+        target: its shape.
+        hardware: peaks and bytes a value.
+        count_unembedding: whether forwards read and multiply the unembedding, too; the paper leaves it out, which large
+            models allow and small ones do not.
+    """
+
+    target: Shape
+    hardware: Hardware
+    count_unembedding: bool = False
+
+    def parameters(self, shape: Shape) -> int:
+        return shape.body + (shape.unembedding if self.count_unembedding else 0)
+
+    def traffic(self, shape: Shape, batch: Sequence[int], cached_tokens: np.ndarray) -> np.ndarray:
+        """Bytes of weights and KV cache that one forward reads."""
+        rows = np.asarray(batch, dtype=np.float64)[:, None]
+        cache = rows * np.asarray(cached_tokens, dtype=np.float64)[None] * shape.kv_values
+        return self.parameters(shape) * self.hardware.weight_bytes + cache * self.hardware.kv_bytes
+
+    def flops(self, shape: Shape, batch: Sequence[int], extra_parameters: int = 0) -> np.ndarray:
+        """FLOPs of one token a row, [B, 1]."""
+        return 2.0 * (self.parameters(shape) + extra_parameters) * np.asarray(batch, dtype=np.float64)[:, None]
+
+    def step(self, method: Method, batch: Sequence[int], context_tokens: Sequence[int]) -> StepCost:
+        """What a step of a method costs at every batch size and context length.
+
+        The target scores k + 1 tokens a row: the root and the drafted ones.
+        """
+        contexts = np.asarray(context_tokens)
+        cached = contexts if method.budget is None else method.budget.tokens(contexts)
+        extra = method.shape.memory_projections if method.feedback else 0
+        flops, traffic = self.flops(self.target, batch), self.traffic(self.target, batch, contexts)
+        return StepCost(
+            draft=self.hardware.cost(self.flops(method.shape, batch, extra), self.traffic(method.shape, batch, cached)),
+            verify=self.hardware.cost((method.k + 1) * flops, traffic),
+            target=self.hardware.cost(flops, traffic),
+            k=method.k,
+        )
+
+    def multiplier(self, method: Method, batch: Sequence[int], context_tokens: Sequence[int]) -> np.ndarray:
+        """Throughput relative to autoregressive decoding, [B, L]."""
+        return method.tau / self.step(method, batch, context_tokens).iteration_time_multiplier
+
+    def intensity(self, batch: Sequence[int], context_tokens: Sequence[int], k: int) -> np.ndarray:
+        """FLOPs a byte of a forward of the target over k tokens a row: Figure 3, which leaves the root out."""
+        traffic = self.traffic(self.target, batch, np.asarray(context_tokens))
+        return k * self.flops(self.target, batch) / traffic
+
+    def intensity_limit(self, context_tokens: Sequence[int], k: int) -> np.ndarray:
+        """What `intensity` tends to as the batch grows, [L]: only the cache is left to read."""
+        cache = np.asarray(context_tokens, dtype=np.float64) * self.target.kv_values * self.hardware.kv_bytes
+        return 2.0 * k * self.parameters(self.target) / cache
+
+    def critical_context(self, k: int) -> float:
+        """Tokens; in longer contexts verifying k tokens a row is memory-bound at every batch size."""
+        cache_cost = self.target.kv_values * self.hardware.kv_bytes * self.hardware.operational_intensity
+        return 2.0 * k * self.parameters(self.target) / cache_cost
+
+    def critical_batch(self, context_tokens: Sequence[int], k: int) -> np.ndarray:
+        """Rows from which verifying k tokens a row is compute-bound, [L]; inf where it never is."""
+        weights = self.parameters(self.target) * self.hardware.weight_bytes
+        cache = np.asarray(context_tokens, dtype=np.float64) * self.target.kv_values * self.hardware.kv_bytes
+        spare = 2.0 * k * self.parameters(self.target) / self.hardware.operational_intensity - cache
+        return np.where(spare > 0, weights / np.where(spare > 0, spare, 1), math.inf)

@@ -1,0 +1,197 @@
+"""What follows from the throughput model: where a method pays, what its training earns, what verifies for free.
+
+SPIRe section 5 (cost analysis) and SSSD section 3.2 (roofline of a forward's matrix products).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from spectrain.measure.cost import CostModel, Hardware, Method, Shape
+
+AUTOREGRESSIVE = "autoregressive"
+GRID = 256  # context lengths at which signs are looked at before they are bisected
+
+Span = tuple[int, int]  # first and last context length
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods on a grid of batch sizes and context lengths.
+
+    Args:
+        title: of tables and figures.
+        model: the target on its hardware.
+        methods: what is compared with autoregressive decoding, in order.
+        batch: rows decoded together, rising.
+        context_tokens: rising.
+        spot: (batch, context) of the cost analysis; curves are drawn at its batch.
+    """
+
+    title: str
+    model: CostModel
+    methods: tuple[Method, ...]
+    batch: tuple[int, ...]
+    context_tokens: tuple[int, ...]
+    spot: tuple[int, int]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """First and last context length."""
+        return self.context_tokens[0], self.context_tokens[-1]
+
+    def multiplier(self, method: Method) -> np.ndarray:
+        """[B, L]"""
+        return self.model.multiplier(method, self.batch, self.context_tokens)
+
+    def pays(self, batch: int) -> dict[str, tuple[Span, ...]]:
+        """Contexts, by method, in which it beats autoregressive decoding at this batch size."""
+        return {m.name: break_even(self.model, m, batch, *self.ends) for m in self.methods}
+
+    def overtakes(self, batch: int) -> dict[str, tuple[Span, ...]]:
+        """Contexts, by "one > other", in which one method beats another at this batch size."""
+        pairs = combinations(self.methods, 2)
+        return {f"{b.name} > {a.name}": overtaking(self.model, b, a, batch, *self.ends) for a, b in pairs}
+
+
+def spans_where(holds: Callable[[np.ndarray], np.ndarray], low: int, high: int, gap: int = 0) -> tuple[Span, ...]:
+    """The runs of context lengths in low .. high where a condition holds.
+
+    Args:
+        holds: contexts [n] -> bool [n]. Runs shorter than the steps of the search, 2 to 3 % of a length, may be missed.
+        low, high: first and last length that is looked at.
+        gap: runs no further apart than this are one.
+    """
+    grid = np.unique(np.geomspace(low, high, GRID).round().astype(np.int64))
+    found = holds(grid)
+    spans: list[Span] = []
+    begun = int(grid[0]) if found[0] else None
+    for left, right, before, after in zip(grid, grid[1:], found, found[1:], strict=False):
+        if before == after:
+            continue
+        a, b = int(left), int(right)  # holds differs between them
+        while b - a > 1:
+            middle = (a + b) // 2
+            a, b = (middle, b) if holds(np.array([middle]))[0] == before else (a, middle)
+        if not after:
+            spans.append((begun, a))
+            begun = None
+        elif spans and b - spans[-1][1] <= gap:
+            begun = spans.pop()[0]
+        else:
+            begun = b
+    if begun is not None:
+        spans.append((begun, int(grid[-1])))
+    return tuple(spans)
+
+
+def break_even(model: CostModel, method: Method, batch: int, low: int, high: int) -> tuple[Span, ...]:
+    """Contexts in which a method beats autoregressive decoding (multiplier above 1)."""
+    return spans_where(
+        lambda contexts: model.multiplier(method, [batch], contexts)[0] > 1, low, high, _staircase(method)
+    )
+
+
+def overtaking(model: CostModel, one: Method, other: Method, batch: int, low: int, high: int) -> tuple[Span, ...]:
+    """Contexts in which one method beats another."""
+    return spans_where(
+        lambda contexts: model.multiplier(one, [batch], contexts)[0] > model.multiplier(other, [batch], contexts)[0],
+        low,
+        high,
+        _staircase(one, other),
+    )
+
+
+def _staircase(*methods: Method) -> int:
+    """Tokens of a stair of L // share: near a crossing the sign changes with every stair."""
+    return max(m.budget.share if m.budget is not None and m.budget.window_tokens is None else 0 for m in methods)
+
+
+def best_methods(
+    model: CostModel, methods: Sequence[Method], batch: Sequence[int], context_tokens: Sequence[int]
+) -> np.ndarray:
+    """Which has the highest throughput, [B, L] int: 0 autoregressive decoding, i + 1 the i-th method."""
+    contexts = np.asarray(context_tokens)
+    plain = np.ones((len(batch), len(contexts)))
+    return np.argmax([plain, *(model.multiplier(method, batch, contexts) for method in methods)], axis=0)
+
+
+@dataclass(frozen=True)
+class Investment:
+    """What a drafter costs and saves, in units of the target's training (section 5)."""
+
+    method: str
+    multiplier: float
+    training: float
+    decoding: float  # spent on autoregressive decoding, had there been no drafter
+
+    @property
+    def saved(self) -> float:
+        return self.decoding * self.saved_share
+
+    @property
+    def saved_share(self) -> float:
+        return 1 - 1 / self.multiplier
+
+    @property
+    def net(self) -> float:
+        return self.saved - self.training
+
+    @property
+    def break_even_decoding(self) -> float:
+        """How much decoding pays for the training; inf where decoding gets no cheaper."""
+        if self.training == 0 and self.saved_share >= 0:
+            return 0.0
+        return self.training / self.saved_share if self.saved_share > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class FreeBudget:
+    """Tokens b x s_q that a matrix product takes until it is compute-bound."""
+
+    operation: str
+    inputs: int  # rows of the weight matrix
+    outputs: int
+    tokens: float  # inf: memory-bound at any number
+
+
+def free_tokens(hardware: Hardware, inputs: int, outputs: int) -> float:
+    """Solves SSSD's equation for X W, W [i, o]: 2 x i o FLOPs over x i + i o + x o values of `weight_bytes` each.
+
+    For i = o = h and two bytes it is the printed 1 / (2 (1 / h + 1 / (2 x))) = peak FLOPs / bandwidth.
+    """
+    flops_a_value = hardware.operational_intensity * hardware.weight_bytes
+    spare = 2.0 * inputs * outputs - flops_a_value * (inputs + outputs)
+    return flops_a_value * inputs * outputs / spare if spare > 0 else math.inf
+
+
+def free_budgets(hardware: Hardware, shape: Shape) -> tuple[FreeBudget, ...]:
+    """Of every matrix product of a decoder block (SSSD's Table 1, with grouped queries)."""
+    d, ff = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+    matrices = {
+        "queries": (d, queries),
+        "keys, values": (d, keys),
+        "output": (queries, d),
+        "MLP in": (d, ff),
+        "MLP out": (ff, d),
+    }
+    return tuple(FreeBudget(name, i, o, free_tokens(hardware, i, o)) for name, (i, o) in matrices.items())
+
+
+def free_attention_tokens(hardware: Hardware, shape: Shape, context_tokens: Sequence[int]) -> np.ndarray:
+    """Queries s_q a row until attention is compute-bound, [L]: whatever the batch, each row reads its own cache.
+
+    4 s_q (s_q + s) FLOPs a query head and width over 2 (s + s_q) values of K and V and 2 s_q of queries and output a
+    query head (SSSD's Table 1), as a quadratic equation in s_q.
+    """
+    group = shape.n_head // shape.n_kv_head
+    flops_a_value = hardware.operational_intensity * hardware.kv_bytes
+    s = np.asarray(context_tokens, dtype=np.float64)
+    a, b, c = 4.0 * group, 4.0 * group * s - 2 * flops_a_value * (1 + group), -2 * flops_a_value * s
+    return (-b + np.sqrt(b * b - 4 * a * c)) / (2 * a)

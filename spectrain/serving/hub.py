@@ -1,0 +1,54 @@
+"""Uploads an exported folder to the Hugging Face hub, when asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from spectrain.decoding.errors import UserError
+
+NETWORK_ERROR = HfHubHTTPError.__bases__[0]  # of the HTTP library that this version of huggingface_hub stands on
+
+
+def check_repository(name: object) -> None:
+    """Raises UserError where a folder could not be uploaded under this name; asks nobody."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"push_to_hub={name} is no name of a repository; give <user>/<name>") from error
+    if "/" not in str(name):
+        raise UserError(f"push_to_hub={name} names no user; give <user>/{name}")
+    if get_token() is None:
+        raise UserError(
+            f"push_to_hub={name} needs a token of the Hugging Face hub; give one with `hf auth login`, or as HF_TOKEN"
+        )
+
+
+def push(folder: Path, name: str, private: bool) -> str:
+    """Makes the repository where there is none, and uploads the folder as one commit, with the user's token.
+
+    Args:
+        folder: exported.
+        name: <user>/<name>.
+        private: of a new repository.
+
+    Returns:
+        The address.
+
+    Raises:
+        UserError: the hub cannot be reached, or refuses.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="spectrain.export")
+    except (NETWORK_ERROR, OSError) as error:  # what the hub answers, and what the network does
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise UserError(
+            f"{folder} is exported, but could not be uploaded to {name} ({type(error).__name__}: {line}); try again "
+            f"with `hf upload {name} {folder}`"
+        ) from error
+    return f"https://huggingface.co/{name}"

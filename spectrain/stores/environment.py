@@ -1,0 +1,63 @@
+"""What a run was made with: versions, devices, ranks, and the commit of the code."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import socket
+import subprocess
+from pathlib import Path
+
+import torch
+
+TO_THE_MINUTE = "%Y-%m-%d %H:%M UTC"
+LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
+
+
+def environment(ranks: int) -> dict[str, object]:
+    """Versions, host and devices, as plain values for JSON."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in LIBRARIES},
+        "cuda": torch.version.cuda if gpus else None,
+        "devices": gpus or [platform.processor() or platform.machine()],
+        "ranks": ranks,
+        "host": socket.gethostname(),
+    }
+
+
+def date_of(seconds: float | None = None) -> str:
+    """A moment, in seconds since 1970, as results tell it: to the minute, UTC. None: now."""
+    moment = datetime.datetime.now(datetime.UTC)
+    if seconds is not None:
+        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.strftime(TO_THE_MINUTE)
+
+
+def version_of(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit_of(folder: Path) -> dict[str, object] | None:
+    """Commit of the checkout that this code runs from, and whether files differ from it.
+
+    None outside a checkout: a wheel may lie in an environment inside somebody else's.
+    """
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "cli.py")
+        return {
+            "commit": _git(folder, "rev-parse", "HEAD").strip(),
+            "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=30)
+    return done.stdout

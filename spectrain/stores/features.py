@@ -1,0 +1,267 @@
+"""A store of features: what training reads of a frozen target, token by token, in safetensors shards
+(docs/activations.md).
+
+    store = open_features("checkpoints/activations-1f0c93ab")
+    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l")
+    row = store.read(0)
+    row.tokens, row.captured, row.final_hidden
+
+Shards are memory-mapped, and a row is read by itself. Rows lie one after another, in the order of the source; shards
+cut between rows.
+
+Letters: n tokens of a shard, L of a row, C captured layers, D hidden size of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spectrain.decoding.errors import UserError
+from spectrain.stores.folder import StoreKind, sha256, to_disk
+
+VERSION = 1
+KIND = "activations"
+BUILT_BY = "python -m data_prep.activations"
+DTYPES = ("bfloat16", "int8")
+OPEN_SHARDS = 256  # mapped at once: a process may hold only so many maps
+INT8_MAX = 127
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureManifest:
+    """What `manifest.json` says."""
+
+    version: int = VERSION
+    kind: str = KIND
+    target: str  # folder or id
+    target_fingerprint: str
+    tokenizer_fingerprint: str
+    layers: list[int]  # blocks of the target whose inputs are stored, in order
+    hidden_size: int  # D
+    dtype: str  # of the features: bfloat16 | int8, with a scale for each token and layer
+    precision: str  # that the forward ran in, in Lightning's words
+    row_tokens: int  # of the longest row at most
+    source: dict  # "kind": corpus | responses, and which
+    config: dict  # resolved
+    counts: dict  # rows, held_out (rows), tokens; of responses also cut, skipped
+    shard_rows: list[int]  # rows of each shard
+    files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}
+
+
+FEATURES = StoreKind(KIND, VERSION, FeatureManifest, option="data.path", built_by=BUILT_BY)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows with their features, as a shard holds them. Scales are those of an int8 store, else None."""
+
+    tokens: Tensor  # [n] int32
+    offsets: Tensor  # [rows + 1] int64: a row's tokens are offsets[r] .. offsets[r + 1]
+    held_out: Tensor  # [rows] bool
+    prompt_tokens: Tensor  # [rows] int32; 0 where the source is raw text
+    captured: Tensor  # [n, C, D] bfloat16 or int8, inputs of the blocks `layers`
+    final_hidden: Tensor  # [n, D] likewise, what the unembedding takes
+    captured_scale: Tensor | None = None  # [n, C] float32
+    hidden_scale: Tensor | None = None  # [n] float32
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """A row as training reads it."""
+
+    tokens: Tensor  # [L] int32
+    captured: Tensor | None  # [L, C, D] bfloat16 of the layers that were asked for; None: of none
+    final_hidden: Tensor  # [L, D] bfloat16
+
+
+def shard_name(index: int) -> str:
+    return f"shard-{index:05d}.safetensors"
+
+
+def token_bytes(dtype: str, n_layers: int, hidden_size: int) -> int:
+    """What a token takes on disk; rows add a few bytes each."""
+    vectors = n_layers + 1
+    return 4 + vectors * (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 vectors with a scale each: x [..., D] is about q * scale. Returns q [..., D] int8, scale [...] float32."""
+    x = x.float()
+    scale = x.abs().amax(dim=-1) / INT8_MAX
+    q = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-INT8_MAX, INT8_MAX)
+    return q.to(torch.int8), scale
+
+
+def dequantise(q: Tensor, scale: Tensor) -> Tensor:
+    """[..., D] bfloat16 of q [..., D] int8 and scale [...] float32."""
+    return (q * scale[..., None]).to(torch.bfloat16)
+
+
+def write_shard(file: Path, shard: Shard) -> dict:
+    """Writes a shard so that it appears whole or not at all, and is on disk. Returns its bytes and sha256."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.touch()
+    mode = temporary.stat().st_mode  # safetensors makes files for the user alone
+    try:
+        save_file({name: values for name, values in vars(shard).items() if values is not None}, temporary)
+        temporary.chmod(mode)
+        to_disk(temporary)
+        facts = {"bytes": temporary.stat().st_size, "sha256": sha256(temporary)}
+        temporary.rename(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return facts
+
+
+class FeatureStore:
+    """An open store.
+
+    Attributes:
+        folder, manifest: which store.
+        lengths: [rows] int64, tokens of each row.
+        held_out: [rows] bool, rows that no training may see.
+    """
+
+    def __init__(self, folder: Path, manifest: FeatureManifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._shard = lru_cache(OPEN_SHARDS)(self._open)
+        self._first = np.concatenate([[0], np.cumsum(manifest.shard_rows)])  # of each shard, its first row's number
+        shards = [self._open(index) for index in range(len(manifest.shard_rows))]
+        self.lengths = np.concatenate([np.diff(shard.offsets) for shard in shards])
+        self.held_out = np.concatenate([shard.held_out for shard in shards])
+        if len(self.lengths) != manifest.counts["rows"]:
+            raise UserError(
+                f"data.path={folder} does not hold the rows that its manifest says; run {BUILT_BY} again with "
+                "fresh=true"
+            )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _open(self, index: int) -> _OpenShard:
+        return _OpenShard(self.folder / shard_name(index))
+
+    def _place(self, row: int) -> tuple[_OpenShard, slice]:
+        index = int(np.searchsorted(self._first, row, side="right")) - 1
+        shard = self._shard(index)
+        start, stop = shard.offsets[row - self._first[index] :][:2]
+        return shard, slice(int(start), int(stop))
+
+    def tokens(self, row: int) -> Tensor:
+        """[L] int32."""
+        shard, place = self._place(row)
+        return shard["tokens"][place]
+
+    def read(self, row: int, n_tokens: int | None = None, layers: Sequence[int] | None = None) -> FeatureRow:
+        """A row with its features: memory-mapped where the store is bfloat16 and all layers are read.
+
+        Args:
+            row: its number in the store.
+            n_tokens: at most so many of its first tokens; None: all.
+            layers: blocks of the target; None: all that are stored.
+        """
+        shard, place = self._place(row)
+        if n_tokens is not None:
+            place = slice(place.start, min(place.stop, place.start + n_tokens))
+        kept = self._kept(layers)
+        captured = None if kept == [] else shard.vectors("captured", "captured_scale", place, kept)
+        return FeatureRow(shard["tokens"][place], captured, shard.vectors("final_hidden", "hidden_scale", place))
+
+    def _kept(self, layers: Sequence[int] | None) -> list[int] | None:
+        """Where `layers` stand among the stored ones; None: they are the stored ones."""
+        stored = self.manifest.layers
+        return None if layers is None or list(layers) == stored else [stored.index(layer) for layer in layers]
+
+    def check_fits(self, target_fingerprint: str, name: str) -> None:
+        """Raises UserError where the features are of another target than `name`."""
+        if self.manifest.target_fingerprint != target_fingerprint:
+            raise UserError(
+                f"the activations in {self.folder} are of the target {self.manifest.target} "
+                f"({self.manifest.target_fingerprint}), not of {name} ({target_fingerprint}); give that target, or "
+                f"capture those of this one with {BUILT_BY} target={name}"
+            )
+
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Raises UserError where the inputs of these blocks of the target are not all stored."""
+        if not set(layers) <= set(self.manifest.layers):
+            raise UserError(
+                f"the activations in {self.folder} are of the target's blocks {self.manifest.layers}, but the drafter "
+                f"reads {list(layers)}; capture them with {BUILT_BY} layers={_compact(layers)}"
+            )
+
+
+class _OpenShard:
+    """A mapped shard; what is asked for is read through the map, never the whole."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._file = safe_open(file, "pt")
+            self.offsets = self._file.get_tensor("offsets").numpy().copy()
+            self.held_out = self._file.get_tensor("held_out").numpy().copy()
+        except Exception as error:  # safetensors, torch and the system each raise their own types here
+            raise UserError(
+                f"{file} is damaged ({type(error).__name__}); run {BUILT_BY} again with fresh=true"
+            ) from error
+
+    def __getitem__(self, name: str):
+        return self._file.get_slice(name)
+
+    def vectors(self, name: str, scale: str, place: slice, layers: list[int] | None = None) -> Tensor:
+        values = self[name][place]
+        scales = self[scale][place] if values.dtype == torch.int8 else None
+        if layers is not None:
+            values, scales = values[:, layers], scales if scales is None else scales[:, layers]
+        return values if scales is None else dequantise(values, scales)
+
+
+def _compact(layers: Sequence[int]) -> str:
+    """As a shell takes it without quotes."""
+    return f"[{','.join(map(str, layers))}]"
+
+
+def open_features(folder: str | Path, verify: bool = True, rank: int = 0, world_size: int = 1) -> FeatureStore:
+    """Opens a store. That all shards are there, in their whole size, is always checked.
+
+    Args:
+        folder: what the user gave.
+        verify: reads shards and compares their sha256: this rank's share of them.
+        rank, world_size: this process and how many open the store at once.
+
+    Raises:
+        UserError: there is no store of activations in the folder, it is of another version, or it is damaged.
+    """
+    folder = Path(folder)
+    manifest = FEATURES.read_manifest(folder)
+    FEATURES.check_sizes(folder, manifest.files)
+    if verify:
+        share = sorted(manifest.files)[rank::world_size]
+        FEATURES.check_contents(folder, {name: manifest.files[name] for name in share})
+    return FeatureStore(folder, manifest)
+
+
+def newest_features(root: Path, target_fingerprint: str, layers: Sequence[int]) -> Path:
+    """The newest store below `root` of this target with these layers.
+
+    Raises:
+        UserError: there is none.
+    """
+
+    def fits(one: FeatureManifest) -> bool:
+        return one.target_fingerprint == target_fingerprint and set(layers) <= set(one.layers)
+
+    found = FEATURES.newest(root, fits)
+    if found is None:
+        raise UserError(
+            f"{root}/ holds no activations of this target's blocks {list(layers)}; capture them with {BUILT_BY} "
+            f"target=... layers={_compact(layers)}, or give data.path=<folder>"
+        )
+    return found

@@ -1,0 +1,209 @@
+"""Folders that a command builds once and others read: files, and a `manifest.json` beside them, written last.
+
+The manifest says what kind of store it is, of which version, and the bytes and sha256 of each file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from spectrain.decoding.errors import UserError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+HASHED_BYTES = 2**24  # read at once
+HASHING_THREADS = 4  # hashing leaves the GIL alone
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
+
+
+@dataclass(frozen=True)
+class StoreKind(Generic[M]):
+    """What tells stores of one kind from others, and what messages say of them."""
+
+    name: str  # `kind` of its manifests
+    version: int  # of its format
+    manifest: type[M]
+    option: str  # by which a user gives such a folder
+    built_by: str  # the command that makes one
+
+    def read_manifest(self, folder: Path) -> M:
+        """Raises UserError where the folder is missing, or is no store of this kind and version."""
+        file = folder / MANIFEST
+        if not folder.is_dir():
+            raise UserError(f"{self.option}={folder} does not exist; make one with {self.built_by}")
+        if not file.is_file():
+            raise UserError(f"{self.option}={folder} has no {MANIFEST}; give a folder that {self.built_by} wrote")
+        try:
+            values = json.loads(file.read_text())
+            kind, version = values.get("kind"), values.get("version")
+            if (kind, version) == (self.name, self.version):
+                return self.manifest(**values)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} cannot be read ({error}); run {self.built_by} again with fresh=true") from error
+        raise UserError(
+            f"{self.option}={folder} is a store of {kind!r} of format version {version!r}, not of {self.name!r} of "
+            f"version {self.version}; give a folder that {self.built_by} wrote"
+        )
+
+    def check_files(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+        """Reads every file that a manifest lists. Raises UserError where one is missing or is another."""
+        self.check_sizes(folder, files)
+        self.check_contents(folder, files)
+
+    def check_sizes(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+        """Raises UserError where a file that a manifest lists is missing or is of another size; reads none."""
+        for name, facts in files.items():
+            file = folder / name
+            if not file.is_file():
+                raise UserError(f"{self.option}={folder} lacks {name}; run {self.built_by} again with fresh=true")
+            if file.stat().st_size != facts["bytes"]:
+                raise self._damaged(file)
+
+    def check_contents(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+        """Reads the files, a few at a time. Raises UserError where one is another."""
+        with ThreadPoolExecutor(HASHING_THREADS) as pool:
+            found = pool.map(lambda name: sha256(folder / name), files)
+            for (name, facts), digest in zip(files.items(), found, strict=True):
+                if digest != facts["sha256"]:
+                    pool.shutdown(cancel_futures=True)
+                    raise self._damaged(folder / name)
+
+    def _damaged(self, file: Path) -> UserError:
+        return UserError(
+            f"{file} is damaged: it is not what the manifest says; run {self.built_by} again with fresh=true"
+        )
+
+    def newest(self, root: Path, fits: Callable[[M], bool]) -> Path | None:
+        """The newest store of this kind below `root` whose manifest fits; None where there is none."""
+        fitting = []
+        for file in root.glob(f"[!.]*/{MANIFEST}"):
+            if kind_of(file) not in (self.name, None):
+                continue  # another command's store
+            try:
+                manifest = self.read_manifest(file.parent)
+            except UserError as error:
+                log.warning("passed over: %s", error)
+                continue
+            if fits(manifest):
+                fitting.append((file.stat().st_mtime, file.parent))
+        return max(fitting)[1] if fitting else None
+
+
+def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] | None = None) -> None:
+    """Writes the dataclass, its `files` filled in, so that it appears whole or not at all.
+
+    Args:
+        folder: of the store.
+        manifest: a dataclass.
+        files: bytes and sha256 of each, by name; None: of all that stand in the folder, which are read.
+    """
+    if files is None:
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
+    write_whole(folder / MANIFEST, dataclasses.asdict(dataclasses.replace(manifest, files=files)))
+
+
+def write_whole(file: Path, content: dict) -> None:
+    """Writes JSON so that the file appears whole, in place of an older one."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.rename(file)
+
+
+def kind_of(manifest: Path) -> str | None:
+    """What kind of store a manifest is of; None where it does not say, or is damaged."""
+    try:
+        return json.loads(manifest.read_text()).get("kind")
+    except (ValueError, AttributeError):
+        return None
+
+
+def sha256(file: Path) -> str:
+    """Of the whole file, in hex."""
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while block := content.read(HASHED_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def to_disk(file: Path) -> None:
+    """Makes sure that what was written outlives the machine, not only the process."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path, by: str, otherwise: str = "") -> Iterator[None]:
+    """Keeps other processes out of a folder. A killed process's lock goes with it.
+
+    Args:
+        folder: exists. It is locked itself: a file inside would go with its content.
+        by: what another process that holds it is called.
+        otherwise: what else than waiting can be done, ends the sentence.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming_a_full_disk(folder: Path, again: str = "") -> Iterator[None]:
+    """Says of what is written below `folder` that the disk is full.
+
+    Args:
+        folder: on that disk, named to the user.
+        again: what the same command then does, or what else can be done; ends the sentence.
+
+    Raises:
+        UserError: in place of the error of whoever wrote.
+    """
+    try:
+        yield
+    except UserError:  # said already, by who knew the folder better
+        raise
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise UserError(
+            f"the disk of {folder} is full; free some space and give the same command again{again}"
+        ) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write found no room. safetensors hands on what the system says as text, torch only that it failed."""
+    said = str(error)
+    if getattr(error, "errno", None) in DISK_FULL or any(f"os error {code})" in said for code in DISK_FULL):
+        return True
+    if isinstance(error, RuntimeError) and "iostream error" in said:
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and is_disk_full(before)

@@ -1,0 +1,22 @@
+"""Where the configs lie, the bundled checkpoints, and the folder that commands export to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def conf_dir() -> Path:
+    """The folder of Hydra configs: inside the package in a wheel, beside it in a checkout."""
+    inside = PACKAGE / "conf"
+    return inside if inside.is_dir() else PACKAGE.parent / "conf"
+
+
+def bundled_folder(name: str) -> Path | None:
+    """Where a bundled checkpoint of this name lies (wheel or checkout), or None."""
+    for root in (PACKAGE / "checkpoints", PACKAGE.parent / "checkpoints"):
+        if "/" not in name and (root / name / "config.json").is_file():
+            return root / name
+    return None

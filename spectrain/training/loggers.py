@@ -1,0 +1,118 @@
+"""Where a training's numbers go: CSV in the run folder always, Weights & Biases when asked."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from pathlib import Path
+
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig
+
+from spectrain.models.artifacts import MANIFEST
+from spectrain.reporting.training_plot import plot_training
+from spectrain.training.runs import RunFolder, plain
+
+log = logging.getLogger(__name__)
+
+
+def loggers(cfg: DictConfig, run: RunFolder) -> list[Logger]:
+    """CSV always, a file an attempt; Weights & Biases when asked, offline without a key."""
+    chosen: list[Logger] = [CurveLogger(run.path, name="metrics", version=len(run.attempts))]
+    if cfg.logger.wandb and rank_zero_only.rank == 0:
+        chosen.append(
+            WandbLogger(
+                project=cfg.logger.project,
+                group=cfg.logger.group,
+                tags=list(cfg.logger.tags),
+                name=cfg.logger.name or run.name,
+                version=run.id,  # a resumed run goes on in the same W&B run
+                save_dir=run.path,
+                mode=wandb_mode(),
+                config=run.config,
+            )
+        )
+    return chosen
+
+
+def wandb_mode() -> str:
+    """What WANDB_MODE says; else online where a key is known and the server answers."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"]
+    try:
+        return "online" if wandb.login(prompt=False, timeout=10) else "offline"
+    except (wandb.errors.Error, OSError) as error:
+        log.warning("Weights & Biases cannot be reached (%s); logging offline", error)
+        return "offline"
+
+
+class _WholeFile(ExperimentWriter):
+    """Rewrites metrics.csv for a new column so that a kill leaves the old file or the new one, never half of it."""
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        file = Path(self.metrics_file_path)
+        with file.open(newline="") as lines:
+            rows = list(csv.DictReader(lines))
+        temporary = file.with_name(f".{file.name}.tmp")
+        with temporary.open("w", newline="") as lines:
+            writer = csv.DictWriter(lines, fieldnames=fieldnames)
+            writer.writeheader()
+            writer.writerows(rows)
+        temporary.replace(file)
+
+
+class CurveLogger(CSVLogger):
+    """Lightning's CSV logger; `spectrain.training.curve` reads what it writes."""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        if self._experiment is None:
+            os.makedirs(self.root_dir, exist_ok=True)
+            self._experiment = _WholeFile(log_dir=self.log_dir)
+        return self._experiment
+
+
+def keep_config(trainer: Trainer, run: RunFolder) -> None:
+    """Puts config.yaml into the W&B run, if there is one: an offline run's folder would hold none."""
+    for logger in of_wandb(trainer):
+        logger.experiment.define_metric("eval/tau", summary="max")  # what sweeps maximize, and what is exported
+        logger.experiment.save(str(run.config_file), base_path=str(run.path), policy="now")
+
+
+def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str) -> None:
+    """Draws the run's curve; in the W&B run, if there is one, go the pictures and the exported folder.
+
+    Args:
+        trainer: after the fit, on rank zero.
+        run: whose curve it is; the pictures are put there.
+        out: the exported folder.
+        kind: what it holds: drafter, head or target.
+    """
+    pictures = plot_training(run.path, run.curve())
+    for logger in of_wandb(trainer):
+        import wandb
+
+        for name, file in pictures.items():
+            logger.log_image(f"plots/{name}", [str(file)])
+        manifest = out / MANIFEST
+        metadata = json.loads(manifest.read_text()) if manifest.is_file() else {}
+        artifact = wandb.Artifact(plain(run.name), type=kind, metadata=metadata)
+        artifact.add_dir(str(out))
+        logger.experiment.log_artifact(artifact)
+        if logger.experiment.settings.mode == "offline":
+            attempts = sorted(Path(logger.experiment.dir).parent.parent.glob(f"offline-run-*-{run.id}"))
+            log.info("logged offline; to upload it: wandb sync %s", " ".join(map(str, attempts)))
+
+
+def of_wandb(trainer: Trainer) -> list[WandbLogger]:
+    """The loggers of W&B, on the rank that writes."""
+    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger) and trainer.is_global_zero]

@@ -1,0 +1,134 @@
+"""Contenders take turns on each question; turns of a conversation follow one another; failures stay where they are."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from spectrain.decoding import Sampling, TargetModel
+from spectrain.measure.benchmark import Benchmark
+from spectrain.measure.contenders import Contender, Method, Work
+from spectrain.methods.autoregressive import Autoregressive
+from tests.conftest import tiny_model
+from tests.models.test_artifacts import tiny_tokenizer
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    turns: tuple[str, ...]
+    category: str = "any"
+
+
+class Recorder(Contender):
+    """Answers as autoregressive decoding does, and keeps what it was asked; fails on a prompt that holds `poison`."""
+
+    kind = "method"
+
+    def __init__(self, name: str, calls: list, target: TargetModel, poison: int | None = None):
+        self.name, self.calls, self.poison = name, calls, poison
+        self.method = Method(target, Autoregressive())
+
+    def decode(self, prompts, numbers, work):
+        if any(self.poison in prompt for prompt in prompts):
+            raise RuntimeError("poison")
+        self.calls.append((self.name, list(numbers), work.max_new_tokens))
+        return self.method.decode(prompts, numbers, work)
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama"), tiny_tokenizer())
+
+
+def ids(turns, replies) -> list[int]:
+    """Each turn is a number; replies stand between them."""
+    tokens = [int(turns[0])]
+    for turn, reply in zip(turns[1:], replies, strict=True):
+        tokens += [*reply, int(turn)]
+    return tokens
+
+
+def benchmark(target, questions, contenders, batch_size=1, n_new=4):
+    return Benchmark(target, contenders, questions, ids, Work(n_new, Sampling(), batch_size))
+
+
+def questions(n: int) -> list[Question]:
+    return [Question(f"q{i}", (str(5 + i),)) for i in range(n)]
+
+
+def test_contenders_take_turns_and_begin_in_turn(target):
+    calls = []
+    three = {name: Recorder(name, calls, target) for name in "abc"}
+    rows = [row for group in benchmark(target, questions(3), three).rows(set()) for row in group]
+    assert [(name, numbers) for name, numbers, _ in calls] == [
+        *[("a", [0]), ("b", [0]), ("c", [0])],
+        *[("b", [64]), ("c", [64]), ("a", [64])],
+        *[("c", [128]), ("a", [128]), ("b", [128])],
+    ]
+    assert [(row.question_id, row.method) for row in rows][:4] == [("q0", "a"), ("q0", "b"), ("q0", "c"), ("q1", "b")]
+
+
+def test_what_is_measured_is_not_measured_again(target):
+    calls = []
+    two = {name: Recorder(name, calls, target) for name in "ab"}
+    done = {("q0", "a"), ("q1", "a"), ("q1", "b")}
+    rows = [row for group in benchmark(target, questions(3), two).rows(done) for row in group]
+    assert [(row.question_id, row.method) for row in rows] == [("q0", "b"), ("q2", "a"), ("q2", "b")]
+    assert calls[0][1] == [0]  # the seed of a question is its own, whatever was skipped
+    assert calls[1][1] == [128]
+
+
+def test_turns_are_played_with_the_replies_before_them(target):
+    calls = []
+    asked = [Question("two", ("7", "9")), Question("one", ("8",))]
+    contender = {"a": Recorder("a", calls, target)}
+    ((two, one),) = benchmark(target, asked, contender, batch_size=2).rows(set())
+    assert [numbers for _, numbers, _ in calls] == [[0, 64], [1]]
+    assert (two.turns, one.turns) == (2, 1)
+    assert two.prompt_tokens == [1, 2 + len(two.replies[0])]
+    assert two.n_tokens == len(two.replies[0]) + len(two.replies[1])
+
+
+def test_batches_are_filled_from_groups_of_several(target):
+    calls = []
+    groups = list(benchmark(target, questions(10), {"a": Recorder("a", calls, target)}, batch_size=2).rows(set()))
+    assert [len(group) for group in groups] == [8, 2]
+
+
+def test_a_question_that_fails_is_recorded_and_the_others_are_answered(target):
+    calls = []
+    contenders = {"a": Recorder("a", calls, target, poison=6), "b": Recorder("b", calls, target)}
+    rows = [row for group in benchmark(target, questions(3), contenders).rows(set()) for row in group]
+    errors = {(row.question_id, row.method): row.error for row in rows}
+    assert errors.pop(("q1", "a")) == "RuntimeError: poison"
+    assert set(errors.values()) == {None}
+    assert len(errors) == 5
+
+
+def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
+    calls = []
+    asked = [Question("short", ("5",)), Question("grows", ("6", "7")), Question("long", ("8",))]
+
+    def long_ids(turns, replies) -> list[int]:
+        return [8] * 300 if "8" in turns or len(turns) == 2 else [int(turns[0])]
+
+    contenders = {"a": Recorder("a", calls, target)}
+    bench = Benchmark(target, contenders, asked, long_ids, Work(4, Sampling(), batch_size=4))
+    ((short, grows, long),) = bench.rows(set())
+    assert calls == [("a", [0, 64], 4)]  # one call for all that fit
+    assert short.error is None
+    assert "has 300 tokens and max_new_tokens=4, but the target's context holds 256" in grows.error
+    assert grows.error == long.error
+    assert grows.replies == []
+
+
+def test_what_fails_in_a_batch_fails_for_its_group(target):
+    contenders = {"a": Recorder("a", [], target, poison=6)}
+    (rows,) = benchmark(target, questions(3), contenders, batch_size=3).rows(set())
+    assert [row.error for row in rows] == ["RuntimeError: poison"] * 3
+
+
+def test_warm_up_is_short_and_not_counted(target):
+    calls = []
+    benchmark(target, questions(2), {"a": Recorder("a", calls, target)}, n_new=50).warm_up()
+    assert calls == [("a", [0], 32)]

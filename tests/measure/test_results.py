@@ -1,0 +1,135 @@
+"""The measures of a benchmark, worked out by hand from two questions."""
+
+from dataclasses import replace
+
+import pytest
+
+from spectrain.decoding import Generation, Source
+from spectrain.measure.results import BASELINE, QuestionRow, question_row, summarise
+
+ROOT, INPUT, LOGITS = int(Source.ROOT), int(Source.INPUT), int(Source.LOGITS)
+KINDS = {BASELINE: "method", "lookup": "method", "hf_generate": "peer"}
+
+
+def by_source(**counts) -> list[int]:
+    return [counts.get(source.name.lower(), 0) for source in Source]
+
+
+def stage_times(**seconds) -> dict[str, float]:
+    return {stage: seconds.get(stage, 0.0) for stage in ("draft", "forward", "verify", "commit", "other")}
+
+
+def turn(**changes) -> Generation:
+    """Six tokens: one of prefill, then steps of 2, 1 and 2: three drafted ones accepted."""
+    generation = Generation(
+        tokens=[1, 2, 3, 4, 5, 6],
+        finish_reason="length",
+        target_forwards=3,
+        accepted=[1, 0, 2],
+        drafted=[4, 0, 4],
+        drafted_by_source=by_source(input=6, logits=2),
+        steps_by_depth=[2, 2, 1],
+        retrieval_hits=2,
+        sources=[ROOT, INPUT, ROOT, ROOT, INPUT, LOGITS],
+        elapsed_s=2.0,
+        prefill_s=0.5,
+        time_s=stage_times(draft=0.5, forward=1.0),
+    )
+    return replace(generation, **changes)
+
+
+def row(method: str, question: str, *turns: Generation, category: str = "maths") -> QuestionRow:
+    return question_row(question, category, method, turns, [7] * len(turns), ["text"] * len(turns), 1000)
+
+
+def plain(tokens: list[int], seconds: float) -> Generation:
+    n = len(tokens) - 1
+    return turn(
+        tokens=tokens,
+        target_forwards=n,
+        accepted=[0] * n,
+        drafted=[0] * n,
+        drafted_by_source=by_source(),
+        steps_by_depth=[],
+        retrieval_hits=0,
+        sources=[ROOT] * len(tokens),
+        prefill_s=0.0,
+        time_s=stage_times(forward=seconds),
+    )
+
+
+SAME = [1, 2, 3, 4, 5, 6]
+ROWS = [
+    row(BASELINE, "a", plain(SAME, 4.0)),
+    row(BASELINE, "b", plain(SAME, 4.0), category="code"),
+    row("lookup", "a", turn()),
+    row("lookup", "b", turn(tokens=[1, 2, 3, 4, 5, 9]), category="code"),
+]
+
+
+def test_two_turns_make_one_row():
+    two = row("lookup", "a", turn(), turn(steps_by_depth=[3]))
+    assert two.turns == 2
+    assert two.n_tokens == 12
+    assert two.accepted == [1, 0, 2, 1, 0, 2]
+    assert two.steps_by_depth == [5, 2, 1]
+    assert two.drafted_by_source == {"input": 12, "logits": 4}
+    assert two.accepted_by_source == {"input": 4, "logits": 2}
+    assert two.seconds == 4.0
+    # Each turn's first token is its prefill's: (12 - 2) / 6.
+    assert summarise([two], {"lookup": "method"}, True, True)["lookup"]["mean_accepted"] == pytest.approx(10 / 6)
+
+
+def test_measures_of_a_method():
+    lookup = summarise(ROWS, KINDS, greedy=True, float32=True, looking_up=["lookup"])["lookup"]
+    assert lookup["mean_accepted"] == pytest.approx(10 / 6)
+    assert lookup["tokens_per_s_micro"] == pytest.approx(12 / 4.0)
+    assert lookup["tokens_per_s_macro"] == pytest.approx(3.0)
+    assert lookup["speedup"] == pytest.approx(3.0 / (12 / 8))
+    assert lookup["time_share"] == {"draft": 1 / 3, "forward": 2 / 3, "verify": 0, "commit": 0, "other": 0}
+    assert lookup["acceptance_by_source"] == {
+        "input": {"drafted": 12, "accepted": 4},
+        "logits": {"drafted": 4, "accepted": 2},
+    }
+    # Of a question's steps 2 drafted at depth 1 and accepted there, 2 at depth 2 (1 accepted), 1 at depth 3.
+    assert lookup["acceptance_by_position"] == [1.0, 0.5, 0.0]
+    assert lookup["discard_rate"] == pytest.approx((16 - 6) / 12)
+    assert lookup["verification_rate"] == pytest.approx(6 / 12)
+    assert lookup["retrieval_hit_rate"] == pytest.approx(4 / 6)
+    assert lookup["by_category"]["code"]["questions"] == 1
+
+
+def test_lossless_is_said_of_greedy_float32_only():
+    summary = summarise(ROWS, KINDS, greedy=True, float32=True)
+    assert (summary[BASELINE]["lossless"], summary[BASELINE]["greedy_mismatches"]) == (True, 0)
+    assert (summary["lookup"]["lossless"], summary["lookup"]["greedy_mismatches"]) == (False, 1)
+    half = summarise(ROWS, KINDS, greedy=True, float32=False)["lookup"]
+    assert (half["lossless"], half["greedy_mismatches"]) == (None, 1)
+    sampled = summarise(ROWS, KINDS, greedy=False, float32=True)["lookup"]
+    assert (sampled["lossless"], sampled["greedy_mismatches"]) == (None, None)
+
+
+def test_baseline_looks_nothing_up_and_peers_show_no_steps():
+    peer = row("hf_generate", "a", turn(accepted=[], drafted=[], steps_by_depth=[], sources=[]))
+    summary = summarise([*ROWS, peer], KINDS, True, True)
+    assert summary[BASELINE]["retrieval_hit_rate"] is None
+    assert summary[BASELINE]["acceptance_by_position"] == []
+    assert summary["hf_generate"]["time_share"] is None
+    assert summary["hf_generate"]["mean_accepted"] == pytest.approx(5 / 3)
+
+
+def test_failed_questions_are_counted_and_left_out():
+    failed = QuestionRow("c", "maths", "lookup", error="UserError: too long")
+    lookup = summarise([*ROWS, failed], KINDS, True, True)["lookup"]
+    assert (lookup["questions"], lookup["errors"]) == (2, 1)
+    # A baseline that failed leaves its question out of the speedup only.
+    rows = [ROWS[1], *ROWS[2:], QuestionRow("a", "maths", BASELINE, error="x")]
+    lookup = summarise(rows, KINDS, True, True)["lookup"]
+    assert (lookup["questions"], lookup["speedup"]) == (2, pytest.approx(2.0))
+    assert lookup["lossless"] is None  # not all of its texts could be compared
+
+
+def test_nothing_answered_gives_nulls():
+    summary = summarise([QuestionRow("a", "m", "lookup", error="x")], {"lookup": "method"}, True, True)["lookup"]
+    assert summary["mean_accepted"] is summary["speedup"] is summary["lossless"] is summary["time_share"] is None
+    assert summary["questions"] == 0

@@ -1,0 +1,76 @@
+"""Measures worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from spectrain.decoding import Generation
+from spectrain.measure import statistics as metrics
+
+
+def generation(n_tokens: int, forwards: int, decode_s: float = 1.0, prefill_s: float = 0.0) -> Generation:
+    times = {"draft": 0.25 * decode_s, "forward": 0.75 * decode_s, "verify": 0.0, "commit": 0.0, "other": 0.0}
+    return Generation(
+        tokens=[0] * n_tokens,
+        finish_reason="length",
+        target_forwards=forwards,
+        accepted=[0] * forwards,
+        drafted=[0] * forwards,
+        drafted_by_source=[0] * 7,
+        steps_by_depth=[],
+        retrieval_hits=0,
+        sources=[0] * n_tokens,
+        elapsed_s=decode_s + prefill_s,
+        prefill_s=prefill_s,
+        time_s=times,
+    )
+
+
+def test_mean_accepted_pools_steps_and_leaves_out_the_first_token():
+    pair = [generation(11, 10), generation(21, 5)]
+    assert metrics.mean_accepted(pair).value == 30 / 15
+
+
+def test_autoregressive_has_one_and_no_spread():
+    estimate = metrics.mean_accepted([generation(n + 1, n) for n in (3, 8, 20)])
+    assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
+
+
+def test_question_that_ended_at_once_does_not_count():
+    estimate = metrics.mean_accepted([generation(1, 0), generation(9, 4)])
+    assert estimate.value == 2.0
+    assert math.isnan(estimate.low)
+
+
+def test_nothing_measured_is_nan():
+    assert math.isnan(metrics.mean_accepted([]).value)
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for trial in range(200):
+        rates = rng.normal(3.0, 0.5, size=40)
+        sample = [generation(1 + round(20 * rate), 20) for rate in rates]
+        estimate = metrics.mean_accepted(sample, n_resamples=300, seed=trial)
+        covered += estimate.low <= 3.0 <= estimate.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_rates_are_all_tokens_over_all_time():
+    pair = [generation(10, 9, decode_s=0.5, prefill_s=0.5), generation(30, 9, decode_s=1.0)]
+    assert metrics.tokens_per_s_micro(pair).value == pytest.approx(40 / 2)
+
+
+def test_time_shares_add_up_to_one():
+    shares = metrics.time_share([generation(10, 9, decode_s=2.0), generation(10, 9, decode_s=6.0)])
+    assert shares["draft"] == pytest.approx(0.25)
+    assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_median_of_equal_measurements_has_no_spread_and_of_others_lies_within_them():
+    assert metrics.median([2.0] * 5) == metrics.Estimate(2.0, 2.0, 2.0)
+    estimate = metrics.median([1.0, 5.0, 2.0, 4.0, 3.0])
+    assert estimate.value == 3.0
+    assert 1.0 <= estimate.low < 3.0 < estimate.high <= 5.0

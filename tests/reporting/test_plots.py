@@ -1,0 +1,145 @@
+"""Plots: what they draw, worked out by hand, and that they stay legible."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+import pytest
+
+from spectrain.reporting import plots
+from spectrain.reporting.plots import cumulative_accepted, draw_plots, ordered
+from tests.reporting.test_bench_page import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
+
+ALL = ["Speedup", "Mean accepted tokens", "Acceptance by draft position", "Acceptance by source"]
+ALL += ["Accepted drafted tokens against steps", "Where the time goes"]
+
+
+def drawn(results: dict, rows: list[dict] | None = None) -> dict[str, str]:
+    """Titles and the text in each plot."""
+    found = draw_plots(results, fake_rows(results) if rows is None else rows)
+    assert all(plot.svg.startswith("<svg ") for plot in found)  # no XML declaration within a page
+    return {plot.title: Page(plot.svg).text for plot in found}
+
+
+def lines_of(figure) -> dict[str, tuple[list, list]]:
+    """Label -> (x, y) of the labelled lines of a figure's first axes."""
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    return {k: (list(v.get_xdata()), list(v.get_ydata())) for k, v in lines.items() if not k.startswith("_")}
+
+
+def test_every_plot_names_what_it_shows():
+    texts = drawn(fake_results())
+    assert list(texts) == ALL
+    for title in ALL[:2]:
+        assert all(part in texts[title] for part in [*NAMES, *CATEGORIES, "all questions", "hf_prompt_lookup (peer)"])
+    # Peers and what drafts nothing have no steps to show.
+    for title in ALL[2:5]:
+        assert all(name in texts[title] for name in ("logitspec", "spectra_core", "spire")), title
+        assert not any(name in texts[title] for name in ("autoregressive", "hf_")), title
+    assert "80 % 50 % 25 %" in texts["Acceptance by draft position"]
+    assert "25 % of 800" in texts["Acceptance by source"]
+    assert "0.40" in texts["Acceptance by source"]  # 200 accepted in 500 steps
+    assert "25.0 % outside the forward" in texts["Where the time goes"]
+
+
+def test_methods_that_a_category_lacks_keep_their_row():
+    results = fake_results()
+    del results["methods"]["spire"]["by_category"]["coding"]
+    assert drawn(results)["Speedup"].count("not measured") == 1
+    one_category = fake_results()
+    for method in one_category["methods"].values():
+        del method["by_category"]["coding"]
+    assert "writing" not in drawn(one_category)["Speedup"]  # it would repeat "all questions"
+
+
+def test_cumulative_counts_keep_the_total_of_ended_questions_and_stop_at_the_median():
+    # Sums: 2 2 3 | 1 1 1 1 | 0 3; the middle one of the lengths 2, 3, 4 is 3 steps.
+    curve = cumulative_accepted([[2, 0, 1], [1, 0, 0, 0], [0, 3]])
+    assert curve.tolist() == pytest.approx([0, 3 / 3, (2 + 1 + 3) / 3, (3 + 1 + 3) / 3])
+    assert cumulative_accepted([[4]]).tolist() == [0, 4]
+
+
+def test_cumulative_lines_leave_out_failed_questions_and_thin_out_long_ones():
+    results = fake_results()
+    rows = [{"method": "spire", "error": None, "accepted": [1, 3]}, {"method": "spire", "error": "x", "accepted": [9]}]
+    ((label, (x, y)),) = lines_of(plots._cumulative(results["methods"], rows)).items()
+    assert label == "spire (2.00 a step)"
+    assert (x, y) == ([0, 1, 2], [0, 1, 4])
+    long = [{"method": "spire", "error": None, "accepted": [1] * 5000}]
+    ((_, (x, y)),) = lines_of(plots._cumulative(results["methods"], long)).items()
+    assert len(x) <= plots.MAX_POINTS
+    assert (x[-1], y[-1]) == (5000, 5000)
+
+
+def test_intervals_are_drawn_where_they_are_known():
+    methods = fake_results(["autoregressive", "spire"])["methods"]
+    methods["autoregressive"]["speedup_ci95"] = None
+
+    def whiskers() -> list[list[float]]:
+        panel = plots._by_category(methods, "speedup", "").axes[0]
+        return [list(line.get_xdata()) for line in panel.lines if list(line.get_xdata()) != [1.0, 1.0]]
+
+    assert np.array(whiskers()) == pytest.approx(np.array([[1.2, 1.3]]))
+    methods["spire"]["speedup_ci95"] = [float("nan"), float("nan")]
+    assert whiskers() == []
+
+
+def test_a_wild_interval_does_not_squeeze_the_bars():
+    methods = fake_results(["autoregressive", "spire"])["methods"]
+    methods["spire"]["speedup_ci95"] = [0.1, 500.0]
+    assert plots._by_category(methods, "speedup", "").axes[0].get_xlim()[1] < 3
+
+
+def test_many_methods_and_categories_get_rows_and_colours_of_their_own():
+    names = ["autoregressive", *(f"method_{i}" for i in range(15))]
+    results = fake_results(names)
+    for method in results["methods"].values():
+        method["by_category"] = {f"category {i}": method["by_category"]["coding"] for i in range(13)}
+    colours = plots._colours(results["methods"])
+    assert len(set(colours.values())) == 16
+    figure = plots._by_category(results["methods"], "speedup", "")
+    visible = [ax for ax in figure.axes if ax.get_visible()]
+    assert len(visible) == 14
+    width_in, height_in = figure.get_size_inches()
+    assert width_in < 11
+    assert height_in >= 5 * 16 * 0.2  # five rows of panels, each bar a fifth of an inch
+    lines = {(colours[name], plots._dashes(results["methods"])[name]) for name in names}
+    assert len(lines) == 16
+
+
+def test_a_method_keeps_its_colour_and_plots_put_the_fastest_first():
+    methods = fake_results()["methods"]
+    assert ordered(methods) == NAMES[::-1]
+    before = plots._colours(methods)
+    methods["logitspec"]["speedup"] = 9.0
+    assert ordered(methods)[0] == "logitspec"
+    assert plots._colours(methods) == before
+
+
+def test_deep_drafts_show_their_first_positions_and_say_so():
+    methods = fake_results(["autoregressive", "spire"])["methods"]
+    methods["spire"]["acceptance_by_position"] = [0.5] * 40
+    ax = plots._by_position(methods).axes[0]
+    assert ax.get_xlabel() == "draft position (depth); the first 16 of 40"
+    assert len(ax.texts) == 16
+
+
+def test_nothing_to_draw_gives_no_plot():
+    results = fake_results()
+    results["methods"] = {name: emptied(one, None) for name, one in results["methods"].items()}
+    assert drawn(results) == {}
+    assert drawn(fake_results([])) == {}
+    assert "Acceptance by source" not in drawn(fake_results(["autoregressive"]))
+
+
+def test_long_names_are_cut_and_dollars_start_no_formula():
+    name = "$x^2$ of a method with a name that does not end"
+    text = drawn(fake_results(["autoregressive", name]))["Speedup"]
+    assert "$x^2$ of a method with a " + "…" in text
+
+
+def test_drawing_leaves_matplotlib_as_it_was():
+    with matplotlib.rc_context({"font.size": 11.0, "svg.fonttype": "path"}):
+        before = dict(matplotlib.rcParams)
+        drawn(fake_results(["autoregressive", "spire"]))
+        assert dict(matplotlib.rcParams) == before

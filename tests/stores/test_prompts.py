@@ -1,0 +1,160 @@
+"""Prompt files: which format is read, what is refused, how a conversation becomes token ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spectrain.decoding.errors import UserError
+from spectrain.stores.prompts import Question, conversation_ids, read_prompts
+from spectrain.stores.texts import train_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes rows (dicts, or text as it is) to a prompt file."""
+
+    def to_file(*rows: dict | str, name: str = "file.jsonl") -> Path:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path = tmp_path / name
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return to_file
+
+
+@pytest.fixture
+def tokenizer():
+    return train_tokenizer([f"say {i} and go on, user, assistant" for i in range(50)], vocab_size=300)
+
+
+def spec_bench(number: object = 81, **changes) -> dict:
+    return {"question_id": number, "category": "writing", "turns": ["First.", "Second."], **changes}
+
+
+def test_spec_bench_keeps_ids_categories_and_turns(write):
+    path = write(spec_bench(81), spec_bench("b", category="maths", turns=["Only."], reference=["x"]))
+    assert read_prompts(path) == [
+        Question("81", "writing", ("First.", "Second.")),
+        Question("b", "maths", ("Only.",)),
+    ]
+
+
+FORMAT_ROWS = {
+    "HumanEval": (
+        [{"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "..."}],
+        [("HumanEval/0", "def f():\n")],
+    ),
+    "GSM8K": ([{"question": "1 + 1?", "answer": "2"}], [("file-1", "1 + 1?")]),
+    "Alpaca": (
+        [
+            {"instruction": "Add.", "input": "1 1", "output": "2"},
+            {"instruction": "Greet.", "input": "", "output": "Hi"},
+        ],
+        [("file-1", "Add.\n1 1"), ("file-2", "Greet.")],
+    ),
+    "plain": ([{"prompt": "a"}, {"prompt": "b", "more": 1}], [("file-1", "a"), ("file-2", "b")]),
+}
+
+
+@pytest.mark.parametrize("name", FORMAT_ROWS)
+def test_formats_are_known_by_their_keys(write, name):
+    rows, expected = FORMAT_ROWS[name]
+    assert read_prompts(write(*rows)) == [Question(id, "file", (text,)) for id, text in expected]
+
+
+def test_lines_end_at_line_feeds_only_and_empty_lines_count_but_are_skipped(write):
+    path = write('{"prompt": "a\u2028b"}', "", '{"prompt":\r"c"}\r')
+    assert [(q.id, q.turns) for q in read_prompts(path)] == [("file-1", ("a\u2028b",)), ("file-3", ("c",))]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(write):
+    assert read_prompts(write('\ufeff{"prompt": "a"}'))[0].turns == ("a",)
+
+
+def test_limit_reads_the_first_and_looks_no_further(write):
+    path = write({"prompt": "a"}, {"prompt": "b"}, "not JSON")
+    assert [q.turns for q in read_prompts(path, limit=2)] == [("a",), ("b",)]
+    for limit in (0, -1, 1.5, True):
+        with pytest.raises(UserError, match=f"limit={limit} must be a whole number of at least 1"):
+            read_prompts(path, limit=limit)
+
+
+BAD_FILES = {
+    "not JSON": ([{"prompt": "a"}, "{prompt: b}"], ["line 2 of file.jsonl is not JSON"]),
+    "no object": (['["a"]'], ["line 1 of file.jsonl", "no JSON object but a list"]),
+    "unknown keys": ([{"a": 1, "b": 2}], ["line 1 of file.jsonl has keys a, b;", "Spec-Bench (question_id, category,"]),
+    "no keys": (["{}"], ["line 1 of file.jsonl has no keys"]),
+    "missing key": ([spec_bench(), {"question_id": 2, "turns": ["x"]}], ["line 2", "lacks the key 'category'"]),
+    "another format": ([{"question": "x"}, {"prompt": "x"}], ["line 2", "lacks the key 'question'", "GSM8K"]),
+    "number for a text": ([{"prompt": 3}], ["line 1", "a number as 'prompt'"]),
+    "null for a text": ([{"instruction": "x", "input": None}], ["line 1", "null as 'input'"]),
+    "empty text": ([{"prompt": "a"}, {"prompt": " \n"}], ["line 2", "an empty text as 'prompt'"]),
+    "text for turns": ([spec_bench(turns="x")], ["line 1", "a text as 'turns'", "a list of one or more texts"]),
+    "no turns": ([spec_bench(turns=[])], ["line 1", "an empty list as 'turns'"]),
+    "empty turn": ([spec_bench(turns=["a", ""])], ["line 1", "'turns' at index 1"]),
+    "turn of no text": ([spec_bench(turns=["a", 1])], ["line 1", "a number as 'turns' at index 1"]),
+    "id of no kind": ([spec_bench(None)], ["line 1", "null as 'question_id'"]),
+    "same id": ([spec_bench(1), spec_bench("1")], ["line 2", "repeats the id '1'"]),
+    "empty file": ([""], ["file.jsonl has no question"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files_are_refused_in_one_sentence(write, case):
+    rows, parts = BAD_FILES[case]
+    with pytest.raises(UserError) as caught:
+        read_prompts(write(*rows))
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert "\n" not in message
+
+
+def test_missing_files_folders_and_other_encodings_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"no\.jsonl does not exist; give one \.jsonl file"):
+        read_prompts(tmp_path / "no.jsonl")
+    with pytest.raises(UserError, match="is a folder"):
+        read_prompts(tmp_path)
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "größe"}'.encode("latin-1"))
+    with pytest.raises(UserError, match="latin.jsonl is not UTF-8"):
+        read_prompts(tmp_path / "latin.jsonl")
+
+
+def test_a_conversation_without_template_is_one_text(tokenizer):
+    ids = conversation_ids(tokenizer, ["say 1", "go on", "and 2"], [tokenizer("1 it is")["input_ids"], "on"])
+    assert tokenizer.decode(ids) == "say 1\n1 it is\ngo on\non\nand 2"
+    assert conversation_ids(tokenizer, ["say 1"], []) == tokenizer("say 1")["input_ids"]
+
+
+def test_a_conversation_alternates_in_the_template(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    ids = conversation_ids(tokenizer, ["say 1", "go on"], ["1"])
+    end = tokenizer.eos_token
+    assert tokenizer.decode(ids) == f"<user>say 1{end}<assistant>1{end}<user>go on{end}<assistant>"
+    assert conversation_ids(tokenizer, ["say 1"], [], chat=False) == tokenizer("say 1")["input_ids"]
+
+
+@pytest.mark.parametrize("end", ["special end of text", "ordinary end of text", "special end of turn"])
+def test_a_reply_s_end_is_not_doubled(tokenizer, end):
+    if end == "ordinary end of text":
+        tokenizer.eos_token = "on"
+    if end == "special end of turn":
+        tokenizer.add_tokens("<|end|>", special_tokens=True)
+    end_id = tokenizer.convert_tokens_to_ids("<|end|>") if end == "special end of turn" else tokenizer.eos_token_id
+    tokenizer.chat_template = TEMPLATE
+    reply = tokenizer("1 it is")["input_ids"]
+    ended = conversation_ids(tokenizer, ["say 1", "go"], [[*reply, end_id]])
+    assert ended == conversation_ids(tokenizer, ["say 1", "go"], [reply])
+    assert tokenizer.decode(ended).count(tokenizer.eos_token) == 3
+
+
+def test_chat_without_a_template_is_refused(tokenizer):
+    with pytest.raises(UserError, match="chat=true, but the target's tokenizer has no chat template; use chat=false"):
+        conversation_ids(tokenizer, ["say 1"], [], chat=True)

@@ -1,0 +1,248 @@
+"""Corpora: what is read, what is held out, how rows are packed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import datasets
+import pytest
+
+from spectrain.decoding.errors import UserError
+from spectrain.stores import tables
+from spectrain.stores.texts import (
+    Document,
+    Skipped,
+    corpus_bytes,
+    file_documents,
+    is_held_out,
+    is_remote,
+    pack,
+    read_documents,
+    stdlib_documents,
+    train_tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([f"def f{i}(x):\n    return x + {i}\n" for i in range(50)], vocab_size=300)
+
+
+def documents(n: int) -> list[Document]:
+    return [Document(f"module_{i}.py", f"def f{i}(x):\n    return x + {i}\n" * 5) for i in range(n)]
+
+
+def test_stdlib_gives_this_interpreter_s_sources_and_nothing_installed():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for document in stdlib_documents():
+        found.append(document.id)
+        if len(found) == 150:
+            break
+    assert "argparse.py" in found
+    assert not any("site-packages" in name for name in found)
+    assert all((root / name).is_file() for name in found)
+
+
+def test_tokenizer_reads_back_any_text(tokenizer):
+    text = "def größe(x):\n\treturn '日本' # \x00 ok\r\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id == 0
+    assert len(tokenizer) == 300
+
+
+def test_held_out_documents_are_whole_and_the_same_in_any_order(tokenizer):
+    forwards, backwards = documents(60), documents(60)[::-1]
+    a, b = (pack(d, tokenizer, 16, held_out_share=0.2) for d in (forwards, backwards))
+    assert a.train.tolist() == b.train.tolist()
+    assert a.held_out.tolist() == b.held_out.tolist()
+    held_out_text = tokenizer.decode(a.held_out.flatten())
+    for i in range(60):
+        inside = f"def f{i}(" in held_out_text
+        assert inside <= is_held_out(f"module_{i}.py", 0.2)
+
+
+def test_documents_are_closed_by_the_end_of_text(tokenizer):
+    rows = pack(documents(40), tokenizer, 16, held_out_share=0.2)
+    text = tokenizer.decode(rows.train.flatten())
+    assert text.count("<|endoftext|>") > 20
+    assert "<|endoftext|>def f" in text
+
+
+def test_share_of_held_out_documents_is_about_what_was_asked():
+    share = sum(is_held_out(f"{i}.py", 0.05) for i in range(10_000)) / 10_000
+    assert 0.04 < share < 0.06
+
+
+def test_jsonl_fields_make_the_text(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"q": "one", "n": 1, "a": "two"}\n\n{"q": "three", "n": 2, "a": "four"}\n')
+    assert [d.text for d in file_documents(str(file))] == ["one\n\ntwo", "three\n\nfour"]
+    assert [d.text for d in file_documents(str(file), ["a"])] == ["two", "four"]
+    file.write_text('{"q": "a line separator \u2028 and a next line \x85 inside"}\r\n')
+    assert [d.text for d in file_documents(str(file))] == ["a line separator \u2028 and a next line \x85 inside"]
+
+
+def test_folder_is_read_with_its_subfolders_and_what_is_not_utf8_is_left_out(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.txt").write_text("b")
+    (tmp_path / "a.py").write_text("a")
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "d.bin").write_bytes(b"d")
+    assert [(d.id, d.text) for d in file_documents(str(tmp_path))] == [("a.py", "a"), ("sub/b.txt", "b")]
+
+
+def test_wrong_corpora_are_named(tmp_path, tokenizer):
+    with pytest.raises(UserError, match="does not exist"):
+        list(file_documents(str(tmp_path / "nothing")))
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"q": "one"}\n{"q": \n')
+    with pytest.raises(UserError, match=r"a\.jsonl line 2 is not JSON"):
+        list(file_documents(str(file)))
+    with pytest.raises(UserError, match="line 1 has no text field 'answer'"):
+        list(file_documents(str(file), ["answer"]))
+    with pytest.raises(UserError, match="no held-out row of 16 tokens"):
+        pack(documents(20), tokenizer, 16, held_out_share=0.0)
+    with pytest.raises(UserError, match="no training row"):
+        pack([], tokenizer, 16, held_out_share=0.5)
+
+
+ROWS = [{"q": f"question {i}", "n": i, "a": f"answer {i}" if i != 1 else None} for i in range(3)]
+TEXTS = ["question 0\n\nanswer 0", "question 1", "question 2\n\nanswer 2"]
+
+
+def texts(path: Path | str, *arguments) -> list[str]:
+    return [document.text for document in read_documents(str(path), *arguments)]
+
+
+def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, monkeypatch):
+    table = datasets.Dataset.from_list(ROWS)
+    for folder in ("pq", "saved", "splits"):
+        (tmp_path / folder).mkdir()
+    table.to_parquet(tmp_path / "pq" / "train-0.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table, "test": table.select([2])}).save_to_disk(tmp_path / "splits")
+    monkeypatch.setattr(tables, "BATCH_ROWS", 2)
+    for folder in ("pq", "saved", "splits"):
+        assert texts(tmp_path / folder) == TEXTS, folder
+        assert texts(tmp_path / folder, ["a"]) == ["answer 0", "answer 2"], folder
+        assert corpus_bytes(str(tmp_path / folder)) > 30, folder
+    assert texts(tmp_path / "splits", None, "test") == TEXTS[2:]
+    streamed = tables.hub_texts(str(tmp_path / "pq"), None, "train", ["q", "a"])
+    assert list(streamed) == list(enumerate(TEXTS, start=1))
+    with pytest.raises(UserError, match="has no split dev; set corpus.split to one of train, test"):
+        texts(tmp_path / "splits", None, "dev")
+    for folder in ("pq", "saved"):
+        with pytest.raises(UserError, match=r"has no text field 'x'.*\(q, n, a\)"):
+            texts(tmp_path / folder, ["x"])
+        with pytest.raises(UserError, match="row 1 has no text field 'n'"):
+            texts(tmp_path / folder, ["n"])
+    with pytest.raises(UserError, match="no subset by default with a split dev"):
+        list(tables.hub_texts(str(tmp_path / "pq"), None, "dev", None))
+    file = tmp_path / "pq" / "train-0.parquet"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(UserError, match=r"train-0\.parquet cannot be read as Parquet"):
+        texts(tmp_path / "pq")
+
+
+def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch):
+    asked = []
+
+    def stream(*arguments):
+        asked.append(arguments)
+        return iter([(1, "a"), (2, " "), (3, "b")])
+
+    monkeypatch.setattr("spectrain.stores.texts.hub_texts", stream)
+    skipped = Skipped()
+    found = list(read_documents("owner/name", ["text"], "test", "small", skipped))
+    assert found == [Document("small:test:1", "a"), Document("small:test:3", "b")]
+    assert asked == [("owner/name", "small", "test", ["text"])]
+    assert skipped.empty == 1
+    assert corpus_bytes("owner/name") is None
+
+
+def test_what_is_a_hub_dataset_and_what_a_wrong_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    assert [p for p in ("a/b", "wikitext", "here", "./a/b", "/a/b", "a/b/c", "a/b.jsonl", None) if is_remote(p)] == [
+        "a/b",
+        "wikitext",
+    ]
+
+    def unreachable(*arguments, **options):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(tables.HfApi, "dataset_info", unreachable)
+    with pytest.raises(UserError, match=r"corpus.path=a/b is no file or folder here.*no route\); give") as caught:
+        texts("a/b")
+    assert "\n" not in str(caught.value)
+
+
+def test_conversations_are_texts(tmp_path):
+    file = tmp_path / "a.jsonl"
+    rows = [{"m": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"m": ["a", "b"]}]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    assert texts(file, ["m"]) == ["Hi\n\nHo", "a\n\nb"]
+    file.write_text(json.dumps({"m": [1]}))
+    with pytest.raises(UserError, match="line 1 has no text field 'm'"):
+        texts(file, ["m"])
+    file.write_text("[1]")
+    with pytest.raises(UserError, match="line 1 is no JSON object"):
+        texts(file)
+
+
+def test_source_files_are_read_and_what_is_skipped_is_counted(tmp_path):
+    for name in ("a.c", "b.rs", "c.go", "d.java", "e.ts", "f.rst", "g.png", "sub/h.cpp", ".venv/i.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "latin.md").write_bytes("größe".encode("latin-1"))
+    (tmp_path / "cut.jsonl").write_bytes(b'{"q": "one"}\n{"q": "\xc3')
+    (tmp_path / "empty.py").write_text(" \n")
+    skipped = Skipped()
+    found = [d.id for d in read_documents(str(tmp_path), skipped=skipped)]
+    assert found == ["a.c", "b.rs", "c.go", "d.java", "e.ts", "f.rst", "sub/h.cpp"]
+    assert skipped == Skipped(not_utf8=["cut.jsonl", "latin.md"], empty=1)
+
+
+def test_reading_is_lazy(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"q": "one"}\nnot JSON\n')
+    assert next(file_documents(str(file))).text == "one"
+
+
+def test_halves_of_characters_are_replaced(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"q": "a\\ud800b"}\n{"q": ["\\udfff", "\\ud83d\\ude00"]}\n')
+    assert texts(file, ["q"]) == ["a\ufffdb", "\ufffd\n\n\U0001f600"]
+
+
+def test_names_that_are_no_utf8_stay_apart_and_can_be_hashed(tmp_path):
+    table = datasets.Dataset.from_list(ROWS[:1])
+    for name in (b"a\xff.py", b"a\xfe.py", b"b\xff.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"\xff" if name.endswith(b".txt") else name[:1])
+    table.to_parquet(tmp_path / "c.parquet")
+    (tmp_path / "c.parquet").rename(tmp_path / os.fsdecode(b"c\xff.parquet"))
+    skipped = Skipped()
+    found = [d.id for d in read_documents(str(tmp_path), skipped=skipped)]
+    assert found == [r"a\xfe.py", r"a\xff.py", r"c\xff.parquet:1"]
+    assert skipped.not_utf8 == [r"b\xff.txt"]
+    assert corpus_bytes(str(tmp_path)) > 30
+    assert not any(is_held_out(name, 0.0) for name in found)
+
+
+@pytest.mark.parametrize("name", ["a.py", "a.jsonl", "a.parquet"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / name).touch()
+    opened = Path.open
+
+    def denied(self, *arguments, **options):
+        if self.name == name:  # root may read any file, so its mode does not matter
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(UserError, match=f"{name} cannot be read .*Permission denied"):
+        texts(tmp_path)

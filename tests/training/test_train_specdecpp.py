@@ -1,0 +1,318 @@
+"""`+exp=specdecpp` as a user types it: what it makes, refuses and resumes; and the sweep over its heads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from lightning import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from safetensors.torch import load_file
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+from spectrain import export
+from spectrain.cli import command
+from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
+from spectrain.methods.specdecpp import OpenDrafter, open_drafter
+from spectrain.models.head_artifact import DrafterFacts
+from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
+from spectrain.stores.locations import conf_dir
+from spectrain.stores.responses import ResponseManifest, write_responses
+from spectrain.training import fit as fitting
+from spectrain.training.runs import RunFolder
+from spectrain.training.train_specdecpp import Source, facts_of, keep_to_source
+from tests.conftest import random_prompts
+from tests.models.test_artifacts import export_spire, export_vanilla
+
+SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+N_ROWS = 30
+
+
+@pytest.fixture(scope="module")
+def made(shared, tmp_path_factory) -> Path:
+    """Drafters of the tiny target, its responses, and labels of the vanilla one."""
+    root = tmp_path_factory.mktemp("made")
+    target = load_target(shared / "target")
+    torch.manual_seed(0)
+    export_vanilla(root / "vanilla", target)
+    export_spire(root / "spire", target, k=2, window_tokens=16)
+    texts = random_prompts([12 + i for i in range(N_ROWS)])
+    prints = {
+        "target": "tiny",
+        "target_fingerprint": fingerprint(target.model, target.tokenizer),
+    }
+    rows = [
+        {
+            "id": f"q{i}",
+            "category": "q",
+            "prompt": text[:5],
+            "response": text[5:],
+            "finish_reason": "length",
+            "sampling": SAMPLING,
+            "seed": 0,
+            "number": i,
+        }
+        for i, text in enumerate(texts)
+    ]
+    manifest = ResponseManifest(
+        **prints,
+        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
+        sampling=SAMPLING,
+        max_new_tokens=50,
+        config={},
+        counts={"prompts": N_ROWS, "responses": N_ROWS, "failed": 0, "tokens": 1},
+    )
+    write_responses(root / "responses", rows, manifest)
+    write_labels(root, texts, prints, open_drafter(target, "vanilla", str(root / "vanilla")).facts)
+    return root
+
+
+def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> None:
+    rows = {name: [] for name in FEATURES}
+    for i, text in enumerate(texts):
+        drafts, labels = torch.randint(4, 60, (2, len(text) - 5)), torch.rand(2, len(text) - 5)
+        values = {"id": f"q{i}", "prompt": text[:5], "response": text[5:], "drafts": drafts.tolist()}
+        values |= {"p": labels.tolist(), "q": labels.tolist(), "labels": labels.tolist()}
+        for name, value in values.items():
+            rows[name].append(value)
+    manifest = AcceptanceManifest(
+        **prints,
+        drafter={"kind": drafter.kind, "path": drafter.path, "fingerprint": drafter.fingerprint},
+        rollout_tokens=None,
+        sampling=SAMPLING,
+        draws=2,
+        responses="responses",
+        config={},
+        counts={"rows": N_ROWS},
+    )
+    write_acceptance(root / "labels", Dataset.from_dict(rows, features=FEATURES), manifest)
+
+
+@pytest.fixture
+def small(made) -> list[str]:
+    return [
+        *("+exp=specdecpp", f"responses={made / 'responses'}", f"drafter={made / 'vanilla'}", "held_out_share=0.3"),
+        *("data.batch_size=4", "epochs=2"),
+    ]
+
+
+def test_a_head_is_trained_and_used(run, small, made):
+    code, out, err = run("train", *small)
+    assert code == 0, err
+    assert "KL of labels and predictions" in out
+    (folder,) = Path("checkpoints").iterdir()
+    command_line = f"next: python -m spectrain.tune method=specdecpp head={folder} target="
+    assert command_line in out
+    assert out.rstrip().endswith(" sampling.temperature=0.8 sampling.top_k=50")
+    names = {f.name for f in folder.iterdir()}
+    assert names >= {"model.safetensors", "config.json", "spectrain.json", "tokenizer.json", "README.md", "drafter"}
+    facts = json.loads((folder / "config.json").read_text())
+    assert facts["sampling"] == SAMPLING
+    assert facts["drafter"]["kind"] == "vanilla"
+    run_folder = Path("runs") / folder.name
+    assert (run_folder / "calibration.png").stat().st_size > 5000
+    result = json.loads((run_folder / "result.json").read_text())
+    assert result["metrics"].keys() >= {"eval/loss", "eval/kl_binary", "eval/calibration_error", "eval/label"}
+    assert sum(b["positions"] for b in result["reliability"]) > 50
+
+    sampled = ["sampling.temperature=0.8", "sampling.top_k=50"]
+    code, out, err = run("generate", "method=specdecpp", "prompt=def f", "max_new_tokens=9", "baseline=false", *sampled)
+    assert code == 0, err
+    assert "was trained for" not in err
+    code, out, err = run("generate", "method=specdecpp", "prompt=def f", "max_new_tokens=9", "baseline=false")
+    assert code == 0, err
+    assert "was trained for temperature 0.8, top_k 50 and is used for greedy" in err
+
+    Path("asked.jsonl").write_text(json.dumps({"prompt": "def read_config(path):"}) + "\n")
+    code, out, err = run("bench", "methods=[specdecpp]", "prompts=asked.jsonl", "max_new_tokens=6", "out=b")
+    assert code == 0, err
+    measured = json.loads(Path("b/results.json").read_text())["methods"]["specdecpp"]
+    assert measured["lossless"]
+    assert "is used for greedy" in measured["warning"]
+    assert "is used for greedy" in Path("b/report.html").read_text()
+
+
+def test_a_head_is_exported_from_its_run_as_training_exported_it(run, small, monkeypatch):
+    code, _, err = run("train", *small, "run_dir=head", "out=trained")
+    assert code == 0, err
+    monkeypatch.setattr(sys, "argv", ["spectrain.export", "run=head", "out=again"])
+    command("export")(export.main)()
+    trained, again = Path("trained"), Path("again")
+    names = {str(file.relative_to(trained)) for file in trained.rglob("*") if file.is_file()}
+    assert names == {str(file.relative_to(again)) for file in again.rglob("*") if file.is_file()}
+    assert {"drafter/model.safetensors", "drafter/spectrain.json", "README.md"} <= names
+    for name in names - {"README.md"}:  # the cards differ in their own folders' names
+        assert (again / name).read_bytes() == (trained / name).read_bytes(), name
+
+
+def test_a_head_finds_the_drafter_that_it_brings_along(run, small, made):
+    code, _, err = run("train", *small, "run_dir=head", "out=moved")
+    assert code == 0, err
+    facts = json.loads(Path("moved/config.json").read_text())
+    facts["drafter"]["path"] = "gone"
+    Path("moved/config.json").write_text(json.dumps(facts))
+    options = ["method=specdecpp", "head=moved", "prompt=def f", "max_new_tokens=9", "baseline=false"]
+    code, _, err = run("generate", *options)
+    assert code == 0, err
+    shutil.rmtree("moved/drafter")
+    code, _, err = run("generate", *options)
+    assert code == 2
+    assert "holds no vanilla drafter for this target" in err
+
+
+@pytest.mark.parametrize("source", ["online", "offline"])
+def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, made, source, monkeypatch):
+    class Interrupt(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if trainer.global_step == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    arguments = [*small, f"data={source}"]
+    if source == "offline":
+        arguments.append(f"data.path={made / 'labels'}")
+    code, _, err = run("train", *arguments, "run_dir=whole", "out=whole_out")
+    assert code == 0, err
+    callbacks = fitting.callbacks
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "callbacks", lambda *given: [*callbacks(*given), Interrupt()])
+        code, _, err = run("train", *arguments, "run_dir=cut", "out=cut_out")
+    assert code == 130
+    assert run("train", *arguments, "run_dir=cut", "out=cut_out")[0] == 0
+    whole, cut = (load_file(f"{name}_out/model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_head_for_a_spire_drafter(run, small, made):
+    arguments = [a for a in small if not a.startswith("drafter=")]
+    code, _, err = run("train", *arguments, f"drafter={made / 'spire'}", "rollout_tokens=6", "out=head")
+    assert code == 0, err
+    assert json.loads(Path("head/config.json").read_text())["drafter"]["kind"] == "spire"
+    code, _, err = run("generate", "method=specdecpp", "head=head", "prompt=def f", "max_new_tokens=9", "sampling=t08")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["drafter={made}/nowhere"], "nowhere"),
+        (["drafter=[{made}/vanilla,{made}/spire]"], "a head belongs to one drafter"),
+        (["responses={made}/vanilla"], "responses={made}/vanilla"),
+        (["n_blocks=7"], "n_blocks=7 must be a whole number from 0 to 4"),
+        (["w_rej=-1"], "w_rej=-1 must be a number above 0"),
+        (["held_out_share=0"], "held_out_share=0 must be a share"),
+        (["held_out_share=0.0001"], "0 held-out rows"),
+        (["epochs=0"], "epochs=0 must be a whole number"),
+        (["data.batch_size=100"], "fewer than one batch of 100"),
+        (["sampling.temperature=-1"], "temperature=-1 must be 0"),
+        (["data=offline", "data.path={made}/labels", "sampling=t1"], "was labelled for temperature 0.8, top_k 50, not"),
+        (["data=offline", "data.path={made}/labels", "drafter={made}/spire"], "are of the vanilla drafter"),
+        (["data=offline", "data.path={made}/nowhere"], "data.path={made}/nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(run, small, made, arguments, message):
+    given = [argument.format(made=made) for argument in arguments]
+    code, out, err = run("train", *small, *given)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: ")
+    assert message.format(made=made) in err
+    assert "Traceback" not in err
+    assert not Path("checkpoints").exists()
+    assert not Path("runs").exists()
+
+
+def test_a_run_does_not_go_on_with_other_rows(run, small, made):
+    code, _, err = run("train", *small, "run_dir=r", "max_steps=2")
+    assert code == 0, err
+    (Path("r") / "result.json").unlink()
+    noted = json.loads(Path("r/source.json").read_text())
+    noted["rows"][1] += 1
+    Path("r/source.json").write_text(json.dumps(noted))
+    code, _, err = run("train", *small, "run_dir=r", "max_steps=2")
+    assert code == 2
+    assert "was begun with other rows" in err
+
+
+def test_a_vanilla_drafter_is_not_trained_from_a_store(run, shared):
+    code, _, err = run("train", "+exp=vanilla", "data=offline", f"corpus={shared / 'corpus'}", "data.row_tokens=64")
+    assert code == 2
+    assert "data=offline is for +exp=spire and +exp=specdecpp only; give data=online" in err
+
+
+def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
+    code, _, err = run("generate", "method=specdecpp", "prompt=x")
+    assert code == 2
+    assert "holds no SpecDec++ head for this target; train one with python -m spectrain.train +exp=specdecpp" in err
+    code, _, err = run("generate", "method=specdecpp", f"head={made / 'vanilla'}", "prompt=x")
+    assert code == 2
+    assert "is a vanilla drafter; give one made by +exp=specdecpp" in err
+    code, _, err = run(
+        "train",
+        "+exp=specdecpp",
+        f"responses={made / 'responses'}",
+        f"drafter={made / 'vanilla'}",
+        "held_out_share=0.3",
+        "data.batch_size=4",
+        "max_steps=1",
+    )
+    assert code == 0, err
+    code, _, err = run("generate", "method=specdecpp", f"drafter={made / 'spire'}", "prompt=x", "max_new_tokens=4")
+    assert code == 2
+    assert "is a spire drafter, which none of the methods takes" in err
+    code, _, err = run("generate", "method=pld", f"head={made / 'vanilla'}", "prompt=x")
+    assert code == 2
+    assert "which none of the methods takes" in err
+
+
+def test_the_sweep_and_the_multirun_are_the_same_grid(run, small):
+    text = (conf_dir() / "sweep" / "specdecpp.yaml").read_text()
+    sweep = yaml.safe_load(text)
+    command = create_sweep_command_args(
+        {"args": {name: {"value": values["values"][0]} for name, values in sweep["parameters"].items()}}
+    )
+    assert sweep["command"][-1] == "${args_no_hyphens}"
+    assert command["args_no_hyphens"] == ["w_rej=1", "n_blocks=0"]
+    (multirun,) = [line for line in text.splitlines() if "spectrain.train -m " in line]
+    overrides = OverridesParser.create().parse_overrides(multirun.split("-m spectrain.train -m ")[1].split())
+    grid = {o.key_or_group: [int(v) for v in o.sweep_string_iterator()] for o in overrides if o.is_sweep_override()}
+    assert grid == {name: values["values"] for name, values in sweep["parameters"].items()}
+
+    code, _, err = run("train", *small, "w_rej=1,3", "n_blocks=0,1", "max_steps=2", "-m")
+    assert code == 0, err
+    heads = [json.loads(file.read_text()) for file in Path("checkpoints").glob("*/config.json")]
+    assert {(h["w_rej"], h["head"]["n_blocks"]) for h in heads} == {(1, 0), (1, 1), (3, 0), (3, 1)}
+
+    code, _, err = run("train", *small, "w_rej=1,6", "n_blocks=0", "max_steps=2", "-m")  # goes on with what is left
+    assert code == 0, err
+    assert "left out: this run is finished" in err
+    assert len(list(Path("checkpoints").iterdir())) == 5
+
+
+def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
+    steps = {}
+    for accumulated in (1, 2):
+        code, _, err = run("train", *small, f"trainer.accumulate_grad_batches={accumulated}", f"run_dir=r{accumulated}")
+        assert code == 0, err
+        steps[accumulated] = json.loads(Path(f"r{accumulated}/result.json").read_text())["steps"]
+    assert steps[1] % 2 == 0  # two epochs
+    assert steps[2] == 2 * -(-steps[1] // 4)
+
+
+def test_only_rank_zero_notes_what_a_run_began_with(tmp_path, monkeypatch):
+    source = Source(Path("rows"), Dataset.from_dict({"id": ["a"]}), Sampling(), {})
+    drafter = OpenDrafter(DrafterFacts("vanilla", "drafter", "f" * 16), states=None)
+    run = RunFolder(tmp_path / "run", {}, "id")
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    keep_to_source(run, facts_of(source, drafter))  # its folder is rank zero's to make
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    run.path.mkdir()
+    keep_to_source(run, facts_of(source, drafter))
+    assert [file.name for file in run.path.iterdir()] == ["source.json"]

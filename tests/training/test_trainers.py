@@ -1,0 +1,145 @@
+"""The trainer of a config: which strategy, on which ranks, and from which checkpoints it may go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spectrain.decoding.errors import UserError
+from spectrain.training import trainers
+from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
+from spectrain.training.trainers import build_trainer, check_accumulation, go_on, strategy
+from tests.test_cli import composed
+
+DDP_CHECKPOINT, ZERO_CHECKPOINT = "step-00000004.ckpt", "step-00000006.ckpt"
+
+
+def zero(stage: int = 2) -> CPUZeroStrategy:
+    return strategy(composed("train", "+exp=spire", f"trainer=deepspeed_zero{stage}", "trainer.accelerator=cpu"))
+
+
+@pytest.fixture
+def checkpoints(tmp_path) -> Path:
+    """A plain checkpoint, and one of DeepSpeed for two ranks."""
+    torch.save({"state_dict": {}}, tmp_path / DDP_CHECKPOINT)
+    pieces = tmp_path / ZERO_CHECKPOINT / "checkpoint"
+    pieces.mkdir(parents=True)
+    for rank in range(2):
+        torch.save({}, pieces / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    torch.save({}, pieces / "mp_rank_00_model_states.pt")
+    return tmp_path
+
+
+def test_a_plain_checkpoint_goes_on_at_any_number_of_ranks(checkpoints):
+    for ranks in (1, 2, 4):
+        go_on(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=None, world_size=ranks))
+
+
+@pytest.mark.parametrize(("ranks", "again"), [(2, False), (1, True), (3, True)])
+def test_a_checkpoint_of_deepspeed_is_cut_anew_for_another_number_of_ranks(checkpoints, ranks, again, monkeypatch):
+    cut = []
+    monkeypatch.setattr(trainers, "cut_anew", cut.append)
+    trainer = SimpleNamespace(strategy=zero(), world_size=ranks, is_global_zero=True)
+    go_on(checkpoints / ZERO_CHECKPOINT, trainer)
+    assert cut == [checkpoints / ZERO_CHECKPOINT] * again
+    assert trainer.strategy.config.get("checkpoint") == ({"load_universal": True} if again else None)
+
+
+def test_a_checkpoint_of_another_kind_is_refused(checkpoints):
+    with pytest.raises(UserError, match="was written without DeepSpeed and cannot be resumed with it"):
+        go_on(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
+    with pytest.raises(UserError, match="was written with DeepSpeed and cannot be resumed without it"):
+        go_on(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=None, world_size=2))
+
+
+@pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_a_damaged_piece_is_said(checkpoints, file):
+    piece = checkpoints / ZERO_CHECKPOINT / "checkpoint" / file
+    piece.write_bytes(piece.read_bytes()[:100])
+    with pytest.raises(UserError, match="step-00000006.ckpt cannot be read"):
+        go_on(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
+
+
+def test_muon_under_deepspeed_is_refused_with_the_remedy():
+    cfg = composed("train", "+exp=target", "trainer=deepspeed_zero2")
+    with pytest.raises(UserError, match="needs whole matrices.*give optimizer.name=adamw"):
+        strategy(cfg)
+
+
+@pytest.mark.parametrize("node", ["{name: fsdp}", "{stage: 2}"])
+def test_a_strategy_node_of_something_else_is_refused(node):
+    with pytest.raises(UserError, match="is unknown; give ddp, auto or trainer=deepspeed_zero2"):
+        strategy(composed("train", "+exp=spire", f"trainer.strategy={node}"))
+
+
+def test_an_unknown_option_of_deepspeed_is_said():
+    with pytest.raises(UserError, match="trainer.strategy has no option offload; it has stage, offload_optimizer"):
+        strategy(composed("train", "+exp=spire", "trainer=deepspeed_zero2", "+trainer.strategy.offload=true"))
+
+
+@pytest.mark.parametrize(
+    ("option", "stage", "offloads"),
+    [("deepspeed_zero2", 2, False), ("deepspeed_zero2_offload", 2, True), ("deepspeed_zero3", 3, False)],
+)
+def test_deepspeed_on_gpus_and_on_cpu_ranks(option, stage, offloads):
+    for accelerator, kind in (("gpu", ZeroStrategy), ("cpu", CPUZeroStrategy)):
+        made = strategy(composed("train", "+exp=spire", f"trainer={option}", f"trainer.accelerator={accelerator}"))
+        assert type(made) is kind
+        assert made.config["zero_optimization"]["stage"] == stage
+        assert ("offload_optimizer" in made.config["zero_optimization"]) == offloads
+
+
+def test_torchruns_ranks_take_the_place_of_devices_and_nodes(monkeypatch):
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "3",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    cfg = composed("train", "+exp=spire", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=12")
+    trainer = build_trainer(cfg, [], [])
+    assert (trainer.num_devices, trainer.num_nodes, trainer.world_size) == (3, 2, 6)
+
+
+def test_a_batch_that_ranks_cannot_share_out_is_refused():
+    cfg = composed("train", "+exp=spire", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=3")
+    with pytest.raises(UserError, match="data.batch_size=4 rows cannot be shared out evenly by 3 ranks"):
+        build_trainer(cfg, [], [])
+
+
+def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun(monkeypatch):
+    monkeypatch.setattr(trainers, "in_multirun", lambda: True)
+    options = ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=4"]
+    with pytest.raises(UserError, match="-m on 2 ranks needs torchrun --nproc-per-node 2"):
+        build_trainer(composed("train", "+exp=spire", *options, "trainer.devices=2"), [], [])
+    build_trainer(composed("train", "+exp=spire", *options, "trainer.devices=1"), [], [])
+
+
+@pytest.mark.parametrize(("accumulated", "n_batches", "max_steps"), [(2, 41, 20), (2, 40, 99), (1, 41, 99)])
+def test_gradients_that_end_with_the_epoch_may_be_accumulated(accumulated, n_batches, max_steps):
+    cfg = composed("train", "+exp=spire", f"trainer.accumulate_grad_batches={accumulated}")
+    check_accumulation(cfg, SimpleNamespace(strategy=zero(), max_steps=max_steps), n_batches)
+
+
+def test_a_gradient_that_would_run_on_into_the_next_epoch_is_refused_under_deepspeed():
+    cfg = composed("train", "+exp=spire", "trainer.accumulate_grad_batches=2")
+    with pytest.raises(UserError, match="accumulate_grad_batches=2 does not divide the 41 batches of an epoch"):
+        check_accumulation(cfg, SimpleNamespace(strategy=zero(), max_steps=21), 41)
+    check_accumulation(cfg, SimpleNamespace(strategy=None, max_steps=21), 41)
+
+
+def test_a_checkpoint_is_written_where_it_belongs_and_nowhere_else(tmp_path, monkeypatch):
+    """A kill would leave what was written elsewhere."""
+
+    def never(*_, **__):
+        raise AssertionError("a temporary file")
+
+    monkeypatch.setattr("tempfile.mkstemp", never)
+    trainer = build_trainer(composed("train", "+exp=spire"), [], [])
+    trainer.strategy.checkpoint_io.save_checkpoint({"a": torch.ones(2)}, tmp_path / "a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt")["a"].tolist() == [1.0, 1.0]
