@@ -1,85 +1,162 @@
-"""Measures of a decoding run (methods.md, section 10), from the loop's `Generation`s: one a question."""
+"""Estimates with their 95 % intervals from one bootstrap, and the measures of decoding runs that it serves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from scipy.stats import DegenerateDataWarning
+from scipy.stats import bootstrap as scipy_bootstrap
 
 from spectrain.decoding.generation import Generation
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95 % confidence interval; the bounds are nan where there are fewer than two questions."""
+    """A value with its 95 % confidence interval; the bounds are nan where fewer than two units were measured."""
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
+
+    @classmethod
+    def of_samples(cls, value: float, samples: Sequence[float], level: float = 0.95) -> Estimate:
+        """Take the interval from bootstrap samples of the value; samples that are nan do not count."""
+        samples = np.asarray(samples, dtype=np.float64)
+        if np.isnan(samples).all():
+            return cls(float(value))
+        low, high = np.nanquantile(samples, [(1 - level) / 2, (1 + level) / 2])
+        return cls(float(value), float(low), float(high))
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval excludes 0, for the estimate of a difference."""
+        return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def as_json(self) -> dict[str, float | None]:
-        """Plain values; nan, which JSON has not, becomes null."""
+        """Return plain values, with null for nan, which JSON does not have."""
         return {name: None if math.isnan(value) else value for name, value in asdict(self).items()}
 
 
-def mean_accepted(generations: Sequence[Generation], n_resamples: int = 2000, seed: int = 0) -> Estimate:
-    """tau: tokens a target forward, the bonus included; autoregressive decoding has 1.
+def bootstrap_samples(
+    statistic: Callable[..., np.ndarray], *samples: Sequence[float], n_resamples: int = 2000, seed: int = 0
+) -> np.ndarray:
+    """Compute a statistic on bootstrap resamples of units such as questions.
 
-    (emitted tokens - 1) / target forwards after prefill, pooled over all steps: prefill draws the first token, and
-    tokens cut by EOS or length were not emitted. The interval is a percentile bootstrap over questions, since the steps
-    of one question depend on one another. Questions that ended with the first token have no step and do not count.
+    Args:
+        statistic: called as statistic(*samples, axis=-1) with arrays of shape [Q] or [B, Q]; returns [...] or [..., B].
+        samples: one or several measurements of the same Q >= 2 units in the same order; they are drawn together.
+        n_resamples: B.
+        seed: of the draws.
+
+    Returns:
+        The statistic of each resample, [..., B].
     """
-    tokens = np.array([len(g.tokens) - 1 for g in generations if g.target_forwards], dtype=np.float64)
-    forwards = np.array([g.target_forwards for g in generations if g.target_forwards], dtype=np.float64)
-    return ratio_of_sums(tokens, forwards, n_resamples, seed)
+    arrays = [np.asarray(one, dtype=np.float64) for one in samples]
+    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # a resample may have no step at all
+        return scipy_bootstrap(
+            arrays,
+            statistic,
+            paired=len(arrays) > 1,
+            vectorized=True,
+            n_resamples=n_resamples,
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        ).bootstrap_distribution
 
 
-def decode_s(generation: Generation) -> float:
-    """Seconds of a question, prefill included: its share of the batch's time, so questions add up to the run."""
-    return generation.prefill_s + sum(generation.time_s.values())
-
-
-def tokens_per_s_micro(generations: Sequence[Generation], n_resamples: int = 2000, seed: int = 0) -> Estimate:
-    """All tokens / all time, with a percentile bootstrap over questions."""
-    tokens = np.array([len(g.tokens) for g in generations], dtype=np.float64)
-    seconds = np.array([decode_s(g) for g in generations])
-    return ratio_of_sums(tokens, seconds, n_resamples, seed)
-
-
-def time_share(generations: Sequence[Generation]) -> dict[str, float]:
-    """Share of draft, forward, verify, commit and other in the time after prefill; adds up to 1."""
-    if not generations:
-        return {}
-    totals = {stage: sum(g.time_s[stage] for g in generations) for stage in generations[0].time_s}
-    whole = sum(totals.values())
-    return {stage: seconds / whole if whole else 0.0 for stage, seconds in totals.items()}
+def bootstrap(
+    statistic: Callable[..., np.ndarray],
+    *samples: Sequence[float],
+    n_resamples: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Estimate:
+    """Estimate a single number with its percentile interval; the arguments are those of `bootstrap_samples`."""
+    arrays = [np.asarray(one, dtype=np.float64) for one in samples]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value = float(statistic(*arrays, axis=-1)) if len(arrays[0]) else math.nan
+    if len(arrays[0]) < 2 or math.isnan(value):
+        return Estimate(value)
+    drawn = bootstrap_samples(statistic, *arrays, n_resamples=n_resamples, seed=seed)
+    return Estimate.of_samples(value, drawn, level)
 
 
 def median(values: Sequence[float], n_resamples: int = 2000, seed: int = 0) -> Estimate:
-    """The median of repeated measurements, with a percentile bootstrap."""
-    values = np.asarray(values, dtype=np.float64)
-    picks = np.random.default_rng(seed).integers(len(values), size=(n_resamples, len(values)))
-    low, high = np.quantile(np.median(values[picks], axis=1), [0.025, 0.975])
-    return Estimate(float(np.median(values)), float(low), float(high))
+    """Estimate the median of repeated measurements."""
+    return bootstrap(np.median, values, n_resamples=n_resamples, seed=seed)
 
 
-def ratio_of_sums(
-    numerators: Sequence[float], denominators: Sequence[float], n_resamples: int = 2000, seed: int = 0
+def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], **options: float) -> Estimate:
+    """Estimate sum / sum over questions, resampling both together. `options` are those of `bootstrap`."""
+    return bootstrap(_ratio, numerators, denominators, **options)
+
+
+def difference_of_ratios(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    other_numerators: Sequence[float],
+    other_denominators: Sequence[float],
+    **options: float,
 ) -> Estimate:
-    """sum / sum over questions, with a percentile bootstrap that resamples both together."""
-    numerators, denominators = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
-    n_questions = len(numerators)
-    if n_questions == 0:
-        return Estimate(float("nan"), float("nan"), float("nan"))
-    value = float(numerators.sum() / denominators.sum())
-    if n_questions == 1:
-        return Estimate(value, float("nan"), float("nan"))
-    picks = np.random.default_rng(seed).integers(n_questions, size=(n_resamples, n_questions))
-    ratios = numerators[picks].sum(axis=1) / denominators[picks].sum(axis=1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return Estimate(value, float(low), float(high))
+    """Estimate how much larger one sum / sum is than another over the same questions, resampled together."""
+
+    def difference(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, axis: int) -> np.ndarray:
+        return _ratio(a, b, axis) - _ratio(c, d, axis)
+
+    return bootstrap(difference, numerators, denominators, other_numerators, other_denominators, **options)
+
+
+def speedup(
+    tokens: Sequence[float],
+    seconds: Sequence[float],
+    baseline_tokens: Sequence[float],
+    baseline_seconds: Sequence[float],
+    **options: float,
+) -> Estimate:
+    """Estimate tokens/s relative to a baseline's on the same questions, resampled together."""
+
+    def quotient(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, axis: int) -> np.ndarray:
+        return _ratio(a, b, axis) / _ratio(c, d, axis)
+
+    return bootstrap(quotient, tokens, seconds, baseline_tokens, baseline_seconds, **options)
+
+
+def _ratio(numerators: np.ndarray, denominators: np.ndarray, axis: int) -> np.ndarray:
+    return numerators.sum(axis) / denominators.sum(axis)
+
+
+def acceptance_length(generations: Sequence[Generation], n_resamples: int = 2000, seed: int = 0) -> Estimate:
+    """Estimate tau: tokens produced per target forward pass, the bonus included; autoregressive decoding has 1.
+
+    It is (emitted tokens - 1) / target forwards after prefill, pooled over all steps: prefill draws the first token,
+    and tokens cut by EOS or length were not emitted. Questions are resampled, since the steps of one question depend on
+    one another. A question that ended with its first token has no step and does not count.
+    """
+    stepping = [g for g in generations if g.target_forwards]
+    tokens, forwards = [len(g.tokens) - 1 for g in stepping], [g.target_forwards for g in stepping]
+    return ratio_of_sums(tokens, forwards, n_resamples=n_resamples, seed=seed)
+
+
+def decode_s(generation: Generation) -> float:
+    """Return the seconds of a question, prefill included: its share of its batch's time."""
+    return generation.prefill_s + sum(generation.time_s.values())
+
+
+def tokens_per_s_micro(generations: Sequence[Generation]) -> Estimate:
+    """Estimate all tokens / all seconds."""
+    return ratio_of_sums([len(g.tokens) for g in generations], [decode_s(g) for g in generations])
+
+
+def time_share(times_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Compute the share of each stage in the whole time, from seconds by stage; shares add up to 1."""
+    totals = {stage: sum(one[stage] for one in times_s) for stage in (times_s[0] if times_s else ())}
+    whole = sum(totals.values())
+    return {stage: seconds / whole if whole else 0.0 for stage, seconds in totals.items()}

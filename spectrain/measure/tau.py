@@ -10,7 +10,7 @@ from rich.table import Table
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.statistics import Estimate, mean_accepted, tokens_per_s_micro
+from spectrain.measure.statistics import Estimate, acceptance_length, tokens_per_s_micro
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def measure_tau(
             column = f"{length} tokens, {'greedy' if temperature == 0 else f'T={temperature:g}'}"
             for name, drafter in drafters.items():
                 found = _continue(target, drafter, contexts, temperature, settings, seed, settings.batch_size)
-                tau[name][column] = mean_accepted(found)
+                tau[name][column] = acceptance_length(found)
     settings = dataclasses.replace(settings, contexts=min(settings.contexts, len(rows)))
     return TauTable(tau, _tokens_per_s(target, drafters, rows, settings), settings)
 
@@ -112,7 +112,7 @@ def tau_of(target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]],
     """tau of one drafter under the first of the settings' lengths and temperatures: no other method, no clock."""
     contexts = [list(row[: settings.context_tokens[0]]) for row in rows[: settings.contexts]]
     found = _continue(target, drafter, contexts, settings.temperatures[0], settings, 0, settings.batch_size)
-    return mean_accepted(found)
+    return acceptance_length(found)
 
 
 def _tokens_per_s(

@@ -27,24 +27,24 @@ def generation(n_tokens: int, forwards: int, decode_s: float = 1.0, prefill_s: f
     )
 
 
-def test_mean_accepted_pools_steps_and_leaves_out_the_first_token():
+def test_acceptance_length_pools_steps_and_leaves_out_the_first_token():
     pair = [generation(11, 10), generation(21, 5)]
-    assert metrics.mean_accepted(pair).value == 30 / 15
+    assert metrics.acceptance_length(pair).value == 30 / 15
 
 
 def test_autoregressive_has_one_and_no_spread():
-    estimate = metrics.mean_accepted([generation(n + 1, n) for n in (3, 8, 20)])
+    estimate = metrics.acceptance_length([generation(n + 1, n) for n in (3, 8, 20)])
     assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
 
 
 def test_question_that_ended_at_once_does_not_count():
-    estimate = metrics.mean_accepted([generation(1, 0), generation(9, 4)])
+    estimate = metrics.acceptance_length([generation(1, 0), generation(9, 4)])
     assert estimate.value == 2.0
     assert math.isnan(estimate.low)
 
 
 def test_nothing_measured_is_nan():
-    assert math.isnan(metrics.mean_accepted([]).value)
+    assert math.isnan(metrics.acceptance_length([]).value)
 
 
 def test_interval_covers_the_truth_about_as_often_as_it_says():
@@ -53,7 +53,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     for trial in range(200):
         rates = rng.normal(3.0, 0.5, size=40)
         sample = [generation(1 + round(20 * rate), 20) for rate in rates]
-        estimate = metrics.mean_accepted(sample, n_resamples=300, seed=trial)
+        estimate = metrics.acceptance_length(sample, n_resamples=300, seed=trial)
         covered += estimate.low <= 3.0 <= estimate.high
     assert 0.88 <= covered / 200 <= 0.99
 
@@ -64,7 +64,7 @@ def test_rates_are_all_tokens_over_all_time():
 
 
 def test_time_shares_add_up_to_one():
-    shares = metrics.time_share([generation(10, 9, decode_s=2.0), generation(10, 9, decode_s=6.0)])
+    shares = metrics.time_share([generation(10, 9, decode_s=s).time_s for s in (2.0, 6.0)])
     assert shares["draft"] == pytest.approx(0.25)
     assert sum(shares.values()) == pytest.approx(1.0)
 
@@ -74,3 +74,44 @@ def test_median_of_equal_measurements_has_no_spread_and_of_others_lies_within_th
     estimate = metrics.median([1.0, 5.0, 2.0, 4.0, 3.0])
     assert estimate.value == 3.0
     assert 1.0 <= estimate.low < 3.0 < estimate.high <= 5.0
+
+
+def test_bootstrap_draws_as_numpy_does_and_pairs_its_samples():
+    rng = np.random.default_rng(3)
+    a, b, c, d = rng.integers(1, 50, (4, 60)).astype(float)
+    picks = np.random.default_rng(7).integers(60, size=(500, 60))
+    sums = [one[picks].sum(axis=1) for one in (a, b, c, d)]
+    options = {"n_resamples": 500, "seed": 7}
+    for estimate, drawn, value in (
+        (metrics.ratio_of_sums(a, b, **options), sums[0] / sums[1], a.sum() / b.sum()),
+        (
+            metrics.difference_of_ratios(a, b, c, d, **options),
+            sums[0] / sums[1] - sums[2] / sums[3],
+            a.sum() / b.sum() - c.sum() / d.sum(),
+        ),
+        (
+            metrics.speedup(a, b, c, d, **options),
+            (sums[0] / sums[1]) / (sums[2] / sums[3]),
+            (a.sum() / b.sum()) / (c.sum() / d.sum()),
+        ),
+        (metrics.median(a, **options), np.median(a[picks], axis=1), np.median(a)),
+    ):
+        assert estimate.value == pytest.approx(value)
+        assert [estimate.low, estimate.high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]))
+
+
+def test_resamples_without_a_denominator_do_not_count():
+    estimate = metrics.ratio_of_sums([2.0, 0.0], [1.0, 0.0])
+    assert (estimate.value, estimate.low, estimate.high) == (2.0, 2.0, 2.0)
+    assert math.isnan(metrics.ratio_of_sums([0.0, 0.0], [0.0, 0.0]).value)
+
+
+def test_a_difference_is_resolved_where_its_interval_excludes_zero():
+    assert metrics.Estimate(1.0, 0.5, 1.5).resolved
+    assert metrics.Estimate(-1.0, -1.5, -0.5).resolved
+    assert not metrics.Estimate(0.1, -0.5, 0.7).resolved
+    assert not metrics.Estimate(1.0).resolved
+
+
+def test_an_estimate_without_an_interval_is_strict_json():
+    assert metrics.Estimate(1.5).as_json() == {"value": 1.5, "low": None, "high": None}
