@@ -14,7 +14,6 @@ import logging
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +29,7 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.contenders import PEERS, Contender, Method, Work, build_peer
+from spectrain.measure.questions import digest, name_of, read_questions, use_chat
 from spectrain.measure.results import BASELINE, QuestionRow, as_json, summarise
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.registry import (
@@ -38,8 +38,9 @@ from spectrain.methods.registry import (
     check_taken,
     given_artifacts,
     method_config,
+    method_configs,
     names,
-    with_tuned,
+    takes_all,
 )
 from spectrain.methods.speculative import Speculative
 from spectrain.reporting.bench_page import write_report
@@ -48,30 +49,27 @@ from spectrain.retrieval.datastore import Datastore
 from spectrain.stores.environment import date_of
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.json_lines import read_lines, write_lines
-from spectrain.stores.locations import CHECKPOINTS, conf_dir
-from spectrain.stores.prompts import Question, conversation_ids, read_prompts
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, stdlib_documents
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.prompts import conversation_ids
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
 TABLE_COLUMNS = 100  # where the output is no terminal
-STDLIB_QUESTIONS = 20
-STDLIB_CHARACTERS = 1200  # of a module, to be continued
 
 
 def main(cfg: DictConfig) -> None:
     sampling = Sampling.from_options(cfg.sampling)
     work = check_work(cfg, sampling)
-    methods = method_configs(cfg)
+    methods = method_configs(cfg, reserved=PEERS)
     check_peers(cfg)
-    questions = read_questions(cfg)
+    questions = read_questions(cfg.prompts, cfg.limit)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     with open_dict(cfg):
         cfg.measured = {"methods": methods, "questions": digest(questions)} | budget_tables(methods)
     run = RunFolder.find(cfg, result="results.json")
     target = open_target(cfg)
-    ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target))
+    ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target.tokenizer))
     contenders, skipped = build_contenders(cfg, methods, target, sampling)
     warn_of_defaults(target)
     stores = datastores(contenders)
@@ -116,37 +114,6 @@ def check_peers(cfg: DictConfig) -> None:
         raise UserError(f"peers decode one prompt at a time, not batch_size={cfg.batch_size}; give batch_size=1")
 
 
-def method_configs(cfg: DictConfig) -> dict[str, DictConfig]:
-    """Every method and variant that the config names, with its options; the baseline first.
-
-    Raises:
-        UserError: a name is neither a file of `conf/method/` nor a variant, or an option is none of the method's.
-    """
-    files = {path.stem: path for path in sorted((conf_dir() / "method").glob("*.yaml"))}
-    known = list(dict.fromkeys([*files, *cfg.variants]))
-    wanted = known if takes_all(cfg) else names(cfg.methods)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UserError(f"methods={unknown[0]} is unknown; choose among {', '.join(known)}, or all")
-    taken = [name for name in cfg.variants if name in (BASELINE, *PEERS)]
-    if taken:
-        raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
-    found = {}
-    for name in dict.fromkeys([BASELINE, *wanted]):
-        changes = dict(cfg.variants.get(name) or {})
-        base = changes.pop("method", name)
-        if base not in files:
-            raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned)
-        for key, value in changes.items():
-            if key not in options or key.startswith("_"):
-                takes = ", ".join(k for k in options if not k.startswith("_")) or "none"
-                raise UserError(f"variants.{name}.{key} is no option of {base}; its options are {takes}")
-            options[key] = value
-        found[name] = options
-    return found
-
-
 def budget_tables(methods: dict[str, DictConfig]) -> dict[str, str]:
     """What `max_nodes=auto` will go by, as a digest: a resumed run must not go on with other measurements."""
     if not any(options.get("max_nodes") == AUTO for options in methods.values()):
@@ -186,10 +153,6 @@ def keep_to_stores(run: RunFolder, stores: dict[str, Datastore]) -> None:
     file.write_text(json.dumps(found) + "\n")
 
 
-def takes_all(cfg: DictConfig) -> bool:
-    return "all" in names(cfg.methods)
-
-
 def build_contenders(
     cfg: DictConfig, methods: dict[str, DictConfig], target: TargetModel, sampling: Sampling | None = None
 ) -> tuple[dict[str, Contender], dict[str, str]]:
@@ -220,30 +183,6 @@ def build_contenders(
             assistant = assistant or build_method(method_config("speculative"), target, given)
         contenders[name] = build_peer(name, target, lookup, assistant)
     return contenders, skipped
-
-
-def read_questions(cfg: DictConfig) -> list[Question]:
-    if cfg.prompts is not None:
-        return read_prompts(cfg.prompts, cfg.limit)
-    documents = [d for d in stdlib_documents() if is_held_out(d.id, STDLIB_HELD_OUT)]
-    long_enough = [d for d in documents if len(d.text) > 2 * STDLIB_CHARACTERS]
-    chosen = long_enough[: cfg.limit or STDLIB_QUESTIONS]
-    return [Question(d.id, "stdlib", (d.text[:STDLIB_CHARACTERS],)) for d in chosen]
-
-
-def digest(questions: Sequence[Question]) -> str:
-    return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()[:16]
-
-
-def use_chat(chat: str | bool, target: TargetModel) -> bool | None:
-    """Whether prompts go into the tokenizer's chat template; None: where it has one."""
-    if chat == "auto":
-        return None
-    if chat not in (True, False):
-        raise UserError(f"chat={chat} must be auto, true or false")
-    if chat and target.tokenizer.chat_template is None:
-        raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=auto or false")
-    return chat
 
 
 def warn_of_defaults(target: TargetModel) -> None:
@@ -320,7 +259,7 @@ def facts(cfg: DictConfig, target: TargetModel, work: Work, n_questions: int) ->
         "date": date_of(),
         "target": cfg.target.path,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
-        "prompts": Path(cfg.prompts).name if cfg.prompts else "held-out modules of the Python standard library",
+        "prompts": name_of(cfg.prompts),
         "questions": n_questions,
         "device": f"{device} ({name})",
         "threads": torch.get_num_threads(),

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from spectrain import bench
+from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.stores.locations import conf_dir
 from spectrain.stores.texts import is_held_out
 from tests.test_cli import composed
@@ -160,11 +161,11 @@ def test_a_question_that_fails_does_not_stop_the_run(run, tmp_path):
 
 
 def test_without_a_prompt_file_held_out_modules_are_continued():
-    questions = bench.read_questions(composed("bench", "limit=3"))
+    questions = read_questions(None, 3)
     assert len({question.id for question in questions}) == 3
     assert {question.category for question in questions} == {"stdlib"}
     assert all(is_held_out(q.id, composed("train", "+exp=spire").corpus.held_out_share) for q in questions)
-    assert {len(turn) for question in questions for turn in question.turns} == {bench.STDLIB_CHARACTERS}
+    assert {len(turn) for question in questions for turn in question.turns} == {STDLIB_CHARACTERS}
 
 
 def test_auto_without_measurements_is_refused_by_name(run, asked):

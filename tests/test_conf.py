@@ -6,9 +6,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain.bench import method_configs
 from spectrain.decoding import Drafter, Sampling, TargetModel, tokenizer_fingerprint
-from spectrain.methods.registry import build_method
+from spectrain.methods.registry import build_method, method_configs
 from spectrain.stores.locations import conf_dir
 from spectrain.train import TRAININGS, optimizer_settings
 from spectrain.training.trainers import build_trainer

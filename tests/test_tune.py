@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spectrain.measure import tune_budget
-from spectrain.measure.budget_table import BudgetTable
+from spectrain.stores.budget_table import BudgetTable
 
 TINY = (
     "nodes=[2,8,16]",

@@ -15,8 +15,7 @@ from spectrain.decoding import Generation
 from spectrain.decoding.generation import STAGES
 from spectrain.decoding.tree import Source
 from spectrain.measure.statistics import Estimate, decode_s, ratio_of_sums
-
-BASELINE = "autoregressive"
+from spectrain.methods.registry import BASELINE
 
 
 @dataclass(frozen=True)

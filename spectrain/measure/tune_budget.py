@@ -21,19 +21,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import Progress
 
-from spectrain.bench import digest, method_configs, read_questions, takes_all, use_chat
 from spectrain.cli import open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.budget import ForwardCost
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
 from spectrain.measure.acceptance_curve import GroupRow, curve_of, measure_group
-from spectrain.measure.budget_table import NO_OPTIONS, BudgetTable, CurveEntry, machine_of
+from spectrain.measure.contenders import PEERS
 from spectrain.measure.forward_cost import check_grid, measure_forward, steadied
+from spectrain.measure.questions import digest, read_questions, use_chat
 from spectrain.measure.results import BASELINE
-from spectrain.methods.registry import build_method, drafts_trees, given_artifacts
+from spectrain.methods.registry import build_method, drafts_trees, given_artifacts, method_configs, takes_all
 from spectrain.reporting.budget_plot import draw_acceptance, draw_budgets
 from spectrain.reporting.budget_report import budget_tables, forward_table, roofline_line
+from spectrain.stores.budget_table import NO_OPTIONS, BudgetTable, CurveEntry, machine_of
 from spectrain.stores.environment import date_of
 from spectrain.stores.json_lines import read_lines, write_lines
 from spectrain.stores.locations import CHECKPOINTS
@@ -64,7 +65,7 @@ def tune_budget(cfg: DictConfig) -> None:
     """
     sampling = Sampling.from_options(cfg.sampling)
     methods = tree_methods(cfg)
-    questions = read_questions(cfg)
+    questions = read_questions(cfg.prompts, cfg.limit)
     check_whole("max_new_tokens", cfg.max_new_tokens, 2)
     target = open_target(cfg)
     contexts = tuple(cfg.contexts or [c for c in CONTEXTS if c < target.max_positions][:3])
@@ -75,7 +76,7 @@ def tune_budget(cfg: DictConfig) -> None:
     with open_dict(cfg):
         cfg.measured = {"methods": methods, "questions": digest(questions), "machine": machine}
     run = RunFolder.find(cfg)
-    chat = use_chat(cfg.chat, target)
+    chat = use_chat(cfg.chat, target.tokenizer)
     prompts = [conversation_ids(target.tokenizer, list(q.turns[:1]), [], chat) for q in questions]
     for question, prompt in zip(questions, prompts, strict=True):
         check_prompt(target, prompt, cfg.max_new_tokens, f"prompt {question.id}")
@@ -111,7 +112,7 @@ def tree_methods(cfg: DictConfig) -> dict[str, DictConfig]:
     Raises:
         UserError: one that was named drafts no trees.
     """
-    found = {name: options for name, options in method_configs(cfg).items() if name != BASELINE}
+    found = {name: options for name, options in method_configs(cfg, reserved=PEERS).items() if name != BASELINE}
     chains = [name for name, options in found.items() if not drafts_trees(options)]
     if chains and not takes_all(cfg):
         raise UserError(f"methods={chains[0]} drafts no trees, so it has no node budget to tune; leave it out")

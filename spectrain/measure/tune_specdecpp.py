@@ -26,13 +26,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.bench import digest, read_questions
 from spectrain.cli import open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
 from spectrain.measure.draft_paths import DraftPaths, draft_paths
 from spectrain.measure.pareto import Table
+from spectrain.measure.questions import digest, read_questions
 from spectrain.measure.simulation import Text
 from spectrain.measure.stop_simulation import disagreements, misses_last, simulate_oracle, simulate_stops
 from spectrain.measure.stopping_results import FIXED, HEAD, Found, best_settings, stopping_results
@@ -67,7 +67,7 @@ def tune_specdecpp(cfg: DictConfig) -> None:
     check_whole("max_new_tokens", cfg.max_new_tokens, 3)  # the first two are never drafted
     check_whole("seed", cfg.seed, 0)
     check_options(cfg)
-    questions = [] if cfg.responses else read_questions(cfg)
+    questions = [] if cfg.responses else read_questions(cfg.prompts, cfg.limit)
     target = open_target(cfg)
     stopping = open_stopping(cfg, target, sampling)
     with open_dict(cfg):

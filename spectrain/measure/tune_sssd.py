@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from spectrain.bench import digest, read_questions, use_chat
 from spectrain.cli import open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
+from spectrain.measure.questions import digest, read_questions, use_chat
 from spectrain.measure.simulation import Text, simulate
 from spectrain.measure.statistics import ratio_of_sums
 from spectrain.methods.registry import build_method, given_artifacts, method_config, with_tuned
@@ -57,7 +57,7 @@ def tune_sssd(cfg: DictConfig) -> None:
     if method.last_logits:
         raise UserError("last_logits cannot be simulated without the target; give method.last_logits=false")
     check_whole("max_new_tokens", cfg.max_new_tokens, 2)
-    questions = [] if cfg.responses else read_questions(cfg)
+    questions = [] if cfg.responses else read_questions(cfg.prompts, cfg.limit)
     with open_dict(cfg):
         cfg.measured = {"questions": digest(questions), "method": OmegaConf.to_container(method)}
         if cfg.responses and Path(cfg.responses).is_file():
@@ -111,7 +111,7 @@ def write_responses(
     rows, writer = read_lines(file), written_by(target, sampling)
     write_lines(file, rows)  # without a line that was cut off
     done = {row["id"] for row in rows}
-    chat = use_chat(cfg.chat, target)
+    chat = use_chat(cfg.chat, target.tokenizer)
     todo = []
     for number, question in enumerate(questions):
         if question.id not in done:

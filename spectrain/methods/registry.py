@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import hydra
@@ -13,15 +13,16 @@ from yaml import YAMLError
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError
-from spectrain.measure.budget_table import find_table
 from spectrain.models.artifacts import MANIFEST, NOUNS, newest_artifact, option_of, read_manifest
 from spectrain.models.head_artifact import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
+from spectrain.stores.budget_table import find_table
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"  # max_nodes=auto
+BASELINE = "autoregressive"  # the method that all others are compared with
 
 
 def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
@@ -36,6 +37,45 @@ def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
     if max_nodes is not None and "max_nodes" in config and (max_nodes != AUTO or drafts_trees(config)):
         config.max_nodes = max_nodes
     return config
+
+
+def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str, DictConfig]:
+    """Every method and variant that the config names, with its options; plain decoding first.
+
+    Args:
+        cfg: has `methods`, `variants`, `max_nodes`, `tuned`.
+        reserved: names that a variant must not have.
+
+    Raises:
+        UserError: a name is neither a file of `conf/method/` nor a variant, or an option is none of the method's.
+    """
+    files = {path.stem: path for path in sorted((conf_dir() / "method").glob("*.yaml"))}
+    known = list(dict.fromkeys([*files, *cfg.variants]))
+    wanted = known if takes_all(cfg) else names(cfg.methods)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise UserError(f"methods={unknown[0]} is unknown; choose among {', '.join(known)}, or all")
+    taken = [name for name in cfg.variants if name in (BASELINE, *reserved)]
+    if taken:
+        raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
+    found = {}
+    for name in dict.fromkeys([BASELINE, *wanted]):
+        changes = dict(cfg.variants.get(name) or {})
+        base = changes.pop("method", name)
+        if base not in files:
+            raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
+        options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned)
+        for key, value in changes.items():
+            if key not in options or key.startswith("_"):
+                takes = ", ".join(k for k in options if not k.startswith("_")) or "none"
+                raise UserError(f"variants.{name}.{key} is no option of {base}; its options are {takes}")
+            options[key] = value
+        found[name] = options
+    return found
+
+
+def takes_all(cfg: DictConfig) -> bool:
+    return "all" in names(cfg.methods)
 
 
 def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictConfig:

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spectrain.decoding.budget import NodeBudget
-from spectrain.measure.budget_table import BudgetTable, CurveEntry, sampling_name
 from spectrain.reporting.budget_report import plain_tokens_per_s
 from spectrain.reporting.svg import COLOURS, DASHES
+from spectrain.stores.budget_table import BudgetTable, CurveEntry, sampling_name
 
 ORANGE, BLUE, GREEN = "#e69f00", "#0072b2", "#009e73"  # Okabe and Ito's, in the roles of the paper's figure
 PANEL_IN = (2.7, 2.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from spectrain.decoding.budget import ForwardCost, NodeBudget, Rate
-from spectrain.measure.budget_table import BudgetTable, CurveEntry
+from spectrain.stores.budget_table import BudgetTable, CurveEntry
 
 
 def forward_table(cost: ForwardCost) -> Table:

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spectrain.decoding.errors import UserError
-from spectrain.measure.budget_table import BudgetTable
 from spectrain.reporting.found_runs import Benchmark, Found, Measurement, Run, Training, Tuning
 from spectrain.reporting.run_command import command_of
+from spectrain.stores.budget_table import BudgetTable
 from spectrain.stores.environment import date_of
 from spectrain.stores.json_lines import read_lines
 from spectrain.training.checkpoints import CheckpointFolder, step_of

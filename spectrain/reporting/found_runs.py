@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spectrain.measure.budget_table import BudgetTable
 from spectrain.reporting.formats import number
+from spectrain.stores.budget_table import BudgetTable
 
 Curve = Mapping[int, Mapping[str, float]]  # step -> metric -> value
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from rich.table import Table
 from rich.text import Text
 
-from spectrain.measure.budget_table import BudgetTable
 from spectrain.reporting.budget_plot import draw_acceptance, draw_budgets
 from spectrain.reporting.budget_report import budget_tables, forward_table, roofline_line
 from spectrain.reporting.formats import MISSING, count, estimate
@@ -16,6 +15,7 @@ from spectrain.reporting.found_runs import Tuning, option_text
 from spectrain.reporting.page import definitions, folded, heading, note, picture, table
 from spectrain.reporting.stopping_plot import draw_fronts
 from spectrain.reporting.stopping_report import stopping_tables
+from spectrain.stores.budget_table import BudgetTable
 
 SEARCHES = {
     "budget": "node budget",
