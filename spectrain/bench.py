@@ -46,7 +46,7 @@ from spectrain.methods.speculative import Speculative
 from spectrain.reporting.bench_page import write_report
 from spectrain.reporting.bench_table import render_table
 from spectrain.retrieval.datastore import Datastore
-from spectrain.stores.environment import date_of
+from spectrain.stores.environment import TYPED_COMMAND, date_of
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.json_lines import read_lines, write_lines
 from spectrain.stores.locations import CHECKPOINTS
@@ -255,7 +255,7 @@ def facts(cfg: DictConfig, target: TargetModel, work: Work, n_questions: int) ->
     device = target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     return {
-        "command": f"python -m spectrain.bench {' '.join(sys.argv[1:])}",
+        "command": TYPED_COMMAND.get(),
         "date": date_of(),
         "target": cfg.target.path,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),

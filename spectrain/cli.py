@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import sys
 import time
 import warnings
@@ -24,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.errors import AllRanksError, UserError
+from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.locations import bundled_folder, conf_dir
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                     sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
 
         def run() -> None:
+            TYPED_COMMAND.set(typed_command(main.__module__))
             primary = (conf_dir() / f"{config_name}.yaml").read_text()
             try:
                 refuse_null_groups(sys.argv[1:], primary)
@@ -104,6 +107,18 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         return run
 
     return decorate
+
+
+def typed_command(module: str) -> str:
+    """The command line as it was typed, fit for a shell: to be called before shorthands are expanded.
+
+    Args:
+        module: that the command's `main` lives in; `__main__` where it was started with `python -m`.
+    """
+    if module == "__main__":
+        spec = sys.modules["__main__"].__spec__
+        module = spec.name if spec else ""
+    return shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *sys.argv[1:]])
 
 
 def is_mine_to_say(error: UserError) -> bool:

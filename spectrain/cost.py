@@ -27,7 +27,7 @@ from spectrain.measure.cost import CostModel, Method
 from spectrain.measure.cost_analysis import Comparison, Investment, Span, free_attention_tokens, free_budgets
 from spectrain.measure.cost_inputs import Shapes, check_sections, read_grid, read_hardware, read_methods, read_shapes
 from spectrain.reporting import cost_plots
-from spectrain.stores.environment import date_of
+from spectrain.stores.environment import TYPED_COMMAND, date_of
 from spectrain.stores.folder import naming_a_full_disk
 from spectrain.training.runs import RunFolder
 
@@ -195,7 +195,7 @@ def facts(found: Comparison, shapes: Shapes) -> dict:
     models = {"target": shapes.target} | {method.name: method.shape for method in found.methods}
     return {
         "kind": "cost",
-        "command": f"python -m spectrain.cost {' '.join(sys.argv[1:])}",
+        "command": TYPED_COMMAND.get(),
         "date": date_of(),
         "versions": {p: version(p) for p in ("spectrain", "torch", "transformers")}
         | {"python": platform.python_version()},

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +44,7 @@ from spectrain.reporting.parity_report import (
     render,
     verdicts,
 )
-from spectrain.stores.environment import date_of, environment
+from spectrain.stores.environment import TYPED_COMMAND, date_of, environment
 from spectrain.train import make_rows, read_corpus, spire_config
 from spectrain.training.runs import RunFolder, refuse_existing, write_folder
 from spectrain.training.stored_features import stored_rows
@@ -94,7 +93,7 @@ def main(cfg: DictConfig) -> None:
     )
     facts = {
         "kind": "parity",
-        "command": f"python -m spectrain.parity {' '.join(sys.argv[1:])}",
+        "command": TYPED_COMMAND.get(),
         "date": date_of(),
         "target": str(trained.target.path),
         "dtype": str(target.dtype).removeprefix("torch."),

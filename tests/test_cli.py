@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 from hydra import compose, initialize_config_dir
 
-from spectrain.cli import expand_shorthands, refuse_null_groups
+from spectrain.cli import expand_shorthands, refuse_null_groups, typed_command
 from spectrain.decoding.errors import UserError
 from spectrain.stores.locations import conf_dir
 
@@ -62,3 +66,13 @@ def test_corpus_is_a_path_or_an_option():
 def test_sampling_options_that_hydra_does_not_know_reach_our_own_check():
     assert composed("generate", "sampling.repetition_penalty=1.2", "prompt=x").sampling.repetition_penalty == 1.2
     assert composed("generate", "sampling.temperature=0.5", "prompt=x").sampling.temperature == 0.5
+
+
+def test_the_command_is_kept_as_it_was_typed_and_can_be_pasted_into_a_shell(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bench.py", "target=a b", "methods=[pld]"])
+    assert typed_command("spectrain.bench") == "python -m spectrain.bench 'target=a b' 'methods=[pld]'"
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    sys.modules["__main__"].__spec__ = ModuleSpec("spectrain.train", None)
+    assert typed_command("__main__") == "python -m spectrain.train 'target=a b' 'methods=[pld]'"
+    sys.modules["__main__"].__spec__ = None
+    assert typed_command("__main__") == "python /somewhere/bench.py 'target=a b' 'methods=[pld]'"

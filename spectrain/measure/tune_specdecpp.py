@@ -43,7 +43,7 @@ from spectrain.measure.tune_stop_times import ORACLE, contender, measure, oracle
 from spectrain.methods.registry import with_tuned
 from spectrain.reporting.stopping_plot import draw_fronts
 from spectrain.reporting.stopping_report import stopping_tables
-from spectrain.stores.environment import date_of
+from spectrain.stores.environment import TYPED_COMMAND, date_of
 from spectrain.stores.folder import sha256
 from spectrain.training.runs import RunFolder
 
@@ -230,7 +230,7 @@ def facts(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     asked = cfg.responses or cfg.prompts
     return {
-        "command": f"python -m spectrain.tune {' '.join(sys.argv[1:])}",
+        "command": TYPED_COMMAND.get(),
         "date": date_of(),
         "target": cfg.target.path,
         "drafter": {"kind": stopping.opened.facts.kind, "path": stopping.opened.facts.path},

@@ -7,12 +7,16 @@ import importlib.metadata
 import platform
 import socket
 import subprocess
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 
 TO_THE_MINUTE = "%Y-%m-%d %H:%M UTC"
 LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
+
+# The command line of this process as it was typed; spectrain.cli sets it, results keep it.
+TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None)
 
 
 def environment(ranks: int) -> dict[str, object]:

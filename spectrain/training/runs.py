@@ -2,7 +2,8 @@
 
 runs/spire-1f0c93ab/
     config.yaml        the resolved config
-    run.json           the run's id, its target's fingerprint, and each attempt: when, where, with which code
+    run.json           the run's id, its target's fingerprint, the command as it was typed, and for each attempt when,
+                       where and with which code it ran
     checkpoints/       of the latest step, written every few minutes and at an interruption; best/: what is exported
     metrics/version_0/metrics.csv   every logged number, a folder an attempt
     result.json        written last: the run is finished
@@ -26,6 +27,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding.errors import AllRanksError, UserError
+from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.folder import locked, write_whole
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.curve import Curve, merged
@@ -116,7 +118,12 @@ class RunFolder:
                 )
             remove_leftovers(self.path)
             return
-        facts = {"id": self.id, "target_fingerprint": target_fingerprint, "attempts": []}
+        facts = {
+            "id": self.id,
+            "target_fingerprint": target_fingerprint,
+            "command": TYPED_COMMAND.get(),
+            "attempts": [],
+        }
 
         def write(folder: Path) -> None:
             OmegaConf.save(OmegaConf.create(self.config), folder / self.config_file.name)
