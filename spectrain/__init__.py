@@ -1,22 +1,43 @@
-"""Trains draft models for speculative decoding, and decodes with them in one lossless loop.
+"""Train draft models for speculative decoding, and decode with them in one lossless loop.
 
-from spectrain import load_method      # opens any exported folder, for `spectrain.decoding.generate`
+from spectrain import load_method, load_target
+
+target = load_target("pystdlib-8l")                     # the bundled target, a folder, or a Hugging Face id
+method = load_method("pld", target)                     # a method's name, or an exported folder
+reply = method.generate("def read_config(path):", max_new_tokens=64)
+print(reply.text, reply.accepted, "of", reply.drafted, "drafted tokens accepted")
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spectrain.methods.loading import load_method as load_method
+    from spectrain.decoding import Drafter, TargetModel
 
-__all__ = ["load_method"]
+__all__ = ["load_method", "load_target"]
 
 
-def __getattr__(name: str) -> object:
-    """Imported when it is asked for: the commands import this package too, and most need no drafter."""
-    if name == "load_method":
-        from spectrain.methods.loading import load_method
+def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device: str = "auto") -> TargetModel:
+    """Load the model whose text is decoded.
 
-        return load_method
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    Args:
+        name: a bundled checkpoint, a Hugging Face folder, or an id on the hub.
+        dtype: float32, bfloat16 or float16.
+        device: "auto" takes a GPU where there is one.
+
+    Raises:
+        UserError: says in one sentence what is missing or unsupported.
+    """
+    from spectrain.decoding import load_target  # here: the commands import this package too, and most need no model
+    from spectrain.stores.locations import bundled_folder
+
+    return load_target(bundled_folder(str(name)) or name, dtype, device)
+
+
+def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:
+    """Open a method by name, or an exported folder; see `spectrain.methods.loading.load_method`."""
+    from spectrain.methods.loading import load_method
+
+    return load_method(source, target, **options)

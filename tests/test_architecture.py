@@ -21,7 +21,7 @@ KNOWS = {  # each package -> the other packages of the project that it may impor
     "spectrain.serving": {"decoding", "stores", "retrieval", "models", "methods", "training"},
     "spectrain.reporting": {"decoding", "stores", "retrieval", "models", "methods", "training", "measure"},
 }
-SEES_CONFIG = {"spectrain.cli", "spectrain.methods.registry"}  # besides commands
+SEES_CONFIG = {"spectrain.cli", "spectrain.methods.loading", "spectrain.methods.registry"}  # besides commands
 STILL_TO_MOVE = {  # modules that break a rule below until the restructuring has reached them; nothing may be added
     *("spectrain.export", "spectrain.parity", "spectrain.reporting.run_command"),
     *("spectrain.measure.tune_budget", "spectrain.measure.tune_specdecpp", "spectrain.measure.tune_sssd"),

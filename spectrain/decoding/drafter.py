@@ -11,7 +11,7 @@ Letters: n active rows, R new rows, S tokens, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from spectrain.decoding.tree import DraftTree
 if TYPE_CHECKING:
     from spectrain.decoding.kv_cache import KVCache
     from spectrain.decoding.target import TargetModel, TargetOutput
+    from spectrain.decoding.text import Reply
     from spectrain.decoding.verify import Verified
 
 
@@ -57,6 +58,11 @@ class Context:
     def lengths(self) -> Tensor:
         """[n] int64 on the device: n_tokens. The root of row b stands at position lengths[b] - 1."""
         return torch.tensor(self.n_tokens, dtype=torch.int64, device=self.device)
+
+    def tail(self, n: int) -> list[list[int]]:
+        """The last n tokens of each row, the root last; all tokens of a row that has fewer."""
+        tokens = self._array
+        return [tokens[row, max(0, end - n) : end].tolist() for row, end in enumerate(self.n_tokens)]
 
     def draw(self, logits: Tensor, active: Sequence[bool] | None = None) -> tuple[Tensor, Tensor | None]:
         """Chooses a draft token a row, as the target would: warped, with the row's own randomness.
@@ -129,6 +135,7 @@ class Drafter(ABC):
 
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
     artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
+    target: TargetModel | None = None  # what `generate` and `stream` decode; the registry sets it
     warning: str | None = None  # what a reader of its numbers must know
     looks_up = False  # drafts are found in a table or store, so it can be told how often something was found
 
@@ -161,3 +168,15 @@ class Drafter(ABC):
 
     def free(self, row: int) -> None:  # noqa: B027
         """A row ended: the last row moves into its place."""
+
+    def generate(self, prompt: str | Sequence[Mapping[str, str]], max_new_tokens: int = 128, **options) -> Reply:
+        """Continue a text, or answer a list of messages; see `spectrain.decoding.text.generate_text`."""
+        from spectrain.decoding.text import generate_text  # it imports the loop, which imports this file
+
+        return generate_text(self, prompt, max_new_tokens, **options)
+
+    def stream(self, prompt: str | Sequence[Mapping[str, str]], max_new_tokens: int = 128, **options) -> Iterator[str]:
+        """The same, piece by piece; see `spectrain.decoding.text.stream_text`."""
+        from spectrain.decoding.text import stream_text
+
+        return stream_text(self, prompt, max_new_tokens, **options)

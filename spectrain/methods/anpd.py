@@ -12,6 +12,8 @@ from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
 
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
+
 
 def build(
     target: TargetModel, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | NodeBudget = 11

@@ -1,73 +1,102 @@
-"""Opens any exported folder as the method that decodes with it (docs/export.md).
+"""`load_method`: a method by its name, or any exported folder as the method that decodes with it.
 
-target = load_target("checkpoints/pystdlib-8l")
-drafter = load_method("exported/spire", target)
-generate(target, drafter, prompts, max_new_tokens=64)
+    target = load_target("pystdlib-8l")
+    method = load_method("pld", target)                 # a name of conf/method/
+    method = load_method("exported/spire", target)      # a folder of spectrain.train or spectrain.export
+    print(method.generate("def read_config(path):", max_new_tokens=64).text)
+
+A method whose module says `TOKENS_ONLY = True` drafts from tokens alone, so that a serving engine can run it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.methods import anpd, pld, rest, specdecpp, spectra_retrieval, speculative, spire, sssd
 from spectrain.methods.lookup import LookupDrafter
-from spectrain.models.artifacts import Artifact, check_artifact, check_weights, option_of, read_manifest
+from spectrain.methods.registry import build_function, build_method, method_config, method_names, plain_options
+from spectrain.models.artifacts import KINDS, MANIFEST, check_artifact, check_weights, read_manifest
 from spectrain.models.head_artifact import own_drafter, read_head_facts
 from spectrain.models.lookup_artifact import DATASTORE, LookupFacts, check_tokenizer, read_lookup_facts
 
-LOOKUPS = {  # methods that need nothing of the target but its tokens: what an engine gives its proposers
-    "pld": pld.build,
-    "anpd": anpd.build,
-    "rest": rest.build,
-    "spectra_retrieval": spectra_retrieval.build,
-    "sssd": sssd.build,
-}
+
+def token_methods() -> list[str]:
+    """Methods that draft from tokens alone: what an engine can give its proposers. Named after their modules."""
+    builds = {name: build_function(method_config(name)) for name in method_names()}
+    modules = {name: sys.modules[build.__module__] for name, build in builds.items()}
+    return [n for n, m in modules.items() if getattr(m, "TOKENS_ONLY", False) and m.__name__.endswith(f".{n}")]
 
 
-def load_method(folder: str | Path, target: TargetModel, **options: object) -> Drafter:
-    """The drafter in a folder that training, or `spectrain.export`, wrote.
+def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:
+    """Open a method by its name, or an exported folder as the method that decodes with it.
 
     Args:
-        folder: of kind spire, vanilla, head or lookup.
+        source: a name of `conf/method/`, or a folder of kind spire, vanilla, head or lookup.
         target: what is decoded.
-        options: of the method's `build`, as in conf/method/: gamma, max_nodes, threshold, ...; a lookup method's stand
-            in place of those that it was exported with.
+        options: of the method's `build`, as in conf/method/: gamma, max_nodes, threshold, ...; those of a lookup method
+            replace the ones that it was exported with. By name, `drafter`, `head` and `datastore` name folders.
 
     Raises:
-        UserError: the folder is no export, is damaged, is of another version, was made for another target or tokenizer,
-            or has no such option.
+        UserError: there is no such method or folder, the folder is damaged or of another version, was made for another
+            target or tokenizer, or the method has no such option.
     """
-    folder = Path(folder)
-    artifact = read_manifest(folder)
-    if artifact.kind not in OPENED:
-        raise UserError(f"{folder} is of kind {artifact.kind}; give one of {', '.join(OPENED)}")
-    return OPENED[artifact.kind](folder, target, options)
+    if str(source) in method_names() and not (Path(source) / MANIFEST).is_file():
+        drafter = _named(str(source), target, options)
+    else:
+        folder = Path(source)
+        if folder.name == str(source) and not folder.is_dir():
+            raise UserError(f"method {source} is unknown; give a folder, or one of {', '.join(method_names())}")
+        kind = read_manifest(folder).kind
+        if kind == "lookup":
+            drafter = _exported_lookup(folder, target, options)
+        elif kind in KINDS and KINDS[kind].method is not None:
+            drafter = _exported(folder, kind, target, options)
+        else:
+            known = ", ".join(kind for kind, about in KINDS.items() if about.method or kind == "lookup")
+            raise UserError(f"{folder} is of kind {kind}; give one of {known}")
+    drafter.target = target
+    return drafter
 
 
-def _spire(folder: Path, target: TargetModel, options: Mapping) -> Drafter:
-    return _built(spire.build, folder, target, drafter=folder, **options)
+def _named(name: str, target: TargetModel, options: dict) -> Drafter:
+    config = method_config(name)
+    kind = config.get("_artifact_")
+    option = KINDS[kind].option if kind else None
+    folders = {kind: str(options.pop(option))} if option in options else {}
+    if kind == "head" and "drafter" in options:
+        folder = str(options.pop("drafter"))
+        folders[read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"] = folder
+    unknown = [key for key in options if key not in config or key.startswith("_")]
+    if unknown:
+        known = ", ".join([*filter(None, [option]), *plain_options(config)])
+        raise UserError(f"method {name} has no option {unknown[0]}; its options are {known}")
+    return build_method(OmegaConf.merge(config, options), target, folders)
 
 
-def _vanilla(folder: Path, target: TargetModel, options: Mapping) -> Drafter:
-    _check(folder, "vanilla", target)
-    return _built(speculative.build, folder, target, drafter=str(folder), **options)
+def _exported(folder: Path, kind: str, target: TargetModel, options: dict) -> Drafter:
+    """The method of an exported drafter or acceptance head."""
+    if kind != "spire":  # which is checked where it is opened
+        check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))
+        check_weights(folder, KINDS[kind].option)
+    if kind == "head":
+        facts = read_head_facts(folder, fingerprint(target.model, target.tokenizer))
+        drafter = Path(str(options.get("drafter") or own_drafter(folder) or facts.drafter.path))
+        if not drafter.is_dir():
+            raise UserError(
+                f"head={folder} has no drafter inside, and {drafter} does not exist; give its drafter=<folder>"
+            )
+        check_weights(drafter, "drafter")
+        options = {**options, "drafter": str(drafter)}
+    return _built(KINDS[kind].method, folder, target, **{KINDS[kind].option: str(folder)} | options)
 
 
-def _head(folder: Path, target: TargetModel, options: Mapping) -> Drafter:
-    _check(folder, "head", target)
-    facts = read_head_facts(folder, fingerprint(target.model, target.tokenizer))
-    drafter = options.get("drafter") or own_drafter(folder) or facts.drafter.path
-    if not Path(str(drafter)).is_dir():
-        raise UserError(f"head={folder} has no drafter inside, and {drafter} does not exist; give its drafter=<folder>")
-    check_weights(Path(str(drafter)), "drafter")
-    return _built(specdecpp.build, folder, target, **{**options, "head": str(folder), "drafter": str(drafter)})
-
-
-def _lookup(folder: Path, target: TargetModel, options: Mapping) -> Drafter:
+def _exported_lookup(folder: Path, target: TargetModel, options: dict) -> Drafter:
     facts = read_lookup_facts(folder)
     if target.tokenizer is not None:
         check_tokenizer(folder, facts, tokenizer_fingerprint(target.tokenizer), target.model.name_or_path)
@@ -82,7 +111,7 @@ def _lookup(folder: Path, target: TargetModel, options: Mapping) -> Drafter:
 def open_lookup(
     folder: Path, facts: LookupFacts, target: TargetModel | None, options: Mapping | None = None
 ) -> LookupDrafter:
-    """The method of an exported folder whose tokenizer was checked.
+    """Open the lookup method of an exported folder whose tokenizer was checked.
 
     Args:
         folder: of kind lookup.
@@ -93,25 +122,20 @@ def open_lookup(
     Raises:
         UserError: it is damaged, or has no such method or option.
     """
-    if facts.method not in LOOKUPS:
-        raise UserError(f"{folder} holds the method {facts.method}, which is none of {', '.join(LOOKUPS)}")
+    known = token_methods()
+    if facts.method not in known:
+        raise UserError(f"{folder} holds the method {facts.method}, which is none of {', '.join(known)}")
     chosen = {**facts.options, **(options or {})}
     if facts.datastore:
         chosen["datastore"] = str(folder / DATASTORE)
-    elif facts.method == "sssd":
+    elif "datastore_source" in method_config(facts.method):
         chosen["datastore"] = None
-    return _built(LOOKUPS[facts.method], folder, target, **chosen)
+    return _built(facts.method, folder, target, **chosen)
 
 
-def _check(folder: Path, kind: str, target: TargetModel) -> Artifact:
-    """That the folder is of this kind, for this target, and that its weights are whole."""
-    artifact = check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))
-    check_weights(folder, option_of(kind))
-    return artifact
-
-
-def _built(build: Callable[..., Drafter], folder: Path, target: TargetModel | None, **options: object) -> Drafter:
-    """Calls `build`. Raises UserError where it has no such option."""
+def _built(name: str, folder: Path, target: TargetModel | None, **options: object) -> Drafter:
+    """Call the `build` of a method. Raises UserError where it has no such option."""
+    build = build_function(method_config(name))
     try:
         inspect.signature(build).bind(target, **options)
         return build(target, **options)
@@ -119,6 +143,3 @@ def _built(build: Callable[..., Drafter], folder: Path, target: TargetModel | No
         if "argument" not in str(error):
             raise
         raise UserError(f"{folder} cannot be opened with these options ({error}); see the method's yaml") from error
-
-
-OPENED = {"spire": _spire, "vanilla": _vanilla, "head": _head, "lookup": _lookup}

@@ -13,6 +13,7 @@ from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
 
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 MATCH_RULES = ("latest", "earliest")
 
 

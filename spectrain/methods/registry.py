@@ -1,4 +1,11 @@
-"""Methods of `conf/method/` with the artifacts they draft from: which were given, which are found, how one is built."""
+"""Every method by its name: one yaml in `conf/method/` and one file in this package.
+
+`generate`, `bench`, `tune`, exports, serving and the tests find methods here and nowhere else. A yaml holds the options
+of the method's `build(target, ...)`, which `_target_` names, and what others must know of the method:
+
+    _artifact_: spire | vanilla | head | datastore    the folder that `build` takes besides
+    _tuned_: name                                     the name of its options in files of spectrain.tune
+"""
 
 from __future__ import annotations
 
@@ -11,9 +18,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from yaml import YAMLError
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError
-from spectrain.models.artifacts import MANIFEST, NOUNS, newest_artifact, option_of, read_manifest
+from spectrain.models.artifacts import KINDS, MANIFEST, newest_artifact, read_manifest
 from spectrain.models.head_artifact import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.budget_table import find_table
@@ -25,10 +31,15 @@ AUTO = "auto"  # max_nodes=auto
 BASELINE = "autoregressive"  # the method that all others are compared with
 
 
-def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
-    """`conf/method/<name>.yaml`, with another node budget where one is given and the method has any.
+def method_names() -> list[str]:
+    """All methods of `conf/method/`, in alphabetical order."""
+    return sorted(file.stem for file in (conf_dir() / "method").glob("*.yaml"))
 
-    "auto" is for trees; a method that drafts a chain keeps its own length.
+
+def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
+    """Read `conf/method/<name>.yaml`, with another node budget where one is given and the method has a budget.
+
+    "auto" is for trees. A method that drafts a chain keeps its own length.
     """
     config = OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
     for base in config.pop("defaults", []):  # as Hydra composes it: another method with other options
@@ -49,7 +60,7 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
     Raises:
         UserError: a name is neither a file of `conf/method/` nor a variant, or an option is none of the method's.
     """
-    files = {path.stem: path for path in sorted((conf_dir() / "method").glob("*.yaml"))}
+    files = method_names()
     known = list(dict.fromkeys([*files, *cfg.variants]))
     wanted = known if takes_all(cfg) else names(cfg.methods)
     unknown = [name for name in wanted if name not in known]
@@ -67,7 +78,7 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
         options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned)
         for key, value in changes.items():
             if key not in options or key.startswith("_"):
-                takes = ", ".join(k for k in options if not k.startswith("_")) or "none"
+                takes = ", ".join(plain_options(options)) or "none"
                 raise UserError(f"variants.{name}.{key} is no option of {base}; its options are {takes}")
             options[key] = value
         found[name] = options
@@ -78,16 +89,24 @@ def takes_all(cfg: DictConfig) -> bool:
     return "all" in names(cfg.methods)
 
 
+def build_function(method: Mapping) -> Callable[..., Drafter]:
+    """The function that a yaml's `_target_` names."""
+    return hydra.utils.get_method(method["_target_"])
+
+
+def plain_options(method: Mapping) -> dict:
+    """The options of `build` in a yaml: all but what describes the method."""
+    return {key: value for key, value in method.items() if not key.startswith("_")}
+
+
 def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictConfig:
     """A method with the options that files of `spectrain.tune` hold for it: {name: {option: value}}.
 
-    The name is the method's module; where several methods share one, their yamls say it as `_tuned_`.
-
     Raises:
-        UserError: a file is missing, no such yaml, or has an option that the method has not.
+        UserError: a file is missing, is not yaml, or has an option that the method does not have.
     """
     name = method.get("_tuned_") or method["_target_"].split(".")[-2]
-    for file in [files] if isinstance(files, str) else files or ():
+    for file in names(files):
         try:
             found = OmegaConf.to_container(OmegaConf.load(file))
             changes = dict(found.get(name, {}))
@@ -106,23 +125,15 @@ def drafts_trees(method: DictConfig) -> bool:
     return "max_nodes" in method and not any(length in method for length in ("gamma", "max_candidates"))
 
 
-def node_budget(method: DictConfig, target: TargetModel, sampling: Sampling) -> NodeBudget:
-    """What `max_nodes=auto` stands for: the measurements of `spectrain.tune`.
-
-    Raises:
-        UserError: the method drafts a chain, or was not measured with this target, machine and sampling.
-    """
-    if not drafts_trees(method):
-        raise UserError(
-            "max_nodes=auto sizes trees, but this method drafts a chain; give gamma or max_candidates in its place"
-        )
-    return find_table(CHECKPOINTS, target).budget(OmegaConf.to_container(method, resolve=True), sampling)
+def names(value: str | ListConfig | Sequence[str] | None) -> list[str]:
+    """The values of an option that takes one name or a list of them."""
+    return [value] if isinstance(value, str) else list(value or [])
 
 
 def given_artifacts(cfg: DictConfig) -> dict[str, str]:
     """The folders of `drafter=`, `head=` and `datastore=`, by kind.
 
-    A drafter that is no export of ours is a plain Hugging Face model, so of kind vanilla.
+    A drafter that is not one of our exports is a plain Hugging Face model, so of kind vanilla.
 
     Raises:
         UserError: two drafters are of one kind.
@@ -130,76 +141,83 @@ def given_artifacts(cfg: DictConfig) -> dict[str, str]:
     given: dict[str, str] = {kind: cfg[kind] for kind in ("head", "datastore") if cfg.get(kind)}
     for folder in names(cfg.drafter):
         kind = read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"
-        if option_of(kind) != "drafter":
-            raise UserError(f"drafter={folder} is of kind {kind}; give it as {option_of(kind)}={folder}")
+        option = KINDS[kind].option if kind in KINDS else "drafter"
+        if option != "drafter":
+            raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
         if kind in given:
-            raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one of a kind")
+            raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one per kind")
         given[kind] = folder
     return given
 
 
 def check_taken(
-    given: Mapping[str, str], methods: Mapping[str, DictConfig], built: Iterable[Drafter], by_peers: Iterable[str] = ()
+    given: Mapping[str, str],
+    methods: Mapping[str, DictConfig],
+    built: Iterable[Drafter],
+    by_baselines: Iterable[str] = (),
 ) -> None:
-    """Raises UserError where the user gave a folder that none of the methods, nor a peer, takes.
+    """Raise UserError where the user gave a folder that none of the methods, nor a baseline, takes.
 
     Args:
         given: folders by kind.
         methods: the yamls of what was asked for, built or not.
-        built: a head's method knows only then which kind of drafter it takes.
-        by_peers: kinds.
+        built: the built methods: only then is it known which kind of drafter a head takes.
+        by_baselines: kinds.
     """
-    taken = {options.get("_artifact_") for options in methods.values()} | set(by_peers)
+    taken = {options.get("_artifact_") for options in methods.values()} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.artifacts}
     for kind in given.keys() - taken:
-        raise UserError(
-            f"{option_of(kind)}={given[kind]} is a {NOUNS[kind]}, which none of the methods takes; remove it"
-        )
-
-
-def names(value: str | ListConfig | None) -> list[str]:
-    """An option that takes one name or a list of them."""
-    return [value] if isinstance(value, str) else list(value or [])
+        about = KINDS[kind]
+        raise UserError(f"{about.option}={given[kind]} is a {about.noun}, which none of the methods takes; remove it")
 
 
 def build_method(
-    method: DictConfig, target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling | None = None
+    method: DictConfig,
+    target: TargetModel,
+    artifacts: Mapping[str, str] | None = None,
+    sampling: Sampling | None = None,
 ) -> Drafter:
-    """A method of `conf/method/` for this target.
+    """Build a method of `conf/method/` for this target.
 
-    A yaml's `_target_` is a `build(target, ...)`; `_artifact_` says that it also takes the folder of a trained drafter
-    of that kind, of a head and the drafter it was trained on, or of a datastore: by default the newest fitting one
-    below `checkpoints/`.
+    A method that takes an artifact (see the top of this file) gets the folder that the user gave, by default the newest
+    fitting one below `checkpoints/`.
 
     Args:
         method: the yaml's content.
         target: what is decoded.
         artifacts: folders that the user gave, by kind; those that the method does not take are left alone.
-        sampling: what `max_nodes=auto` and heads are looked at for; None: greedy.
+        sampling: for which `max_nodes=auto` and heads are looked up; None: greedy.
 
     Raises:
-        UserError: the artifact is missing or does not fit.
+        UserError: the artifact is missing or does not fit; or max_nodes=auto is for a chain, or was not measured with
+            this target, machine and sampling.
     """
-    options, sampling = dict(method), sampling or Sampling()
+    options, sampling, kind = plain_options(method), sampling or Sampling(), method.get("_artifact_")
+    artifacts = artifacts or {}
     if options.get("max_nodes") == AUTO:
-        options["max_nodes"] = node_budget(method, target, sampling)
-    kind = options.pop("_artifact_", None)
-    options.pop("_tuned_", None)
-    build = hydra.utils.get_method(options.pop("_target_"))
+        if not drafts_trees(method):
+            raise UserError(
+                "max_nodes=auto sizes trees, but this method drafts a chain; give gamma or max_candidates in its place"
+            )
+        table = find_table(CHECKPOINTS, target)
+        options["max_nodes"] = table.budget(OmegaConf.to_container(method, resolve=True), sampling)
+    build = build_function(method)
+    folder = (options.pop(kind, None) or artifacts.get(kind)) if kind else None  # the method's own option comes first
     if kind is None:
-        return build(target, **options)
-    # An option of the method's own stands before that of the command.
-    folder = options.pop(kind, None) or artifacts.get(kind)
-    if kind == "datastore":
+        drafter = build(target, **options)
+    elif kind == "datastore":
         if folder is None and options.get("datastore_source", True):
             folder = find_datastore(target)
-        return build(target, folder, **options)
-    if kind == "head":
-        return build_with_head(build, target, folder, artifacts, sampling, options)
-    return build(target, folder or find_artifact(kind, target), **options)
+        drafter = build(target, folder, **options)
+    elif kind == "head":
+        drafter = _build_with_head(build, target, folder, artifacts, sampling, options)
+    else:
+        drafter = build(target, folder or find_artifact(kind, target), **options)
+    drafter.target = target
+    return drafter
 
 
-def build_with_head(
+def _build_with_head(
     build: Callable[..., Drafter],
     target: TargetModel,
     folder: str | None,
@@ -207,10 +225,9 @@ def build_with_head(
     sampling: Sampling,
     options: dict,
 ) -> Drafter:
-    """A method that takes a head, and the drafter that the head was trained on."""
     given = artifacts.get("head")
-    if folder and given and folder != given:
-        log.warning("the method's own head=%s stands before head=%s", folder, given)  # of a tuned file, or a variant
+    if folder and given and folder != given:  # of a tuned file, or a variant
+        log.warning("the method's own head=%s is used instead of head=%s", folder, given)
     folder = folder or find_artifact("head", target)
     facts = read_head_facts(Path(folder), fingerprint(target.model, target.tokenizer))
     recorded = own_drafter(folder) or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
@@ -226,7 +243,7 @@ def build_with_head(
 def find_artifact(kind: str, target: TargetModel) -> str:
     """The newest export of this kind below `checkpoints/` that fits. Raises UserError where there is none."""
     folder = newest_artifact(CHECKPOINTS, kind, fingerprint(target.model, target.tokenizer))
-    log.info("%s: %s", option_of(kind), folder)
+    log.info("%s: %s", KINDS[kind].option, folder)
     return str(folder)
 
 

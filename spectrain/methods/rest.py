@@ -16,6 +16,8 @@ from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.retriever import RetrievalOptions, Retriever
 
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
+
 
 def build(
     target: TargetModel,

@@ -28,6 +28,7 @@ from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import Queue, fuse
 from spectrain.retrieval.retriever import NO_TEXT, NO_TOKENS, RetrievalOptions, Retriever
 
+TOKENS_ONLY = True  # a serving engine can run it; see registry.py
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
 

@@ -24,13 +24,24 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 MANIFEST = "spectrain.json"
-MADE_BY = {"spire": "+exp=spire", "vanilla": "+exp=vanilla", "head": "+exp=specdecpp"}
-NOUNS = {
-    "spire": "spire drafter",
-    "vanilla": "vanilla drafter",
-    "head": "SpecDec++ head",
-    "lookup": "lookup method",
-    "datastore": "datastore",
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the project calls a kind of artifact, and which method decodes with it."""
+
+    option: str  # by which a user gives a folder of this kind
+    noun: str
+    made_by: str  # the command that makes one
+    method: str | None = None  # in conf/method/; None: the folder names it, or several methods take the artifact
+
+
+KINDS = {
+    "spire": Kind("drafter", "spire drafter", "spectrain.train +exp=spire", "spire"),
+    "vanilla": Kind("drafter", "vanilla drafter", "spectrain.train +exp=vanilla", "speculative"),
+    "head": Kind("head", "SpecDec++ head", "spectrain.train +exp=specdecpp", "specdecpp"),
+    "lookup": Kind("drafter", "lookup method", "spectrain.export method=..."),
+    "datastore": Kind("datastore", "datastore", "data_prep.datastore"),
 }
 
 
@@ -48,11 +59,6 @@ class Artifact:
 
 def write_manifest(folder: Path, artifact: Artifact) -> None:
     (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(artifact), indent=2) + "\n")
-
-
-def option_of(kind: str) -> str:
-    """The option by which a user gives a folder of this kind."""
-    return kind if kind in ("head", "datastore") else "drafter"
 
 
 def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
@@ -84,15 +90,15 @@ def check_artifact(folder: Path, kind: str, fingerprint: str) -> Artifact:
     Raises:
         UserError: it is of another kind, or was trained for a target of another fingerprint.
     """
-    option = option_of(kind)
+    option, made_by = KINDS[kind].option, KINDS[kind].made_by
     artifact = read_manifest(folder, option)
     if artifact.kind != kind:
-        noun = NOUNS.get(artifact.kind, artifact.kind)
-        raise UserError(f"{option}={folder} is a {noun}; give one made by {MADE_BY[kind]}")
+        noun = KINDS[artifact.kind].noun if artifact.kind in KINDS else artifact.kind
+        raise UserError(f"{option}={folder} is a {noun}; give one made by python -m {made_by}")
     if artifact.target_fingerprint != fingerprint:
         raise UserError(
             f"{option}={folder} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
-            f"({fingerprint}); train one for it with python -m spectrain.train {MADE_BY[kind]} target=..."
+            f"({fingerprint}); train one for it with python -m {made_by} target=..."
         )
     return artifact
 
@@ -129,8 +135,8 @@ def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
             fitting.append(file)
     if not fitting:
         raise UserError(
-            f"{root}/ holds no {NOUNS[kind]} for this target; train one with python -m spectrain.train "
-            f"{MADE_BY[kind]}, or give {option_of(kind)}=<folder>"
+            f"{root}/ holds no {KINDS[kind].noun} for this target; train one with python -m {KINDS[kind].made_by}, "
+            f"or give {KINDS[kind].option}=<folder>"
         )
     return max(fitting, key=lambda file: file.stat().st_mtime).parent
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.methods.loading import LOOKUPS
-from spectrain.methods.registry import AUTO, with_tuned
+from spectrain.methods.loading import token_methods
+from spectrain.methods.registry import AUTO, build_function, method_config, plain_options, with_tuned
 from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.models.lookup_artifact import CORPUS, DATASTORE, LookupFacts, save_lookup_facts
 from spectrain.reporting.lookup_card import Lookup, lookup_card
@@ -70,12 +70,11 @@ def method_options(cfg: DictConfig) -> tuple[str, dict]:
     """
     options = OmegaConf.to_container(with_tuned(cfg.method, cfg.tuned), resolve=True)
     name = options.pop("_target_").split(".")[-2]
-    for key in ("_artifact_", "_tuned_"):
-        options.pop(key, None)
-    if name not in LOOKUPS:
+    options = plain_options(options)
+    if name not in token_methods():
         raise UserError(
             f"method={name} needs the target's logits, states or a drafter's weights, which an engine gives no lookup "
-            f"method; export one of {', '.join(LOOKUPS)}"
+            f"method; export one of {', '.join(token_methods())}"
         )
     if options.get("last_logits"):
         raise UserError(
@@ -126,7 +125,7 @@ def open_store(cfg: DictConfig, options: dict, vocabulary: str) -> Datastore | N
 def check_builds(name: str, options: Mapping, store: Datastore | None) -> None:
     """Raises UserError where an option is out of range: at the export, not at the start of a server."""
     given = {"datastore": str(store.folder)} if store is not None else {"datastore": None} if name == "sssd" else {}
-    LOOKUPS[name](None, **options, **given)
+    build_function(method_config(name))(None, **options, **given)
 
 
 def copy_store(store: Datastore, folder: Path) -> None:

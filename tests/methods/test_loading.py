@@ -140,7 +140,7 @@ def test_other_folders_are_refused(exports, target, tmp_path):
         load_method(changed("spectrain.json", version=2), target)
     with pytest.raises(UserError, match="is of kind song; give one of spire, vanilla, head, lookup"):
         load_method(changed("spectrain.json", kind="song"), target)
-    with pytest.raises(UserError, match="holds the method spectra, which is none of pld"):
+    with pytest.raises(UserError, match="holds the method spectra, which is none of anpd, pld"):
         load_method(changed("config.json", method="spectra"), target)
     with pytest.raises(UserError, match="is damaged"):
         load_method(changed("config.json", more=1), target)
