@@ -1,4 +1,4 @@
-"""What a long command shows: a bar on a terminal, elsewhere a log line now and then; and where its tables go."""
+"""What a command of `data_prep` shows: a bar on a terminal, elsewhere a log line now and then, and its table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +23,38 @@ def console() -> Console:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a character that the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
+
+
+def show_facts(title: str, facts: Mapping[str, str | None], next_command: str | None = None) -> None:
+    """Print a table of facts, those that are None left out, and the command to type next."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        if fact is not None:
+            table.add_row(name, fact)
+    console().print(table)
+    if next_command is not None:
+        console().print(f"next: {next_command}", style="dim", soft_wrap=True)
+
+
+def target_override(path: str) -> str:
+    """How the next command names this target."""
+    return "" if path == "pystdlib-8l" else f" target={path}"
+
+
+def speed(n_tokens: int, elapsed_s: float | None) -> str | None:
+    """Tokens/s as the table tells it; None where nothing was done."""
+    return None if elapsed_s is None else f"{n_tokens / max(elapsed_s, 1e-9):,.0f} tokens/s"
+
+
+def readable(n_bytes: float) -> str:
+    """12.3 MB"""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.1f} {unit}" if unit != "B" else f"{n_bytes:.0f} B"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
 
 
 class TokenProgress:
@@ -57,23 +91,18 @@ class TokenProgress:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.stop()
 
-    def advance(self, units: int, tokens: int) -> None:
-        """`units` of `total` are done, in which there were so many tokens."""
+    def advance(self, units: int, tokens: int | None = None) -> None:
+        """`units` of `total` are done, in which there were so many tokens; None: units are tokens."""
         self._done += units
-        self.tokens += tokens
+        self.tokens += units if tokens is None else tokens
         now_s = time.monotonic()
-        rate = self.tokens / max(now_s - self._start_s, 1e-9)
-        self._bar.update(self._task, advance=units, tokens=self.tokens, rate=rate)
-        if self.shown and self._bar.disable and now_s - self._said_s > self.every_s:
-            self._said_s = now_s
-            log.info(
-                "%s: %s%d tokens, %.0f tokens/s%s", self.stage, self._share(), self.tokens, rate, self._left(now_s)
-            )
-
-    def _share(self) -> str:
-        return f"{self._done / self.total:.0%}, " if self.total else ""
-
-    def _left(self, now_s: float) -> str:
-        if not self.total or not self._done:
-            return ""
-        return f", {(now_s - self._start_s) / self._done * max(self.total - self._done, 0):.0f} s left"
+        elapsed_s = max(now_s - self._start_s, 1e-9)
+        self._bar.update(self._task, advance=units, tokens=self.tokens, rate=self.tokens / elapsed_s)
+        if not self.shown or not self._bar.disable or now_s - self._said_s <= self.every_s:
+            return
+        self._said_s = now_s
+        share = f"{self._done / self.total:.0%}, " if self.total else ""
+        left = ""
+        if self.total and self._done:
+            left = f", {elapsed_s / self._done * max(self.total - self._done, 0):.0f} s left"
+        log.info("%s: %s%d tokens, %.0f tokens/s%s", self.stage, share, self.tokens, self.tokens / elapsed_s, left)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spectrain.decoding import Sampling
-from spectrain.stores.json_lines import each_line, end_last_line
+from spectrain.stores.folder import each_line, end_last_line
 from spectrain.stores.prompts import Question
 
 

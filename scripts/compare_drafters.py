@@ -35,7 +35,7 @@ from spectrain.methods.loading import load_method
 from spectrain.models.artifacts import check_weights, read_manifest
 from spectrain.reporting.drafter_report import Comparison, draw, markdown, render
 from spectrain.stores.environment import date_of, environment
-from spectrain.stores.folder import write_whole
+from spectrain.stores.folder import write_json
 from spectrain.stores.locations import bundled_folder
 from spectrain.stores.texts import STDLIB_HELD_OUT, pack, read_documents, rows_of
 
@@ -58,7 +58,7 @@ def main() -> None:
     if args.out:
         draw(args.out / "drafters.png", comparison)
         (args.out / "drafters.md").write_text(markdown(comparison))
-        write_whole(args.out / "drafters.json", facts(args, target.device, folders, comparison))
+        write_json(args.out / "drafters.json", facts(args, target.device, folders, comparison))
         console.print(f"{args.out}/drafters.json, drafters.md, drafters.png", style="dim")
 
 
@@ -202,7 +202,7 @@ class Kept:
     def add(self, setting: Setting, found: np.ndarray) -> None:
         self.counts.setdefault(setting.name, []).extend(found.astype(int).tolist())
         if self.file is not None:
-            write_whole(self.file, {"made_of": self.made_of, "rows": self.rows, "counts": self.counts})
+            write_json(self.file, {"made_of": self.made_of, "rows": self.rows, "counts": self.counts})
 
 
 def content_of(folder: Path) -> str:

@@ -47,8 +47,7 @@ from spectrain.reporting.bench_page import write_report
 from spectrain.reporting.bench_table import render_table
 from spectrain.retrieval.datastore import Datastore
 from spectrain.stores.environment import TYPED_COMMAND, date_of
-from spectrain.stores.folder import MANIFEST, sha256
-from spectrain.stores.json_lines import read_lines, write_lines
+from spectrain.stores.folder import MANIFEST, read_lines, sha256, write_lines
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.prompts import conversation_ids
 from spectrain.training.runs import RunFolder

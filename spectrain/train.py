@@ -37,9 +37,8 @@ from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla, save_pretrained
 from spectrain.serving.exporting import Export, Made, export, final_metrics, finish, tokens_of, whole_export
-from spectrain.stores.folder import naming_a_full_disk
+from spectrain.stores.folder import digest, naming_a_full_disk
 from spectrain.stores.texts import Document, is_held_out, pack, read_documents, train_tokenizer
-from spectrain.stores.work_folder import digest
 from spectrain.training.data import PackedRowsData
 from spectrain.training.feature_data import FeatureData
 from spectrain.training.fit import check_rows, fit, optimizer_settings, target_device

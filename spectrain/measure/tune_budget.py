@@ -36,7 +36,7 @@ from spectrain.reporting.budget_plot import draw_acceptance, draw_budgets
 from spectrain.reporting.budget_report import budget_tables, forward_table, roofline_line
 from spectrain.stores.budget_table import NO_OPTIONS, BudgetTable, CurveEntry, machine_of
 from spectrain.stores.environment import date_of
-from spectrain.stores.json_lines import read_lines, write_lines
+from spectrain.stores.folder import read_lines, write_lines
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.prompts import conversation_ids
 from spectrain.training.runs import RunFolder

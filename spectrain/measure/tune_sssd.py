@@ -32,8 +32,7 @@ from spectrain.measure.statistics import ratio_of_sums
 from spectrain.methods.registry import build_method, given_artifacts, method_config, with_tuned
 from spectrain.methods.sssd import Sssd
 from spectrain.retrieval.calibration import calibrate
-from spectrain.stores.folder import sha256
-from spectrain.stores.json_lines import read_lines, write_lines
+from spectrain.stores.folder import read_lines, sha256, write_lines
 from spectrain.stores.prompts import conversation_ids
 from spectrain.training.runs import RunFolder
 

@@ -23,7 +23,7 @@ from spectrain.measure.stopping_times import TimedRow
 from spectrain.measure.tune_stop_inputs import FAMILIES, Stopping
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.stopping import CountingStop, OracleStop
-from spectrain.stores.json_lines import read_lines, write_lines
+from spectrain.stores.folder import read_lines, write_lines
 
 ORACLE = "oracle"
 WARM_TOKENS = 4

@@ -19,7 +19,7 @@ from spectrain.reporting.found_runs import Benchmark, Found, Measurement, Run, T
 from spectrain.reporting.run_command import command_of
 from spectrain.stores.budget_table import BudgetTable
 from spectrain.stores.environment import date_of
-from spectrain.stores.json_lines import read_lines
+from spectrain.stores.folder import read_lines
 from spectrain.training.checkpoints import CheckpointFolder, step_of
 from spectrain.training.curve import Curve, merged, read_csv
 from spectrain.training.runs import NOT_HASHED, NOT_HASHED_OF_TRAINER, RunFolder

@@ -11,8 +11,9 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class StoreKind(Generic[M]):
         if not file.is_file():
             raise UserError(f"{self.option}={folder} has no {MANIFEST}; give a folder that {self.built_by} wrote")
         try:
-            values = json.loads(file.read_text())
+            values = read_json(file)
             kind, version = values.get("kind"), values.get("version")
             if (kind, version) == (self.name, self.version):
                 return self.manifest(**values)
@@ -114,22 +115,83 @@ def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] 
     """
     if files is None:
         files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
-    write_whole(folder / MANIFEST, dataclasses.asdict(dataclasses.replace(manifest, files=files)))
+    write_json(folder / MANIFEST, dataclasses.replace(manifest, files=files))
 
 
-def write_whole(file: Path, content: dict) -> None:
-    """Writes JSON so that the file appears whole, in place of an older one."""
+def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
+    """Write strict JSON so that the file appears whole, in place of an older one.
+
+    Args:
+        file: is made or replaced by renaming.
+        value: plain values or dataclasses; see `strict`.
+        sort_keys: whether the keys of each object are sorted.
+    """
     temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.write_text(json.dumps(strict(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
     temporary.rename(file)
+
+
+def read_json(file: Path) -> object:
+    """Read a JSON file; NaN and Infinity, which older versions wrote, become None. Raises ValueError for another."""
+    return json.loads(file.read_text(), parse_constant=lambda name: None)
+
+
+def strict(value: object) -> object:
+    """The value as strict JSON can hold it: dataclasses as dictionaries, None in place of NaN and infinities."""
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {key: strict(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_lines(file: Path, rows: Iterable[Mapping]) -> None:
+    """Replace a JSON-lines file by these rows, by renaming."""
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.rename(file)
+
+
+def each_line(file: Path) -> Iterator[dict]:
+    """The rows of a JSON-lines file; none where there is no file. Lines that a kill cut off are left out."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:  # as bytes nothing but a line feed ends a line
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def read_lines(file: Path) -> list[dict]:
+    """All rows of a JSON-lines file, as `each_line` gives them."""
+    return list(each_line(file))
+
+
+def end_last_line(file: Path) -> None:
+    """Close a line that a kill cut off, so that the next row that is appended does not join it."""
+    if not file.is_file() or not file.stat().st_size:
+        return
+    with file.open("rb+") as content:
+        content.seek(-1, 2)
+        if content.read(1) != b"\n":
+            content.write(b"\n")
 
 
 def kind_of(manifest: Path) -> str | None:
     """What kind of store a manifest is of; None where it does not say, or is damaged."""
     try:
-        return json.loads(manifest.read_text()).get("kind")
+        return read_json(manifest).get("kind")
     except (ValueError, AttributeError):
         return None
+
+
+def digest(value: object) -> str:
+    """8 hex digits of a value's JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def sha256(file: Path) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import MANIFEST, kind_of, locked, write_whole
+from spectrain.stores.folder import MANIFEST, kind_of, locked, write_json
 
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 NOUNS = {  # by the manifest's kind
@@ -114,7 +114,7 @@ def resume(work: Path, identity: dict, fresh: bool) -> None:
 def begin(work: Path, identity: dict, fresh: bool) -> None:
     """Remembers what the folder's parts and scores are made of."""
     if not (work / WORK).is_file():
-        write_whole(work / WORK, identity | {"fresh": fresh})
+        write_json(work / WORK, identity | {"fresh": fresh})
 
 
 def place(work: Path, out: Path, config: dict, kind: str = "datastore") -> None:
@@ -123,7 +123,7 @@ def place(work: Path, out: Path, config: dict, kind: str = "datastore") -> None:
     Raises:
         UserError: something else stands at `out` by now.
     """
-    write_whole(work / COMPLETE, {"out": out.name, "config": config, "fresh": _read(work / WORK)["fresh"]})
+    write_json(work / COMPLETE, {"out": out.name, "config": config, "fresh": _read(work / WORK)["fresh"]})
     _move(work, out, kind)
     empty(work)
 

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding.errors import AllRanksError, UserError
 from spectrain.stores.environment import TYPED_COMMAND
-from spectrain.stores.folder import locked, write_whole
+from spectrain.stores.folder import locked, write_json
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.curve import Curve, merged
 from spectrain.training.selection import BestFolder
@@ -153,7 +153,7 @@ class RunFolder:
         attempt = {"started": started, "done_steps": done_steps, **facts}
         begun = self._begun()
         begun["attempts"] = [*self.attempts, attempt]
-        write_whole(self._facts_file, begun)
+        write_json(self._facts_file, begun)
 
     @property
     def attempts(self) -> list[dict]:
@@ -199,7 +199,7 @@ class RunFolder:
 
     def note_export(self, out: Path) -> None:
         """Says that `out` is about to be this run's export: if a kill leaves it there, the run may replace it."""
-        write_whole(self._export_file, {"out": str(out.resolve())})
+        write_json(self._export_file, {"out": str(out.resolve())})
 
     def exported_to(self, out: Path) -> bool:
         """Whether an earlier attempt of this unfinished run, or the one that it replaced, may have written `out`."""
@@ -217,7 +217,7 @@ class RunFolder:
 
     def finish(self, result: dict) -> None:
         """Marks the run as finished and keeps its numbers."""
-        write_whole(self.result_file, result)
+        write_json(self.result_file, result)
 
 
 def plain(name: str) -> str:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import write_whole
+from spectrain.stores.folder import write_json
 from spectrain.training.strategies import whole_state
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class BestFolder:
             partial.replace(self.path / kept.file)
         finally:
             partial.unlink(missing_ok=True)  # a disk that is full needs the room
-        write_whole(self.path / "best.json", dataclasses.asdict(kept))
+        write_json(self.path / "best.json", kept)
         for file in self.path.iterdir():  # the weights of before, and what a kill left: of safetensors' own too
             if file.name not in (kept.file, "best.json"):
                 file.unlink()

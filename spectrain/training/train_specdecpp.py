@@ -31,7 +31,7 @@ from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.head_artifact import HeadFacts, save_drafter, save_head
 from spectrain.reporting.calibration_plot import plot_reliability
 from spectrain.serving.exporting import Export, export, final_metrics, whole_export
-from spectrain.stores.folder import write_whole
+from spectrain.stores.folder import write_json
 from spectrain.stores.labels import newest_acceptance, open_acceptance
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.responses import newest_responses, open_responses
@@ -216,7 +216,7 @@ def keep_to_source(run: RunFolder, found: dict) -> None:
     file = run.path / "source.json"
     begun = json.loads(file.read_text()) if file.is_file() else None
     if begun is None:
-        write_whole(file, found)
+        write_json(file, found)
         return
     for name, value in json.loads(json.dumps(found)).items():
         if begun[name] != value:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from data_prep import acceptance, acceptance_parts
-from data_prep.acceptance_parts import DRAFT_STREAM, Labelling, label_rows
+from data_prep import acceptance, labels
+from data_prep.labels import DRAFT_STREAM, Labelling, label_rows
 from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.sampling import row_generator
 from spectrain.methods.autoregressive import Autoregressive
@@ -96,15 +96,16 @@ def label(tmp_path, monkeypatch, capfd):
 
 def cut(label, monkeypatch, *arguments: str, parts: int = 2) -> None:
     """Leaves a build after so many parts."""
-    write_part = acceptance.write_part
+    made = []
 
-    def write_some(work: Path, index: int, *rest) -> None:
-        if index == parts:
+    def label_some(*inputs):
+        if len(made) == parts:
             os.kill(os.getpid(), signal.SIGINT)
-        write_part(work, index, *rest)
+        made.append(1)
+        return label_rows(*inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(acceptance, "write_part", write_some)
+        patch.setattr(labels, "label_rows", label_some)
         assert label(*arguments)[0] == 130
 
 
@@ -145,7 +146,7 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     target = target.with_capture(drafter.states.capture_layers)
     kept = [i for i in range(N_ROWS) if i != LONG]
     assert store.rows["id"][:] == [f"q{i}" for i in kept]
-    sampling, labels = Sampling(**RESPONSES_SAMPLING), []
+    sampling, found = Sampling(**RESPONSES_SAMPLING), []
     for i, row in zip(kept, store.rows, strict=True):
         n_prompt, n_response = len(row["prompt"]), len(row["response"])
         assert n_response == i * 5 % 17
@@ -161,14 +162,14 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
             )
         drafted = torch.tensor(row["q"]).view(2, -1) > 0
         assert torch.equal(drafted, may_draft[n_prompt:].expand(2, -1))
-        labels += torch.tensor(row["labels"]).view(2, -1)[drafted].tolist()
+        found += torch.tensor(row["labels"]).view(2, -1)[drafted].tolist()
     facts = store.manifest
     assert facts.counts == {
         "rows": len(kept),
-        "positions": len(labels) // 2,
+        "positions": len(found) // 2,
         "tokens": sum(len(row["prompt"]) + len(row["response"]) for row in store.rows),
-        "mean_label": pytest.approx(np.mean(labels)),
-        "below_half": pytest.approx(np.mean(np.array(labels) < 0.5)),
+        "mean_label": pytest.approx(np.mean(found)),
+        "below_half": pytest.approx(np.mean(np.array(found) < 0.5)),
     }
     assert 0 < facts.counts["below_half"] < 1
     assert facts.skipped == [{"id": f"q{LONG}", "tokens": 260}]
@@ -177,7 +178,7 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     assert facts.rollout_tokens == (5 if kind == "spire" else None)
     store.check_fits(fingerprint(target.model, target.tokenizer), drafter.facts.fingerprint, facts.rollout_tokens)
     assert f"1 of {N_ROWS} responses are skipped, longer than the 256 tokens" in err
-    for fact in ("temperature 0.8, top_k 40", f"{facts.counts['mean_label']:.3f}", "2 a position", "tokens/s"):
+    for fact in ("temperature 0.8, top_k 40", f"{facts.counts['mean_label']:.3f}", "2 per position", "tokens/s"):
         assert fact in out
     assert "next: python -m spectrain.train +exp=specdecpp data=offline data.path=a drafter=" in out
     assert f" target={made / 'target'}" in out
@@ -242,13 +243,11 @@ def test_a_cut_build_goes_on_to_the_same_bytes(label, asked, monkeypatch):
     cut(label, monkeypatch, *asked, "out=cut")
     assert sorted(p.name for p in Path(".cut.partial").iterdir()) == ["part-00000", "part-00001", "work.json"]
     made = []
-    write_part = acceptance.write_part
-    monkeypatch.setattr(
-        acceptance, "write_part", lambda work, index, *rest: (made.append(index), write_part(work, index, *rest))
-    )
+    save_rows = labels.save_rows
+    monkeypatch.setattr(labels, "save_rows", lambda folder, rows: (made.append(folder.name), save_rows(folder, rows)))
     code, _, err = label(*asked, "out=cut")
     assert code == 0, err
-    assert made == [2, 3, 4]
+    assert made == ["part-00002", "part-00003", "part-00004"]
     assert "2 of 5 parts are labelled already" in err
     assert contents("cut") == contents("whole")
     assert sorted(os.listdir()) == ["cut", "whole"]
@@ -343,10 +342,9 @@ def test_weights_that_are_no_numbers_are_said_and_leave_nothing(label, asked, re
 
 
 def test_too_little_disk_is_said_before_the_work(label, asked, monkeypatch):
-    free = acceptance_parts.store_bytes(acceptance_parts.TextLengths(np.array([3]), np.array([4])), 2)
-    assert free == 7 * 4 + 4 * 2 * 16
+    assert labels.store_bytes(np.array([3]), np.array([4]), 2) == 7 * 4 + 4 * 2 * 16
     usage = shutil.disk_usage("/")._replace(free=100)
-    monkeypatch.setattr("data_prep.disk_need.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("data_prep.pipeline.shutil.disk_usage", lambda folder: usage)
     code, _, err = label(*asked, "out=a")
     assert code == 2
     assert "100 B free, but this build needs about" in err

@@ -1,0 +1,264 @@
+"""Acceptance labels of a store of responses, made part by part in the work folder of a build (pipeline.py).
+
+    part-00000/    the first part_rows responses of those that fit, with drafts and labels
+
+A part is cut by index, batches form inside a part, and each row draws from a generator of its own. So neither the
+number of ranks nor an interruption changes a row.
+
+Letters: B rows, T tokens, K draws per position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow.compute
+import torch
+from datasets import Dataset, concatenate_datasets
+
+from data_prep.perplexity import length_buckets
+from data_prep.pipeline import Build, check_disk
+from data_prep.progress import TokenProgress
+from spectrain.decoding.errors import UserError
+from spectrain.decoding.sampling import Sampling, row_generator
+from spectrain.decoding.target import TargetModel
+from spectrain.models.acceptance_labels import label_texts
+from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
+from spectrain.stores.responses import ResponseStore
+from spectrain.stores.rows import save_rows
+
+log = logging.getLogger(__name__)
+
+BYTES_PER_DRAFT = 4 + 4 + 4 + 4  # token, p, q, label
+BYTES_PER_TOKEN = 4
+SHOWN_IDS = 3  # of skipped responses
+# Added to the seed. Responses are drawn with the same seed by default, and drafts drawn with their numbers would agree
+# with them far too often: Y_i is independent of X_i, given what stands before both.
+DRAFT_STREAM = 1 << 31
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """How drafts are drawn and labelled."""
+
+    sampling: Sampling  # warps p and q
+    draws: int  # K
+    seed: int
+    batch_tokens: int  # of a forward, padding included; one row at least
+
+
+@dataclass(frozen=True)
+class LabelParts:
+    """The responses of a store, in the parts in which they are labelled."""
+
+    responses: ResponseStore
+    target: TargetModel  # captures the drafter's `capture_layers`
+    states: DraftStates  # of the drafter
+    labelling: Labelling
+    part_rows: int
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[2, rows] int64: tokens of each prompt and of each response."""
+        return text_lengths(self.responses.rows)
+
+    @cached_property
+    def max_tokens(self) -> int:
+        """Of the longest text that target and drafter both read; longer ones are skipped."""
+        limits = [self.target.max_positions]
+        if isinstance(self.states, ModelStates):
+            limits.append(self.states.model.max_positions)
+        elif isinstance(self.states, SpireStates):
+            limits.append(self.states.drafter.config.shape.max_positions)
+        return min(limits)
+
+    @cached_property
+    def fits(self) -> np.ndarray:
+        """[rows] bool: which responses are labelled."""
+        return self.lengths.sum(0) <= self.max_tokens
+
+    @cached_property
+    def rows(self) -> list[np.ndarray]:
+        """The rows of each part."""
+        kept = np.flatnonzero(self.fits)
+        return [kept[start : start + self.part_rows] for start in range(0, len(kept), self.part_rows)]
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """[parts] tokens of each part."""
+        return np.array([self.lengths[:, rows].sum() for rows in self.rows])
+
+    def missing(self, build: Build) -> list[int]:
+        """The parts that are still to be labelled.
+
+        Raises:
+            UserError: no response fits, or the disk is too small.
+        """
+        n_rows, skipped = len(self.fits), np.flatnonzero(~self.fits)
+        if not self.lengths[1, self.fits].any():
+            raise UserError(
+                f"none of the {n_rows} responses has a token and fits into the {self.max_tokens} that target and "
+                "drafter both read; give another drafter, or other responses"
+            )
+        if len(skipped):
+            log.warning(
+                "%d of %d responses are skipped, longer than the %d tokens that target and drafter both read: %s%s",
+                *(len(skipped), n_rows, self.max_tokens),
+                ", ".join(self.responses.rows.select(skipped[:SHOWN_IDS])["id"]),
+                ", ..." if len(skipped) > SHOWN_IDS else "",
+            )
+        n_parts = len(self.rows)
+        todo = [index for index in range(n_parts) if not part_folder(build.work, index).is_dir()]
+        if len(todo) < n_parts:
+            log.info("%d of %d parts are labelled already", n_parts - len(todo), n_parts)
+        need_bytes = store_bytes(*self.lengths[:, self.fits], self.labelling.draws)
+        # The store, beside the parts that it is joined from.
+        check_disk(build.out, round(need_bytes * (1 + len(todo) / n_parts)), "lower draws")
+        return todo
+
+    def make(self, build: Build, parts: Sequence[int], progress: TokenProgress, writes: bool) -> None:
+        """Label these parts and put each into the work folder by renaming.
+
+        Args:
+            build: holds the work folder.
+            parts: their indices.
+            progress: advanced by the tokens of each forward, padding left out.
+            writes: False where another rank labels the same parts.
+
+        Raises:
+            UserError: a probability is no number.
+        """
+        for index in parts:
+            rows = self.responses.rows.select(self.rows[index]).to_list()
+            labelled = label_rows(rows, self.target, self.states, self.labelling, progress.advance)
+            if writes:
+                texts = ({name: row[name] for name in ("id", "prompt", "response")} for row in rows)
+                columns = [text | found for text, found in zip(texts, labelled, strict=True)]
+                part = Dataset.from_dict({name: [row[name] for row in columns] for name in FEATURES}, features=FEATURES)
+                save_rows(part_folder(build.work, index), part)
+
+    def write_store(self, build: Build, manifest: AcceptanceManifest, fingerprint: str) -> None:
+        """Join the parts into the store and put it in its place.
+
+        Args:
+            build: holds the work folder with all parts.
+            manifest: its counts, skipped responses and files are filled in.
+            fingerprint: `datasets` names the rows by it; its own would be of the files' times.
+
+        Raises:
+            UserError: a part is damaged.
+        """
+        parts = []
+        for index in range(len(self.rows)):
+            folder = part_folder(build.work, index)
+            try:
+                parts.append(datasets.load_from_disk(str(folder)))
+            except Exception as error:  # datasets and arrow each raise their own types here
+                raise UserError(
+                    f"{folder} is damaged ({type(error).__name__}); remove it and give the command again"
+                ) from error
+        joined = concatenate_datasets(parts)
+        rows = Dataset(joined.data, info=joined.info, fingerprint=fingerprint)
+        skipped = np.flatnonzero(~self.fits)
+        ids, tokens = self.responses.rows.select(skipped)["id"], self.lengths.sum(0)[skipped]
+        facts = [{"id": name, "tokens": int(n)} for name, n in zip(ids, tokens, strict=True)]
+        write_acceptance(build.new_store(), rows, dataclasses.replace(manifest, counts=count(rows), skipped=facts))
+        build.publish()
+
+
+def part_folder(work: Path, index: int) -> Path:
+    return work / f"part-{index:05d}"
+
+
+def store_bytes(prompts: np.ndarray, responses: np.ndarray, draws: int) -> int:
+    """What rows of these lengths take on disk."""
+    return int((prompts + responses).sum() * BYTES_PER_TOKEN + responses.sum() * draws * BYTES_PER_DRAFT)
+
+
+def text_lengths(rows: Dataset) -> np.ndarray:
+    """[2, rows] int64: tokens of each prompt and of each response."""
+    columns = (pyarrow.compute.list_value_length(rows.data.column(name)) for name in ("prompt", "response"))
+    return np.stack([column.to_numpy().astype(np.int64) for column in columns])
+
+
+def label_rows(
+    rows: list[dict],
+    target: TargetModel,
+    states: DraftStates,
+    labelling: Labelling,
+    on_batch: Callable[[int], None] = lambda n_tokens: None,
+) -> list[dict[str, np.ndarray]]:
+    """Draw and label drafts beside responses.
+
+    Args:
+        rows: of a store of responses.
+        target: captures the drafter's `capture_layers`.
+        states: of the drafter.
+        labelling: options.
+        on_batch: called after each forward with its tokens, padding left out.
+
+    Returns:
+        For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response].
+
+    Raises:
+        UserError: a probability is no number.
+    """
+    labelled: list[dict[str, np.ndarray]] = [{}] * len(rows)
+    texts = [row["prompt"] + row["response"] for row in rows]
+    for batch in length_buckets([len(text) for text in texts], labelling.batch_tokens):
+        n_tokens = max(len(texts[i]) for i in batch)
+        tokens = torch.zeros(len(batch), n_tokens, dtype=torch.int64)  # [B, T]
+        may_draft = torch.zeros(len(batch), n_tokens, dtype=torch.bool)
+        uniforms = torch.zeros(len(batch), n_tokens, labelling.draws)  # [B, T, K]
+        places = []
+        for row, i in enumerate(batch):
+            places.append(slice(len(rows[i]["prompt"]), len(texts[i])))
+            tokens[row, : len(texts[i])] = torch.tensor(texts[i])
+            may_draft[row, places[row]] = True
+            size = (len(rows[i]["response"]), labelling.draws)
+            generator = row_generator(labelling.seed + DRAFT_STREAM, rows[i]["number"])
+            uniforms[row, places[row]] = torch.rand(size, generator=generator)
+        may_draft &= states.reads_drafts(n_tokens)
+        may_draft[:, 0] = False  # nothing predicts a text's first token
+        inputs = (values.to(target.device) for values in (tokens, may_draft, uniforms))
+        tokens, may_draft, uniforms = inputs
+        found = label_texts(target, states, tokens, may_draft, labelling.sampling, uniforms)
+        if found.labels.isnan().any():
+            raise UserError("a probability of the target or the drafter is no number; give target.dtype=float32")
+        by_draw = {"drafts": found.drafts.int(), "p": found.p, "q": found.q, "labels": found.labels}
+        by_draw = {name: values.transpose(1, 2).cpu().numpy() for name, values in by_draw.items()}  # [B, K, T]
+        for row, i in enumerate(batch):
+            labelled[i] = {name: np.ascontiguousarray(values[row, :, places[row]]) for name, values in by_draw.items()}
+        on_batch(sum(len(texts[i]) for i in batch))
+    return labelled
+
+
+def count(rows: Dataset) -> dict:
+    """The manifest's counts, a piece of the rows at a time."""
+    n_labels, total, below = 0, 0.0, 0
+    for labels, q in zip(_values(rows, "labels"), _values(rows, "q"), strict=True):
+        labels = labels[q > 0]
+        n_labels += len(labels)
+        total += float(labels.sum(dtype=np.float64))
+        below += int((labels < 0.5).sum())
+    return {
+        "rows": len(rows),
+        "positions": n_labels // len(rows[0]["q"]) if len(rows) else 0,
+        "tokens": int(text_lengths(rows).sum()),
+        "mean_label": total / n_labels if n_labels else None,
+        "below_half": below / n_labels if n_labels else None,
+    }
+
+
+def _values(rows: Dataset, name: str) -> Iterator[np.ndarray]:
+    """The floats of a column of lists of lists, chunk by chunk."""
+    for chunk in rows.data.column(name).chunks:
+        yield chunk.flatten().flatten().to_numpy()

@@ -1,0 +1,348 @@
+"""How every command of `data_prep` builds its store: once, in a work folder beside it, on one rank or many.
+
+    fabric = launch(cfg.target.device, cfg.target.parallel)
+    build = Build("acceptance", out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+    with build.opened(fabric) as unfinished:        # rank zero locks the work folder, `.<name of out>.partial`
+        if unfinished:
+            todo = decided(fabric, lambda: build.start(identity, missing_parts))
+            elapsed_s = build.work_through(fabric, "label", todo, part_tokens, make_parts)
+            decided(fabric, write_store)            # fills build.store, then calls build.publish()
+
+Work is cut into parts by index, never by rank, and a part appears in the work folder by renaming. So a build can be
+killed at any time and resumed at any number of ranks, and ends with the same bytes. Ranks exchange nothing but what
+rank zero decides. Besides the parts of each command, the work folder holds:
+
+    work.json     what the parts were made of (`identity`); without it they count for nothing
+    store/        what becomes the store
+    complete      says that store/ is whole, and only renames are left
+    replaced/     the store that stood at `out` before (fresh=true)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from lightning import Fabric
+from lightning.fabric.strategies import DDPStrategy
+
+from data_prep.progress import TokenProgress, readable
+from spectrain.decoding.errors import UserError
+from spectrain.stores.folder import MANIFEST, digest, kind_of, locked, read_json, write_json
+from spectrain.stores.locations import CHECKPOINTS
+
+log = logging.getLogger(__name__)
+
+WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example while rank zero reads a whole corpus
+WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
+NOUNS = {  # by the manifest's kind
+    "datastore": "datastore",
+    "responses": "store of responses",
+    "acceptance": "store of acceptance labels",
+    "activations": "store of activations",
+}
+DISK_MARGIN = 1.1  # of the estimated need
+NOT_HASHED_OF_TARGET = ("device", "parallel")  # they change nothing but rounding
+
+T = TypeVar("T")
+
+
+def launch(device: str, parallel: str = "none") -> Fabric:
+    """This process alone, or as one of the ranks that torchrun started.
+
+    Args:
+        device: target.device.
+        parallel: target.parallel.
+
+    Raises:
+        UserError: one process is to spread the target's layers, but there are several.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Fabric(accelerator="cpu", devices=1)  # only counts ranks: the target stands where target.device says
+    if parallel == "device_map":
+        raise UserError(f"target.parallel=device_map works in one process, not in {world}; start it without torchrun")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
+    backend = "nccl" if on_gpu and parallel == "tp" else "gloo"
+    fabric = Fabric(
+        accelerator="cuda" if on_gpu else "cpu",
+        devices=local,
+        num_nodes=world // local,
+        strategy=DDPStrategy(process_group_backend=backend, timeout=WAIT),
+    )
+    fabric.launch()
+    if not fabric.is_global_zero:
+        logging.getLogger().setLevel(logging.WARNING)
+    return fabric
+
+
+def rank_device(fabric: Fabric) -> str | None:
+    """The device of this rank's target; None: as configured."""
+    return str(fabric.device) if fabric.world_size > 1 else None
+
+
+def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
+    """Call `decide` on rank zero and return its answer on all ranks. Only rank zero reports an error; all ranks end.
+
+    Raises:
+        UserError: on rank zero, what `decide` raises.
+        SystemExit: on the others, in that case.
+    """
+    answer, refusal = None, None
+    if fabric.is_global_zero:
+        try:
+            answer = decide()
+        except UserError as error:
+            refusal = error
+    answer, refused = fabric.broadcast((answer, refusal is not None))
+    if refusal:
+        raise refusal
+    if refused:
+        raise SystemExit(2)
+    return answer
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """End the command with code 130 on Ctrl-C, and say that it can be given again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
+    """The options of a command, resolved, that its store depends on."""
+    config = {key: value for key, value in config.items() if key not in not_hashed}
+    return config | {"target": {k: v for k, v in config["target"].items() if k not in NOT_HASHED_OF_TARGET}}
+
+
+def store_path(out: str | None, kind: str, named_by: dict) -> Path:
+    """The folder `out`, or one below checkpoints/ that is named by what the store depends on.
+
+    Raises:
+        UserError: `out` has no name (the working folder, one above, or a root), but a store is renamed to its place.
+    """
+    path = Path(out or CHECKPOINTS / f"{kind}-{digest(named_by)}")
+    if path.name in ("", ".."):
+        raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
+    return path
+
+
+def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_tokens") -> None:
+    """Raises UserError where the disk of `out` has no room for so many more bytes; `less` says how to need fewer."""
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free < need_bytes * DISK_MARGIN:
+        raise UserError(
+            f"{folder} has {readable(free)} free, but this build needs about {readable(need_bytes * DISK_MARGIN)}; "
+            f"free some, {less}, or give out=<folder on another disk>"
+        )
+
+
+@dataclass(frozen=True)
+class Build:
+    """A store that is to be built, and where. All methods but `opened` and `work_through` are rank zero's alone."""
+
+    kind: str  # of the manifest
+    out: Path
+    config: dict  # what the store depends on, as far as it is known before the work begins
+    fresh: bool = False  # replace a finished store; throw away a build that was begun without this option
+    ranks_share: bool = True  # False: all ranks hold one target together and work on the same parts
+    work_name: str = ""  # of the work folder, where it is not the name of `out`
+
+    @property
+    def work(self) -> Path:
+        return self.out.with_name(f".{self.work_name or self.out.name}.partial")
+
+    @property
+    def store(self) -> Path:
+        """The folder that is filled and then published."""
+        return self.work / STORE
+
+    @contextlib.contextmanager
+    def opened(self, fabric: Fabric) -> Iterator[bool]:
+        """Lock the work folder. True: there is work to do. False: the store was complete but for its last renames.
+
+        Raises:
+            UserError: another build holds the folder, a finished store or something else stands at `out`.
+        """
+        with contextlib.ExitStack() as lock:
+
+            def decide() -> bool:
+                lock.enter_context(held(self.work))
+                return not self._is_done()
+
+            yield decided(fabric, decide)
+
+    def start(self, identity: dict, begin: Callable[[], T]) -> T:
+        """Keep of the work folder what this build goes on with, and call `begin`, which finds and checks what is left.
+
+        Args:
+            identity: what the parts depend on. Its `config` is compared option by option.
+            begin: writes nothing. Where it raises, a new build leaves no trace.
+
+        Raises:
+            UserError: another build was begun there, and `fresh` does not throw it away.
+        """
+        identity = json.loads(json.dumps(identity))
+        (self.work / COMPLETE).unlink(missing_ok=True)  # of another store, which stands in its place by now
+        known = self._read(WORK)
+        if known is None or (self.fresh and known != identity | {"fresh": True}):
+            self.clear()
+            known = identity
+        for name, value in identity.items():
+            if known.get(name) != value:
+                what = f"another {name.replace('_', ' ')}"
+                if name == "config":
+                    before = known.get("config", {})
+                    differing = sorted(key for key in before.keys() | value.keys() if before.get(key) != value.get(key))
+                    what = f"another config (differs in {', '.join(differing)})"
+                raise UserError(f"{self.work} holds a build with {what}; remove it, give another out, or fresh=true")
+        found = begin()
+        if not (self.work / WORK).is_file():
+            write_json(self.work / WORK, identity | {"fresh": self.fresh})
+        return found
+
+    def work_through(
+        self,
+        fabric: Fabric,
+        stage: str,
+        todo: Sequence[int],
+        sizes: Sequence[int],
+        work: Callable[[Sequence[int], TokenProgress], None],
+    ) -> float:
+        """Let each rank make its share of the parts that are missing.
+
+        Args:
+            fabric: the ranks.
+            stage: what is done to a part, one word beside the progress bar.
+            todo: the missing parts, as rank zero found them.
+            sizes: of all parts, by their index, in the units by which `work` advances the progress: usually tokens.
+            work: makes the parts that it is given, the indices of this rank.
+
+        Returns:
+            Seconds until all ranks had ended.
+        """
+        mine = todo[fabric.global_rank :: fabric.world_size] if self.ranks_share else todo
+        start_s = time.monotonic()
+        with (
+            self.cleared_if_nothing_begun(fabric.world_size),
+            TokenProgress(stage, int(sum(sizes[index] for index in mine)), fabric.is_global_zero) as progress,
+        ):
+            work(mine, progress)
+        fabric.barrier()
+        return time.monotonic() - start_s
+
+    def writes(self, fabric: Fabric) -> bool:
+        """Whether this rank writes its parts; where all ranks make the same ones, rank zero does."""
+        return self.ranks_share or fabric.is_global_zero
+
+    @contextlib.contextmanager
+    def cleared_if_nothing_begun(self, world_size: int = 1) -> Iterator[None]:
+        """Clear the work folder where the block fails before anything worth resuming was written."""
+        try:
+            yield
+        except BaseException:
+            children = [child for child in self.work.iterdir() if child.name not in (WORK, STORE)]
+            parts = [child for child in children if child.suffix != ".tmp" and not child.name.startswith(".")]
+            if world_size == 1 and not any(part.is_dir() or part.stat().st_size for part in parts):
+                self.clear()
+            raise
+
+    def new_store(self) -> Path:
+        """The folder `store` as it is to be filled: not there."""
+        shutil.rmtree(self.store, ignore_errors=True)
+        return self.store
+
+    def publish(self) -> None:
+        """Put the whole `store` in its place, and clear the work folder.
+
+        Raises:
+            UserError: something else stands at `out` by now.
+        """
+        facts = {"out": self.out.name, "config": self.config, "fresh": self._read(WORK)["fresh"]}
+        write_json(self.work / COMPLETE, facts)
+        self._move(self.out)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove first what makes the rest count and last what says that the store is complete: a kill is noticed."""
+        order = {WORK: 0, COMPLETE: 2}
+        for child in sorted(self.work.iterdir(), key=lambda child: order.get(child.name, 1)):
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            else:
+                child.unlink()
+
+    def _is_done(self) -> bool:
+        """Whether this very store was complete already, and its build cut at the very end, which is made up for."""
+        complete = self._read(COMPLETE)
+        if complete is not None:
+            self._move(self.work.with_name(complete["out"]))
+            mine = complete["out"] == self.out.name and complete["config"] == self.config
+            if mine and (complete["fresh"] or not self.fresh):  # fresh repeats a build that was not begun with it
+                self.clear()
+                return True
+        if self._stands(self.out) and not self.fresh:
+            raise UserError(
+                f"{self.out} is finished; change an option, give another out, or build it anew with fresh=true"
+            )
+        return False
+
+    def _move(self, out: Path) -> None:
+        """By renames alone: at any time `out` is the old store, nothing, or the new one, and never half of either."""
+        if not self.store.is_dir():  # it was moved before the kill
+            return
+        if self._stands(out):
+            shutil.rmtree(self.work / REPLACED, ignore_errors=True)
+            out.rename(self.work / REPLACED)
+        self.store.rename(out)
+
+    def _stands(self, out: Path) -> bool:
+        """Whether a finished store is there; its manifest is written last. Raises UserError where something else is."""
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return False
+        # None: damaged, which fresh=true may replace.
+        if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) not in (self.kind, None):
+            raise UserError(f"out={out} exists and is no {NOUNS[self.kind]}; give another out")
+        return True
+
+    def _read(self, name: str) -> dict | None:
+        file = self.work / name
+        return read_json(file) if file.is_file() else None
+
+
+@contextlib.contextmanager
+def held(work: Path) -> Iterator[None]:
+    """Make the folder and keep other builds out of it; remove it where nothing is left inside.
+
+    Raises:
+        UserError: another build holds it.
+    """
+    made = [folder for folder in work.parents if not folder.exists()]
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{work} cannot be made ({error.strerror}); give out=<folder elsewhere>") from error
+    try:
+        with locked(work, "another build", ", or give another out"):
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty, or gone
+            for folder in (work, *made):
+                folder.rmdir()
