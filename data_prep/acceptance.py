@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
         with build.opened(fabric) as unfinished:
             if unfinished:
                 todo = decided(fabric, lambda: build.start(identity, partial(parts.missing, build)))
-                make = partial(parts.make, build, writes=build.writes(fabric))
+                make = partial(parts.make, build.work, writes=build.writes(fabric))
                 elapsed_s = build.work_through(fabric, "label", todo, parts.tokens, make)
                 decided(fabric, partial(parts.write_store, build, manifest, digest(identity)))
                 shown_speed = speed(parts.tokens[todo].sum(), elapsed_s)

@@ -25,7 +25,6 @@ from datasets import Dataset, concatenate_datasets
 
 from data_prep.perplexity import length_buckets
 from data_prep.pipeline import Build, check_disk
-from data_prep.progress import TokenProgress
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
@@ -124,13 +123,13 @@ class LabelParts:
         check_disk(build.out, round(need_bytes * (1 + len(todo) / n_parts)), "lower draws")
         return todo
 
-    def make(self, build: Build, parts: Sequence[int], progress: TokenProgress, writes: bool) -> None:
+    def make(self, work: Path, parts: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
         """Label these parts and put each into the work folder by renaming.
 
         Args:
-            build: holds the work folder.
+            work: the work folder.
             parts: their indices.
-            progress: advanced by the tokens of each forward, padding left out.
+            on_batch: called after each forward with its tokens, padding left out.
             writes: False where another rank labels the same parts.
 
         Raises:
@@ -138,12 +137,12 @@ class LabelParts:
         """
         for index in parts:
             rows = self.responses.rows.select(self.rows[index]).to_list()
-            labelled = label_rows(rows, self.target, self.states, self.labelling, progress.advance)
+            labelled = label_rows(rows, self.target, self.states, self.labelling, on_batch)
             if writes:
                 texts = ({name: row[name] for name in ("id", "prompt", "response")} for row in rows)
                 columns = [text | found for text, found in zip(texts, labelled, strict=True)]
                 part = Dataset.from_dict({name: [row[name] for row in columns] for name in FEATURES}, features=FEATURES)
-                save_rows(part_folder(build.work, index), part)
+                save_rows(part_folder(work, index), part)
 
     def write_store(self, build: Build, manifest: AcceptanceManifest, fingerprint: str) -> None:
         """Join the parts into the store and put it in its place.

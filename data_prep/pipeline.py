@@ -224,7 +224,7 @@ class Build:
         stage: str,
         todo: Sequence[int],
         sizes: Sequence[int],
-        work: Callable[[Sequence[int], TokenProgress], None],
+        work: Callable[[Sequence[int], Callable[..., None]], None],
     ) -> float:
         """Let each rank make its share of the parts that are missing.
 
@@ -232,8 +232,9 @@ class Build:
             fabric: the ranks.
             stage: what is done to a part, one word beside the progress bar.
             todo: the missing parts, as rank zero found them.
-            sizes: of all parts, by their index, in the units by which `work` advances the progress: usually tokens.
-            work: makes the parts that it is given, the indices of this rank.
+            sizes: of all parts, by their index, in units of progress: usually tokens.
+            work: makes the parts of this rank, whose indices it is given, and calls its second argument, the
+                `advance` of a TokenProgress, when a piece is done.
 
         Returns:
             Seconds until all ranks had ended.
@@ -244,7 +245,7 @@ class Build:
             self.cleared_if_nothing_begun(fabric.world_size),
             TokenProgress(stage, int(sum(sizes[index] for index in mine)), fabric.is_global_zero) as progress,
         ):
-            work(mine, progress)
+            work(mine, progress.advance)
         fabric.barrier()
         return time.monotonic() - start_s
 

@@ -25,18 +25,18 @@ from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.activation_parts import (
+from data_prep.capture import (
     AUTOCAST,
     Capturing,
-    ShardWriter,
+    ShardParts,
     TokenRows,
     autocast,
-    capture_shard,
     shard_bounds,
     shard_facts,
     shard_file,
 )
 from data_prep.perplexity import length_buckets
+from data_prep.pipeline import STORE
 from spectrain.decoding import TargetModel, load_target
 from spectrain.measure.statistics import Estimate, median
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
@@ -44,7 +44,6 @@ from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureManifest, FeatureStore, open_features
 from spectrain.stores.folder import write_manifest
 from spectrain.stores.locations import bundled_folder
-from spectrain.stores.work_folder import STORE
 from spectrain.training.data import RowBatch, SeededBatches
 from spectrain.training.feature_data import FeatureRows, ReadAheadLoader
 from spectrain.training.losses import LossSettings
@@ -121,11 +120,8 @@ def plain_forwards(args: argparse.Namespace, target: TargetModel, rows: TokenRow
 
 def captures(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> None:
     capturing = Capturing(args.precision, args.store_dtype, args.batch_tokens)
-    (folder / STORE).mkdir(exist_ok=True)
-    bounds = shard_bounds(rows.offsets, args.shard_tokens)
-    with ShardWriter(folder) as writer:
-        for index in range(len(bounds) - 1):
-            writer.put(index, capture_shard(target, rows, range(bounds[index], bounds[index + 1]), capturing))
+    parts = ShardParts(rows, target, capturing, args.shard_tokens)
+    parts.make(folder, range(len(parts.tokens)), on_batch=lambda n_tokens: None)
 
 
 def as_store(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> FeatureStore:

@@ -119,7 +119,7 @@ def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] 
 
 
 def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
-    """Write strict JSON so that the file appears whole, in place of an older one.
+    """Write strict JSON so that the file appears whole, in place of an older one, and is on disk.
 
     Args:
         file: is made or replaced by renaming.
@@ -128,6 +128,7 @@ def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
     """
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.write_text(json.dumps(strict(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
+    to_disk(temporary)
     temporary.rename(file)
 
 

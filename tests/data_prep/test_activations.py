@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from data_prep import activation_parts, activations
-from data_prep.activation_parts import TokenRows, rows_of_responses, shard_bounds
+from data_prep import activations
+from data_prep import capture as capturing
+from data_prep.capture import TokenRows, rows_of_responses, shard_bounds
 from spectrain import train
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
@@ -155,7 +156,7 @@ def test_shards_hold_whole_rows():
 
 def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
     """Leaves a build after so many shards."""
-    capture_shard, made = activations.capture_shard, []
+    capture_shard, made = capturing.capture_shard, []
 
     def capture_some(*inputs):
         if len(made) == shards:
@@ -164,7 +165,7 @@ def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
         return capture_shard(*inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(activations, "capture_shard", capture_some)
+        patch.setattr(capturing, "capture_shard", capture_some)
         assert capture(*arguments)[0] == 130
 
 
@@ -257,7 +258,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_command_goes_on(capture
 
 def test_a_disk_that_is_too_small_is_said_before_the_work(capture, asked, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=100_000)
-    monkeypatch.setattr("data_prep.disk_need.shutil.disk_usage", lambda folder: usage)
+    monkeypatch.setattr("data_prep.pipeline.shutil.disk_usage", lambda folder: usage)
     code, _, err = capture(*asked, "out=a")
     assert code == 2
     assert "100.0 kB free, but this build needs about" in err
@@ -489,5 +490,5 @@ def test_what_is_read_depends_on_every_fact_of_the_rows():
     rows = TokenRows.of_texts([(np.array([1, 2], np.int32), 0, False), (np.array([3], np.int32), 1, True)])
     same = TokenRows.of_texts([(np.array([1, 2], np.int32), 0, False), (np.array([3], np.int32), 1, True)])
     moved = TokenRows.of_texts([(np.array([1], np.int32), 0, False), (np.array([2, 3], np.int32), 1, True)])
-    assert activations.digest_of(rows) == activations.digest_of(same) != activations.digest_of(moved)
-    assert activation_parts.shard_bounds(rows.offsets, 2).tolist() == [0, 1, 2]
+    assert rows.digest() == same.digest() != moved.digest()
+    assert shard_bounds(rows.offsets, 2).tolist() == [0, 1, 2]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from data_prep.activation_parts import Capturing, TokenRows, autocast, capture_shard
+from data_prep.capture import Capturing, TokenRows, autocast, capture_shard
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.models.pruned_init import new_drafter, shape_of
 from spectrain.models.spire import SpireConfig

@@ -1,38 +1,41 @@
-"""Activations shard by shard: what a killed `data_prep.activations` goes on from, in its work folder.
+"""Hidden states of a target, captured shard by shard in the work folder of a build (pipeline.py).
 
     store/shard-00000.safetensors    whole rows, shard_tokens tokens at most (unless one row has more)
     shard-00000.json                 its bytes and sha256, written after it: without, the shard does not count
 
-Rows are cut into shards by index and batches form inside a shard: neither the number of ranks nor an interruption
-changes a byte. A thread writes a shard while the next one is computed.
+Rows are cut into shards by index and batches form inside a shard, so neither the number of ranks nor an interruption
+changes a byte. Threads write shards while the next one is computed.
 
 Letters: B rows of a batch, T its padded length, n tokens of a shard, C captured layers, D hidden size.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data_prep.perplexity import length_buckets
+from data_prep.pipeline import STORE, Build, check_disk
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
-from spectrain.stores.features import Shard, quantise, shard_name, write_shard
-from spectrain.stores.folder import naming_a_full_disk, to_disk
+from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
+from spectrain.stores.folder import naming_a_full_disk, read_json, write_json, write_manifest
 from spectrain.stores.responses import ResponseStore
 from spectrain.stores.texts import PackedRows, is_held_out
-from spectrain.stores.work_folder import STORE
+
+log = logging.getLogger(__name__)
 
 # What of a forward runs in half precision, by Lightning's names of precision; None: it runs in the target's own dtype.
 AUTOCAST = {
@@ -51,6 +54,8 @@ class TokenRows:
     offsets: np.ndarray  # [rows + 1] int64
     held_out: np.ndarray  # [rows] bool
     prompt_tokens: np.ndarray  # [rows] int32; 0 where the source is raw text
+    cut: int = 0  # responses whose end is left out
+    skipped: int = 0  # responses that have no token within the limit
 
     def __len__(self) -> int:
         return len(self.held_out)
@@ -71,18 +76,16 @@ class TokenRows:
         offsets = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
         return cls(np.concatenate(tokens), offsets, np.array(held_out), np.array(prompts, np.int32))
 
-
-@dataclass(frozen=True)
-class ResponseRows:
-    """Prompts with their responses, and what became of those that did not fit."""
-
-    rows: TokenRows
-    cut: int  # rows whose end is left out
-    skipped: int  # rows that have no token of a response within the limit
+    def digest(self) -> str:
+        """8 hex digits over all tokens and how they are cut and split."""
+        digest = hashlib.sha256()
+        for values in (self.tokens, self.offsets, self.held_out, self.prompt_tokens):
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()[:8]
 
 
-def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: float) -> ResponseRows:
-    """One row a response, with its prompt before it, cut to `row_tokens`.
+def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: float) -> TokenRows:
+    """One row per response, with its prompt before it, cut to `row_tokens`.
 
     Raises:
         UserError: no row is left for training or for validation.
@@ -100,7 +103,7 @@ def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: flo
             f"responses={store.folder} gives {len(texts) - n_held_out} training rows and {n_held_out} held-out rows "
             f"within row_tokens={row_tokens}; give more responses, or change row_tokens or held_out_share"
         )
-    return ResponseRows(TokenRows.of_texts(texts), cut, len(store.rows) - len(texts))
+    return dataclasses.replace(TokenRows.of_texts(texts), cut=cut, skipped=len(store.rows) - len(texts))
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,79 @@ class Capturing:
     precision: str  # one of AUTOCAST
     dtype: str  # bfloat16 | int8
     batch_tokens: int  # of a forward, padding included; one row at least
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """Rows of tokens, in the shards in which their features are captured."""
+
+    rows: TokenRows
+    target: TargetModel  # with `capture_layers`
+    capturing: Capturing
+    shard_tokens: int
+
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """[shards + 1] rows at which shards begin, and the number of rows."""
+        return shard_bounds(self.rows.offsets, self.shard_tokens)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """[shards] tokens of each."""
+        return np.diff(self.rows.offsets[self.bounds])
+
+    def missing(self, build: Build) -> list[int]:
+        """The shards that are still to be captured. Raises UserError where the disk is too small for them."""
+        if self.rows.cut or self.rows.skipped:
+            log.warning(
+                "of the responses %d are cut to %d tokens and %d skipped, whose prompts leave no room for a token of "
+                "them",
+                *(self.rows.cut, np.diff(self.rows.offsets).max(), self.rows.skipped),
+            )
+        n_shards = len(self.tokens)
+        files = [(facts_file(build.work, index), shard_file(build.work, index)) for index in range(n_shards)]
+        todo = [index for index, (facts, shard) in enumerate(files) if not (facts.is_file() and shard.is_file())]
+        if len(todo) < n_shards:
+            log.info("%d of %d shards are captured already", n_shards - len(todo), n_shards)
+        dtype, width = self.capturing.dtype, self.target.unembedding.shape[-1]
+        need_bytes = int(self.tokens[todo].sum()) * token_bytes(dtype, len(self.target.capture_layers), width)
+        check_disk(build.out, need_bytes, "give dtype=int8" if dtype != "int8" else "lower corpus.max_documents")
+        # What a kill left of shards that were being written has a hidden name, ours or safetensors' own.
+        for file in build.store.glob(".*"):
+            file.unlink()
+        return todo
+
+    def make(self, work: Path, shards: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
+        """Capture these shards; each is written while the next ones are computed.
+
+        After an error too, this waits for what is still to be written, so a shard is whole or not there.
+
+        Args:
+            work: the work folder.
+            shards: their indices.
+            on_batch: called after each forward with its tokens, padding left out.
+            writes: False where another rank makes the same shards.
+
+        Raises:
+            UserError: a batch is too large for memory, a feature is no number, or the disk is full.
+        """
+        (work / STORE).mkdir(exist_ok=True)
+        pending: deque[Future] = deque()
+        with ThreadPoolExecutor(PENDING_SHARDS) as pool:
+            for index in shards:
+                span = range(self.bounds[index], self.bounds[index + 1])
+                shard = capture_shard(self.target, self.rows, span, self.capturing, on_batch)
+                if writes:
+                    if len(pending) == PENDING_SHARDS:
+                        pending.popleft().result()
+                    pending.append(pool.submit(_write, work, index, shard))
+            for one in pending:
+                one.result()
+
+    def write_store(self, build: Build, manifest: FeatureManifest) -> None:
+        """Put the store, whose shards stand where they were written, in its place."""
+        write_manifest(build.store, manifest, shard_facts(build.work, len(self.tokens)))
+        build.publish()
 
 
 def shard_bounds(offsets: np.ndarray, shard_tokens: int) -> np.ndarray:
@@ -125,31 +201,25 @@ def facts_file(work: Path, index: int) -> Path:
     return work / f"{Path(shard_name(index)).stem}.json"
 
 
-def missing_shards(work: Path, n_shards: int) -> list[int]:
-    return [i for i in range(n_shards) if not (facts_file(work, i).is_file() and shard_file(work, i).is_file())]
-
-
 def shard_file(work: Path, index: int) -> Path:
     return work / STORE / shard_name(index)
 
 
 def shard_facts(work: Path, n_shards: int) -> dict[str, dict]:
     """name -> {"bytes", "sha256"} of all shards."""
-    return {shard_name(index): json.loads(facts_file(work, index).read_text()) for index in range(n_shards)}
+    return {shard_name(index): read_json(facts_file(work, index)) for index in range(n_shards)}
 
 
-def remove_unfinished(work: Path) -> None:
-    """Removes what a kill left of shards that were being written: under hidden names, ours and safetensors' own."""
-    for file in [*(work / STORE).glob(".*"), *work.glob("shard-*.tmp")]:
-        file.unlink()
+def _write(work: Path, index: int, shard: Shard) -> None:
+    remedy = ", which goes on from here, or start anew with dtype=int8 or out=<folder on another disk>"
+    with naming_a_full_disk(work, remedy):
+        write_json(facts_file(work, index), write_shard(shard_file(work, index), shard))
 
 
-@contextmanager
-def autocast(device: torch.device, precision: str):
+def autocast(device: torch.device, precision: str) -> torch.autocast:
     """As Lightning's Trainer runs a step in this precision."""
     dtype = AUTOCAST[precision]
-    with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        yield
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 @torch.inference_mode()
@@ -215,21 +285,21 @@ class _FeatureSink:
     """
 
     def __init__(self, target: TargetModel, n_tokens: int, dtype: str) -> None:
-        n_layers, width = len(target.capture_layers), target.unembedding.shape[-1]
-        self._quantised, on_gpu = dtype == "int8", target.device.type == "cuda"
-        kind = torch.int8 if self._quantised else torch.bfloat16
-        self.kept = {
-            "captured": torch.empty(n_tokens, n_layers, width, dtype=kind, pin_memory=on_gpu),
-            "final_hidden": torch.empty(n_tokens, width, dtype=kind, pin_memory=on_gpu),
-        }
-        if self._quantised:
-            self.kept["captured_scale"] = torch.empty(n_tokens, n_layers, pin_memory=on_gpu)
-            self.kept["hidden_scale"] = torch.empty(n_tokens, pin_memory=on_gpu)
+        on_gpu, self._quantised = target.device.type == "cuda", dtype == "int8"
+        shapes = {"captured": (n_tokens, len(target.capture_layers)), "final_hidden": (n_tokens,)}
+        scales = {"captured": "captured_scale", "final_hidden": "hidden_scale"}
+        self.kept: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            size = (*shape, target.unembedding.shape[-1])
+            kind = torch.int8 if self._quantised else torch.bfloat16
+            self.kept[name] = torch.empty(size, dtype=kind, pin_memory=on_gpu)
+            if self._quantised:
+                self.kept[scales[name]] = torch.empty(shape, pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(target.device) if on_gpu else None
         self._finite: list[Tensor] = []
 
     def put(self, features: Features, places: Sequence[slice]) -> None:
-        """Keeps a batch: its rows go to these places of the shard."""
+        """Keep a batch: its rows go to these places of the shard."""
         device = features.captured.device
         found = {"captured": features.captured, "final_hidden": features.final_hidden.to(device)}
         self._finite.append(torch.stack([values.sum(dtype=torch.float32) for values in found.values()]))
@@ -238,66 +308,17 @@ class _FeatureSink:
             found["final_hidden"], found["hidden_scale"] = quantise(found["final_hidden"])
         else:
             found = {name: values.to(torch.bfloat16) for name, values in found.items()}
-        if self._stream is None:
-            self._copy(found, places)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            self._copy(found, places)
-        for values in found.values():
-            values.record_stream(self._stream)  # its memory is not used again before it is copied
-
-    def _copy(self, found: dict[str, Tensor], places: Sequence[slice]) -> None:
-        for name, values in found.items():
-            for row, place in enumerate(places):
-                self.kept[name][place].copy_(values[row, : place.stop - place.start], non_blocking=True)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            for values in found.values():
+                values.record_stream(self._stream)  # its memory is not used again before it is copied
+        with torch.cuda.stream(self._stream):  # None: as if it was not there
+            for name, values in found.items():
+                for row, place in enumerate(places):
+                    self.kept[name][place].copy_(values[row, : place.stop - place.start], non_blocking=True)
 
     def is_finite(self) -> bool:
         """Whether all were numbers; waits for the copies."""
         if self._stream is not None:
             self._stream.synchronize()
         return bool(torch.stack(self._finite).isfinite().all())
-
-
-class ShardWriter:
-    """Writes shards into a work folder while the next ones are computed.
-
-    Leaving waits for what is still to be written; after an error too, for a shard is whole or not there.
-
-    Args:
-        work: exists.
-        writes: False where another rank makes the same shards.
-    """
-
-    def __init__(self, work: Path, writes: bool = True) -> None:
-        self.work, self.writes = work, writes
-        self._pool = ThreadPoolExecutor(PENDING_SHARDS)
-        self._pending: deque[Future] = deque()
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pool.shutdown(wait=True)
-        if error is None:
-            self._wait(0)
-
-    def put(self, index: int, shard: Shard) -> None:
-        """Raises UserError where the disk is full, of an earlier shard as well."""
-        if self.writes:
-            self._wait(PENDING_SHARDS - 1)
-            self._pending.append(self._pool.submit(self._write, index, shard))
-
-    def _wait(self, n_pending: int) -> None:
-        while len(self._pending) > n_pending:
-            self._pending.popleft().result()
-
-    def _write(self, index: int, shard: Shard) -> None:
-        file = facts_file(self.work, index)
-        remedy = ", which goes on from here, or start anew with dtype=int8 or out=<folder on another disk>"
-        with naming_a_full_disk(self.work, remedy):
-            facts = write_shard(shard_file(self.work, index), shard)
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(facts) + "\n")
-            to_disk(temporary)
-            temporary.rename(file)
