@@ -62,15 +62,15 @@ class MagicDec(Drafter):
         self.sink_tokens = sink_tokens
         self.window_tokens = window_tokens
         self.positions = positions
-        self.target: TargetModel | None = None
+        self.reader: TargetModel | None = None  # the target, which drafts
         self.full: KVCache | None = None  # the target's own, read only
         self.cache: KVCache | None = None  # sink, window, root and drafts
         self._inv_freq: Tensor | None = None  # [F] of the target that was checked last
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
-        if self.positions == "cache" and (self.target is None or self.target.model is not target.model):
+        if self.positions == "cache" and (self.reader is None or self.reader.model is not target.model):
             self._inv_freq = rotary_frequencies(target)
-        self.target, self.full = target, cache
+        self.reader, self.full = target, cache
         n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed
         self.cache = KVCache(cache.max_rows, block_tokens=n_slots)
 
@@ -88,14 +88,14 @@ class MagicDec(Drafter):
         """Reads one token a row, [n], at text positions [n, 1], and keeps it."""
         positions = None
         if self.positions == "text":  # a row without room is read on with its neighbours, past the context even
-            positions = text_positions.clamp_max(self.target.max_positions - 1)
-        output = self.target.score(DraftTree.root_only(tokens), self.cache, positions)
+            positions = text_positions.clamp_max(self.reader.max_positions - 1)
+        output = self.reader.score(DraftTree.root_only(tokens), self.cache, positions)
         self.cache.commit(None, [1] * len(tokens))
         return DraftStep(output.logits[:, 0])
 
     def _copy_view(self) -> None:
         """Fills the sparse cache with sink and window of every row; a shorter row gives all its tokens."""
-        device, lengths = self.target.device, self.full.lengths
+        device, lengths = self.reader.device, self.full.lengths
         kept = [min(length, self.sink_tokens + self.window_tokens) for length in lengths]
         left_out = torch.tensor([length - k for length, k in zip(lengths, kept, strict=True)], device=device)[:, None]
         view = torch.arange(max(kept), device=device).expand(len(kept), -1)

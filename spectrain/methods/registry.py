@@ -193,7 +193,7 @@ def build_method(
             this target, machine and sampling.
     """
     options, sampling, kind = plain_options(method), sampling or Sampling(), method.get("_artifact_")
-    artifacts = artifacts or {}
+    artifacts = {} if artifacts is None else artifacts
     if options.get("max_nodes") == AUTO:
         if not drafts_trees(method):
             raise UserError(

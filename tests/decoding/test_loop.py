@@ -1,31 +1,27 @@
 """The loop emits the target's own greedy text, ends where it must, and accounts for every token."""
 
 import tempfile
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from spectrain.decoding import Sampling, Source, TargetModel, generate
+from spectrain.decoding import Drafter, Sampling, Source, TargetModel, generate
 from spectrain.decoding.errors import UserError
-from spectrain.methods import anpd, logitspec, pld, rest, spectra, spectra_core, spectra_retrieval, sssd
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.lookahead import Lookahead
-from spectrain.methods.magicdec import MagicDec
+from spectrain.methods.registry import method_config, method_names
 from spectrain.methods.speculative import Speculative
-from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, StopRule
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
-from tests.conftest import EOS_ID, FAMILIES, VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
+from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import (
     ScriptedDrafter,
     greedy_by_full_forwards,
     greedy_by_hugging_face,
     oracle_script,
 )
-from tests.retrieval.reference import make_store
+from tests.methods.every import Artifacts, build
 
 N_NEW = 30
 LENGTHS = [5, 17, 1, 40, 9, 23, 3]  # more prompts than slots: rows join while others are under way
@@ -39,64 +35,53 @@ def family(request):
     texts = [greedy_by_full_forwards(model, prompt, N_NEW, (EOS_ID,)) for prompt in prompts]
     assert texts == [greedy_by_hugging_face(model, prompt, N_NEW) for prompt in prompts]
     assert len({token for text in texts for token in text}) > 15  # no loop of a few tokens
-    return TargetModel(model, prefill_chunk=16), prompts, texts
+    return TargetModel(model, prefill_chunk=16), prompts, texts, request.param
+
+
+def true_continuations() -> list[list[int]]:
+    """What the targets write after the prompts, so that what is retrieved is often right."""
+    prompts = random_prompts(LENGTHS)
+    return [greedy_by_full_forwards(tiny_model(family), p, N_NEW) for family in FAMILIES for p in prompts]
 
 
 @lru_cache
-def datastore() -> str:
-    """A store of the targets' own continuations of the prompts, so that what is retrieved is often right."""
-    folder = Path(tempfile.mkdtemp())
-    prompts = random_prompts(LENGTHS)
-    documents = [greedy_by_full_forwards(tiny_model(family), p, N_NEW) for family in FAMILIES for p in prompts]
-    make_store(folder, documents, VOCAB_SIZE, n_shards=2)
-    return str(folder)
+def artifacts(name: str) -> Artifacts:
+    """Of the family of this name; the vanilla drafter agrees with the target often, but not always."""
+    model = tiny_model(name)
+    return Artifacts(Path(tempfile.mkdtemp()), model, lambda: noisy_copy(model), true_continuations, k=3)
 
 
-DRAFTERS = {
-    "autoregressive": lambda model: Autoregressive(),
-    "same model": lambda model: Speculative(TargetModel(model), gamma=4),
-    "noisy copy": lambda model: Speculative(TargetModel(noisy_copy(model)), gamma=4),
-    "other model": lambda model: Speculative(TargetModel(tiny_model("llama", seed=1)), gamma=3),
-    "specdecpp": lambda model: adaptive(model, HeadStop(random_head(model), 0.5)),
-    "specdecpp, previous": lambda model: adaptive(model, HeadStop(random_head(model), 0.5, judge="previous")),
-    "confidence_stop": lambda model: adaptive(model, ConfidenceStop(0.6)),
-    "entropy_stop": lambda model: adaptive(model, EntropyStop(1.0)),
-    "magicdec": lambda model: MagicDec(gamma=3, window_tokens=6),
-    "pld": lambda model: pld.build(TargetModel(model)),
-    "anpd": lambda model: anpd.build(TargetModel(model)),
-    "logitspec": lambda model: logitspec.build(TargetModel(model)),
-    "lookahead": lambda model: Lookahead(window_columns=5, ngram_tokens=4, max_guesses=5),
-    "spectra_core": lambda model: spectra_core.build(TargetModel(model), pool_sequences=5),
-    "rest": lambda model: rest.build(TargetModel(model), datastore()),
-    "spectra_retrieval": lambda model: spectra_retrieval.build(TargetModel(model), datastore()),
-    "spectra": lambda model: spectra.build(TargetModel(model), datastore(), pool_sequences=5),
-    "sssd": lambda model: sssd.build(TargetModel(model), datastore()),
-    "sssd_logits": lambda model: sssd.build(TargetModel(model), datastore(), last_logits=True),
-    "logitspec_datastore": lambda model: logitspec.build_with_datastore(TargetModel(model), datastore()),
+SMALL = {  # options in place of a method's yaml
+    "magicdec": {"gamma": 3, "window_tokens": 6},
+    "specdecpp": {"threshold": 0.5, "max_candidates": 6},
+    "confidence_stop": {"threshold": 0.6, "max_candidates": 6},
+    "entropy_stop": {"threshold": 1.0, "max_candidates": 6},
+    "lookahead": {"window_columns": 5, "ngram_tokens": 4, "max_guesses": 5},
+    "spectra_core": {"pool_sequences": 5},
+    "spectra": {"pool_sequences": 5},
 }
-
-
+DRAFTERS = {
+    **{name: partial(lambda name, family: drafter_of(name, family), name) for name in method_names()},
+    "same model": lambda family: Speculative(TargetModel(tiny_model(family)), gamma=4),
+    "other model": lambda family: Speculative(TargetModel(tiny_model("llama", seed=1)), gamma=3),
+    "specdecpp, previous": lambda family: drafter_of("specdecpp", family, judge="previous"),
+}
+SPIRE_FAMILIES = ("llama", "llama_gqa", "qwen3")
 ADAPTIVE = ("specdecpp", "specdecpp, previous", "confidence_stop", "entropy_stop")
 
 
-def adaptive(model: PreTrainedModel, stop: StopRule) -> Speculative:
-    return Speculative(TargetModel(noisy_copy(model)), gamma=6, stop=stop)
-
-
-def random_head(model: PreTrainedModel) -> AcceptanceHead:
-    torch.manual_seed(0)
-    head = AcceptanceHead(HeadConfig(model.get_output_embeddings().weight.shape[1], n_blocks=1))
-    head.output.weight.data.mul_(10)
-    return head
+def drafter_of(name: str, family: str, **options) -> Drafter:
+    if method_config(name).get("_artifact_") == "spire" and family not in SPIRE_FAMILIES:
+        pytest.skip("SPIRe drafters are for Llama-like targets")
+    return build(name, artifacts(family), {**SMALL.get(name, {}), **options})
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_text_is_the_targets_own(family, drafter, batch_size):
-    target, prompts, texts = family
-    generations = generate(
-        target, DRAFTERS[drafter](target.model), prompts, N_NEW, batch_size=batch_size, cache_block_tokens=8
-    )
+    target, prompts, texts, name = family
+    target = TargetModel(target.model, artifacts(name).target.tokenizer, prefill_chunk=16)
+    generations = generate(target, DRAFTERS[drafter](name), prompts, N_NEW, batch_size=batch_size, cache_block_tokens=8)
     assert [generation.tokens for generation in generations] == texts
     for generation in generations:
         assert generation.finish_reason == ("eos" if generation.tokens[-1] == EOS_ID else "length")
@@ -118,7 +103,7 @@ def branching_oracle(continuations):
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_greedy_text_through_branching_trees(family, batch_size):
-    target, prompts, texts = family
+    target, prompts, texts, _ = family
     drafter = ScriptedDrafter(branching_oracle({tuple(p): t for p, t in zip(prompts, texts, strict=True)}))
     generations = generate(target, drafter, prompts, N_NEW, batch_size=batch_size, cache_block_tokens=8)
     assert [generation.tokens for generation in generations] == texts
@@ -249,24 +234,24 @@ def test_lookups_sample_what_autoregressive_decoding_samples(llama, drafter):
     prompts = random_prompts(LENGTHS)
     sampling = Sampling(temperature=1.0, top_k=8)
     plain, lookup = (
-        generate(target, DRAFTERS[name](target.model), prompts, 20, sampling, batch_size=3)
+        generate(target, DRAFTERS[name]("llama"), prompts, 20, sampling, batch_size=3)
         for name in ("autoregressive", drafter)
     )
     assert [g.tokens for g in lookup] == [g.tokens for g in plain]
     assert sum(sum(g.accepted) for g in lookup) > 0
 
 
-@pytest.mark.parametrize("drafter", ["autoregressive", "noisy copy", *ADAPTIVE, "magicdec", *LOOKUPS])
+@pytest.mark.parametrize("drafter", ["autoregressive", "speculative", *ADAPTIVE, "magicdec", *LOOKUPS])
 def test_a_sample_does_not_depend_on_the_batch(llama, drafter):
     target, _, _ = llama
     prompts = random_prompts(LENGTHS)
     sampling = Sampling(temperature=1.0, top_k=20)
     alone, together = (
-        generate(target, DRAFTERS[drafter](target.model), prompts, 14, sampling, seed=3, batch_size=batch_size)
+        generate(target, DRAFTERS[drafter]("llama"), prompts, 14, sampling, seed=3, batch_size=batch_size)
         for batch_size in (1, 5)
     )
     assert [g.tokens for g in alone] == [g.tokens for g in together]
-    other_seed = generate(target, DRAFTERS[drafter](target.model), prompts, 14, sampling, seed=4, batch_size=5)
+    other_seed = generate(target, DRAFTERS[drafter]("llama"), prompts, 14, sampling, seed=4, batch_size=5)
     assert [g.tokens for g in alone] != [g.tokens for g in other_seed]
 
 
@@ -351,7 +336,7 @@ def test_on_finished_hears_of_each_row_as_it_ends(llama):
     steps, finished = [], {}
     generations = generate(
         target,
-        DRAFTERS["autoregressive"](target.model),
+        DRAFTERS["autoregressive"]("llama"),
         random_prompts(LENGTHS),
         9,
         Sampling(temperature=1.0),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
@@ -19,23 +19,24 @@ from spectrain.models.vanilla import new_vanilla
 from tests.conftest import EOS_ID, VOCAB_SIZE, tiny_model
 
 
-def tiny_tokenizer(first: str = "a") -> PreTrainedTokenizerFast:
-    vocabulary = {first if i == 5 else f"<{i}>": i for i in range(VOCAB_SIZE)}
+def tiny_tokenizer(first: str = "a", vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    vocabulary = {first if i == 5 else f"<{i}>": i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"<{EOS_ID}>", unk_token="<0>")
 
 
-def export_spire(folder: Path, target: TargetModel, **options) -> Path:
-    config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), **options)
+def export_spire(folder: Path, target: TargetModel, n_layer: int = 2, init: str = "pruned", **options) -> Path:
+    config = SpireConfig(shape_of(target.model), last_layers(target.model, n_layer), **options)
     folder.mkdir()
-    save_spire(folder, new_drafter(target.model, config, "pruned"))
+    save_spire(folder, new_drafter(target.model, config, init))
     write_manifest(folder, Artifact("spire", "tiny", fingerprint(target.model, target.tokenizer), {}))
     return folder
 
 
-def export_vanilla(folder: Path, target: TargetModel) -> Path:
+def export_vanilla(folder: Path, target: TargetModel, model: PreTrainedModel | None = None) -> Path:
+    """`model`: the drafter; None: a new one."""
     folder.mkdir()
-    new_vanilla(target.model).save_pretrained(folder)
+    (model if model is not None else new_vanilla(target.model)).save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     write_manifest(folder, Artifact("vanilla", "tiny", fingerprint(target.model, target.tokenizer), {}))
     return folder

@@ -1,0 +1,71 @@
+"""Build every method of the registry for a tiny target, with artifacts of every kind.
+
+So a new method is tested without being named. It is built from its yaml, as commands build it. Options that a test
+needs smaller than in the yaml stand in the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from transformers import PreTrainedModel
+
+from spectrain.decoding import Drafter, TargetModel, tokenizer_fingerprint
+from spectrain.methods.registry import build_method, method_config
+from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
+from tests.models.test_head_artifact import export_head
+from tests.retrieval.reference import make_store
+
+
+class Artifacts(dict):
+    """Folders by kind, for `build_method`; each is made when it is first asked for.
+
+    Args:
+        folder: of them all; empty.
+        model: of the target.
+        draft_model: of the vanilla drafter, with the target's vocabulary.
+        documents: of the datastore.
+        spire: options of `export_spire`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: PreTrainedModel,
+        draft_model: Callable[[], PreTrainedModel],
+        documents: Callable[[], Sequence[Sequence[int]]],
+        **spire,
+    ):
+        super().__init__()
+        self.folder, self.spire, self.draft_model, self.documents = folder, spire, draft_model, documents
+        self.target = TargetModel(model, tiny_tokenizer(vocab_size=model.config.get_text_config().vocab_size))
+
+    def get(self, kind, default=None):
+        if kind is not None and kind not in self:
+            self[kind] = str(getattr(self, f"make_{kind}")(self.folder / kind))
+        return super().get(kind, default)
+
+    def make_vanilla(self, folder: Path) -> Path:
+        return export_vanilla(folder, self.target, self.draft_model())
+
+    def make_spire(self, folder: Path) -> Path:
+        torch.manual_seed(0)
+        return export_spire(folder, self.target, **self.spire)
+
+    def make_head(self, folder: Path) -> Path:
+        """On the vanilla drafter. It stops at the first tokens or later, depending on what was drawn."""
+        torch.manual_seed(0)
+        return export_head(folder, self.target, Path(self.get("vanilla")), n_blocks=1)
+
+    def make_datastore(self, folder: Path) -> Path:
+        vocabulary = tokenizer_fingerprint(self.target.tokenizer)
+        make_store(folder, self.documents(), self.target.vocab_size, n_shards=2, tokenizer=vocabulary)
+        return folder
+
+
+def build(name: str, artifacts: Artifacts, options: Mapping = {}) -> Drafter:
+    """A method of `conf/method/` for the artifacts' target, with these options in place of its yaml's."""
+    return build_method(OmegaConf.merge(method_config(name), options), artifacts.target, artifacts)
