@@ -37,7 +37,7 @@ from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.responses import KIND, open_responses
 from spectrain.stores.tables import SURROGATE
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, stdlib_documents, unit_hash
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def read_questions(cfg: DictConfig) -> list[Question]:
     if cfg.prompts is not None:
         return [without_surrogates(question) for question in read_prompts(cfg.prompts, cfg.limit)]
     found = []
-    for document in stdlib_documents():
+    for document in read_documents(None):
         if is_held_out(document.id, STDLIB_HELD_OUT):
             continue
         for cut in range(STDLIB_CUTS):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores.prompts import Question, read_prompts
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, stdlib_documents
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
 STDLIB_QUESTIONS = 20
 STDLIB_CHARACTERS = 1200  # of a module, to be continued
@@ -22,7 +22,7 @@ def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
     """The first `limit` questions of a prompt file; without a file, of the standard library (20 by default)."""
     if prompts is not None:
         return read_prompts(prompts, limit)
-    documents = [d for d in stdlib_documents() if is_held_out(d.id, STDLIB_HELD_OUT)]
+    documents = [d for d in read_documents(None) if is_held_out(d.id, STDLIB_HELD_OUT)]
     long_enough = [d for d in documents if len(d.text) > 2 * STDLIB_CHARACTERS]
     chosen = long_enough[: limit or STDLIB_QUESTIONS]
     return [Question(d.id, "stdlib", (d.text[:STDLIB_CHARACTERS],)) for d in chosen]

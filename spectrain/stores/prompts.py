@@ -1,6 +1,6 @@
 """Questions to measure on: prompt files in the formats of the field, and conversations as token ids.
 
-A prompt file is JSONL. Its first row's keys tell which format it has, one of `FORMATS`; every row must have those keys.
+A prompt file is JSONL. The keys of its first row tell which of `FORMATS` it has, and every row must have those keys.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError, check_whole
 
-FORMATS = {  # the first whose keys a file's first row has
+FORMATS = {  # a file has the first of these whose keys its first row has
     "Spec-Bench": ("question_id", "category", "turns"),
     "HumanEval": ("task_id", "prompt"),
     "GSM8K": ("question",),
     "Alpaca": ("instruction", "input"),
     "plain": ("prompt",),
 }
+TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Question:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
-    """Reads the questions of a prompt file, the first `limit` of them; all when None.
+    """Read the first `limit` questions of a prompt file; None: all.
 
     Raises:
         UserError: there is no such file, it has no question, or a line is not a row of the file's format.
@@ -41,58 +42,60 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     if limit is not None:
         check_whole("limit", limit, 1)
     file = Path(path).expanduser()
+    known = ", ".join(list(FORMATS)[:-1]) + " or plain"
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
-        raise UserError(f"prompts={path} {what}; give one .jsonl file of {_formats()} rows")
+        raise UserError(f"prompts={path} {what}; give one .jsonl file of {known} rows")
     questions: dict[str, Question] = {}
     format_name = None
-    for number, row in _rows(file):
+    for number, row in json_rows(file, file.name):
         where = f"line {number} of {file.name}"
-        format_name = format_name or _recognise(row, where)
-        question = _question(row, format_name, where, f"{file.stem}-{number}", file.stem)
+        format_name = format_name or _format_of(row, where)
+        question = _question(row, format_name, where, Question(f"{file.stem}-{number}", file.stem, ()))
         if question.id in questions:
             raise UserError(f"{where} repeats the id {question.id!r} of an earlier line; give each question its own")
         questions[question.id] = question
         if len(questions) == limit:
             break
     if not questions:
-        raise UserError(f"{path} has no question; give one .jsonl file of {_formats()} rows")
+        raise UserError(f"{path} has no question; give one .jsonl file of {known} rows")
     return list(questions.values())
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict]]:
-    """Line numbers from 1 and rows, empty lines left out."""
-    number = 0
-    try:
-        # newline="\n": nothing else ends a line, neither a carriage return nor a U+2028 inside a JSON string.
-        with file.open(encoding="utf-8-sig", newline="\n") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield number, parse_row(line, f"line {number} of {file.name}")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file.name} is not UTF-8 text after line {number}; save it as UTF-8") from error
+def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
+    """Yield line numbers, from 1, and objects of a user's JSON-lines file; empty lines are passed over.
+
+    Raises:
+        UserError: a line is not UTF-8 or no JSON object; the message calls the file `name`.
+    """
+    with file.open("rb") as lines:  # as bytes only a line feed ends a line, no carriage return or U+2028
+        for number, line in enumerate(lines, start=1):
+            where = f"line {number} of {name}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text) if text.strip() else None
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where} is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{where} is not JSON ({error.msg}, column {error.colno}); mend or remove the line"
+                ) from error
+            if isinstance(row, dict):
+                yield number, row
+            elif text.strip():
+                raise UserError(f"{where} is no JSON object but {_type_name(row)}; give one {{...}} per line")
 
 
-def parse_row(line: str, where: str) -> dict:
-    """A line of a user's JSON-lines file, which `where` names. Raises UserError where it is no JSON object."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON ({error.msg}, column {error.colno}); mend or remove the line") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is no JSON object but {_type_name(row)}; give one {{...}} a line")
-    return row
-
-
-def _recognise(row: dict, where: str) -> str:
+def _format_of(row: dict, where: str) -> str:
     for name, keys in FORMATS.items():
         if all(key in row for key in keys):
             return name
-    raise UserError(f"{where} has {_keys(row)}; expected one of {_formats(with_keys=True)}")
+    known = ", ".join(f"{name} ({', '.join(keys)})" for name, keys in FORMATS.items())
+    raise UserError(f"{where} has {_keys(row)}; expected the keys of one format: {known}")
 
 
-def _question(row: dict, format_name: str, where: str, line_id: str, stem: str) -> Question:
-    """A row as a question, every value checked."""
+def _question(row: dict, format_name: str, where: str, default: Question) -> Question:
+    """Return a row as a question, every value checked; `default` has the id and category of rows without their own."""
     for key in FORMATS[format_name]:
         if key not in row:
             raise UserError(
@@ -103,16 +106,15 @@ def _question(row: dict, format_name: str, where: str, line_id: str, stem: str) 
         turns = row["turns"]
         if not isinstance(turns, list) or not turns:
             raise UserError(f"{where} has {_type_name(turns)} as 'turns'; give a list of one or more texts")
-        texts = [_text(turn, f"'turns' at index {i}", where) for i, turn in enumerate(turns)]
-        return Question(_id(row, "question_id", where), _text(row["category"], "'category'", where), tuple(texts))
+        texts = tuple(_text(turn, f"'turns' at index {i}", where) for i, turn in enumerate(turns))
+        return Question(_id(row, "question_id", where), _text(row["category"], "'category'", where), texts)
     if format_name == "HumanEval":
-        return Question(_id(row, "task_id", where), stem, (_text(row["prompt"], "'prompt'", where),))
-    if format_name == "Alpaca":
-        instruction = _text(row["instruction"], "'instruction'", where)
-        extra = _text(row["input"], "'input'", where, may_be_empty=True)
-        return Question(line_id, stem, (f"{instruction}\n{extra}" if extra.strip() else instruction,))
-    (key,) = FORMATS[format_name]
-    return Question(line_id, stem, (_text(row[key], repr(key), where),))
+        return Question(_id(row, "task_id", where), default.category, (_text(row["prompt"], "'prompt'", where),))
+    key = FORMATS[format_name][0]
+    text = _text(row[key], repr(key), where)
+    if format_name == "Alpaca" and (extra := _text(row["input"], "'input'", where, may_be_empty=True)).strip():
+        text = f"{text}\n{extra}"
+    return Question(default.id, default.category, (text,))
 
 
 def _text(value: object, name: str, where: str, may_be_empty: bool = False) -> str:
@@ -132,28 +134,11 @@ def _id(row: dict, key: str, where: str) -> str:
 
 
 def _type_name(value: object) -> str:
-    if value == [] and isinstance(value, list):
-        return "an empty list"
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "a truth value",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), "null")
+    return "an empty list" if value == [] else TYPE_NAMES.get(type(value), "a number")
 
 
 def _keys(row: dict) -> str:
-    if not row:
-        return "no keys"
-    return f"key{'s' if len(row) > 1 else ''} {', '.join(map(str, row))}"
-
-
-def _formats(with_keys: bool = False) -> str:
-    names = [f"{name} ({', '.join(keys)})" if with_keys else name for name, keys in FORMATS.items()]
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+    return f"key{'s' if len(row) > 1 else ''} {', '.join(row)}" if row else "no keys"
 
 
 def conversation_ids(
@@ -162,16 +147,16 @@ def conversation_ids(
     replies: Sequence[str | Sequence[int]],
     chat: bool | None = None,
 ) -> list[int]:
-    """Token ids of a conversation that waits for its next reply.
+    """Return the token ids of a conversation that waits for its next reply.
 
-    With `chat` the turns alternate in the tokenizer's template, which closes each reply itself. Without, turns and
+    With `chat` the turns alternate in the tokenizer's template, which closes each reply itself. Without it, turns and
     replies are one text, joined by line breaks.
 
     Args:
         tokenizer: the target's.
         turns: the user's turns so far.
-        replies: the replies to all of them but the last, as text or as the token ids that a model generated: special
-            tokens and a closing end-of-text token are dropped from those.
+        replies: the replies to all turns but the last, as text or as the token ids that a model generated. From ids,
+            special tokens and closing end-of-text tokens are dropped.
         chat: whether to use the template; None: where the tokenizer has one.
 
     Raises:
@@ -180,19 +165,15 @@ def conversation_ids(
     assert len(turns) == len(replies) + 1, (len(turns), len(replies))
     if chat and tokenizer.chat_template is None:
         raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=false")
-    texts = [reply if isinstance(reply, str) else _decode(tokenizer, reply) for reply in replies]
-    if chat is False or tokenizer.chat_template is None:
-        said = [text for pair in zip(turns, texts, strict=False) for text in pair]
-        return list(tokenizer("\n".join([*said, turns[-1]]))["input_ids"])
     messages = [{"role": "user", "content": turns[0]}]
-    for reply, turn in zip(texts, turns[1:], strict=True):
+    for reply, turn in zip(replies, turns[1:], strict=True):
+        if not isinstance(reply, str):
+            end = len(reply)
+            # An end of text that the tokenizer does not list as special would survive `skip_special_tokens`.
+            while end and reply[end - 1] == tokenizer.eos_token_id:
+                end -= 1
+            reply = tokenizer.decode(list(reply[:end]), skip_special_tokens=True)
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": turn}]
+    if chat is False or tokenizer.chat_template is None:
+        return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, reply: Sequence[int]) -> str:
-    end = len(reply)
-    # An end of text that the tokenizer does not list as special would survive `skip_special_tokens`.
-    while end and reply[end - 1] == tokenizer.eos_token_id:
-        end -= 1
-    return tokenizer.decode(list(reply[:end]), skip_special_tokens=True)

@@ -308,7 +308,7 @@ def test_a_begun_build_refuses_another_corpus_and_other_options(capture, asked, 
 BAD = {
     "rows": (["row_tokens=0"], "row_tokens=0 must be a whole number of at least 1"),
     "long rows": (["row_tokens=512"], "row_tokens=512 is longer than the target's context of 256; lower row_tokens"),
-    "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "the corpus gives no "),
+    "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "corpus too small: the "),
     "batch": (["batch_tokens=none"], "batch_tokens=none must be a whole number"),
     "shard": (["shard_tokens=0.5"], "shard_tokens=0.5 must be a whole number"),
     "fresh": (["fresh=maybe"], "fresh=maybe must be true or false"),

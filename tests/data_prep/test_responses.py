@@ -18,7 +18,7 @@ from data_prep.responses import read_questions
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.methods.registry import build_method, method_config
 from spectrain.stores.responses import open_responses
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, stdlib_documents
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import contents
 from tests.test_cli import composed
@@ -289,7 +289,7 @@ def test_prompts_of_the_standard_library_are_of_the_training_split_and_apart():
     assert len(questions) == 400
     assert questions == read_questions(composed("responses"))
     assert questions[:7] == read_questions(composed("responses", "limit=7"))
-    texts = {document.id: document.text for document in stdlib_documents()}
+    texts = {document.id: document.text for document in read_documents(None)}
     cuts: dict[str, list[int]] = {}
     for question in read_questions(composed("responses", "limit=2000")):
         name, start = question.id.rsplit(":", 1)

@@ -122,8 +122,8 @@ def test_missing_files_folders_and_other_encodings_are_named(tmp_path):
         read_prompts(tmp_path / "no.jsonl")
     with pytest.raises(UserError, match="is a folder"):
         read_prompts(tmp_path)
-    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "größe"}'.encode("latin-1"))
-    with pytest.raises(UserError, match="latin.jsonl is not UTF-8"):
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "a"}\n' * 3 + '{"prompt": "größe"}'.encode("latin-1"))
+    with pytest.raises(UserError, match="line 4 of latin.jsonl is not UTF-8"):
         read_prompts(tmp_path / "latin.jsonl")
 
 
