@@ -27,6 +27,7 @@ from spectrain.measure.cost import CostModel, Method
 from spectrain.measure.cost_analysis import Comparison, Investment, Span, free_attention_tokens, free_budgets
 from spectrain.measure.cost_inputs import Shapes, check_sections, read_grid, read_hardware, read_methods, read_shapes
 from spectrain.reporting import cost_plots
+from spectrain.reporting.drawing import write_png
 from spectrain.stores.environment import TYPED_COMMAND, date_of
 from spectrain.stores.folder import naming_a_full_disk
 from spectrain.training.runs import RunFolder
@@ -129,34 +130,34 @@ def draw(folder: Path, found: Comparison, views: Sequence[str]) -> list[dict[str
     drawings = {
         "multiplier": (
             True,
-            cost_plots.draw_multipliers,
+            cost_plots.multipliers,
             "Modelled throughput relative to autoregressive decoding, by batch and context; below 1 speculation loses",
         ),
         "times": (
             hardware.flops_per_s is not None,
-            cost_plots.draw_times,
+            cost_plots.times,
             f"Modelled milliseconds of a step on {hardware.name}, if both peaks are reached",
         ),
         "curves": (
             has_line,
-            cost_plots.draw_curves,
+            cost_plots.throughput_curves,
             f"Modelled throughput relative to autoregressive decoding at batch {found.spot[0]}",
         ),
         "break_even": (
             has_plane,
-            cost_plots.draw_break_even,
+            cost_plots.fastest,
             "The fastest method by batch and context, and the lines from which each beats autoregressive decoding",
         ),
         "intensity": (
             len(found.batch) > 1,
-            cost_plots.draw_intensity,
+            cost_plots.intensity,
             "FLOPs a byte of verification: below the dashed line it waits for memory, above it for arithmetic",
         ),
     }
     figures = []
     for view, (possible, drawing, caption) in drawings.items():
         if view in views and possible:
-            drawing(folder / f"{view}.png", found)
+            write_png(drawing(found), folder / f"{view}.png")
             figures.append({"file": f"{view}.png", "caption": caption})
     return figures
 

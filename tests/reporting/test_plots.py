@@ -6,17 +6,17 @@ import matplotlib
 import numpy as np
 import pytest
 
-from spectrain.reporting import plots
-from spectrain.reporting.plots import cumulative_accepted, draw_plots, ordered
+from spectrain.reporting import drawing, plots
+from spectrain.reporting.plots import cumulative_accepted, benchmark_plots, ordered
 from tests.reporting.test_bench_page import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
 
-ALL = ["Speedup", "Mean accepted tokens", "Acceptance by draft position", "Acceptance by source"]
-ALL += ["Accepted drafted tokens against steps", "Where the time goes"]
+ALL = ["Speedup", "Acceptance length (tau)", "Acceptance by draft position", "Acceptance by source"]
+ALL += ["Accepted drafted tokens over steps", "Where the time goes"]
 
 
 def drawn(results: dict, rows: list[dict] | None = None) -> dict[str, str]:
     """Titles and the text in each plot."""
-    found = draw_plots(results, fake_rows(results) if rows is None else rows)
+    found = benchmark_plots(results, fake_rows(results) if rows is None else rows)
     assert all(plot.svg.startswith("<svg ") for plot in found)  # no XML declaration within a page
     return {plot.title: Page(plot.svg).text for plot in found}
 
@@ -39,7 +39,7 @@ def test_every_plot_names_what_it_shows():
     assert "80 % 50 % 25 %" in texts["Acceptance by draft position"]
     assert "25 % of 800" in texts["Acceptance by source"]
     assert "0.40" in texts["Acceptance by source"]  # 200 accepted in 500 steps
-    assert "25.0 % outside the forward" in texts["Where the time goes"]
+    assert "25.0 % outside the forward pass" in texts["Where the time goes"]
 
 
 def test_methods_that_a_category_lacks_keep_their_row():
@@ -62,12 +62,12 @@ def test_cumulative_counts_keep_the_total_of_ended_questions_and_stop_at_the_med
 def test_cumulative_lines_leave_out_failed_questions_and_thin_out_long_ones():
     results = fake_results()
     rows = [{"method": "spire", "error": None, "accepted": [1, 3]}, {"method": "spire", "error": "x", "accepted": [9]}]
-    ((label, (x, y)),) = lines_of(plots._cumulative(results["methods"], rows)).items()
-    assert label == "spire (2.00 a step)"
+    ((label, (x, y)),) = lines_of(plots.cumulative(results["methods"], rows)).items()
+    assert label == "spire (2.00 per step)"
     assert (x, y) == ([0, 1, 2], [0, 1, 4])
     long = [{"method": "spire", "error": None, "accepted": [1] * 5000}]
-    ((_, (x, y)),) = lines_of(plots._cumulative(results["methods"], long)).items()
-    assert len(x) <= plots.MAX_POINTS
+    ((_, (x, y)),) = lines_of(plots.cumulative(results["methods"], long)).items()
+    assert len(x) <= drawing.MAX_POINTS
     assert (x[-1], y[-1]) == (5000, 5000)
 
 
@@ -76,7 +76,7 @@ def test_intervals_are_drawn_where_they_are_known():
     methods["autoregressive"]["speedup_ci95"] = None
 
     def whiskers() -> list[list[float]]:
-        panel = plots._by_category(methods, "speedup", "").axes[0]
+        panel = plots.by_category(methods, "speedup", "").axes[0]
         return [list(line.get_xdata()) for line in panel.lines if list(line.get_xdata()) != [1.0, 1.0]]
 
     assert np.array(whiskers()) == pytest.approx(np.array([[1.2, 1.3]]))
@@ -87,7 +87,7 @@ def test_intervals_are_drawn_where_they_are_known():
 def test_a_wild_interval_does_not_squeeze_the_bars():
     methods = fake_results(["autoregressive", "spire"])["methods"]
     methods["spire"]["speedup_ci95"] = [0.1, 500.0]
-    assert plots._by_category(methods, "speedup", "").axes[0].get_xlim()[1] < 3
+    assert plots.by_category(methods, "speedup", "").axes[0].get_xlim()[1] < 3
 
 
 def test_many_methods_and_categories_get_rows_and_colours_of_their_own():
@@ -95,31 +95,30 @@ def test_many_methods_and_categories_get_rows_and_colours_of_their_own():
     results = fake_results(names)
     for method in results["methods"].values():
         method["by_category"] = {f"category {i}": method["by_category"]["coding"] for i in range(13)}
-    colours = plots._colours(results["methods"])
-    assert len(set(colours.values())) == 16
-    figure = plots._by_category(results["methods"], "speedup", "")
+    styles = plots.method_styles(results["methods"])
+    assert len({style["color"] for style in styles.values()}) == 16
+    figure = plots.by_category(results["methods"], "speedup", "")
     visible = [ax for ax in figure.axes if ax.get_visible()]
     assert len(visible) == 14
     width_in, height_in = figure.get_size_inches()
     assert width_in < 11
     assert height_in >= 5 * 16 * 0.2  # five rows of panels, each bar a fifth of an inch
-    lines = {(colours[name], plots._dashes(results["methods"])[name]) for name in names}
-    assert len(lines) == 16
+    assert len({str(style) for style in styles.values()}) == 16
 
 
 def test_a_method_keeps_its_colour_and_plots_put_the_fastest_first():
     methods = fake_results()["methods"]
     assert ordered(methods) == NAMES[::-1]
-    before = plots._colours(methods)
+    before = plots.method_styles(methods)
     methods["logitspec"]["speedup"] = 9.0
     assert ordered(methods)[0] == "logitspec"
-    assert plots._colours(methods) == before
+    assert plots.method_styles(methods) == before
 
 
 def test_deep_drafts_show_their_first_positions_and_say_so():
     methods = fake_results(["autoregressive", "spire"])["methods"]
     methods["spire"]["acceptance_by_position"] = [0.5] * 40
-    ax = plots._by_position(methods).axes[0]
+    ax = plots.by_position(methods).axes[0]
     assert ax.get_xlabel() == "draft position (depth); the first 16 of 40"
     assert len(ax.texts) == 16
 
