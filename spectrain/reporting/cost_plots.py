@@ -12,12 +12,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from spectrain.decoding.budget import NodeBudget
-from spectrain.measure.budget_table import BudgetTable, CurveEntry, sampling_name
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, Comparison, best_methods
 from spectrain.measure.cost_tables import compact
 from spectrain.measure.stopping_results import FIXED, HEAD
 from spectrain.reporting.budget_report import plain_tokens_per_s
 from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, DASHES, draw_cells, grid_of, line_panels, styled
+from spectrain.stores.budget_table import BudgetTable, CurveEntry, sampling_name
 
 COLOUR_OF = dict(zip(("vanilla", "magicdec", "spire", "spire_dense"), COLOURS, strict=False))
 MAP_POINTS = 240  # of the break-even map, in each direction
@@ -168,7 +168,12 @@ def budgets(table: BudgetTable) -> Figure:
         for size in sizes
     }
     figure = line_panels(
-        panels, "nodes of a tree, root included", n_columns=len(sizes), panel_in=(2.8, 2.4), log_ticks=node_ticks(table)
+        panels,
+        "nodes of a tree, root included",
+        "relative to a step of one node",
+        n_columns=len(sizes),
+        panel_in=(2.8, 2.4),
+        log_ticks=node_ticks(table),
     )
     for ax, lines, entry in zip(figure.axes, panels.values(), np.repeat(table.entries, len(sizes)), strict=False):
         ((nodes, speedup),) = lines[-1]["points"]

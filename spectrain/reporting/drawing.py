@@ -175,16 +175,17 @@ def bar_panels(
             ax.barh(y, value or 0.0, 0.72, edgecolor="white", **style)
             if value is not None and bounds:
                 ax.plot(bounds, (y, y), color=INK, linewidth=1.0, solid_capstyle="butt", zorder=3)
-            end = max(value or 0.0, min(bounds[1], limit) if value is not None and bounds else 0.0)
+            mark = (marks or {}).get(title, [None] * len(rows))[y] or 0.0
+            end = max(value or 0.0, mark, min(bounds[1], limit) if value is not None and bounds else 0.0)
             paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # hides the dashed line
             text = text[0] if text else "not measured" if value is None else f"{value:.2f}"
             ax.text(end + 0.025 * limit, y, text, va="center", fontsize=7.5, zorder=4, bbox=paper)
-        found = [(mark, y) for y, mark in enumerate((marks or {}).get(title, ())) if mark is not None]
-        if found:
-            ax.plot(*zip(*found, strict=True), "D", color="black", markersize=4, zorder=5)
+            if mark:
+                ax.plot(mark, y, "D", color="black", markersize=4, zorder=5)
         if plain_decoding is not None:
             ax.axvline(plain_decoding, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         ax.set(xlim=(0, 1.2 * limit), **{"title" if axis_label else "xlabel": shortened(title, 70)})
+        ax.tick_params(axis="y", length=0)
     figure.supxlabel(axis_label or "", fontsize=8.5)
     name_rows(axes[0], [label for label, _ in rows])
     if marks:
@@ -240,7 +241,8 @@ def line_panels(
             ax.minorticks_off()
         ax.set(title=title, xlabel=xlabel, **limits)
         ax.grid()
-    axes[0].set_ylabel(ylabel)
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel(ylabel)
     if handles:  # the figure grows by what its legend takes
         width, height = figure.get_size_inches()
         n_columns = max(1, min(len(handles), 4, int(width / (0.068 * max(map(len, handles)) + 0.55))))

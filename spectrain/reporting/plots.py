@@ -248,7 +248,7 @@ def training_plots(runs: Sequence[Training], prefix: str = "") -> list[Plot]:
     axis = "million tokens trained on" if in_tokens else f"optimizer steps{each}"
     widths = [run.tokens_a_step / 1e6 if in_tokens else 1.0 for run in runs]
     taus = {setting: [interval(run.tau.get(setting)) for run in runs] for run in runs for setting in run.tau}
-    rows = [(styles[run.name].get("label", run.name), {"color": styles[run.name]["color"]}) for run in runs]
+    rows = [(shortened(run.name, RUN_CHARACTERS), {"color": styles[run.name]["color"]}) for run in runs]
     bins = {run.name: (run.result or {}).get("reliability") or () for run in runs}
     figures = {
         "Curves": curves([(run.curve, w, styles[run.name]) for run, w in zip(runs, widths, strict=True)], axis),
@@ -325,10 +325,9 @@ def positions(runs: Sequence[tuple[Mapping, Mapping]]) -> Figure | None:
 
 
 def position_panels(panels: Mapping[str, Sequence[Mapping]]) -> Figure | None:
-    figure = line_panels(panels, "position in the draft", "acceptance rate alpha", ylim=(0, 1), panel_in=(5.0, 3.0))
-    for ax in figure.axes if figure else ():
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    return figure
+    last = max((round(x) for lines in panels.values() for line in lines for x, _ in line["points"]), default=1)
+    axes = {"xticks": range(1, last + 1), "xlim": (0.7, last + 0.3), "ylim": (-0.02, 1.02)}
+    return line_panels(panels, "position in the draft", "acceptance rate alpha", panel_in=(5.0, 3.0), **axes)
 
 
 def training_pictures(curve: Mapping[int, Mapping]) -> dict[str, Figure]:
@@ -375,7 +374,9 @@ def calibration(
     if not shares:
         return None
     panels = {"share accepted (mean label)": lines, "share of positions": shares}
-    return line_panels(panels, "predicted acceptance probability", n_columns=2, ylim=(0, 1), xlim=(0, 1))
+    figure = line_panels(panels, "predicted acceptance probability", n_columns=2, xlim=(0, 1), ylim=(0, 1))
+    figure.axes[1].set_ylim(0, 1.1 * max(share for line in shares for _, share in line["points"]))
+    return figure
 
 
 # Comparisons of drafters

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spectrain.reporting import drawing, plots
-from spectrain.reporting.plots import cumulative_accepted, benchmark_plots, ordered
+from spectrain.reporting.plots import benchmark_plots, cumulative_accepted, ordered
 from tests.reporting.test_bench_page import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
 
 ALL = ["Speedup", "Acceptance length (tau)", "Acceptance by draft position", "Acceptance by source"]
