@@ -1,4 +1,4 @@
-"""Keys and values of every block, preallocated, with a length of its own for each row (methods.md, section 1: traps).
+"""Keys and values of every block, preallocated, with a length of its own for each row.
 
 Rows are dense: the active ones are 0..n-1. The nodes of a forward are written behind the row's committed tokens, node i
 at slot length + i; `commit` moves the accepted ones down, which is right because RoPE was applied at position = depth.

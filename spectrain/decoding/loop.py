@@ -1,4 +1,4 @@
-"""The decoding loop of every method: propose a tree, one target forward, verify, commit (methods.md, section 0).
+"""The decoding loop of every method: propose a tree, one target forward, verify, commit.
 
     generations = generate(load_target("checkpoints/pystdlib-8l"), Speculative(draft), prompts, max_new_tokens=64)
 

@@ -1,4 +1,4 @@
-"""How a token is chosen from logits: one set of options for target and drafter alike (methods.md, section 1).
+"""How a token is chosen from logits: one set of options for target and drafter alike.
 
 Randomness is one CPU generator a row, and a row takes from it only for itself: its sample does not depend on its
 neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).

@@ -1,4 +1,4 @@
-"""The draft tree: what every method proposes and the target scores in one forward (methods.md, section 0).
+"""The draft tree: what every method proposes and the target scores in one forward.
 
 A tree is parent pointers. Depth and ancestors follow from them by vector operations; a chain, the shape that every
 model-based drafter proposes, knows them beforehand.

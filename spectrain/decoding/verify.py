@@ -1,4 +1,4 @@
-"""The only code that accepts or rejects a draft (methods.md, section 1).
+"""The only code that accepts or rejects a draft.
 
 Every rule gives emitted text the target's own law: greedy equals the target's greedy decoding, sampling its warped
 distribution. Chains drawn from a q are judged token by token (Leviathan 2023) or as a block (Sun et al. 2024).

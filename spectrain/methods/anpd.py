@@ -1,6 +1,6 @@
-"""ANPD, adaptive n-gram parallel decoding (Ou 2024; methods.md, section 9): the likeliest token of the row's n-grams.
+"""Adaptive n-gram parallel decoding, ANPD (Ou 2024): the likeliest next token by the row's own n-grams, ten times.
 
-n-grams of orders 2..5 are counted on prompt and output, the highest known order decides; a chain of up to 10 tokens.
+n-grams of 2 to 5 tokens are counted on prompt and output. The longest known one decides each token of the chain.
 """
 
 from __future__ import annotations
@@ -8,27 +8,25 @@ from __future__ import annotations
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import check_whole
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
 
-TOKENS_ONLY = True  # a serving engine can run it; see registry.py
+TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 
 
-def build(
-    target: TargetModel, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | NodeBudget = 11
-) -> AdaptiveNgram:
+def build(target: TargetModel, **options) -> AdaptiveNgram:
     """The method; it takes nothing from the target."""
-    return AdaptiveNgram(max_order, draft_tokens, max_nodes)
+    return AdaptiveNgram(**options)
 
 
-class AdaptiveNgram(LookupDrafter):
-    """One chain a step, from counts that grow with the row's text.
+class AdaptiveNgram(CandidateDrafter):
+    """One chain per step, from counts that grow with the row's text.
 
     Args:
         max_order: longest n-gram counted, the predicted token included; the shortest has 2 tokens.
         draft_tokens: most tokens of a guess.
-        max_nodes: the root included; a smaller one than draft_tokens + 1 shortens the guesses.
+        max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
 
     Raises:
         UserError: an option is out of range.

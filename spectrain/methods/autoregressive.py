@@ -1,10 +1,8 @@
-"""Plain decoding, one token a step, through the same loop: the baseline that every speedup refers to."""
+"""Plain decoding, one token per step, through the same loop: the baseline that every speedup refers to."""
 
 from __future__ import annotations
 
-from spectrain.decoding.drafter import Context, Drafter
-from spectrain.decoding.target import TargetModel
-from spectrain.decoding.tree import DraftTree
+from spectrain.decoding import Context, Drafter, DraftTree, TargetModel
 
 
 def build(target: TargetModel) -> Autoregressive:

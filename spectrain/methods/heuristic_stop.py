@@ -1,6 +1,6 @@
-"""`method=confidence_stop` and `method=entropy_stop`: an ordinary draft model that stops by a rule of thumb.
+"""`method=confidence_stop` and `method=entropy_stop`: an ordinary draft model whose drafts end by a rule of thumb.
 
-What SpecDec++ is compared with (methods.md section 3; Kim et al. 2024, Liu et al. 2024; SpecDec++, appendix B.1).
+They are the baselines of SpecDec++ (appendix B.1 of its paper; Kim et al. 2024, Liu et al. 2024).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LogitSpec: the last logits guess the token after next, the row's n-grams go on from there (methods.md, section 6).
+"""LogitSpec: the last logits guess the token after next, the row's n-grams go on from there (section 3 of its paper).
 
 The logits that the root was drawn from hold, in their first ranks, the token *behind* the root in more than half of all
 steps (paper, Figure 2). So the draft has two parts, both from a table of the n-grams of prompt and output:
@@ -16,7 +16,7 @@ from __future__ import annotations
 from spectrain.decoding import Context, DraftTree, Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.ngram_table import PositionTable
@@ -63,7 +63,7 @@ def build_with_datastore(
     return method
 
 
-class LogitSpec(LookupDrafter):
+class LogitSpec(CandidateDrafter):
     """A tree a step: one unpruned branch of (a), then the branches of (b) by rank until K nodes stand.
 
     Args:

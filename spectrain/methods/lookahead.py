@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al. 2024; methods.md, section 9): n-grams of Jacobi trajectories that run beside the text.
+"""Lookahead decoding (Fu et al. 2024): n-grams of Jacobi trajectories that run beside the text.
 
 A window of W columns and N - 1 levels is scored in every step, as probes. Column i stands i places behind the root, and
 its levels are successive guesses of one Jacobi iteration: `parent(level, col) = (level - 1, col)`, and level 0 is a
@@ -18,23 +18,17 @@ import torch
 from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
 from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 
 
-def build(
-    target: TargetModel,
-    window_columns: int = 15,
-    ngram_tokens: int = 5,
-    max_guesses: int = 15,
-    max_nodes: int | NodeBudget | None = None,
-) -> Lookahead:
-    """The method; it takes nothing from the target but, step by step, the logits of its probes."""
-    return Lookahead(window_columns, ngram_tokens, max_guesses, max_nodes)
+def build(target: TargetModel, **options) -> Lookahead:
+    """The method. It takes only the logits of its probes from the target, step by step."""
+    return Lookahead(**options)
 
 
-class Lookahead(LookupDrafter):
-    """A window and a pool a row. Probes follow the argmax also where text is sampled, as those of the reference do.
+class Lookahead(CandidateDrafter):
+    """A window and a pool per row. Probes follow the argmax also where text is sampled, as those of the reference do.
 
     Args:
         window_columns: W.

@@ -1,6 +1,6 @@
-"""What all lookup methods share: a state a row, fed with the row's tokens, that adds guesses to a candidate tree.
+"""What all lookup methods share: one state per row, fed with the row's tokens.
 
-A lookup method is deterministic: given the row's text it always guesses the same. It takes nothing from the row's
+A lookup method is deterministic: given a row's text it always guesses the same. It takes nothing from the row's
 generator, so at equal seeds its sampled text is, token by token, what autoregressive decoding samples.
 
 Letters: n active rows, N nodes, P probes.
@@ -26,12 +26,11 @@ class RowState(Protocol):
 
 
 class LookupDrafter(Drafter):
-    """Guesses from what was read and written so far. A method defines `new_row` and `propose_row`.
+    """A method that keeps a state per row. It defines `new_row` and `propose`.
 
     Args:
         max_nodes: nodes of a tree: root, guesses and probes. A NodeBudget is asked in every step, so trees follow the
             rows and the context; `self.max_nodes` is then its largest answer.
-        probe_shape: of the probes, which stand at nodes 1..P of every row; None: no probes.
 
     Raises:
         UserError: max_nodes has no room for a guess.
@@ -40,43 +39,22 @@ class LookupDrafter(Drafter):
     looks_up = True
     store: Datastore | None = None  # that it drafts from
 
-    def __init__(self, max_nodes: int | NodeBudget, probe_shape: ProbeShape | None = None):
+    def __init__(self, max_nodes: int | NodeBudget):
         if not isinstance(max_nodes, NodeBudget):
             check_whole("max_nodes", max_nodes, 2)
-        self.budget = max_nodes if isinstance(max_nodes, NodeBudget) else NodeBudget(fixed=max_nodes)
+            max_nodes = NodeBudget(fixed=max_nodes)
+        self.budget, self.max_nodes = max_nodes, max_nodes.largest
         self.rows: list[RowState] = []
-        self.set_nodes(self.budget.largest, probe_shape)
-
-    def set_nodes(self, max_nodes: int, probe_shape: ProbeShape | None) -> None:
-        """Says how large trees get and what probes they carry; see the class."""
-        n_probes = probe_shape.n_probes if probe_shape is not None else 0
-        check_whole("max_nodes", max_nodes, 2 + n_probes)
-        self.probe_shape, self.max_nodes = probe_shape, max_nodes
-        self.n_guess_nodes = max_nodes - n_probes  # the root included
 
     def nodes_of_step(self, context: Context) -> int:
         """Nodes of each row's tree in this step, root, guesses and probes; 1: nothing is worth proposing."""
-        if self.probe_shape is not None or self.budget.fixed is not None:
-            return self.max_nodes  # a method with probes decides at `start`: their number fixes what its rows keep
-        return self.budget.nodes(context.n_rows, max(context.n_tokens))
-
-    def nodes_of_generation(self, cache: KVCache) -> int:
-        """Nodes for all steps of a generation, of a method whose rows keep as many probes as they began with."""
         if self.budget.fixed is not None:
-            return self.budget.fixed
-        return self.budget.nodes(cache.max_rows, self.budget.typical_context_tokens)
+            return self.max_nodes
+        return self.budget.nodes(context.n_rows, max(context.n_tokens))
 
     @abstractmethod
     def new_row(self, tokens: list[int]) -> RowState:
         """The state of a row that joined; tokens: its prompt and its first token, the root."""
-
-    @abstractmethod
-    def propose_row(self, state: RowState, tree: CandidateTree, row: int) -> None:
-        """Adds the guesses of one row to its tree, best first. `row` is its index in the batch."""
-
-    def probes(self, state: RowState) -> list[int]:
-        """The P probe tokens of a row, in the order of `probe_shape`."""
-        raise NotImplementedError
 
     def start(self, target, cache) -> None:
         self.rows = []
@@ -85,23 +63,11 @@ class LookupDrafter(Drafter):
         for row in rows:
             self.rows.append(self.new_row(context.tokens[row, : context.n_tokens[row]].tolist()))
 
-    def propose(self, context: Context) -> DraftTree:
-        trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
-        n_probes = self.max_nodes - self.n_guess_nodes
-        n_guess_nodes = self.nodes_of_step(context) - n_probes
-        for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
-            tree = CandidateTree(int(tokens[row, context.n_tokens[row] - 1]), n_guess_nodes, room - 1)
-            if room > 1 and n_guess_nodes > 1:
-                self.propose_row(state, tree, row)
-            trees.append(tree)
-        probes = [self.probes(state) for state in self.rows] if self.probe_shape is not None else None
-        return draft_tree(trees, context.device, self.probe_shape, probes)
-
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
         self.feed(context, verified.accepted.tolist())
 
     def feed(self, context: Context, accepted: list[int]) -> None:
-        """Gives each row the tokens of the step: the accepted ones and the bonus, the new root."""
+        """Give each row the tokens of the step: the accepted ones and the bonus, the new root."""
         tokens = context.tokens.numpy()
         for row, (state, n_accepted) in enumerate(zip(self.rows, accepted, strict=True)):
             n_tokens = context.n_tokens[row]
@@ -110,3 +76,55 @@ class LookupDrafter(Drafter):
     def free(self, row: int) -> None:
         self.rows[row] = self.rows[-1]
         self.rows.pop()
+
+
+class CandidateDrafter(LookupDrafter):
+    """A lookup method that adds its guesses to one candidate tree per row. It defines `new_row` and `propose_row`.
+
+    Args:
+        max_nodes: as of `LookupDrafter`. A method with probes asks a NodeBudget once, when a generation starts: the
+            number of probes fixes what its rows keep.
+        probe_shape: of the probes, which stand at nodes 1..P of every row; None: no probes.
+
+    Raises:
+        UserError: max_nodes has no room for the probes and a guess.
+    """
+
+    def __init__(self, max_nodes: int | NodeBudget, probe_shape: ProbeShape | None = None):
+        super().__init__(max_nodes)
+        self.set_nodes(self.max_nodes, probe_shape)
+
+    def set_nodes(self, max_nodes: int, probe_shape: ProbeShape | None) -> None:
+        """Say how large trees get and what probes they carry; see the class."""
+        n_probes = probe_shape.n_probes if probe_shape is not None else 0
+        check_whole("max_nodes", max_nodes, 2 + n_probes)
+        self.probe_shape, self.max_nodes = probe_shape, max_nodes
+        self.n_guess_nodes = max_nodes - n_probes  # the root included
+
+    def nodes_of_step(self, context: Context) -> int:
+        return self.max_nodes if self.probe_shape is not None else super().nodes_of_step(context)
+
+    def nodes_of_generation(self, cache: KVCache) -> int:
+        """Nodes for all steps of a generation, of a method whose rows keep as many probes as they began with."""
+        if self.budget.fixed is not None:
+            return self.budget.fixed
+        return self.budget.nodes(cache.max_rows, self.budget.typical_context_tokens)
+
+    @abstractmethod
+    def propose_row(self, state: RowState, tree: CandidateTree, row: int) -> None:
+        """Add the guesses of one row to its tree, best first. `row` is its index in the batch."""
+
+    def probes(self, state: RowState) -> list[int]:
+        """The P probe tokens of a row, in the order of `probe_shape`."""
+        return []
+
+    def propose(self, context: Context) -> DraftTree:
+        trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
+        n_guess_nodes = self.nodes_of_step(context) - (self.max_nodes - self.n_guess_nodes)
+        for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
+            tree = CandidateTree(int(tokens[row, context.n_tokens[row] - 1]), n_guess_nodes, room - 1)
+            if room > 1 and n_guess_nodes > 1:
+                self.propose_row(state, tree, row)
+            trees.append(tree)
+        probes = [self.probes(state) for state in self.rows] if self.probe_shape is not None else None
+        return draft_tree(trees, context.device, self.probe_shape, probes)

@@ -1,8 +1,9 @@
-"""`method=magicdec`: the target drafts for itself with a sparse view of its own cache (methods.md, section 5).
+"""`method=magicdec`: the target drafts for itself with a sparse view of its own KV cache.
 
-MagicDec with StreamingLLM's view: a draft reads the first tokens of the text (the sink), the last ones before the root
-(the window) and the drafts before it, never the rest. At each step K and V of sink and window are copied from the
-target's cache into a small one, so a draft forward costs the same at any context length. The full cache verifies.
+MagicDec (Chen et al. 2024) with StreamingLLM's view: a draft reads the first tokens of the text (the sink), the last
+ones before the root (the window) and the drafts before it, never the rest. At each step K and V of sink and window are
+copied from the target's cache into a small one, so a draft forward costs the same at any context length. Verification
+reads the full cache.
 
 Letters: n active rows, K tokens of the view, H key/value heads, F rotary frequencies, gamma draft length, V vocabulary.
 """
@@ -19,16 +20,9 @@ from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 POSITIONS = ("cache", "text")
 
 
-def build(
-    target: TargetModel,
-    gamma: int = 4,
-    sink_tokens: int = 1,
-    window_tokens: int = 64,
-    positions: str = "cache",
-    max_nodes: int | None = None,
-) -> MagicDec:
+def build(target: TargetModel, **options) -> MagicDec:
     """The method; it needs nothing but the target."""
-    return MagicDec(gamma, sink_tokens, window_tokens, positions, max_nodes)
+    return MagicDec(**options)
 
 
 class MagicDec(Drafter):
@@ -85,7 +79,7 @@ class MagicDec(Drafter):
         return draft_chain(context, self.gamma, first, step=lambda tokens, i: self._read(tokens, roots + i))
 
     def _read(self, tokens: Tensor, text_positions: Tensor) -> DraftStep:
-        """Reads one token a row, [n], at text positions [n, 1], and keeps it."""
+        """Read one token per row, [n], at text positions [n, 1], and keeps it."""
         positions = None
         if self.positions == "text":  # a row without room is read on with its neighbours, past the context even
             positions = text_positions.clamp_max(self.reader.max_positions - 1)

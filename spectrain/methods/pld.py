@@ -1,7 +1,7 @@
-"""Prompt lookup decoding (Saxena 2023; methods.md, section 9): what followed the last tokens where they stood before.
+"""Prompt lookup decoding (Saxena 2023): copy what followed the last tokens where they stood before.
 
-The longest suffix of 3, 2, 1 tokens that occurred earlier in prompt and output gives a chain of the next 10 tokens;
-where none did, nothing is proposed.
+The longest suffix of 3, 2 or 1 tokens that occurred earlier in prompt and output gives a chain of the next 10 tokens.
+Where none occurred, nothing is proposed.
 """
 
 from __future__ import annotations
@@ -9,33 +9,27 @@ from __future__ import annotations
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
 
-TOKENS_ONLY = True  # a serving engine can run it; see registry.py
+TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 MATCH_RULES = ("latest", "earliest")
 
 
-def build(
-    target: TargetModel,
-    max_ngram: int = 3,
-    draft_tokens: int = 10,
-    match: str = "latest",
-    max_nodes: int | NodeBudget = 11,
-) -> PromptLookup:
+def build(target: TargetModel, **options) -> PromptLookup:
     """The method; it takes nothing from the target."""
-    return PromptLookup(max_ngram, draft_tokens, match, max_nodes)
+    return PromptLookup(**options)
 
 
-class PromptLookup(LookupDrafter):
-    """One chain a step, copied from the row's own text.
+class PromptLookup(CandidateDrafter):
+    """One chain per step, copied from the row's own text.
 
     Args:
         max_ngram: longest suffix that is looked for.
         draft_tokens: most tokens of a guess.
         match: of several occurrences the "latest", or the "earliest", as Hugging Face takes.
-        max_nodes: the root included; a smaller one than draft_tokens + 1 shortens the guesses.
+        max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
 
     Raises:
         UserError: an option is out of range.

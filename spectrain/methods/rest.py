@@ -1,22 +1,22 @@
-"""REST (He et al. 2023; methods.md, section 9): the likeliest continuations of the last tokens in a datastore.
+"""REST (He et al. 2023): the likeliest continuations of the last tokens in a datastore.
 
-The longest suffix of 16 down to 2 tokens that the store holds gives up to 5000 continuations of 10 tokens; the draft
+The longest suffix of 16 down to 2 tokens that the store holds gives up to 5,000 continuations of 10 tokens. The draft
 tree is made of the 64 nodes that most of them share.
 
 Differs from the reference, which samples every path of the tree on its own, also where paths share a node, and draws a
-new token after a mismatch: its text does not have the target's law. Here trees are verified as everywhere.
+new token after a mismatch: its text does not follow the target's distribution. Here trees are verified as everywhere.
 """
 
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.retriever import RetrievalOptions, Retriever
 
-TOKENS_ONLY = True  # a serving engine can run it; see registry.py
+TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 
 
 def build(
@@ -47,12 +47,7 @@ def build(
 
 
 class Tail:
-    """The last tokens of a row.
-
-    Args:
-        tokens: the text so far.
-        longest: tokens kept.
-    """
+    """The last tokens of a row: a state of those `longest` tokens."""
 
     def __init__(self, tokens: list[int], longest: int):
         self.longest, self.tokens = longest, tokens[-longest:]
@@ -61,8 +56,8 @@ class Tail:
         self.tokens = (self.tokens + tokens)[-self.longest :]
 
 
-class Rest(LookupDrafter):
-    """A tree a step, from one lookup. Arguments as in `build`."""
+class Rest(CandidateDrafter):
+    """A tree per step, from one lookup. Arguments as in `build`."""
 
     def __init__(self, store: Datastore, options: RetrievalOptions, max_nodes: int | NodeBudget = 65):
         super().__init__(max_nodes)

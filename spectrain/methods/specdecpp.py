@@ -1,4 +1,4 @@
-"""`method=specdecpp`: a drafter that knows when to stop (SpecDec++, Huang et al. 2024; methods.md section 3).
+"""`method=specdecpp`: a drafter that knows when to stop (SpecDec++, Huang et al. 2024).
 
 An acceptance head reads the drafter's final state of each drafted token; the draft ends once a rejection is likelier
 than the threshold. Any drafter with a hidden state will do: an ordinary draft model, or SPIRe.

@@ -1,4 +1,4 @@
-"""SPECTRA (methods.md, section 7): the core's guesses first, then retrieved ones fill what is left of G."""
+"""SPECTRA (section 3 of its paper): the core's guesses come first, then retrieved ones fill what is left of G."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SPECTRA's core: two n-gram dictionaries of what the target itself predicts (section 3.1, Algorithm 1; methods.md, 7).
+"""SPECTRA's core: two n-gram dictionaries of what the target itself predicts (section 3.1, Algorithm 1).
 
 A pool of W candidate sequences of N tokens is scored in every step: the first N - 1 tokens of each are a branch of
 probes under the root, and the target predicts the last one. All sub-sequences of the candidates enter the dictionaries,
@@ -22,7 +22,7 @@ from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOu
 from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookahead import prompt_random, remember
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.lookup import CandidateDrafter
 from spectrain.methods.spectra_retrieval import add_retrieved
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.retriever import Retriever
@@ -71,7 +71,7 @@ class CoreOptions:
         return 1 + others * (self.pool_sequences + self.max_guesses - 1) + self.ngram_tokens
 
 
-class SpectraCore(LookupDrafter):
+class SpectraCore(CandidateDrafter):
     """The core alone, or with retrieved guesses behind its own.
 
     Args:

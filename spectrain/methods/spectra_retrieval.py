@@ -1,7 +1,7 @@
-"""SPECTRA's retrieval module alone (section 3.2 of the paper; methods.md, section 7): guesses from a datastore.
+"""SPECTRA's retrieval module alone (section 3.2 of its paper): guesses from a datastore.
 
-Up to G guesses of N tokens: what most often followed the longest known suffix of the text in a corpus of which the
-texts that the target predicts best were kept (`data_prep.datastore`).
+Up to G guesses of N tokens: what most often followed the longest known suffix of the text. The corpus is filtered: only
+the texts that the target predicts best are kept (`data_prep.datastore`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import check_whole
-from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.lookup import CandidateDrafter
 from spectrain.methods.rest import Tail
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.retriever import RetrievalOptions, Retriever
 
-TOKENS_ONLY = True  # a serving engine can run it; see registry.py
+TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 
 
 def build(
@@ -43,8 +43,8 @@ def retrieval_options(
     return RetrievalOptions(min_suffix, max_suffix, ngram_tokens, max_matches, min_matches)
 
 
-class SpectraRetrieval(LookupDrafter):
-    """A tree of up to G branches a step.
+class SpectraRetrieval(CandidateDrafter):
+    """A tree of up to G branches per step.
 
     Args:
         store: the datastore.

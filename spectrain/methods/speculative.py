@@ -1,4 +1,4 @@
-"""Vanilla speculative decoding: a small model drafts a chain (Leviathan 2023, Chen 2023; methods.md, section 2).
+"""Vanilla speculative decoding: a small model drafts a chain (Leviathan et al. 2023, Chen et al. 2023).
 
 Letters: n active rows, R new rows, T tokens fed, gamma draft length, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""`method=spire`: a chain of `gamma` tokens from a SPIRe drafter (methods.md section 4).
+"""`method=spire`: a chain of `gamma` tokens from a SPIRe drafter (Neelam et al. 2025, section 3).
 
 The drafter never reads the context again: of the target's captured block inputs it projects K/V for the sinks and the
 window only, into a ring of slots a row. A draft step attends to those slots; it writes the memory of the token it just

@@ -1,6 +1,6 @@
-"""SSSD (methods.md, section 8): what followed the last tokens in the row's own text and in a datastore, fused.
+"""SSSD (section 3 of its paper): what followed the last tokens in the row's own text and in a datastore, fused.
 
-Three sources give trees of continuations with a pseudo-probability for each node: prompt and output, a tree for each
+Three sources give trees of continuations with a pseudo-probability for each node: prompt and output, one tree for each
 prefix of 1..P tokens; the datastore, from the longest suffix that it holds; and, in no paper, the candidates of the
 last logits (LogitSpec's idea), each followed by what followed it in the text. One queue fills the draft tree with the
 likeliest nodes of all. Rows are looked up in parallel on the CPU.
@@ -28,7 +28,7 @@ from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import Queue, fuse
 from spectrain.retrieval.retriever import NO_TEXT, NO_TOKENS, RetrievalOptions, Retriever
 
-TOKENS_ONLY = True  # a serving engine can run it; see registry.py
+TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
 
@@ -161,9 +161,6 @@ class Sssd(LookupDrafter):
         for other in others:
             other.result()
         return step.tree()
-
-    def propose_row(self, state, tree, row: int) -> None:
-        raise AssertionError("rows are drafted together, by propose")
 
 
 class _NoInput:

@@ -1,4 +1,4 @@
-"""The acceptance head of SpecDec++ (methods.md section 3; Huang et al. 2024, section 4.3 and equation 4.1).
+"""The acceptance head of SpecDec++ (Huang et al. 2024, section 4.3 and equation 4.1).
 
 It reads the draft model's final hidden state of a drafted token and says how probable it is that the target accepts the
 token, given that it accepts all before it.

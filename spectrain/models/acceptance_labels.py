@@ -1,5 +1,5 @@
 """What an acceptance head learns from: drafted tokens beside a text of the target's, and how probable their acceptance
-is (methods.md section 3; Huang et al. 2024, section 4.4).
+is (Huang et al. 2024, section 4.4).
 
 At each position i of a response X a token Y_i is drawn from q(. | x, X_<i); its label is min(1, p(Y_i) / q(Y_i)). Both
 distributions are warped as in decoding.

@@ -1,4 +1,4 @@
-"""Pruned initialisation: a SPIRe drafter from the target's own modules (methods.md section 4, paper section 3.2).
+"""Pruned initialisation: a SPIRe drafter from the target's own modules (SPIRe, section 3.2).
 
 Embedding, the last `n_layer` blocks, final norm and unembedding are copied. Also says which targets are Llama-like
 enough, by looking for the very modules that are copied.

@@ -1,4 +1,4 @@
-"""The SPIRe drafter (Neelam et al. 2025, methods.md section 4): sparse KV, pruned initialisation, recurrent feedback.
+"""The SPIRe drafter (Neelam et al. 2025, section 3): sparse KV, pruned initialisation, recurrent feedback.
 
 A stack of the target's own blocks that attends to *memories*. The memory of a context token is the target's activation
 (the input of the target block that the draft block was copied from), so context costs K/V projections only. The memory

@@ -1,4 +1,4 @@
-"""The k-step training rollout of SPIRe, all L / k blocks of a row at once (methods.md section 4).
+"""The k-step training rollout of SPIRe, all L / k blocks of a row at once (SPIRe, section 3).
 
 A row of L tokens is cut into blocks of k. Pass j runs token j of every block, teacher forced: its keys are the target's
 activations of everything before its block (under sink and window), the memories of the block's earlier tokens, and its

@@ -1,4 +1,4 @@
-"""The vanilla drafter: a small ordinary Llama with the target's vocabulary (methods.md section 2)."""
+"""The vanilla drafter: a small ordinary Llama with the target's vocabulary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Weighted trees of what followed a context: nodes are continuations, counts how often each one was seen.
 
-`gather` draws them from a datastore (methods.md, sections 8 and 9); `ContinuationTrie` keeps all those of one growing
+`gather` draws them from a datastore (REST, SPECTRA, SSSD); `ContinuationTrie` keeps all those of one growing
 text, prompt and output, up to date token by token (section 8, "input source").
 
 A tree is an int32 array [capacity, 4] with the columns TOKEN, COUNT, CHILD (the newest one) and SIBLING (the next older

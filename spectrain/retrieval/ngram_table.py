@@ -1,6 +1,6 @@
 """Tables of the n-grams of one row's text (prompt and output), kept up to date as the text grows.
 
-`PositionTable` says where an n-gram occurred before (PLD, LogitSpec: methods.md, sections 6 and 9), `CountTable` which
+`PositionTable` says where an n-gram occurred before (PLD, LogitSpec), `CountTable` which
 token followed it most often (ANPD, section 9). A new token costs the same however long the text is.
 """
 

@@ -1,4 +1,4 @@
-"""Suffix arrays over token texts: building them, and finding where a context stands (methods.md, section 8).
+"""Suffix arrays over token texts: building them, and finding where a context stands.
 
 A text is one array of tokens in which every document ends with a separator, a token that no query holds: a match never
 crosses a document's end, and a continuation stops there. Its suffix array lists the positions in the order of the
