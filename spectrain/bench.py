@@ -171,7 +171,7 @@ def build_contenders(
             if not takes_all(cfg) or kind is None or kind in given:
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
-    check_taken(given, methods, built.values(), by_peers=["vanilla"] if cfg.peers else [])
+    check_taken(given, methods, built.values(), by_baselines=["vanilla"] if cfg.peers else [])
     contenders: dict[str, Contender] = {name: Method(target, drafter) for name, drafter in built.items()}
     pld = next((d for d in built.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
     lookup = {"draft_tokens": min(pld.draft_tokens, pld.max_nodes - 1), "max_ngram": pld.max_ngram}
