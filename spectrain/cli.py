@@ -6,6 +6,8 @@ the value names a file of that Hydra group (`corpus=stdlib`).
 
 from __future__ import annotations
 
+import difflib
+import itertools
 import logging
 import os
 import re
@@ -13,14 +15,15 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import hydra
 import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from spectrain.decoding import TargetModel, load_target
@@ -99,8 +102,12 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                 print(f"error: {error}", file=sys.stderr)
                 raise SystemExit(2) from None
             sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
             try:
                 hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(guarded)()
+            except HydraException as error:
+                print(f"error: {hydra_sentence(error, config_name, sys.argv[1:])}", file=sys.stderr)
+                raise SystemExit(2) from None
             finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
                 leave_ranks()
 
@@ -119,6 +126,51 @@ def typed_command(module: str) -> str:
         spec = sys.modules["__main__"].__spec__
         module = spec.name if spec else ""
     return shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *sys.argv[1:]])
+
+
+def hydra_sentence(error: HydraException, config_name: str, arguments: list[str]) -> str:
+    """What is wrong with the options that Hydra refused, in one sentence.
+
+    Args:
+        error: of Hydra.
+        config_name: of the command's yaml.
+        arguments: as Hydra was given them.
+    """
+    text = str(error)
+    if found := re.match(r"Could not override '([^']+)'", text):
+        name = found[1]
+        near = difflib.get_close_matches(name, option_names(config_name, arguments), n=1, cutoff=0.5)
+        group = (conf_dir() / name).is_dir()
+        if group and "defaults list" in text:
+            return f"{name} must be written with a plus sign here: +{name}=..."
+        hint = f"did you mean {near[0]}?" if near else "--cfg job prints all options"
+        return f"unknown option: {name}; {hint}"
+    if found := re.search(
+        r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config", text, re.S
+    ):
+        return f"{found[1]}={found[2]} is unknown; choose among {', '.join(found[3].split())}"
+    if isinstance(error, OverrideParseException):
+        first = text.removeprefix("Error parsing override ").splitlines()[0]
+        return f"{first} cannot be read as an option; write name=value, and quote values with special characters"
+    return ", ".join(line.strip().rstrip(".") for line in text.splitlines() if line.strip())
+
+
+def option_names(config_name: str, arguments: list[str]) -> list[str]:
+    """All options of a command, in dotted form, with the groups (`+exp=spire`) that the arguments choose."""
+    groups = [a for a in arguments if "=" in a and (conf_dir() / a.split("=")[0].lstrip("+")).is_dir()]
+    for chosen in (groups, []):
+        try:
+            with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+                cfg = hydra.compose(config_name, overrides=chosen)
+        except HydraException:  # a group is wrong, too
+            continue
+        return _dotted(OmegaConf.to_container(cfg))
+    return []
+
+
+def _dotted(node: Mapping, prefix: str = "") -> list[str]:
+    below = [_dotted(value, f"{prefix}{key}.") for key, value in node.items() if isinstance(value, Mapping)]
+    return [*(f"{prefix}{key}" for key in node), *itertools.chain.from_iterable(below)]
 
 
 def is_mine_to_say(error: UserError) -> bool:

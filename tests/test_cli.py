@@ -76,3 +76,29 @@ def test_the_command_is_kept_as_it_was_typed_and_can_be_pasted_into_a_shell(monk
     assert typed_command("__main__") == "python -m spectrain.train 'target=a b' 'methods=[pld]'"
     sys.modules["__main__"].__spec__ = None
     assert typed_command("__main__") == "python /somewhere/bench.py 'target=a b' 'methods=[pld]'"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("train", ["+exp=spire", "optim.steps=3"], "unknown option: optim.steps; did you mean optimizer.warmup_steps?"),
+        ("train", ["+exp=spire", "optimzer.lr=3"], "unknown option: optimzer.lr; did you mean optimizer.lr?"),
+        (
+            "generate",
+            ["method=speculative", "method.gama=3"],
+            "unknown option: method.gama; did you mean method.gamma?",
+        ),
+        ("bench", ["-m", "seed=1,2", "xyzzy_plugh=3"], "unknown option: xyzzy_plugh; --cfg job prints all options"),
+        ("generate", ["method=plt"], "method=plt is unknown; choose among anpd, autoregressive, "),
+        ("train", ["+exp=foo"], "exp=foo is unknown; choose among specdecpp, spire, target, vanilla"),
+        ("train", ["exp=spire"], "exp must be written with a plus sign here: +exp=..."),
+        ("bench", ["seed"], "'seed' cannot be read as an option; write name=value"),
+        ("bench", ["+seed=3"], "Could not append to config. An item is already at 'seed', Either remove + prefix"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_options_that_hydra_refuses_are_one_sentence_and_the_nearest_option(name, arguments, sentence, typed):
+    code, out, err = typed(name, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {sentence}")
+    assert err.count("\n") == 1
