@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.decoding import Generation, Sampling, TargetModel, generate, load_target
 from spectrain.decoding.generation import STAGES
-from spectrain.measure.statistics import acceptance_length, time_share
+from spectrain.measure.statistics import time_share
+from spectrain.measure.tau import counts_of, tau_estimate
 from spectrain.methods.registry import build_method, method_config
 from spectrain.stores.locations import bundled_folder
 from spectrain.stores.prompts import conversation_ids, read_prompts
@@ -79,7 +80,7 @@ def table_of(found: dict[tuple[str, str], list[Generation]]) -> Table:
         steps = sum(g.target_forwards for g in generations)
         stages = (f"{1000 * sum(g.time_s[stage] for g in generations) / steps:.2f}" for stage in STAGES)
         outside = 1 - time_share([g.time_s for g in generations])["forward"]
-        table.add_row(setting, name, f"{acceptance_length(generations).value:.2f}", *stages, f"{outside:.1%}")
+        table.add_row(setting, name, f"{tau_estimate(counts_of(generations)).value:.2f}", *stages, f"{outside:.1%}")
     return table
 
 

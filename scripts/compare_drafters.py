@@ -8,8 +8,8 @@ A drafter is a folder that training or spectrain.export wrote, with a name befor
 Every part that is done is kept in --out, so the same command goes on after an interruption, and one with further
 drafters or more rows decodes only those; drafters.json, drafters.md and drafters.png are of the drafters that it names.
 
-tau: tokens a target forward; intervals are 95 % bootstraps that draw rows, for a difference both drafters' together.
-One that holds 0 is unresolved.
+tau: tokens produced per target forward pass. Intervals are 95 % bootstraps over rows; for a difference the rows of both
+drafters are drawn together. A difference whose interval holds 0 is unresolved.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from rich.console import Console
 from spectrain.cli import quiet_libraries
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.drafter_comparison import Counts, Setting, compare, count
+from spectrain.measure.spire_paper import modelled
+from spectrain.measure.tau import DrafterComparison, Setting, compare, continue_rows, counts_of
 from spectrain.methods import magicdec
 from spectrain.methods.loading import load_method
 from spectrain.models.artifacts import check_weights, read_manifest
-from spectrain.reporting.drafter_report import Comparison, draw, markdown, render
+from spectrain.reporting.drafter_report import caption, markdown, render
+from spectrain.reporting.drawing import write_png
+from spectrain.reporting.plots import drafters as drafter_bars
 from spectrain.stores.environment import date_of, environment
 from spectrain.stores.folder import write_json
 from spectrain.stores.locations import bundled_folder
@@ -56,9 +59,11 @@ def main() -> None:
         raise SystemExit(2) from None
     console.print(render(comparison))
     if args.out:
-        draw(args.out / "drafters.png", comparison)
+        content = facts(args, target.device, folders, comparison)
+        throughput = {name: (ours.as_json(), paper) for name, (ours, paper) in modelled(comparison).items()}
+        write_png(drafter_bars(content, throughput), args.out / "drafters.png")
         (args.out / "drafters.md").write_text(markdown(comparison))
-        write_json(args.out / "drafters.json", facts(args, target.device, folders, comparison))
+        write_json(args.out / "drafters.json", content)
         console.print(f"{args.out}/drafters.json, drafters.md, drafters.png", style="dim")
 
 
@@ -103,14 +108,12 @@ def checked(args: argparse.Namespace) -> dict[str, Path | None]:
     return folders
 
 
-def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str, Path | None]) -> Comparison:
+def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str, Path | None]) -> DrafterComparison:
     """Raises UserError where a drafter is none of this target's, or there are no rows."""
     rows = held_out_rows(args, target)
     settings = [Setting(length, t) for t in args.temperatures for length in args.context_tokens]
-    counts = {}
-    for name, folder in folders.items():
-        counts[name] = counted(args, target, name, folder, rows, settings)
-    return Comparison(compare(counts, next(iter(folders))), settings, len(rows), args.new_tokens, args.gamma)
+    counts = {name: counted(args, target, name, folder, rows, settings) for name, folder in folders.items()}
+    return DrafterComparison(compare(counts), settings, len(rows), args.new_tokens, args.gamma)
 
 
 def named(text: str) -> tuple[str, Path | None]:
@@ -147,7 +150,7 @@ def counted(
     folder: Path | None,
     rows: Sequence[Sequence[int]],
     settings: Sequence[Setting],
-) -> Counts:
+) -> dict[Setting, np.ndarray]:
     """Counts of a drafter [R, 2] by setting: what --out holds, and the rest decoded now."""
     drafter = opened(target, folder, args.gamma)
     kept = Kept.open(args, target, name, folder, rows)
@@ -156,9 +159,14 @@ def counted(
             done = len(kept.counts.get(setting.name, ()))
             part = rows[done : min(start + PART_ROWS, len(rows))]
             if part:
-                found = count(target, drafter, part, setting, args.new_tokens, args.batch_size, done)
-                kept.add(setting, found)
-    return {setting.name: np.array(kept.counts[setting.name][: len(rows)]) for setting in settings}
+                counts = decode(target, drafter, part, setting, args.new_tokens, args.batch_size, done)
+                kept.add(setting, counts)
+    return {setting: np.array(kept.counts[setting.name][: len(rows)]) for setting in settings}
+
+
+def decode(target, drafter, rows, setting: Setting, new_tokens: int, batch_size: int, first_number: int) -> np.ndarray:
+    """Counts [R, 2] of a part of the rows, the first of which has this number."""
+    return counts_of(continue_rows(target, drafter, rows, setting, new_tokens, batch_size, first_number=first_number))
 
 
 class Kept:
@@ -217,7 +225,7 @@ CONTEXTS = ("dtype", "corpus", "held_out_share", "also", "row_tokens", "skip", "
 
 
 def facts(
-    args: argparse.Namespace, device: torch.device, folders: Mapping[str, Path | None], comparison: Comparison
+    args: argparse.Namespace, device: torch.device, folders: Mapping[str, Path | None], comparison: DrafterComparison
 ) -> dict:
     """What drafters.json holds."""
     found = comparison.as_json()
@@ -234,6 +242,7 @@ def facts(
         "threads": torch.get_num_threads(),
         "versions": environment(1),
         **found,
+        "figures": [{"file": "drafters.png", "caption": caption(comparison)}],
     }
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, Source, TargetModel, generate
 from spectrain.decoding.errors import UserError
-from spectrain.measure.statistics import acceptance_length, decode_s
+from spectrain.measure.statistics import decode_s
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_configured
 from spectrain.stores.prompts import conversation_ids
@@ -86,7 +86,8 @@ def report(console: Console, generation: Generation) -> None:
     drafted, accepted = sum(generation.drafted), sum(generation.accepted)
     parts = [f"{len(generation.tokens)} tokens ({generation.finish_reason})"]
     if generation.target_forwards:
-        parts.append(f"tau {acceptance_length([generation]).value:.2f} in {generation.target_forwards} target forwards")
+        tau = (len(generation.tokens) - 1) / generation.target_forwards  # prefill draws the first token
+        parts.append(f"tau {tau:.2f} in {generation.target_forwards} target forwards")
     if drafted:
         parts.append(f"[green]{accepted}[/green] of {drafted} drafted tokens accepted")
     console.print(f"\n{', '.join(parts)}")

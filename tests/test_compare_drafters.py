@@ -12,6 +12,7 @@ import pytest
 
 from spectrain.decoding import load_target
 from spectrain.measure.measured_tau import choose_tau, read_tau
+from spectrain.measure.tau import Setting
 from tests.models.test_artifacts import export_spire
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_drafters.py"
@@ -63,7 +64,7 @@ def measured(out: Path) -> dict:
 def test_an_interrupted_comparison_that_goes_on_equals_an_uninterrupted_one(call, script, tmp_path, monkeypatch):
     asked = ["wide", "magicdec", "--rows", "5"]
     assert call(*asked, "--out", str(tmp_path / "whole"))[0] == 0
-    decoded, real = [], script.count
+    decoded, real = [], script.decode
 
     def cut_short(*arguments):
         decoded.append(arguments[6])  # number of the part's first row
@@ -71,7 +72,7 @@ def test_an_interrupted_comparison_that_goes_on_equals_an_uninterrupted_one(call
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(script, "count", cut_short)
+    monkeypatch.setattr(script, "decode", cut_short)
     with pytest.raises(KeyboardInterrupt):
         call(*asked, "--out", str(tmp_path / "cut"))
     assert not (tmp_path / "cut/drafters.json").exists()
@@ -84,8 +85,8 @@ def test_an_interrupted_comparison_that_goes_on_equals_an_uninterrupted_one(call
 def test_more_rows_and_drafters_are_added_to_what_is_there(call, script, tmp_path, monkeypatch):
     out = ["--out", str(tmp_path / "grown")]
     assert call("wide", "--rows", "3", *out)[0] == 0
-    firsts, real = [], script.count
-    monkeypatch.setattr(script, "count", lambda *a: firsts.append(a[6]) or real(*a))
+    firsts, real = [], script.decode
+    monkeypatch.setattr(script, "decode", lambda *a: firsts.append(a[6]) or real(*a))
     assert call("wide", "narrow", "--rows", "5", *out)[0] == 0
     assert firsts == [3] * 4 + [4] * 4 + [0] * 4 + [2] * 4 + [4] * 4  # of the first drafter but the rest, row 3 and 4
     assert call("wide", "narrow", "--rows", "5", "--out", str(tmp_path / "at once"))[0] == 0
@@ -103,8 +104,8 @@ def test_the_file_says_what_it_compared_and_the_throughput_model_reads_it(call, 
     assert (tmp_path / "o" / found["figures"][0]["file"]).is_file()
     file = tmp_path / "o/drafters.json"
     for name in ("spire", "magicdec"):
-        chosen = choose_tau(file, read_tau(file), name, 4, context_tokens=32, temperature=0.0)
-        assert chosen.value == found["drafters"][name]["tau"]["32 tokens, greedy"]["value"]
+        chosen = choose_tau(file, read_tau(file), name, 4, at=Setting(32, 0.0))
+        assert chosen.tau.value == found["drafters"][name]["tau"]["32 tokens, greedy"]["value"]
 
 
 @pytest.mark.parametrize(

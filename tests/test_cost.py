@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
 from spectrain.decoding import TargetModel
-from spectrain.measure import cost_inputs
-from spectrain.measure.cost_inputs import read_grid, read_hardware, read_methods, read_shapes
-from spectrain.measure.machine_speed import MachineSpeed
+from spectrain.decoding.errors import UserError
+from spectrain.measure import hardware
+from spectrain.measure.cost_inputs import check_options, read_grid, read_methods
+from spectrain.measure.hardware import MachineSpeed, read_hardware
+from spectrain.measure.model_shape import read_shapes
 from spectrain.stores.locations import conf_dir
 from tests.conftest import tiny_model
 from tests.measure.cost_reference import BATCH, CONTEXT_TOKENS, figure_4
@@ -30,7 +33,7 @@ NUMBERS = "{n_layer: 8, hidden_size: 64, n_head: 8, n_kv_head: 2, head_dim: 8, i
 
 @pytest.fixture(autouse=True)
 def quick_cpu(monkeypatch):
-    monkeypatch.setattr(cost_inputs, "measure_cpu", lambda dtype: MachineSpeed("a CPU", 2, 1e11, 2e10))
+    monkeypatch.setattr(hardware, "measure_cpu", lambda dtype: MachineSpeed("a CPU", 2, 1e11, 2e10))
 
 
 @pytest.fixture
@@ -50,6 +53,11 @@ def exported(tmp_path_factory) -> dict[str, Path]:
         "spire": export_spire(root / "spire", target, k=4, window_tokens=9, sink_tokens=2),
         "vanilla": export_vanilla(root / "vanilla", target),
     }
+
+
+def options(*arguments: str) -> dict:
+    """The options of the command as plain values."""
+    return OmegaConf.to_container(composed("cost", *arguments), resolve=True)
 
 
 def cell(results: dict, method: str, batch: int, context: int) -> float:
@@ -85,7 +93,7 @@ def test_the_preset_of_figure_4_is_figure_4(run):
     assert len(rows) == 216
     row = next(r for r in rows if (r["method"], r["batch"], r["context_tokens"]) == ("spire", "64", "512"))
     assert f"{float(row['multiplier']):.2f}" == "2.78"
-    assert row["step_ms"] == ""  # 600 FLOPs a byte have no seconds
+    assert row["step_ms"] == ""  # 600 FLOPs per byte have no seconds
     spire = next(one for one in results["analysis"]["methods"] if one["method"] == "spire")
     assert (round(spire["saved"], 2), round(spire["net"], 2)) == (6.40, 6.15)
 
@@ -106,32 +114,32 @@ def test_the_preset_of_sssd_shows_both_numbers(run):
 
 def test_a_preset_takes_other_hardware(run):
     assert run("+cost=spire_figure1", "hardware=a100", "out=here")[0] == 0
-    hardware = json.loads(Path("here/cost.json").read_text())["hardware"]
-    assert (hardware["name"], hardware["operational_intensity"]) == ("A100", 312e12 / 2.039e12)
+    found = json.loads(Path("here/cost.json").read_text())["hardware"]
+    assert (found["name"], found["operational_intensity"]) == ("A100", 312e12 / 2.039e12)
     with open("here/cost.csv") as lines:
         assert all(float(row["step_ms"]) > 0 for row in csv.DictReader(lines))
 
 
 @pytest.mark.parametrize("name", HARDWARE)
 def test_every_hardware_says_what_it_does_in_every_dtype(name):
-    cfg = composed("cost", f"hardware={name}")
-    for dtype in cfg.hardware.get("flops_per_s") or {}:
-        found = read_hardware(composed("cost", f"hardware={name}", f"dtype={dtype}"))
+    given = options(f"hardware={name}")
+    for dtype in given["hardware"].get("flops_per_s") or {}:
+        found = read_hardware(options(f"hardware={name}", f"dtype={dtype}"))
         assert found.operational_intensity == pytest.approx(found.flops_per_s / found.bytes_per_s)
-        assert found.weight_bytes == cost_inputs.BYTES_A_VALUE[dtype]
-    found = read_hardware(cfg)
+        assert found.weight_bytes == hardware.BYTES_PER_VALUE[dtype]
+    found = read_hardware(given)
     assert found.source
     assert 1 < found.operational_intensity < 1000
 
 
 def test_the_papers_hardware_is_an_h100_in_fp8_within_two_per_cent():
-    h100, paper = (read_hardware(composed("cost", f"hardware={n}")) for n in ("h100", "spire_paper"))
+    h100, paper = (read_hardware(options(f"hardware={n}")) for n in ("h100", "spire_paper"))
     assert h100.operational_intensity == pytest.approx(paper.operational_intensity, rel=0.02)
     assert (h100.weight_bytes, paper.weight_bytes) == (1, 1)
 
 
 def test_numbers_take_the_place_of_names():
-    found = read_hardware(composed("cost", "operational_intensity=100", "bytes_a_value=2", "kv_bytes=1"))
+    found = read_hardware(options("operational_intensity=100", "bytes_a_value=2", "kv_bytes=1"))
     assert (found.operational_intensity, found.weight_bytes, found.kv_bytes) == (100, 2, 1)
     assert found.flops_per_s is None
 
@@ -139,9 +147,9 @@ def test_numbers_take_the_place_of_names():
 def test_this_cpu_is_measured_and_says_so(run):
     code, out, err = run("hardware=cpu", "out=here", *SMALL)
     assert code == 0, err
-    assert "this CPU (a CPU, 2 threads): 5 FLOPs a byte in fp32" in " ".join(out.split())
-    hardware = json.loads(Path("here/cost.json").read_text())["hardware"]
-    assert hardware["source"] == "measured by this command"
+    assert "this CPU (a CPU, 2 threads): 5 FLOPs per byte in fp32" in " ".join(out.split())
+    found = json.loads(Path("here/cost.json").read_text())["hardware"]
+    assert found["source"] == "measured by this command"
 
 
 def test_shapes_come_from_configs_of_target_and_drafters(exported, run):
@@ -163,14 +171,14 @@ def test_shapes_come_from_configs_of_target_and_drafters(exported, run):
 
 
 def test_without_options_it_is_the_bundled_target_with_drafters_as_the_paper_shapes_them():
-    shapes = read_shapes(composed("cost"))
+    shapes = read_shapes(options())
     assert shapes.target.n_layer == 8
     assert shapes.spire.body * 4 == shapes.target.body
     assert shapes.vanilla.body * 8 == pytest.approx(shapes.target.body, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "options", "expected"),
+    ("content", "name", "arguments", "expected"),
     [
         (BENCH, "results.json", [], {"vanilla": 1.5, "spire": 2.5}),
         (DRAFTERS, "drafters.json", [], {"vanilla": 2.2, "magicdec": 3.9, "spire": 3.1}),
@@ -179,10 +187,10 @@ def test_without_options_it_is_the_bundled_target_with_drafters_as_the_paper_sha
         (BENCH, "results.json", ["tau.magicdec=4.5"], {"vanilla": 1.5, "magicdec": 4.5, "spire": 2.5}),
     ],
 )
-def test_a_measured_tau_takes_the_place_of_the_published(content, name, options, expected, tmp_path):
+def test_a_measured_tau_takes_the_place_of_the_published(content, name, arguments, expected, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
-    cfg = composed("cost", f"results={tmp_path / name}", *options)
-    methods, sources = read_methods(cfg, read_shapes(cfg), 8192)
+    given = options(f"results={tmp_path / name}", *arguments)
+    methods, sources = read_methods(given, read_shapes(given), 8192)
     assert {method.name: method.tau for method in methods} == expected
     assert all("published" not in source["source"] for source in sources.values())
 
@@ -190,19 +198,19 @@ def test_a_measured_tau_takes_the_place_of_the_published(content, name, options,
 def test_k_of_a_training_is_read_beside_its_result(tmp_path, run):
     (tmp_path / "result.json").write_text(json.dumps(TRAINING))
     (tmp_path / "config.yaml").write_text("k: 3\n")
-    options = (f"results={tmp_path / 'result.json'}", "results_at.temperature=0", "out=here", *SMALL)
-    code, _, err = run(*options)
+    typed = (f"results={tmp_path / 'result.json'}", "results_at.temperature=0", "out=here", *SMALL)
+    code, _, err = run(*typed)
     assert code == 2
     assert "with k=3, not k=4" in err
-    assert run(*options, "k=3")[0] == 0
+    assert run(*typed, "k=3")[0] == 0
     (table,) = json.loads(Path("here/cost.json").read_text())["tables"]
     assert (table["method"], table["tau"], table["k"], table["tau_is"]["low"]) == ("spire", 2.6, 3, 2.5)
 
 
 def test_each_method_may_have_its_own_k_and_tau():
     own = ("k={vanilla: 7, spire_dense: 2}", "tau.vanilla=6", "tau.spire_dense=2")
-    cfg = composed("cost", "methods=[vanilla,spire_dense]", *own)
-    methods, _ = read_methods(cfg, read_shapes(cfg), 8192)
+    given = options("methods=[vanilla,spire_dense]", *own)
+    methods, _ = read_methods(given, read_shapes(given), 8192)
     assert [(m.name, m.k, m.tau, m.budget, m.feedback) for m in methods] == [
         ("vanilla", 7, 6, None, False),
         ("spire_dense", 2, 2, None, True),
@@ -230,18 +238,16 @@ def test_a_finished_run_is_refused_and_replaced_by_fresh(run):
 
 def test_results_that_changed_make_another_run(tmp_path, run):
     (tmp_path / "results.json").write_text(json.dumps(BENCH))
-    options = (f"results={tmp_path / 'results.json'}", *SMALL)
-    assert run(*options)[0] == 0
+    typed = (f"results={tmp_path / 'results.json'}", *SMALL)
+    assert run(*typed)[0] == 0
     (tmp_path / "results.json").write_text(json.dumps(BENCH).replace("2.5", "2.6"))
-    assert run(*options)[0] == 0
+    assert run(*typed)[0] == 0
     assert len(list(Path("runs").glob("cost-*/cost.json"))) == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("arguments", "words"),
     [
-        (["hardware=h900"], "hardware=h900 is unknown; choose among a100, "),
-        (["batch=[0]"], "batch=0 must be a whole number of at least 1"),
         (["context_tokens=[-5]"], "context_tokens=-5 must be a whole number"),
         (["batch=[]"], "batch=[] names no value"),
         (["spot.context_tokens=0"], "spot.context_tokens=0"),
@@ -270,14 +276,35 @@ def test_results_that_changed_make_another_run(tmp_path, run):
         (["investment.decoding=-1"], "investment.decoding=-1"),
         (["investment.spire=many"], "investment.spire=many"),
         (["roofline.batch=0"], "roofline.batch=0"),
-        (["hardware=null"], "hardware=null names nothing; choose among a100"),
         (["spot=null"], "spot=None must stay a group of options"),
         (["investment=3"], "investment=3 must stay a group"),
         (["numbers.target=5"], "numbers.target=5 must be several numbers"),
     ],
 )
-def test_bad_options_are_a_sentence_and_leave_nothing_behind(options, words, run):
-    code, _, err = run(*options, "out=here")
+def test_bad_options_are_refused(arguments, words):
+    with pytest.raises(UserError) as error:
+        read_all(options(*arguments))
+    assert words in str(error.value)
+
+
+def read_all(given: dict) -> None:
+    """Everything that the command reads from its options."""
+    grid, shapes = read_grid(given), read_shapes(given)
+    methods, _ = read_methods(given, shapes, max(*grid.context_tokens, grid.spot[1]))
+    check_options(given, shapes, methods)
+    read_hardware(given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("batch=[0]", "batch=0 must be a whole number of at least 1"),
+        ("hardware=h900", "hardware=h900 is unknown; choose among a100, "),
+        ("hardware=null", "hardware=null names nothing; choose among a100"),
+    ],
+)
+def test_a_bad_option_is_a_sentence_and_leaves_nothing_behind(argument, words, run):
+    code, _, err = run(argument, "out=here")
     assert (code, Path("here").exists()) == (2, False)
     assert words in err
     assert len(err.strip().splitlines()) == 1, err
@@ -310,5 +337,5 @@ def test_no_weights_are_read(exported, run, monkeypatch):
 
 
 def test_grid_is_sorted_and_unique():
-    grid = read_grid(composed("cost", "batch=[8,1,8]", "context_tokens=64"))
+    grid = read_grid(options("batch=[8,1,8]", "context_tokens=64"))
     assert (grid.batch, grid.context_tokens) == ((1, 8), (64,))

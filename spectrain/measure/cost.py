@@ -1,12 +1,12 @@
-"""The throughput model of SPIRe (Neelam et al. 2025, section 2; methods.md section 4): what a step costs, untimed.
+"""The throughput model of SPIRe (Neelam et al. 2025, section 2): what a decoding step costs, without running anything.
 
     cost of a forward      = max(FLOPs, bytes x operational intensity)              in FLOP-equivalents
     throughput multiplier  = tau / ((k x draft + verify) / target)
 
-FLOPs are 2 a parameter and row, bytes those of weights and KV cache. What is left out: the FLOPs of attention itself,
-activations, prefill, sampling, communication, and that kernels reach neither peak.
+A forward does 2 FLOPs per parameter and row, and reads its weights and its KV cache. The FLOPs of attention itself,
+activations, prefill, sampling and communication are left out, and kernels are taken to reach the peaks.
 
-Letters: B batch sizes, L context lengths. Arrays are [B, L] float64: a row a batch size, a column a context length.
+Letters: B batch sizes, L context lengths. Arrays are [B, L] float64: one row per batch size, one column per context.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ import numpy as np
 from spectrain.decoding.errors import UserError, check_whole
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raise UserError unless the option `name` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{name}={value} must be a number above 0")
+
+
 @dataclass(frozen=True)
 class Shape:
-    """What the cost of a decoder depends on.
+    """The dimensions of a decoder that its cost depends on.
 
     Args:
         n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size: of a decoder with a gated MLP.
-        vocab_size: rows of the unembedding; 0 where nobody counts it.
-        body_parameters: of the decoder blocks, counted in a model; None: those of norms, attention and gated MLP.
+        vocab_size: rows of the unembedding; 0 where it is not counted.
+        body_parameters: parameters of the decoder blocks, counted in a model; None: those of norms, attention and MLP.
     """
 
     n_layer: int
@@ -53,14 +59,8 @@ class Shape:
         """Parameters of the decoder blocks, without embedding, final norm and unembedding."""
         if self.body_parameters is not None:
             return self.body_parameters
-        queries_and_output = 2 * self.hidden_size * self.n_head * self.head_dim
-        keys_and_values = 2 * self.hidden_size * self.n_kv_head * self.head_dim
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.n_layer * (2 * self.hidden_size + queries_and_output + keys_and_values + mlp)
-
-    @property
-    def unembedding(self) -> int:
-        return self.vocab_size * self.hidden_size
+        attention = 2 * self.hidden_size * (self.n_head + self.n_kv_head) * self.head_dim
+        return self.n_layer * (2 * self.hidden_size + attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def kv_values(self) -> int:
@@ -69,21 +69,21 @@ class Shape:
 
     @property
     def memory_projections(self) -> int:
-        """Parameters of all K and V projections: what SPIRe runs once more for the memory of a drafted token."""
+        """Parameters of all K and V projections: SPIRe runs them once more for the memory of each drafted token."""
         return self.kv_values * self.hidden_size
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a forward runs on.
+    """The hardware that forwards run on.
 
     Args:
-        name: as a reader knows it.
-        operational_intensity: FLOPs that it does while it reads a byte.
-        weight_bytes, kv_bytes: bytes a value of weights and of the KV cache.
-        flops_per_s, bytes_per_s: peaks; None where only their ratio is known, and then nothing has seconds.
-        dtype: the numbers that are multiplied.
-        source: where the peaks are from.
+        name: for readers.
+        operational_intensity: FLOPs that it does in the time in which it reads a byte.
+        weight_bytes, kv_bytes: bytes per value of weights and of the KV cache.
+        flops_per_s, bytes_per_s: peaks; None where only their ratio is known, and then no cost has seconds.
+        dtype: of the multiplications.
+        source: of the peaks.
     """
 
     name: str
@@ -96,12 +96,11 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("operational_intensity", "weight_bytes", "kv_bytes", "flops_per_s", "bytes_per_s"):
-            value = getattr(self, name)
-            if value is None and name in ("flops_per_s", "bytes_per_s"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise UserError(f"{name}={value} must be a number above 0")
+        for name in ("operational_intensity", "weight_bytes", "kv_bytes"):
+            check_positive(name, getattr(self, name))
+        for name in ("flops_per_s", "bytes_per_s"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
 
     def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
         """FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
@@ -126,28 +125,26 @@ class SparseBudget:
             check_whole("window_tokens", self.window_tokens, 1)
 
     def tokens(self, context_tokens: np.ndarray) -> np.ndarray:
-        """Entries that a draft step reads; where the context is shorter than sinks and window, the context."""
+        """Entries that a draft step reads: the whole context where it is shorter than sinks and window."""
         if self.window_tokens is None:
             return self.sink_tokens + context_tokens // self.share
         return np.minimum(context_tokens, self.sink_tokens + self.window_tokens)
 
     def __str__(self) -> str:
-        return f"{self.sink_tokens} + " + (
-            f"L // {self.share}" if self.window_tokens is None else f"{self.window_tokens}"
-        )
+        return f"{self.sink_tokens} + {self.window_tokens or f'L // {self.share}'}"
 
 
 @dataclass(frozen=True)
 class Method:
-    """How drafts are made, how long they are, and what they yield.
+    """How drafts are made, how long they are, and how many tokens they yield.
 
     Args:
         name: vanilla | magicdec | spire | spire_dense
         shape: of the model that drafts; the target's own for MagicDec.
-        k: drafted tokens a step.
-        tau: tokens a step, the target's own included: 1 .. k + 1.
+        k: drafted tokens per step.
+        tau: tokens per step, the target's own included: 1 .. k + 1.
         budget: of its KV cache; None: the whole context.
-        feedback: each drafted token's memory is projected to K and V once more.
+        feedback: whether the memory of each drafted token is projected to K and V once more.
     """
 
     name: str
@@ -191,9 +188,9 @@ class CostModel:
 
     Args:
         target: its shape.
-        hardware: peaks and bytes a value.
-        count_unembedding: whether forwards read and multiply the unembedding, too; the paper leaves it out, which large
-            models allow and small ones do not.
+        hardware: peaks and bytes per value.
+        count_unembedding: whether forwards read and multiply the unembedding too. The paper leaves it out, which is
+            right for large models but not for small ones.
     """
 
     target: Shape
@@ -201,23 +198,20 @@ class CostModel:
     count_unembedding: bool = False
 
     def parameters(self, shape: Shape) -> int:
-        return shape.body + (shape.unembedding if self.count_unembedding else 0)
+        return shape.body + (shape.vocab_size * shape.hidden_size if self.count_unembedding else 0)
 
     def traffic(self, shape: Shape, batch: Sequence[int], cached_tokens: np.ndarray) -> np.ndarray:
-        """Bytes of weights and KV cache that one forward reads."""
+        """Bytes of weights and KV cache that one forward reads, [B, L]."""
         rows = np.asarray(batch, dtype=np.float64)[:, None]
         cache = rows * np.asarray(cached_tokens, dtype=np.float64)[None] * shape.kv_values
         return self.parameters(shape) * self.hardware.weight_bytes + cache * self.hardware.kv_bytes
 
     def flops(self, shape: Shape, batch: Sequence[int], extra_parameters: int = 0) -> np.ndarray:
-        """FLOPs of one token a row, [B, 1]."""
+        """FLOPs of a forward over one token per row, [B, 1]."""
         return 2.0 * (self.parameters(shape) + extra_parameters) * np.asarray(batch, dtype=np.float64)[:, None]
 
     def step(self, method: Method, batch: Sequence[int], context_tokens: Sequence[int]) -> StepCost:
-        """What a step of a method costs at every batch size and context length.
-
-        The target scores k + 1 tokens a row: the root and the drafted ones.
-        """
+        """Compute what a step of a method costs. The target scores k + 1 tokens per row: the root and the drafts."""
         contexts = np.asarray(context_tokens)
         cached = contexts if method.budget is None else method.budget.tokens(contexts)
         extra = method.shape.memory_projections if method.feedback else 0
@@ -234,23 +228,25 @@ class CostModel:
         return method.tau / self.step(method, batch, context_tokens).iteration_time_multiplier
 
     def intensity(self, batch: Sequence[int], context_tokens: Sequence[int], k: int) -> np.ndarray:
-        """FLOPs a byte of a forward of the target over k tokens a row: Figure 3, which leaves the root out."""
-        traffic = self.traffic(self.target, batch, np.asarray(context_tokens))
-        return k * self.flops(self.target, batch) / traffic
+        """FLOPs per byte of a forward of the target over k tokens per row, [B, L]: Figure 3, without the root."""
+        return k * self.flops(self.target, batch) / self.traffic(self.target, batch, np.asarray(context_tokens))
 
     def intensity_limit(self, context_tokens: Sequence[int], k: int) -> np.ndarray:
         """What `intensity` tends to as the batch grows, [L]: only the cache is left to read."""
-        cache = np.asarray(context_tokens, dtype=np.float64) * self.target.kv_values * self.hardware.kv_bytes
-        return 2.0 * k * self.parameters(self.target) / cache
+        return 2.0 * k * self.parameters(self.target) / self._cache_bytes(context_tokens)
 
     def critical_context(self, k: int) -> float:
-        """Tokens; in longer contexts verifying k tokens a row is memory-bound at every batch size."""
+        """Tokens of the longest context in which verifying k tokens per row is compute-bound at some batch size."""
         cache_cost = self.target.kv_values * self.hardware.kv_bytes * self.hardware.operational_intensity
         return 2.0 * k * self.parameters(self.target) / cache_cost
 
     def critical_batch(self, context_tokens: Sequence[int], k: int) -> np.ndarray:
-        """Rows from which verifying k tokens a row is compute-bound, [L]; inf where it never is."""
+        """Rows from which verifying k tokens per row is compute-bound, [L]; inf where it never is."""
         weights = self.parameters(self.target) * self.hardware.weight_bytes
-        cache = np.asarray(context_tokens, dtype=np.float64) * self.target.kv_values * self.hardware.kv_bytes
-        spare = 2.0 * k * self.parameters(self.target) / self.hardware.operational_intensity - cache
+        flops_as_bytes = 2.0 * k * self.parameters(self.target) / self.hardware.operational_intensity
+        spare = flops_as_bytes - self._cache_bytes(context_tokens)
         return np.where(spare > 0, weights / np.where(spare > 0, spare, 1), math.inf)
+
+    def _cache_bytes(self, context_tokens: Sequence[int]) -> np.ndarray:
+        """Bytes of one row's KV cache, [L]."""
+        return np.asarray(context_tokens, dtype=np.float64) * self.target.kv_values * self.hardware.kv_bytes

@@ -1,4 +1,4 @@
-"""What follows from the throughput model: where a method pays, what its training earns, what verifies for free.
+"""What follows from the throughput model: where a method pays off, what its training earns, what is verified for free.
 
 SPIRe section 5 (cost analysis) and SSSD section 3.2 (roofline of a forward's matrix products).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 
 import numpy as np
@@ -15,13 +15,13 @@ import numpy as np
 from spectrain.measure.cost import CostModel, Hardware, Method, Shape
 
 AUTOREGRESSIVE = "autoregressive"
-GRID = 256  # context lengths at which signs are looked at before they are bisected
+SEARCHED = 256  # context lengths that are looked at before the borders between them are bisected
 
 Span = tuple[int, int]  # first and last context length
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CostGrid:
     """Methods on a grid of batch sizes and context lengths.
 
     Args:
@@ -49,29 +49,30 @@ class Comparison:
         """[B, L]"""
         return self.model.multiplier(method, self.batch, self.context_tokens)
 
-    def pays(self, batch: int) -> dict[str, tuple[Span, ...]]:
-        """Contexts, by method, in which it beats autoregressive decoding at this batch size."""
-        return {m.name: break_even(self.model, m, batch, *self.ends) for m in self.methods}
-
-    def overtakes(self, batch: int) -> dict[str, tuple[Span, ...]]:
-        """Contexts, by "one > other", in which one method beats another at this batch size."""
-        pairs = combinations(self.methods, 2)
-        return {f"{b.name} > {a.name}": overtaking(self.model, b, a, batch, *self.ends) for a, b in pairs}
+    def faster(self, batch: int) -> dict[str, tuple[Span, ...]]:
+        """Context lengths where one beats another at this batch size, by "one > other"."""
+        pairs = [(m, None) for m in self.methods] + [(b, a) for a, b in combinations(self.methods, 2)]
+        return {
+            f"{one.name} > {AUTOREGRESSIVE if other is None else other.name}": where_faster(
+                self.model, one, other, batch, *self.ends
+            )
+            for one, other in pairs
+        }
 
 
 def spans_where(holds: Callable[[np.ndarray], np.ndarray], low: int, high: int, gap: int = 0) -> tuple[Span, ...]:
-    """The runs of context lengths in low .. high where a condition holds.
+    """Find the runs of context lengths in low .. high where a condition holds.
 
     Args:
         holds: contexts [n] -> bool [n]. Runs shorter than the steps of the search, 2 to 3 % of a length, may be missed.
         low, high: first and last length that is looked at.
-        gap: runs no further apart than this are one.
+        gap: runs no further apart than this count as one.
     """
-    grid = np.unique(np.geomspace(low, high, GRID).round().astype(np.int64))
-    found = holds(grid)
+    lengths = np.unique(np.geomspace(low, high, SEARCHED).round().astype(np.int64))
+    found = holds(lengths)
     spans: list[Span] = []
-    begun = int(grid[0]) if found[0] else None
-    for left, right, before, after in zip(grid, grid[1:], found, found[1:], strict=False):
+    begun = int(lengths[0]) if found[0] else None
+    for left, right, before, after in zip(lengths, lengths[1:], found, found[1:], strict=False):
         if before == after:
             continue
         a, b = int(left), int(right)  # holds differs between them
@@ -86,30 +87,23 @@ def spans_where(holds: Callable[[np.ndarray], np.ndarray], low: int, high: int, 
         else:
             begun = b
     if begun is not None:
-        spans.append((begun, int(grid[-1])))
+        spans.append((begun, int(lengths[-1])))
     return tuple(spans)
 
 
-def break_even(model: CostModel, method: Method, batch: int, low: int, high: int) -> tuple[Span, ...]:
-    """Contexts in which a method beats autoregressive decoding (multiplier above 1)."""
-    return spans_where(
-        lambda contexts: model.multiplier(method, [batch], contexts)[0] > 1, low, high, _staircase(method)
-    )
+def where_faster(
+    model: CostModel, method: Method, other: Method | None, batch: int, low: int, high: int
+) -> tuple[Span, ...]:
+    """Find the context lengths where a method beats another one; None: autoregressive decoding (multiplier above 1)."""
 
+    def holds(contexts: np.ndarray) -> np.ndarray:
+        rival = 1 if other is None else model.multiplier(other, [batch], contexts)[0]
+        return model.multiplier(method, [batch], contexts)[0] > rival
 
-def overtaking(model: CostModel, one: Method, other: Method, batch: int, low: int, high: int) -> tuple[Span, ...]:
-    """Contexts in which one method beats another."""
-    return spans_where(
-        lambda contexts: model.multiplier(one, [batch], contexts)[0] > model.multiplier(other, [batch], contexts)[0],
-        low,
-        high,
-        _staircase(one, other),
-    )
-
-
-def _staircase(*methods: Method) -> int:
-    """Tokens of a stair of L // share: near a crossing the sign changes with every stair."""
-    return max(m.budget.share if m.budget is not None and m.budget.window_tokens is None else 0 for m in methods)
+    # A window of L // share is a staircase: near a crossing the sign changes with every stair.
+    budgets = [m.budget for m in (method, other) if m is not None and m.budget is not None]
+    stair = max((budget.share for budget in budgets if budget.window_tokens is None), default=0)
+    return spans_where(holds, low, high, gap=stair)
 
 
 def best_methods(
@@ -123,20 +117,20 @@ def best_methods(
 
 @dataclass(frozen=True)
 class Investment:
-    """What a drafter costs and saves, in units of the target's training (section 5)."""
+    """What a drafter costs and saves, in units of the target's training (SPIRe section 5)."""
 
     method: str
     multiplier: float
     training: float
-    decoding: float  # spent on autoregressive decoding, had there been no drafter
-
-    @property
-    def saved(self) -> float:
-        return self.decoding * self.saved_share
+    decoding: float  # spent on autoregressive decoding if there were no drafter
 
     @property
     def saved_share(self) -> float:
         return 1 - 1 / self.multiplier
+
+    @property
+    def saved(self) -> float:
+        return self.decoding * self.saved_share
 
     @property
     def net(self) -> float:
@@ -149,10 +143,36 @@ class Investment:
             return 0.0
         return self.training / self.saved_share if self.saved_share > 0 else math.inf
 
+    def as_json(self) -> dict[str, str | float | None]:
+        """Plain values; `break_even_decoding` is null where the training never pays."""
+        pays = self.break_even_decoding
+        derived = {"saved": self.saved, "net": self.net, "break_even_decoding": None if math.isinf(pays) else pays}
+        return asdict(self) | derived
+
+
+def investments(grid: CostGrid, training: dict[str, float | None], decoding: float) -> list[Investment]:
+    """Apply SPIRe's section 5 to every method at the spot.
+
+    Args:
+        grid: methods and spot.
+        training: cost of each drafter's training; None: its share of the target's body parameters.
+        decoding: what plain decoding would cost.
+    """
+    batch, context = grid.spot
+    found = []
+    for method in grid.methods:
+        cost = training.get(method.name)
+        if cost is None:
+            cost = method.shape.body / grid.model.target.body
+        # Rounded as in the paper, so that the printed numbers follow from one another.
+        multiplier = round(float(grid.model.multiplier(method, [batch], [context])[0, 0]), 2)
+        found.append(Investment(method.name, multiplier, float(cost), float(decoding or 0)))
+    return found
+
 
 @dataclass(frozen=True)
 class FreeBudget:
-    """Tokens b x s_q that a matrix product takes until it is compute-bound."""
+    """Tokens b x s_q that a matrix product can take before it becomes compute-bound."""
 
     operation: str
     inputs: int  # rows of the weight matrix
@@ -161,17 +181,17 @@ class FreeBudget:
 
 
 def free_tokens(hardware: Hardware, inputs: int, outputs: int) -> float:
-    """Solves SSSD's equation for X W, W [i, o]: 2 x i o FLOPs over x i + i o + x o values of `weight_bytes` each.
+    """Solve SSSD's equation for X W, W [i, o]: 2 x i o FLOPs over x i + i o + x o values of `weight_bytes` each.
 
     For i = o = h and two bytes it is the printed 1 / (2 (1 / h + 1 / (2 x))) = peak FLOPs / bandwidth.
     """
-    flops_a_value = hardware.operational_intensity * hardware.weight_bytes
-    spare = 2.0 * inputs * outputs - flops_a_value * (inputs + outputs)
-    return flops_a_value * inputs * outputs / spare if spare > 0 else math.inf
+    flops_per_value = hardware.operational_intensity * hardware.weight_bytes
+    spare = 2.0 * inputs * outputs - flops_per_value * (inputs + outputs)
+    return flops_per_value * inputs * outputs / spare if spare > 0 else math.inf
 
 
 def free_budgets(hardware: Hardware, shape: Shape) -> tuple[FreeBudget, ...]:
-    """Of every matrix product of a decoder block (SSSD's Table 1, with grouped queries)."""
+    """Compute the budget of every matrix product of a decoder block (SSSD's Table 1, with grouped queries)."""
     d, ff = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
     matrices = {
@@ -185,13 +205,13 @@ def free_budgets(hardware: Hardware, shape: Shape) -> tuple[FreeBudget, ...]:
 
 
 def free_attention_tokens(hardware: Hardware, shape: Shape, context_tokens: Sequence[int]) -> np.ndarray:
-    """Queries s_q a row until attention is compute-bound, [L]: whatever the batch, each row reads its own cache.
+    """Queries s_q per row until attention is compute-bound, [L], at any batch size: each row reads its own cache.
 
-    4 s_q (s_q + s) FLOPs a query head and width over 2 (s + s_q) values of K and V and 2 s_q of queries and output a
-    query head (SSSD's Table 1), as a quadratic equation in s_q.
+    4 s_q (s_q + s) FLOPs per query head and width over 2 (s + s_q) values of K and V and 2 s_q of queries and output
+    per query head (SSSD's Table 1), as a quadratic equation in s_q.
     """
     group = shape.n_head // shape.n_kv_head
-    flops_a_value = hardware.operational_intensity * hardware.kv_bytes
+    flops_per_value = hardware.operational_intensity * hardware.kv_bytes
     s = np.asarray(context_tokens, dtype=np.float64)
-    a, b, c = 4.0 * group, 4.0 * group * s - 2 * flops_a_value * (1 + group), -2 * flops_a_value * s
+    a, b, c = 4.0 * group, 4.0 * group * s - 2 * flops_per_value * (1 + group), -2 * flops_per_value * s
     return (-b + np.sqrt(b * b - 4 * a * c)) / (2 * a)

@@ -4,54 +4,41 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spectrain.decoding.errors import UserError
-from spectrain.measure.drafter_comparison import POOLED
+import yaml
 
-METHOD_OF = {"speculative": "vanilla", "vanilla": "vanilla", "magicdec": "magicdec", "spire": "spire"}
-CONDITION = re.compile(r"(\d+) tokens, (?:greedy|T=([\d.]+))")  # as of spectrain.measure.tau
+from spectrain.decoding.errors import UserError
+from spectrain.measure.statistics import Estimate
+from spectrain.measure.tau import POOLED, Setting
 
 
 @dataclass(frozen=True)
 class MeasuredTau:
-    """tokens a step of one method under one condition.
+    """tau of one method under one setting.
 
     Args:
         name: of the method or drafter in the file.
-        method: of the throughput model that it stands for; None: nothing that the name tells.
-        value, low, high: with its 95 % interval, None where there is none.
-        k: drafted tokens a step; None where the file does not say.
-        context_tokens, temperature: it was measured under; None where the file does not say.
+        method: vanilla, magicdec or spire if it can stand for that method of the throughput model.
+        tau: tokens per step.
+        k: drafted tokens per step; None where the file does not say.
+        setting: it was measured under.
     """
 
     name: str
-    method: str | None
-    value: float
-    low: float | None = None
-    high: float | None = None
-    k: int | None = None
-    context_tokens: int | None = None
-    temperature: float | None = None
-
-    @property
-    def condition(self) -> str:
-        context = "any context" if self.context_tokens is None else f"{self.context_tokens} tokens"
-        sampling = (
-            "" if self.temperature is None else f", {'greedy' if not self.temperature else f'T={self.temperature:g}'}"
-        )
-        return context + sampling
+    method: str
+    tau: Estimate
+    k: int | None
+    setting: Setting
 
 
-def read_tau(file: Path, k: int | None = None) -> list[MeasuredTau]:
-    """Everything that a result file says about tau.
+def read_tau(file: Path) -> list[MeasuredTau]:
+    """Read everything that a result file says about tau.
 
     Args:
         file: `results.json` of spectrain.bench, `result.json` of a training run, or `drafters.json`.
-        k: of a training run, which its `result.json` does not say.
 
     Raises:
         UserError: it is missing, damaged, or of another kind.
@@ -61,14 +48,14 @@ def read_tau(file: Path, k: int | None = None) -> list[MeasuredTau]:
     except OSError as error:
         raise UserError(f"results={file} cannot be read ({error.strerror}); give a file of results") from error
     except ValueError as error:
-        raise UserError(f"results={file} is no JSON; give results.json, result.json or drafters.json") from error
+        raise UserError(f"results={file} is not JSON; give results.json, result.json or drafters.json") from error
     try:
         if isinstance(values, dict) and values.get("kind") == "drafters":
             found = list(_of_comparison(values))
         elif isinstance(values, dict) and "methods" in values:
             found = list(_of_benchmark(values))
         elif isinstance(values, dict) and "tau" in values:
-            found = list(_of_training(values["tau"], k))
+            found = [tau for name, row in values["tau"].items() for tau in _of_row(name, name, row, k_of_run(file))]
         else:
             found = []
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -82,70 +69,59 @@ def read_tau(file: Path, k: int | None = None) -> list[MeasuredTau]:
 
 
 def _of_benchmark(values: Mapping) -> Iterator[MeasuredTau]:
-    """`mean_accepted` is tau: tokens after the first a target forward after prefill, the bonus included."""
-    temperature = (values.get("sampling") or {}).get("temperature")
+    setting = Setting(None, (values.get("sampling") or {}).get("temperature"))
     for name, one in values["methods"].items():
         if one.get("mean_accepted") is None or one.get("kind", "method") != "method":
             continue
         nodes = one.get("max_nodes")
         k = nodes - 1 if isinstance(nodes, int) else None  # a chain's nodes are the root and its drafts
-        low, high = one.get("mean_accepted_ci95") or (None, None)
-        yield MeasuredTau(name, METHOD_OF.get(name), float(one["mean_accepted"]), low, high, k, temperature=temperature)
-
-
-def _of_training(tau: Mapping, k: int | None) -> Iterator[MeasuredTau]:
-    for name, row in tau.items():
-        yield from _of_row(name, METHOD_OF.get(name), row, k)
+        tau = Estimate(float(one["mean_accepted"]), *(one.get("mean_accepted_ci95") or ()))
+        yield MeasuredTau(name, _method(name), tau, k, setting)
 
 
 def _of_comparison(values: Mapping) -> Iterator[MeasuredTau]:
     for name, one in values["drafters"].items():
-        row = {setting: tau for setting, tau in one["tau"].items() if setting.split(", ")[0] != POOLED}  # of one length
-        yield from _of_row(name, METHOD_OF.get(one.get("kind")), row, one.get("gamma", values.get("gamma")))
+        row = {label: tau for label, tau in one["tau"].items() if label.split(", ")[0] != POOLED}
+        yield from _of_row(name, one.get("kind"), row, one.get("gamma", values.get("gamma")))
 
 
-def _of_row(name: str, method: str | None, row: Mapping, k: int | None) -> Iterator[MeasuredTau]:
-    """Of a mapping from "256 tokens, greedy" to an estimate."""
-    for condition, estimate in row.items():
-        parts = CONDITION.fullmatch(condition)
-        if parts is None:
-            raise ValueError(f"condition {condition!r}")
-        value = float(estimate["value"])
-        yield MeasuredTau(
-            name,
-            method,
-            value,
-            estimate.get("low"),
-            estimate.get("high"),
-            k,
-            int(parts[1]),
-            float(parts[2] or 0),
-        )
+def _of_row(name: str, kind: str, row: Mapping[str, Mapping], k: int | None) -> Iterator[MeasuredTau]:
+    """Read a mapping from names of settings to estimates."""
+    for label, estimate in row.items():
+        bounds = (math.nan if estimate.get(end) is None else float(estimate[end]) for end in ("low", "high"))
+        tau = Estimate(float(estimate["value"]), *bounds)
+        yield MeasuredTau(name, _method(kind), tau, k, Setting.named(label))
+
+
+def _method(name: str) -> str:
+    return "vanilla" if name == "speculative" else name
+
+
+def k_of_run(result: Path) -> int | None:
+    """Read how many tokens a training run drafted per step, from the config beside its `result.json`."""
+    file = result.parent / "config.yaml"
+    return yaml.safe_load(file.read_text()).get("k") if file.is_file() else None
 
 
 def choose_tau(
-    file: Path,
-    found: Sequence[MeasuredTau],
-    method: str,
-    k: int,
-    name: str | None = None,
-    context_tokens: int | None = None,
-    temperature: float | None = None,
+    file: Path, found: Sequence[MeasuredTau], method: str, k: int, name: str | None = None, at: Setting | None = None
 ) -> MeasuredTau | None:
-    """The one tau that stands for a method of the throughput model; None where the file has none for it.
+    """Choose the one tau that stands for a method of the throughput model; None where the file has none for it.
 
     Args:
         file: for messages.
         found: of `read_tau`.
         method: vanilla | magicdec | spire | spire_dense
-        k: drafted tokens a step that the model reckons with.
-        name: in the file, of what stands for the method; None: what its kind says.
-        context_tokens, temperature: the condition; None: the only one there is.
+        k: drafted tokens per step in the model.
+        name: in the file, of what stands for the method; None: whatever is of that method.
+        at: the setting; what is None in it may be anything, if there is only one.
 
     Raises:
-        UserError: the name is not there, several fit, or it was measured with another k.
+        UserError: the name is not there, several fit, or tau was measured with another k.
     """
-    own = [one for one in found if (one.name == name if name else one.method == method)]
+    at = at or Setting(None, None)
+    # A dense cache is an ablation: a drafter that was measured with one has to be named.
+    own = [one for one in found if (one.name == name if name else one.method == method != "spire_dense")]
     if not own:
         if name:
             names = ", ".join(dict.fromkeys(one.name for one in found))
@@ -160,20 +136,22 @@ def choose_tau(
                 f"{', '.join(names)}"
             )
     fitting = [
-        one for one in own if context_tokens in (None, one.context_tokens) and temperature in (None, one.temperature)
+        one
+        for one in own
+        if at.context_tokens in (None, one.setting.context_tokens) and at.temperature in (None, one.setting.temperature)
     ]
     if len(fitting) != 1:
-        conditions = "; ".join(one.condition for one in own)
+        settings = "; ".join(one.setting.name for one in own)
         raise UserError(
-            f"results={file} has {len(fitting) or 'no'} tau of {method} that fit, of {conditions}: give "
+            f"results={file} has {len(fitting) or 'no'} tau of {method} that fit, of {settings}: give "
             "results_at.context_tokens= and results_at.temperature= (0: greedy)"
         )
-    chosen = fitting[0]
+    (chosen,) = fitting
     if chosen.k is not None and chosen.k != k:
         raise UserError(
             f"results={file} measured {chosen.name} with k={chosen.k}, not k={k}, and tau depends on it; give "
             f"k={chosen.k}, or other results"
         )
-    if not math.isfinite(chosen.value):
-        raise UserError(f"results={file} has tau={chosen.value} for {chosen.name}; measure it again")
+    if not math.isfinite(chosen.tau.value):
+        raise UserError(f"results={file} has tau={chosen.tau.value} for {chosen.name}; measure it again")
     return chosen

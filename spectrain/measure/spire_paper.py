@@ -1,41 +1,83 @@
-"""What the SPIRe paper reports of its own 8-layer target: tau of each drafter, and what a step costs (Figure 5)."""
+"""What the SPIRe paper reports about its own 8-layer target: tau of each drafter, and throughput (Figure 5)."""
 
 from __future__ import annotations
 
-from spectrain.measure.cost import CostModel, Hardware, Method, Shape, SparseBudget
+import dataclasses
+from functools import cache
 
-# tau at k = 4 and contexts of 512 tokens: Table 1 and Figure 5, by the names of conf/ablation/. Of a dense cache the
-# paper assumes SPIRe's own ("conservatively", section 4.2).
-TAU = {
-    "spire": 3.401,
+import yaml
+
+from spectrain.measure.cost import CostModel, Method
+from spectrain.measure.cost_inputs import METHODS, read_methods
+from spectrain.measure.hardware import read_hardware
+from spectrain.measure.model_shape import read_shapes
+from spectrain.measure.statistics import Estimate
+from spectrain.measure.tau import DrafterComparison, Setting
+from spectrain.stores.locations import conf_dir
+
+# tau of the ablations at k = 4 and contexts of 512 tokens (Table 1), by the names of conf/ablation/. That of the other
+# drafters stands in conf/cost.yaml.
+ABLATIONS = {
     "random_init": 3.105,
     "distill": 3.375,
     "hard": 3.069,
     "no_feedback": 3.352,
     "no_target_activations": 2.959,
-    "dense_kv": 3.401,
-    "vanilla": 2.647,
-    "magicdec": 3.891,
 }
-K = 4
-BATCH, CONTEXT_TOKENS = 64, 512  # the cells that the paper highlights
 
-_TARGET = Shape(n_layer=8, hidden_size=512, n_head=8, n_kv_head=8, head_dim=128, intermediate_size=4096)
-_SPIRE = Shape(n_layer=2, hidden_size=512, n_head=8, n_kv_head=8, head_dim=128, intermediate_size=4096)
-_VANILLA = Shape(n_layer=4, hidden_size=256, n_head=8, n_kv_head=8, head_dim=64, intermediate_size=2048)
-_HARDWARE = Hardware("H100, FP8", operational_intensity=600)
-_DRAFTS = {  # what drafts, its cache, and whether memories are projected; all other names are SPIRe's
-    "vanilla": (_VANILLA, None, False),
-    "magicdec": (_TARGET, SparseBudget(), False),
-    "dense_kv": (_SPIRE, None, True),
-}
+
+@cache
+def options() -> dict:
+    """The options of `spectrain.cost +cost=spire_figure4`, with every method."""
+    files = ("cost.yaml", "cost/spire_figure4.yaml", "hardware/spire_paper.yaml")
+    base, figure, hardware = (yaml.safe_load((conf_dir() / file).read_text()) for file in files)
+    return base | figure | {"hardware": hardware, "methods": list(METHODS)}
+
+
+def paper_tau() -> dict[str, float]:
+    """tau at k = 4 and contexts of 512 tokens. For a dense cache the paper assumes that of SPIRe (section 4.2)."""
+    published = options()["published"]
+    return {name: published[name] for name in METHODS[:3]} | ABLATIONS | {"dense_kv": published["spire_dense"]}
+
+
+@cache
+def _model() -> tuple[CostModel, dict[str, Method]]:
+    shapes = read_shapes(options())
+    methods, _ = read_methods(options(), shapes, max(options()["context_tokens"]))
+    return CostModel(shapes.target, read_hardware(options())), {method.name: method for method in methods}
 
 
 def multiplier(name: str, tau: float) -> float:
-    """Modelled throughput at (64, 512) relative to plain decoding of the paper's target, of a drafter with this tau.
+    """Model the throughput of a drafter with this tau relative to plain decoding of the paper's target, at its spot.
 
-    A drafter without feedback is reckoned with the projections of one, as in the paper's figure.
+    A drafter without feedback costs as much as one with it, as in the paper's figure.
     """
-    shape, budget, feedback = _DRAFTS.get(name, (_SPIRE, SparseBudget(), True))
-    method = Method(name, shape, K, tau, budget, feedback)
-    return float(CostModel(_TARGET, _HARDWARE).multiplier(method, [BATCH], [CONTEXT_TOKENS])[0, 0])
+    model, methods = _model()
+    method = methods["spire_dense" if name == "dense_kv" else name if name in methods else "spire"]
+    spot = options()["spot"]
+    return float(
+        model.multiplier(dataclasses.replace(method, tau=tau), [spot["batch"]], [spot["context_tokens"]])[0, 0]
+    )
+
+
+def modelled(comparison: DrafterComparison) -> dict[str, tuple[Estimate, float]]:
+    """Model throughput at the paper's spot: with the measured tau of each drafter, and with the paper's own (Figure 5).
+
+    tau is that of contexts of 512 tokens under T = 1, as in the paper; empty where it was not measured with its k.
+    """
+    setting = Setting(options()["spot"]["context_tokens"], 1.0)
+    if comparison.gamma != options()["published"]["k"] or setting not in comparison.settings:
+        return {}
+    found = {}
+    for name in in_paper(comparison):
+        tau = comparison.drafters[name].tau[setting]
+        per_token = multiplier(name, 1.0)  # throughput is in proportion to tau
+        ours = Estimate(*(per_token * value for value in (tau.value, tau.low, tau.high)))
+        found[name] = ours, multiplier(name, paper_tau()[name])
+    return found
+
+
+def in_paper(comparison: DrafterComparison) -> list[str]:
+    """The drafters that the paper has by this name; none where there is only one, which compares nothing."""
+    known = [name for name in comparison.drafters if name in paper_tau()]
+    return known if len(known) > 1 else []

@@ -94,9 +94,14 @@ def median(values: Sequence[float], n_resamples: int = 2000, seed: int = 0) -> E
     return bootstrap(np.median, values, n_resamples=n_resamples, seed=seed)
 
 
+def of_sums(function: Callable[..., np.ndarray], *samples: Sequence[float], **options: float) -> Estimate:
+    """Estimate function(sum, ...) of the samples' sums over questions. `options` are those of `bootstrap`."""
+    return bootstrap(lambda *drawn, axis: function(*(one.sum(axis) for one in drawn)), *samples, **options)
+
+
 def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], **options: float) -> Estimate:
-    """Estimate sum / sum over questions, resampling both together. `options` are those of `bootstrap`."""
-    return bootstrap(_ratio, numerators, denominators, **options)
+    """Estimate sum / sum over questions, resampling both together."""
+    return of_sums(lambda a, b: a / b, numerators, denominators, **options)
 
 
 def difference_of_ratios(
@@ -107,11 +112,8 @@ def difference_of_ratios(
     **options: float,
 ) -> Estimate:
     """Estimate how much larger one sum / sum is than another over the same questions, resampled together."""
-
-    def difference(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, axis: int) -> np.ndarray:
-        return _ratio(a, b, axis) - _ratio(c, d, axis)
-
-    return bootstrap(difference, numerators, denominators, other_numerators, other_denominators, **options)
+    samples = (numerators, denominators, other_numerators, other_denominators)
+    return of_sums(lambda a, b, c, d: a / b - c / d, *samples, **options)
 
 
 def speedup(
@@ -122,37 +124,28 @@ def speedup(
     **options: float,
 ) -> Estimate:
     """Estimate tokens/s relative to a baseline's on the same questions, resampled together."""
-
-    def quotient(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, axis: int) -> np.ndarray:
-        return _ratio(a, b, axis) / _ratio(c, d, axis)
-
-    return bootstrap(quotient, tokens, seconds, baseline_tokens, baseline_seconds, **options)
+    samples = (tokens, seconds, baseline_tokens, baseline_seconds)
+    return of_sums(lambda a, b, c, d: (a / b) / (c / d), *samples, **options)
 
 
-def _ratio(numerators: np.ndarray, denominators: np.ndarray, axis: int) -> np.ndarray:
-    return numerators.sum(axis) / denominators.sum(axis)
-
-
-def acceptance_length(generations: Sequence[Generation], n_resamples: int = 2000, seed: int = 0) -> Estimate:
+def acceptance_length(emitted: Sequence[int], forwards: Sequence[int], **options: float) -> Estimate:
     """Estimate tau: tokens produced per target forward pass, the bonus included; autoregressive decoding has 1.
 
-    It is (emitted tokens - 1) / target forwards after prefill, pooled over all steps: prefill draws the first token,
-    and tokens cut by EOS or length were not emitted. Questions are resampled, since the steps of one question depend on
-    one another. A question that ended with its first token has no step and does not count.
+    Questions are resampled, since the steps of one question depend on one another. A question without a step, which
+    ended with its first token, does not count.
+
+    Args:
+        emitted: tokens of each question without the first of each text, which prefill draws.
+        forwards: target forwards of each question after prefill.
+        options: of `bootstrap`.
     """
-    stepping = [g for g in generations if g.target_forwards]
-    tokens, forwards = [len(g.tokens) - 1 for g in stepping], [g.target_forwards for g in stepping]
-    return ratio_of_sums(tokens, forwards, n_resamples=n_resamples, seed=seed)
+    steps = np.array([(e, f) for e, f in zip(emitted, forwards, strict=True) if f], dtype=np.float64).reshape(-1, 2)
+    return ratio_of_sums(*steps.T, **options)
 
 
 def decode_s(generation: Generation) -> float:
     """Return the seconds of a question, prefill included: its share of its batch's time."""
     return generation.prefill_s + sum(generation.time_s.values())
-
-
-def tokens_per_s_micro(generations: Sequence[Generation]) -> Estimate:
-    """Estimate all tokens / all seconds."""
-    return ratio_of_sums([len(g.tokens) for g in generations], [decode_s(g) for g in generations])
 
 
 def time_share(times_s: Sequence[Mapping[str, float]]) -> dict[str, float]:

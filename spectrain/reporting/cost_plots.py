@@ -12,10 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from spectrain.decoding.budget import NodeBudget
-from spectrain.measure.cost_analysis import AUTOREGRESSIVE, Comparison, best_methods
-from spectrain.measure.cost_tables import compact
+from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
 from spectrain.measure.stopping_results import FIXED, HEAD
 from spectrain.reporting.budget_report import plain_tokens_per_s
+from spectrain.reporting.cost_tables import compact
 from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, DASHES, draw_cells, grid_of, line_panels, styled
 from spectrain.stores.budget_table import BudgetTable, CurveEntry, sampling_name
 
@@ -32,7 +32,7 @@ HEADROOM = 1.15  # of the largest fixed length's discard rate; what lies above i
 # The throughput model
 
 
-def multipliers(found: Comparison) -> Figure:
+def multipliers(found: CostGrid) -> Figure:
     """SPIRe, Figure 4: one heat map per method, white where it is as fast as autoregressive decoding."""
     panels = {f"{m.name} (tau = {m.tau:.3f}, k = {m.k})": np.log2(found.multiplier(m)) for m in found.methods}
     reach = max(0.1, *(float(np.abs(log).max()) for log in panels.values()))
@@ -40,7 +40,7 @@ def multipliers(found: Comparison) -> Figure:
     return heat_maps(found, heading, panels, TwoSlopeNorm(0.0, -reach, reach), "RdBu", lambda log: f"{2**log:.2f}x")
 
 
-def times(found: Comparison) -> Figure:
+def times(found: CostGrid) -> Figure:
     """Milliseconds per step if both peaks are reached, autoregressive decoding first."""
     hardware = found.model.hardware
     steps = {m: found.model.step(m, found.batch, found.context_tokens) for m in found.methods}
@@ -55,7 +55,7 @@ def times(found: Comparison) -> Figure:
 
 @styled
 def heat_maps(
-    found: Comparison, heading: str, panels: Mapping[str, np.ndarray], norm: Normalize, colours: str, text, spot=True
+    found: CostGrid, heading: str, panels: Mapping[str, np.ndarray], norm: Normalize, colours: str, text, spot=True
 ) -> Figure:
     """One panel per name, below one another as in the paper. The cell of the cost analysis is framed if `spot`."""
     batch, contexts = found.batch, found.context_tokens
@@ -75,7 +75,7 @@ def heat_maps(
     return figure
 
 
-def throughput_curves(found: Comparison) -> Figure:
+def throughput_curves(found: CostGrid) -> Figure:
     """SPIRe, Figures 1 and 6: throughput over the context length at the batch size of the cost analysis."""
     batch, contexts = found.spot[0], found.context_tokens
     plain = {"points": [(c, 1) for c in contexts], "color": BASELINE_COLOUR, "ls": "--", "label": AUTOREGRESSIVE}
@@ -98,7 +98,7 @@ def throughput_curves(found: Comparison) -> Figure:
     )
 
 
-def intensity(found: Comparison) -> Figure:
+def intensity(found: CostGrid) -> Figure:
     """SPIRe, Figure 3: operational intensity of verification by tokens verified together, one line per context."""
     k, contexts = found.methods[0].k, found.context_tokens
     tokens = [k * batch for batch in found.batch]
@@ -129,7 +129,7 @@ def log_y(ax, ticks: Sequence[int] | None = None) -> None:
 
 
 @styled
-def fastest(found: Comparison) -> Figure:
+def fastest(found: CostGrid) -> Figure:
     """The fastest method at every batch size and context, with lines where each equals autoregressive decoding."""
     model, methods = found.model, found.methods
     batches = np.geomspace(found.batch[0], found.batch[-1], MAP_POINTS)

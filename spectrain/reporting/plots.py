@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from spectrain.decoding.tree import Source
 from spectrain.measure.results import BASELINE
-from spectrain.measure.spire_paper import TAU
+from spectrain.measure.spire_paper import paper_tau
 from spectrain.reporting.drawing import (
     BASELINE_COLOUR,
     COLOURS,
@@ -393,7 +393,8 @@ def drafters(content: Mapping, modelled: Mapping[str, tuple[Mapping, float]] | N
     rows = [(shortened(name), {"color": COLOURS[i % 16]}) for i, name in enumerate(found)]
     settings = dict.fromkeys(setting for one in found.values() for setting in one.get("tau") or {})
     panels = {s: [interval((one.get("tau") or {}).get(s)) for one in found.values()] for s in settings}
-    known = [TAU.get(name) for name in found] if sum(name in TAU for name in found) > 1 else []
+    paper = paper_tau()
+    known = [paper.get(name) for name in found] if sum(name in paper for name in found) > 1 else []
     marks = {setting: known for setting in settings if setting.endswith("T=1")} if known else {}
     if modelled:
         title = "modelled throughput, times plain decoding (paper's cost model)"

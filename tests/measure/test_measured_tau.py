@@ -8,6 +8,8 @@ import pytest
 
 from spectrain.decoding.errors import UserError
 from spectrain.measure.measured_tau import choose_tau, read_tau
+from spectrain.measure.statistics import Estimate
+from spectrain.measure.tau import Setting
 
 
 def estimate(value: float) -> dict:
@@ -58,21 +60,21 @@ def test_a_benchmark_gives_tau_with_its_interval_and_k(write):
     found = read_tau(file)
     assert [one.name for one in found] == ["autoregressive", "speculative", "spire", "spire_short"]
     vanilla = choose_tau(file, found, "vanilla", 4)
-    assert (vanilla.value, vanilla.low, vanilla.high, vanilla.k, vanilla.temperature) == (1.5, 1.4, 1.6, 4, 0.8)
+    assert (vanilla.tau, vanilla.k, vanilla.setting) == (Estimate(1.5, 1.4, 1.6), 4, Setting(None, 0.8))
     assert choose_tau(file, found, "magicdec", 4) is None
-    assert choose_tau(file, found, "spire", 2, name="spire_short").value == 2.1
+    assert choose_tau(file, found, "spire", 2, name="spire_short").tau.value == 2.1
 
 
 def test_a_training_gives_tau_under_the_condition_asked_for(write):
     file = write(TRAINING)
-    found = read_tau(file, k=4)
-    assert choose_tau(file, found, "spire", 4, temperature=0).value == 2.6
-    chosen = choose_tau(file, found, "spire", 4, context_tokens=256, temperature=1.0)
-    assert (chosen.value, chosen.condition) == (2.4, "256 tokens, T=1")
+    found = read_tau(file)
+    assert choose_tau(file, found, "spire", 4, at=Setting(None, 0)).tau.value == 2.6
+    chosen = choose_tau(file, found, "spire", 4, at=Setting(256, 1.0))
+    assert (chosen.tau.value, chosen.setting.name) == (2.4, "256 tokens, T=1")
     with pytest.raises(UserError, match="has 2 tau of spire that fit, of 256 tokens, greedy; 256 tokens, T=1"):
         choose_tau(file, found, "spire", 4)
     with pytest.raises(UserError, match="has no tau of spire that fit"):
-        choose_tau(file, found, "spire", 4, context_tokens=512)
+        choose_tau(file, found, "spire", 4, at=Setting(512, None))
 
 
 def test_pools_over_several_context_lengths_are_no_condition_to_choose(write):
@@ -84,10 +86,10 @@ def test_pools_over_several_context_lengths_are_no_condition_to_choose(write):
 def test_a_comparison_maps_kinds_to_methods(write):
     file = write(DRAFTERS)
     found = read_tau(file)
-    assert choose_tau(file, found, "vanilla", 4).value == 2.2
-    assert choose_tau(file, found, "magicdec", 4).value == 3.9
-    assert choose_tau(file, found, "spire", 4).value == 3.1  # of two the one of this name
-    assert choose_tau(file, found, "spire", 4, name="hard_loss").value == 2.8
+    assert choose_tau(file, found, "vanilla", 4).tau.value == 2.2
+    assert choose_tau(file, found, "magicdec", 4).tau.value == 3.9
+    assert choose_tau(file, found, "spire", 4).tau.value == 3.1  # of two the one of this name
+    assert choose_tau(file, found, "spire", 4, name="hard_loss").tau.value == 2.8
     assert choose_tau(file, found, "spire_dense", 4) is None
 
 
@@ -110,7 +112,7 @@ def test_tau_of_another_k_is_refused(write):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ({"kind": "parity"}, "holds no tau"),
         ([1], "holds no tau"),
         ({"tau": {"spire": {"256 words": estimate(2)}}}, "is damaged"),

@@ -11,7 +11,7 @@ from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import find_blocks
 from spectrain.measure.cost import Shape
-from spectrain.measure.model_shape import is_spire, shape_of_model, shape_of_numbers, spire_shape
+from spectrain.measure.model_shape import exported_config, is_spire, read_shapes, shape_of_model, shape_of_numbers
 from tests.conftest import FAMILIES, tiny_model
 from tests.measure.cost_reference import TARGET
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
@@ -47,10 +47,13 @@ def test_an_exported_spire_drafter_has_the_shape_of_its_blocks(tmp_path):
     folder = export_spire(tmp_path / "spire", target, k=3, window_tokens=9, sink_tokens=2)
     assert is_spire(folder)
     assert not is_spire(export_vanilla(tmp_path / "vanilla", target))
-    found = spire_shape(folder)
+    found = exported_config(folder)
     assert (found.k, found.window_tokens, found.sink_tokens, found.feedback) == (3, 9, 2, True)
     blocks = find_blocks(target.model)[-2:]
-    assert found.shape.body == sum(p.numel() for block in blocks for p in block.parameters())
+    given = {"numbers": {"target": vars(TARGET), "vanilla": None, "spire": None}, "target": {"path": None}}
+    shapes = read_shapes(given | {"drafter": str(folder)})
+    assert shapes.spire.body == sum(p.numel() for block in blocks for p in block.parameters())
+    assert shapes.exported == found
 
 
 def test_an_export_without_a_field_is_refused(tmp_path):
@@ -58,11 +61,11 @@ def test_an_export_without_a_field_is_refused(tmp_path):
     values = json.loads((folder / "config.json").read_text())
     del values["shape"]["n_kv_head"]
     (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"config\.json has no n_kv_head; export the drafter again"):
-        spire_shape(folder)
+    with pytest.raises(UserError, match=r"config\.json is damaged .*n_kv_head.*export the drafter again"):
+        exported_config(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        spire_shape(folder)
+    with pytest.raises(UserError, match="is damaged"):
+        exported_config(folder)
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads"])

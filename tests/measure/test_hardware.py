@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spectrain.decoding.errors import UserError
-from spectrain.measure import machine_speed
-from spectrain.measure.machine_speed import measure_cpu
+from spectrain.measure import hardware
+from spectrain.measure.hardware import measure_cpu
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -23,7 +23,7 @@ def test_rates_are_work_over_the_median_time(dtype, monkeypatch):
             now[0], now[1] = now[0] + now[1], None
         return now[0]
 
-    monkeypatch.setattr(machine_speed.time, "perf_counter", clock)
+    monkeypatch.setattr(hardware.time, "perf_counter", clock)
     found = measure_cpu(dtype, repeats=3, n=64, stream_bytes=4 * 64 * 100)
     assert found.flops_per_s == 2 * 64**3 / 2.0
     assert found.bytes_per_s == 4 * 64 * 100 / 0.5

@@ -1,0 +1,114 @@
+"""The hardware of the throughput model: peaks from `conf/hardware/`, two numbers, or this machine's CPU as measured.
+
+The peaks of a data sheet are those of other silicon, and a CPU's depend on threads, clocks and what else runs. So both
+numbers of the CPU are medians of interleaved repeats: a drifting machine then hurts both alike.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spectrain.decoding.errors import UserError
+from spectrain.measure.cost import Hardware, check_positive
+from spectrain.stores.locations import conf_dir
+
+BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+N = 1024  # rows and columns of the matrix product: three matrices of 4 MiB in float32, 2.1 GFLOP
+STREAM_BYTES = 2**27  # several times the last-level cache of a server's share of cores
+REPEATS = 7
+
+
+def read_hardware(options: Mapping, chosen: str | None = None) -> Hardware:
+    """Read the hardware of the command's options; `hardware=cpu` is measured now.
+
+    Args:
+        options: of conf/cost.yaml; `hardware` is a mapping if it names a file of conf/hardware/.
+        chosen: the name that the user gave, for the error.
+
+    Raises:
+        UserError: the hardware is unknown, has no peak for this dtype, or a number is out of range.
+    """
+    node, given = options.get("hardware"), options["operational_intensity"]
+    if not isinstance(node, Mapping):
+        known = sorted(path.stem for path in (conf_dir() / "hardware").glob("*.yaml"))
+        raise UserError(f"hardware={chosen or node} is unknown; choose among {', '.join(known)}")
+    dtype = options["dtype"] if options["dtype"] is not None else node.get("dtype")
+    if dtype is not None and dtype not in BYTES_PER_VALUE:
+        raise UserError(f"dtype={dtype} is unknown; choose among {', '.join(BYTES_PER_VALUE)}")
+    default = node.get("bytes_a_value") if options["dtype"] is None else None
+    per_value = next(v for v in (options["bytes_a_value"], default, BYTES_PER_VALUE.get(dtype), 1) if v is not None)
+    sizes = {k: options[k] if options[k] is not None else per_value for k in ("weight_bytes", "kv_bytes")}
+    if given is not None:
+        return Hardware(f"{given} FLOPs per byte", given, **sizes, source="given")
+    if node.get("operational_intensity") is not None:
+        return Hardware(node["name"], node["operational_intensity"], **sizes, source=node["source"])
+    name, source, peaks = node["name"], node["source"], {k: node[k] for k in ("flops_per_s", "bytes_per_s")}
+    if None in peaks.values():
+        speed, source = measure_cpu(dtype), "measured by this command"
+        name = f"this CPU ({speed.name}, {speed.threads} thread{'s' if speed.threads > 1 else ''})"
+        peaks = {"flops_per_s": speed.flops_per_s, "bytes_per_s": speed.bytes_per_s}
+    elif dtype not in peaks["flops_per_s"]:
+        known = ", ".join(peaks["flops_per_s"])
+        raise UserError(f"hardware={name} has no peak for dtype={dtype}; choose among {known}")
+    else:
+        peaks["flops_per_s"] = peaks["flops_per_s"][dtype]
+    for key, value in peaks.items():
+        check_positive(f"hardware.{key}", value)
+    return Hardware(name, peaks["flops_per_s"] / peaks["bytes_per_s"], **sizes, **peaks, dtype=dtype, source=source)
+
+
+@dataclass(frozen=True)
+class MachineSpeed:
+    """What this CPU does per second, as medians."""
+
+    name: str
+    threads: int
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def measure_cpu(dtype: str, repeats: int = REPEATS, n: int = N, stream_bytes: int = STREAM_BYTES) -> MachineSpeed:
+    """Time a matrix product, and a matrix-vector product with a matrix that no cache holds, as decoding reads weights.
+
+    Args:
+        dtype: fp32 | bf16
+        repeats: of each, in turn.
+        n: rows and columns of the product.
+        stream_bytes: size of the matrix that is streamed.
+
+    Raises:
+        UserError: the dtype cannot be measured.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype} cannot be measured on the CPU; give {' or '.join(DTYPES)}")
+    a, b = (torch.ones(n, n, dtype=DTYPES[dtype]) for _ in range(2))
+    rows = stream_bytes // (4 * n)
+    matrix, vector = torch.ones(rows, n), torch.ones(n)  # float32: in other dtypes the kernel is slower than memory
+    work: tuple[Callable[[], object], ...] = (lambda: a @ b, lambda: matrix @ vector)
+    seconds: tuple[list[float], ...] = ([], [])
+    with torch.inference_mode():
+        for repeat in range(repeats + 1):
+            for one, own in zip(work, seconds, strict=True):
+                begun = time.perf_counter()
+                one()
+                elapsed_s = time.perf_counter() - begun
+                if repeat:  # the first is the warm-up
+                    own.append(elapsed_s)
+    product_s, stream_s = (statistics.median(own) for own in seconds)
+    return MachineSpeed(cpu_name(), torch.get_num_threads(), 2 * n**3 / product_s, 4 * rows * n / stream_s)
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
