@@ -20,6 +20,9 @@ def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert (site / "spectrain/checkpoints/pystdlib-8l/model.safetensors").is_file()
+    templates = [file.name for file in (ROOT / "spectrain/reporting/templates").iterdir()]
+    assert templates
+    assert all((site / "spectrain/reporting/templates" / name).is_file() for name in templates)
     # The unpacked wheel stands before the checkout on the path, so it is what runs.
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-m", "spectrain.train", "--cfg", "job", "+exp=spire"]

@@ -17,7 +17,7 @@ from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import AUTO, build_function, method_config, plain_options, with_tuned
 from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.models.lookup_artifact import CORPUS, DATASTORE, LookupFacts, save_lookup_facts
-from spectrain.reporting.lookup_card import Lookup, lookup_card
+from spectrain.reporting.cards import lookup_card
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.serving.exporting import CARD, Write, engine_path, named
 from spectrain.stores.folder import MANIFEST
@@ -54,10 +54,10 @@ def lookup_export(cfg: DictConfig) -> Write:
         write_manifest(
             folder, Artifact("lookup", str(cfg.target.path), ranked_by, made_of, tokenizer_fingerprint=vocabulary)
         )
-        built_from = store.manifest.build.get("config", {}) if store is not None else {}
-        target = engine_path(str(cfg.target.path))
-        card = Lookup(named(out), target, name, options, vocabulary, **made_of, built_from=built_from, same_tokens=same)
-        (folder / CARD).write_text(lookup_card(card))
+        target, facts = (engine_path(str(cfg.target.path)), vocabulary), {}
+        if store is not None:
+            facts = made_of | {"built_from": store.manifest.build.get("config", {}), "same_tokens": same}
+        (folder / CARD).write_text(lookup_card(named(out), target, name, options, facts))
 
     return write
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.measure.tau import TauTable
 from spectrain.models.artifacts import Artifact, write_manifest
-from spectrain.reporting.model_card import Trained, trained_card
+from spectrain.reporting.cards import trained_card
 from spectrain.stores.folder import naming_a_full_disk
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.training.loggers import publish
@@ -66,8 +66,8 @@ def whole_export(cfg: DictConfig, run: RunFolder, made: Export) -> Write:
             vocabulary = tokenizer_fingerprint(made.target.tokenizer)
             artifact = Artifact(made.kind, path, target_print, made.trained, tokenizer_fingerprint=vocabulary)
             write_manifest(folder, artifact)
-        facts = Trained(made.kind, named(out), engine_path(path), target_print, run.config, made.trained, run.attempts)
-        (folder / CARD).write_text(trained_card(facts))
+        of = (engine_path(path), target_print)
+        (folder / CARD).write_text(trained_card(made.kind, named(out), of, run.config, made.trained, run.attempts))
         for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
             shutil.copymode(folder / CARD, file)
 

@@ -1,0 +1,118 @@
+"""The README.md of an exported folder: what it is, what it was trained on, what was measured, how to use it.
+
+Cards are text that the templates beside this module make from plain values; who exports gathers the values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from spectrain.reporting.formats import estimate
+
+TEMPLATES = Path(__file__).parent / "templates"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
+CORPUS_MARGIN = 1.2  # SGLang refuses a corpus that has more tokens than it was told
+OPTIONS = (  # of a training's config that say what was trained and how; the others say where and how fast
+    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "feedback", "target_activations", "loss"),
+    *("omega", "n_blocks", "w_rej", "w_acc", "mixing_share", "rollout_tokens", "seed", "optimizer", "model"),
+)
+
+
+def trained_card(
+    kind: str, folder: str, target: tuple[str, str], config: Mapping, trained: Mapping, attempts: Sequence[Mapping]
+) -> str:
+    """The card of a trained drafter, acceptance head or target.
+
+    Args:
+        kind: spire, vanilla, head or target.
+        folder: the export as command lines name it.
+        target: its name in command lines and its fingerprint; "" for a target from scratch.
+        config: of the run, resolved.
+        trained: steps, tokens, tau and more, as spectrain.json keeps them.
+        attempts: of run.json: code, versions, devices.
+    """
+    data, selected = config.get("data") or {}, trained.get("selected") or {}
+    taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
+    options = {name: config.get(name) for name in OPTIONS} | {"batch_size": data.get("batch_size")}
+    options["precision"] = (config.get("trainer") or {}).get("precision")
+    return _card(
+        "drafter",
+        kind,
+        folder,
+        target,
+        config=config,
+        data=data,
+        corpus=config.get("corpus") or {},
+        trained=trained,
+        taus={name: {s: estimate(one, 2) for s, one in row.items()} for name, row in taus.items()},
+        settings=list(next(iter(taus.values()), {})),
+        selected_tau=estimate(selected | {"value": selected["tau"]}, 2) if selected.get("tau") is not None else None,
+        options={name: _plain(value) for name, value in options.items() if value is not None},
+        attempts=attempts,
+    )
+
+
+def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapping, store: Mapping) -> str:
+    """The card of a lookup method.
+
+    Args:
+        folder: the export as command lines name it.
+        target: its name in command lines, and its tokenizer's fingerprint.
+        method: its name.
+        options: of the method; those that are None are left out.
+        store: `documents`, `tokens`, `built_from` (its config), and `same_tokens`, the share of sampled documents
+            whose text gives the same tokens again (or None); empty without a datastore.
+    """
+    reads_text = method in ("pld", "anpd") or options.get("input_source", method == "sssd")
+    stored = [f"a datastore of {store['tokens']:,} tokens"] if store else []
+    return _card(
+        "lookup",
+        "lookup",
+        folder,
+        target,
+        method=method,
+        sources=["the text itself"] * bool(reads_text) + stored,
+        store=store,
+        corpus=PurePath(str((store.get("built_from", {}).get("corpus") or {}).get("path") or "")).name,
+        options={name: value for name, value in options.items() if value is not None},
+        corpus_limit=math.ceil(store.get("tokens", 0) * CORPUS_MARGIN / 1000) * 1000,
+    )
+
+
+def _card(template: str, kind: str, folder: str, target: tuple[str, str], **values: object) -> str:
+    """Fill a template; the hub's metadata name a local target by its folder."""
+    path, fingerprint = target
+    is_hub_id = HUB_ID.fullmatch(path) and not path.startswith("checkpoints/")
+    metadata = ModelCardData(
+        base_model=(path if is_hub_id else PurePath(path).name) or None,
+        library_name="transformers" if kind in ("vanilla", "target") else "spectrain",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "spectrain", kind],
+    )
+    values |= {"kind": kind, "name": PurePath(folder).name, "folder": folder, "target": path, "named": _named}
+    values |= {"fingerprint": fingerprint, "quote": shlex.quote}
+    values["json_argument"] = lambda **value: shlex.quote(json.dumps(value, separators=(",", ":")))
+    card = ModelCard.from_template(metadata, TEMPLATES / f"card_{template}.md", **values)
+    return re.sub(r"\n{3,}", "\n\n", str(card)).strip() + "\n"
+
+
+def _named(path: str | None) -> str:
+    """` name`; for an absolute path only its last part, because a card may be published."""
+    found = PurePath(str(path or ""))
+    return f" `{found.name if found.is_absolute() else found}`" if path else ""
+
+
+def _plain(value: object) -> str:
+    """An option's value on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_plain(item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
