@@ -6,6 +6,7 @@ A prompt file is JSONL. The keys of its first row tell which of `FORMATS` it has
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ FORMATS = {  # a file has the first of these whose keys its first row has
     "Alpaca": ("instruction", "input"),
     "plain": ("prompt",),
 }
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
 TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
 
 
@@ -34,7 +36,7 @@ class Question:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
-    """Read the first `limit` questions of a prompt file; None: all.
+    """Read the first `limit` questions of a prompt file; None: all. Halves of characters become U+FFFD.
 
     Raises:
         UserError: there is no such file, it has no question, or a line is not a row of the file's format.
@@ -47,11 +49,11 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
         what = "is a folder" if file.is_dir() else "does not exist"
         raise UserError(f"prompts={path} {what}; give one .jsonl file of {known} rows")
     questions: dict[str, Question] = {}
-    format_name = None
+    stem, format_name = SURROGATE.sub("\ufffd", file.stem), None
     for number, row in json_rows(file, file.name):
         where = f"line {number} of {file.name}"
         format_name = format_name or _format_of(row, where)
-        question = _question(row, format_name, where, Question(f"{file.stem}-{number}", file.stem, ()))
+        question = _question(row, format_name, where, Question(f"{stem}-{number}", stem, ()))
         if question.id in questions:
             raise UserError(f"{where} repeats the id {question.id!r} of an earlier line; give each question its own")
         questions[question.id] = question
@@ -122,7 +124,7 @@ def _text(value: object, name: str, where: str, may_be_empty: bool = False) -> s
         raise UserError(f"{where} has {_type_name(value)} as {name}; give a text")
     if not value.strip() and not may_be_empty:
         raise UserError(f"{where} has an empty text as {name}; fill it in or remove the line")
-    return value
+    return SURROGATE.sub("\ufffd", value)
 
 
 def _id(row: dict, key: str, where: str) -> str:
@@ -130,7 +132,7 @@ def _id(row: dict, key: str, where: str) -> str:
     if not isinstance(value, int | str) or isinstance(value, bool) or not str(value).strip():
         given = "an empty text" if isinstance(value, str) else _type_name(value)
         raise UserError(f"{where} has {given} as {key!r}; give a whole number or a text")
-    return str(value)
+    return SURROGATE.sub("\ufffd", str(value))
 
 
 def _type_name(value: object) -> str:

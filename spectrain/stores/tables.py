@@ -7,7 +7,6 @@ the numbers of lines or rows, from 1, with their texts, and raises UserError whe
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,12 +17,11 @@ from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.prompts import json_rows
+from spectrain.stores.prompts import SURROGATE, json_rows
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
 HUB_TIMEOUT_S = 20.0
 SAVED = ("dataset_dict.json",), ("dataset_info.json", "state.json")  # what save_to_disk leaves, of splits and of one
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def jsonl_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:

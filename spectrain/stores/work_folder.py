@@ -2,7 +2,7 @@
 
     work.json       what the parts below were made of; without it they count for nothing
     part-*, corpus.json, score-*    of a datastore (token_parts.py, store_builder.py)
-    rows-*, failed-*                of responses (response_work.py)
+    rows-*, failed-*                of responses (answers.py)
     part-*/                         of acceptance labels (acceptance_parts.py)
     shard-*.json, store/shard-*     of activations (activation_parts.py)
     store/          what becomes the store

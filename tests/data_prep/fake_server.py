@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             earlier = sum(posted["prompt"] == body["prompt"] for _, posted in server.requests)
             server.requests.append((time.monotonic(), body))
-            server.headers.append(dict(self.headers))
+            server.headers.append({name.lower(): value for name, value in self.headers.items()})
             server.open += 1
             server.most_open = max(server.most_open, server.open)
         answer = server.reply(body, earlier) if self.path == "/v1/completions" else (404, {}, b"not found")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import response_builder
-from data_prep.responses import read_questions
+from data_prep.answers import Answers, read_questions
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.methods.registry import build_method, method_config
 from spectrain.stores.responses import open_responses
@@ -201,7 +200,7 @@ def test_of_many_failures_twenty_are_shown_and_no_store_is_made_of_none(respond,
 
 
 def interrupted_after(n: int, monkeypatch) -> None:
-    add, count = response_builder.Answers.add, []
+    add, count = Answers.add, []
 
     def add_and_interrupt(self, prompt, answer):
         add(self, prompt, answer)
@@ -209,7 +208,7 @@ def interrupted_after(n: int, monkeypatch) -> None:
         if len(count) == n:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(response_builder.Answers, "add", add_and_interrupt)
+    monkeypatch.setattr(Answers, "add", add_and_interrupt)
 
 
 def test_ctrl_c_is_one_line_and_code_130(respond, asked, monkeypatch):
@@ -285,13 +284,12 @@ def test_half_characters_become_replacement_characters(respond, asked, tmp_path)
 
 
 def test_prompts_of_the_standard_library_are_of_the_training_split_and_apart():
-    questions = read_questions(composed("responses"))
+    questions = read_questions(None, None)
     assert len(questions) == 400
-    assert questions == read_questions(composed("responses"))
-    assert questions[:7] == read_questions(composed("responses", "limit=7"))
+    assert questions[:7] == read_questions(None, 7)
     texts = {document.id: document.text for document in read_documents(None)}
     cuts: dict[str, list[int]] = {}
-    for question in read_questions(composed("responses", "limit=2000")):
+    for question in read_questions(None, 2000):
         name, start = question.id.rsplit(":", 1)
         cuts.setdefault(name, []).append(int(start))
         assert not is_held_out(name, STDLIB_HELD_OUT)
@@ -322,7 +320,7 @@ BAD = {
     "timeout": (["timeout_s=0"], "timeout_s=0 must be a number of seconds above 0"),
     "sampling": (["sampling.repetition_penalty=2"], "sampling.repetition_penalty depends on the text so far"),
     "temperature": (["sampling.temperature=-1"], "temperature=-1 must be 0"),
-    "source": (["source=cloud"], "source=cloud must be loop or server"),
+    "source": (["source=cloud"], "source=cloud must be one of loop, server"),
     "address without server": (["base_url=http://x"], "base_url=http://x is an option of source=server"),
     "model without server": (["model=x"], "model=x is an option of source=server"),
     "server without address": (["source=server"], "give base_url=http://host:port"),

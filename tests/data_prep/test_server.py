@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import email.utils
 import json
 import socket
 import time
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
-from data_prep import response_server
-from data_prep.response_server import AnswerReader, CompletionServer, Endpoint, PromptFailed
-from data_prep.response_work import Answer, Prompt
+from data_prep.answers import Answer, Answering, Prompt
+from data_prep.server import MAX_RETRY_AFTER_S, CompletionServer, PromptFailed, read_completion, retry_after_s
+from spectrain.decoding import Sampling
 from spectrain.decoding.errors import UserError
 from spectrain.stores.responses import open_responses
 from tests.data_prep.fake_server import completion, serving
 
 PROMPTS = [Prompt(i, f"q{i}", "c", [10 + i]) for i in range(4)]
 EOS = 0
+ASKED = Answering(Sampling(temperature=1.0), max_new_tokens=4)
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +33,13 @@ def _no_proxy(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(made):
-    return AutoTokenizer.from_pretrained(made / "target")
+def target(made):
+    """What reading an answer takes of a target."""
+    return SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(made / "target"), vocab_size=300, eos_ids=(EOS,))
 
 
-@pytest.fixture
-def reader(tokenizer) -> AnswerReader:
-    return AnswerReader(tokenizer, vocab_size=300, eos_ids=(EOS,), max_new_tokens=4)
+def read(body: object, target, asked: Answering = ASKED) -> Answer:
+    return read_completion(SimpleNamespace(status_code=200, json=lambda: body), target, asked)
 
 
 @pytest.mark.parametrize(
@@ -51,21 +55,21 @@ def reader(tokenizer) -> AnswerReader:
         ({"token_ids": [5, 6, 7, 8]}, Answer([5, 6, 7, 8], "stop")),  # no room for the EOS
     ],
 )
-def test_finish_reasons_are_those_of_the_loop(reader, choice, expected):
-    assert reader.read(completion(**choice)) == expected
+def test_finish_reasons_are_those_of_the_loop(target, choice, expected):
+    assert read(completion(**choice), target) == expected
 
 
-def test_with_stop_strings_a_stop_need_not_be_the_eos(tokenizer):
-    reader = AnswerReader(tokenizer, 300, (EOS,), 4, stop_strings=("x",))
-    assert reader.read(completion(token_ids=[5, 6])) == Answer([5, 6], "stop")
-    assert reader.read(completion(token_ids=[5, EOS])) == Answer([5, EOS], "eos")
+def test_with_stop_strings_a_stop_need_not_be_the_eos(target):
+    asked = dataclasses.replace(ASKED, stop_strings=("x",))
+    assert read(completion(token_ids=[5, 6]), target, asked) == Answer([5, 6], "stop")
+    assert read(completion(token_ids=[5, EOS]), target, asked) == Answer([5, EOS], "eos")
 
 
-def test_text_alone_is_tokenised(reader, tokenizer):
-    ids = tokenizer("read(")["input_ids"]
+def test_text_alone_is_tokenised(target):
+    ids = target.tokenizer("read(")["input_ids"]
     assert 0 < len(ids) < 4
-    assert reader.read(completion(text="read(")) == Answer([*ids, EOS], "eos", retokenized=True)
-    cut = reader.read(completion(text="read(path" * 9))
+    assert read(completion(text="read("), target) == Answer([*ids, EOS], "eos", retokenized=True)
+    cut = read(completion(text="read(path" * 9), target)
     assert (len(cut.tokens), cut.finish_reason) == (4, "length")
 
 
@@ -89,30 +93,44 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("body", "message"), NONSENSE)
-def test_nonsense_is_one_prompts_failure(reader, body, message):
+def test_nonsense_is_one_prompts_failure(target, body, message):
     with pytest.raises(PromptFailed, match=f"answers nonsense: .*{message}"):
-        reader.read(body)
+        read(body, target)
 
 
-def ask(server, reader, **options) -> tuple[dict[str, Answer], dict[str, str]]:
+@dataclass
+class Kept:
     """Answers and failures by prompt id."""
-    answers, failed = {}, {}
-    CompletionServer(Endpoint(server.address, **({"backoff_s": 0.01} | options))).answer(
-        PROMPTS,
-        lambda prompt: {"prompt": prompt.tokens},
-        reader,
-        lambda prompt, answer: answers.__setitem__(prompt.id, answer),
-        lambda prompt, reason: failed.__setitem__(prompt.id, reason),
-    )
-    return answers, failed
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+
+    def add(self, prompt: Prompt, answer: Answer) -> None:
+        self.answers[prompt.id] = answer
+
+    def fail(self, prompt: Prompt, reason: str) -> None:
+        self.failed[prompt.id] = reason
+
+    def advance(self, prompts: int, tokens: int) -> None:
+        self.tokens += tokens
 
 
-def test_what_passes_is_tried_again_with_growing_pauses(reader):
+def ask(server, target, **options) -> tuple[dict[str, Answer], dict[str, str]]:
+    """Answers and failures by prompt id."""
+    kept = Kept()
+    asked = CompletionServer(server.address, **({"model": "tiny", "backoff_s": 0.01} | options))
+    asked.answer(PROMPTS, kept, target, ASKED)
+    assert kept.tokens == sum(len(answer.tokens) for answer in kept.answers.values())
+    return kept.answers, kept.failed
+
+
+def test_what_passes_is_tried_again_with_growing_pauses(target):
     def reply(body, n):
         return (500, {}, b"overloaded") if n < 3 else completion(token_ids=[5, EOS])
 
     with serving(reply) as server:
-        answers, failed = ask(server, reader, backoff_s=0.1)
+        answers, failed = ask(server, target, backoff_s=0.1)
     assert not failed
     assert answers == {prompt.id: Answer([5, EOS], "eos") for prompt in PROMPTS}
     times = [when for when, body in server.requests if body["prompt"] == [10]]
@@ -121,7 +139,7 @@ def test_what_passes_is_tried_again_with_growing_pauses(reader):
 
 
 @pytest.mark.parametrize("header", ["0.4", "date"])
-def test_retry_after_is_honoured(reader, header):
+def test_retry_after_is_honoured(target, header):
     wait_s = 0.4 if header != "date" else 1.0  # a date has whole seconds
 
     def reply(body, n):
@@ -129,13 +147,13 @@ def test_retry_after_is_honoured(reader, header):
         return (429, {"retry-after": value}, b"") if not n else completion(token_ids=[EOS])
 
     with serving(reply) as server:
-        answers, _ = ask(server, reader)
+        answers, _ = ask(server, target)
     assert len(answers) == 4
     first, second = (when for when, body in server.requests if body["prompt"] == [10])
     assert wait_s <= second - first < 3
 
 
-def test_retries_end_and_other_prompts_go_on(reader):
+def test_retries_end_and_other_prompts_go_on(target):
     def reply(body, n):
         if body["prompt"] == [11]:
             return 503, {}, b'{"error": {"message": "no GPU"}}'
@@ -144,14 +162,14 @@ def test_retries_end_and_other_prompts_go_on(reader):
         return completion(token_ids=[5, EOS])
 
     with serving(reply) as server:
-        answers, failed = ask(server, reader, retries=2)
+        answers, failed = ask(server, target, retries=2)
     assert set(answers) == {"q0", "q3"}
     assert failed == {"q1": "the server says 503: 'no GPU'", "q2": "the server says 400: 'context is 8'"}
     posted = [body["prompt"] for _, body in server.requests]
     assert (posted.count([11]), posted.count([12])) == (3, 1)
 
 
-def test_a_hung_or_broken_answer_is_a_failure(reader):
+def test_a_hung_or_broken_answer_is_a_failure(target):
     def reply(body, n):
         if body["prompt"] == [10]:
             time.sleep(0.6)
@@ -162,7 +180,7 @@ def test_a_hung_or_broken_answer_is_a_failure(reader):
         return 200, {}, b"<html>busy</html>" if body["prompt"] == [13] else b"{}"
 
     with serving(reply) as server:
-        answers, failed = ask(server, reader, retries=0, timeout_s=0.3)
+        answers, failed = ask(server, target, retries=0, timeout_s=0.3)
     assert not answers
     assert failed["q0"].startswith("no answer (ReadTimeout")
     assert failed["q1"].startswith("answers nonsense: DecodingError")
@@ -170,22 +188,34 @@ def test_a_hung_or_broken_answer_is_a_failure(reader):
     assert failed["q3"] == "answers nonsense: no JSON but '<html>busy</html>'"
 
 
-def test_as_many_requests_at_a_time_as_asked_for(reader):
+def test_nothing_of_the_environment_but_the_key_is_sent(target, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")  # the command reads it, not the client
+    monkeypatch.setenv("OPENAI_ORG_ID", "organization")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "project")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1")
+    with serving(lambda body, n: completion(token_ids=[EOS])) as server:
+        ask(server, target)
+        assert {"authorization", "openai-organization", "openai-project"} & server.headers[0].keys() == set()
+        ask(server, target, api_key="key")
+        assert server.headers[-1]["authorization"] == "Bearer key"
+
+
+def test_as_many_requests_at_a_time_as_asked_for(target):
     def reply(body, n):
         time.sleep(0.05)
         return completion(token_ids=[EOS])
 
     with serving(reply) as server:
-        ask(server, reader, concurrency=3)
+        ask(server, target, concurrency=3)
         assert server.most_open == 3
         server.most_open = 0
-        ask(server, reader, concurrency=1)
+        ask(server, target, concurrency=1)
         assert server.most_open == 1
 
 
-def test_a_server_that_goes_away_ends_the_command(reader):
+def test_a_server_that_goes_away_ends_the_command(target):
     with pytest.raises(UserError, match=r"cannot be reached \(ConnectError.*start the server"):
-        ask(type("Gone", (), {"address": f"http://127.0.0.1:{free_port()}"}), reader, retries=1)
+        ask(type("Gone", (), {"address": f"http://127.0.0.1:{free_port()}"}), target, retries=1)
 
 
 def free_port() -> int:
@@ -210,36 +240,35 @@ STARTS = {
 def test_what_is_no_server_is_said_at_the_start(case):
     models, options, message = STARTS[case]
     with serving(lambda body, n: None, models) as server, pytest.raises(UserError, match=message):
-        CompletionServer(Endpoint(server.address, retries=1, backoff_s=0.01, **options)).find_model()
+        CompletionServer(server.address, retries=1, backoff_s=0.01, **options).find_model()
 
 
 def test_the_model_is_found_with_or_without_v1():
     with serving(lambda body, n: None) as server:
         for address in (server.address, f"{server.address}/", f"{server.address}/v1", f"{server.address}/v1/"):
-            assert CompletionServer(Endpoint(address)).find_model() == "tiny"
+            assert CompletionServer(address).find_model() == "tiny"
     with serving(lambda body, n: None, (404, {}, b"")) as server:
-        assert CompletionServer(Endpoint(server.address, model="named")).find_model() == "named"
+        assert CompletionServer(server.address, model="named").find_model() == "named"
 
 
 @pytest.mark.parametrize("address", ["localhost:8000", "", "ftp://x", "http://", "http://[::1"])
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(UserError, match="give http://host:port"):
-        Endpoint(address)
+        CompletionServer(address)
 
 
 @pytest.mark.parametrize("key", ["a\nb", "clé"])
 def test_what_cannot_be_a_key_is_refused_without_showing_it(key):
     with pytest.raises(UserError, match="OPENAI_API_KEY") as refused:
-        Endpoint("http://host", key)
+        CompletionServer("http://host", key)
     assert key not in str(refused.value)
 
 
 def test_a_long_retry_after_is_cut_and_nonsense_not_followed():
-    def waits(value):
-        return response_server._retry_after_s(response_server.httpx.Response(429, headers={"retry-after": value}))
-
-    assert waits("99999999") == response_server.MAX_RETRY_AFTER_S
-    assert [waits(value) for value in ("banana", "-3", "0", "nan", "Wed, 21 Oct 2015 07:28:00 GMT")] == [None] * 5
+    assert retry_after_s("99999999") == MAX_RETRY_AFTER_S
+    assert [retry_after_s(value) for value in ("banana", "-3", "0", "nan", "Wed, 21 Oct 2015 07:28:00 GMT")] == [
+        None
+    ] * 5
 
 
 @pytest.fixture
@@ -274,7 +303,7 @@ def test_the_command_stores_what_the_server_says(respond, served, monkeypatch):
         "stream": False,
         "return_token_ids": True,
     }
-    assert server.headers[0]["Authorization"] == "Bearer secret"
+    assert server.headers[0]["authorization"] == "Bearer secret"
     assert store.manifest.config["model"] == "tiny"
     assert not any(b"secret" in file.read_bytes() for file in Path("r").iterdir())
     assert "ended by eos │ 100%" in out

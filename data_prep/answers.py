@@ -1,0 +1,261 @@
+"""The responses of a target to prompts, kept in the work folder of a build (pipeline.py) as they are finished.
+
+    rows-0.jsonl     one row per finished prompt, appended by rank 0; likewise rows-1.jsonl, ...
+    failed-0.jsonl   {"id", "reason"} of each prompt that failed in this attempt
+
+A row counts whichever rank wrote it, so any number of ranks can resume. Failures are forgotten when the next attempt
+begins, which tries those prompts again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from lightning import Fabric
+from rich.markup import escape
+
+from data_prep.pipeline import Build, decided
+from data_prep.progress import show_facts, speed
+from spectrain.decoding import Generation, Sampling, TargetModel
+from spectrain.decoding.errors import UserError
+from spectrain.decoding.loop import check_prompt
+from spectrain.stores.folder import digest, each_line, end_last_line
+from spectrain.stores.prompts import Question, conversation_ids, read_prompts
+from spectrain.stores.responses import ResponseManifest, write_responses
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
+
+log = logging.getLogger(__name__)
+
+DECODED_TOGETHER = 1024  # prompts handed to the loop at once, at least: batches stay full and memory small
+SHOWN_FAILURES = 20
+STDLIB_PROMPTS = 400
+STDLIB_CHARACTERS = 400  # of a prompt: with 512 new tokens it fits the bundled target, even at one token per character
+STDLIB_CUTS = 3  # prompts per module
+STDLIB_STRIDE = 4800  # characters, so that a response of 512 tokens ends before the next cut
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the target reads it."""
+
+    number: int  # in the prompt file
+    id: str
+    category: str
+    tokens: Sequence[int] = dataclasses.field(repr=False)
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How responses are drawn."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int = 0
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target wrote."""
+
+    tokens: list[int]  # ends with the EOS where one was drawn
+    finish_reason: str  # eos | stop | length
+    retokenized: bool = False  # the server gave text only
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Where a rank puts its answers: files that it appends to, row by row."""
+
+    work: Path  # the work folder
+    rank: int  # names the files
+    writes: bool  # False where another rank writes the same answers
+    advance: Callable[[int, int], None]  # called with the prompts that are finished and the tokens that were drawn
+
+    def add(self, prompt: Prompt, answer: Answer) -> None:
+        """Keep an answer; once this returns, a kill does not lose it."""
+        row = {
+            "id": prompt.id,
+            "category": prompt.category,
+            "number": prompt.number,
+            "prompt": list(prompt.tokens),
+            "response": answer.tokens,
+            "finish_reason": answer.finish_reason,
+            "retokenized": answer.retokenized,
+        }
+        self._append("rows", row)
+
+    def fail(self, prompt: Prompt, reason: str) -> None:
+        """Note why a prompt has no answer."""
+        self._append("failed", {"id": prompt.id, "reason": reason})
+
+    def _append(self, name: str, row: dict) -> None:
+        if self.writes:
+            with (self.work / f"{name}-{self.rank}.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        self.advance(1, 0)
+
+
+def answer_in_loop(
+    prompts: Sequence[Prompt], answers: Answers, decode: Callable[..., list[Generation]], batch_size: int
+) -> None:
+    """Let the target answer in the decoding loop.
+
+    Args:
+        prompts: what is answered.
+        answers: where the answers go.
+        decode: `generate` with the target, any method, and all options but those of the prompts.
+        batch_size: prompts decoded together.
+    """
+    together = max(DECODED_TOGETHER, 64 * batch_size)
+    for start in range(0, len(prompts), together):
+        group = prompts[start : start + together]
+
+        def keep(index: int, generation: Generation, group: Sequence[Prompt] = group) -> None:
+            answers.add(group[index], Answer(generation.tokens, generation.finish_reason))
+
+        decode(
+            [prompt.tokens for prompt in group],
+            prompt_numbers=[prompt.number for prompt in group],
+            batch_size=batch_size,
+            on_tokens=lambda index, tokens, sources: answers.advance(0, len(tokens)),
+            on_finished=keep,
+        )
+
+
+@dataclass(frozen=True)
+class PromptParts:
+    """The prompts of a store, each a part of its build."""
+
+    questions: Sequence[Question]  # their first turns are answered
+    target: TargetModel
+    chat: bool | None  # see `conversation_ids`
+    answering: Answering
+    answer: Callable[[Sequence[Prompt], Answers], None]  # in the loop, or by a server
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        ids = partial(conversation_ids, self.target.tokenizer, replies=[], chat=self.chat)
+        return [Prompt(number, q.id, q.category, ids(q.turns[:1])) for number, q in enumerate(self.questions)]
+
+    def build_store(self, build: Build, manifest: ResponseManifest, fabric: Fabric, allow_failed: bool) -> str:
+        """Answer what is not answered yet and, where that is all, put the store in its place, on all ranks together.
+
+        Returns:
+            The speed as it is shown.
+
+        Raises:
+            UserError: other responses were begun in the work folder, or prompts failed.
+        """
+        identity = {
+            "config": manifest.config,
+            "target_fingerprint": manifest.target_fingerprint,
+            "tokenizer_fingerprint": manifest.tokenizer_fingerprint,
+            "set_of_prompts": digest({"prompts": [dataclasses.astuple(question) for question in self.questions]}),
+        }
+        sizes = [1] * len(self.prompts)
+        done = decided(fabric, lambda: build.start(identity, partial(self.answered, build.work)))
+        todo = [prompt.number for prompt in self.prompts if prompt.id not in done]
+        make = partial(self.make, build.work, fabric.global_rank, build.writes(fabric))
+        elapsed_s = build.work_through(fabric, "answer", todo, sizes, make)
+        n_tokens = decided(fabric, partial(self.write_store, build, manifest, allow_failed))
+        return speed(n_tokens - sum(done.values()), elapsed_s)
+
+    def answered(self, work: Path) -> dict[str, int]:
+        """Return the ids that are answered in the work folder, with the tokens of each; forget the failures."""
+        later = sum(len(question.turns) > 1 for question in self.questions)
+        if later:
+            log.warning("%d prompts have more than one turn; the first of each is answered", later)
+        for file in work.glob("failed-*.jsonl"):
+            file.unlink()
+        for file in work.glob("rows-*.jsonl"):
+            end_last_line(file)
+        done = {row["id"]: len(row["response"]) for row in answered_rows(work)}
+        if done:
+            log.info("%d of %d prompts are answered already", len(done), len(self.prompts))
+        return done
+
+    def make(
+        self, work: Path, rank: int, writes: bool, numbers: Sequence[int], advance: Callable[[int, int], None]
+    ) -> None:
+        """Have the prompts of these numbers answered; those that the target cannot read have failed."""
+        answers, readable = Answers(work, rank, writes, advance), []
+        for prompt in (self.prompts[number] for number in numbers):
+            try:
+                check_prompt(self.target, prompt.tokens, self.answering.max_new_tokens)
+                readable.append(prompt)
+            except UserError as error:
+                answers.fail(prompt, str(error))
+        if readable:
+            self.answer(readable, answers)
+
+    def write_store(self, build: Build, manifest: ResponseManifest, allow_failed: bool) -> int:
+        """Write the store and put it in its place. Return the tokens of all responses.
+
+        Raises:
+            UserError: prompts failed, and the store is not to be finished without them.
+        """
+        rows = sorted(answered_rows(build.work), key=lambda row: row["number"])
+        files = sorted(file for file in build.work.glob("failed-*.jsonl") if file.stat().st_size)
+        reasons = {row["id"]: row["reason"] for file in files for row in each_line(file)}
+        done = {row["id"] for row in rows}
+        failed = [{"id": q.id, "reason": reasons[q.id]} for q in self.questions if q.id not in done]
+        if failed and not (allow_failed and rows):
+            shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
+            more = len(failed) - len(shown)
+            show_facts("prompts that failed", shown | ({"..": f"and {more:,} more"} if more else {}))
+            where = files[0] if len(files) == 1 else build.work / "failed-*.jsonl"
+            again = "the same command tries them again"
+            advice = f"{again}, allow_failed=true finishes without them" if rows else f"see to the cause, {again}"
+            raise UserError(f"{len(failed)} of {len(self.questions)} prompts failed (listed in {where}); {advice}")
+        counts = {
+            "prompts": len(self.questions),
+            "responses": len(rows),
+            "failed": len(failed),
+            "tokens": sum(len(row["response"]) for row in rows),
+            "retokenized": sum(row["retokenized"] for row in rows),
+            "later_turns": sum(len(question.turns) - 1 for question in self.questions),
+        }
+        drawn = {"sampling": manifest.sampling, "seed": self.answering.seed}
+        manifest = dataclasses.replace(manifest, counts=counts, failed=failed)
+        write_responses(build.new_store(), (row | drawn for row in rows), manifest)
+        build.publish()
+        return counts["tokens"]
+
+
+def answered_rows(work: Path) -> Iterator[dict]:
+    """Yield the rows of all ranks, the first of each prompt."""
+    seen = set()
+    for file in sorted(work.glob("rows-*.jsonl")):
+        for row in each_line(file):
+            if row["id"] not in seen:
+                seen.add(row["id"])
+                yield row
+
+
+def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
+    """Read the questions of a prompt file; without one, cut them from modules of the standard library.
+
+    Those are modules that training sees as well. Cuts of a module stand apart, so that no prompt holds the text that
+    another asks for. The first cuts of all modules come first, in hashed order: few prompts are of many modules.
+    """
+    if prompts is not None:
+        return read_prompts(prompts, limit)
+    found = []
+    for document in read_documents(None):
+        if is_held_out(document.id, STDLIB_HELD_OUT):
+            continue
+        for cut in range(STDLIB_CUTS):
+            start = cut * STDLIB_STRIDE
+            start = document.text.find("\n", start) + 1 if start else 0
+            if (start or not cut) and len(document.text) - start > STDLIB_STRIDE // 2:
+                name = f"{document.id}:{start}"
+                text = document.text[start : start + STDLIB_CHARACTERS]
+                found.append((cut, unit_hash(name), Question(name, "stdlib", (text,))))
+    return [question for _, _, question in sorted(found, key=lambda entry: entry[:2])[: limit or STDLIB_PROMPTS]]

@@ -1,0 +1,273 @@
+"""Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) in place of the decoding loop.
+
+Prompts go to POST /v1/completions as token ids, `concurrency` at a time. Connection errors, 429 and 5xx are tried again
+with exponential back-off, or after the time that Retry-After asks for. A prompt that the server does not answer has
+failed, and the others go on. A server that cannot be reached any more ends the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, Timeout
+
+from data_prep.answers import Answer, Answering, Answers, Prompt
+from spectrain.decoding import TargetModel
+from spectrain.decoding.errors import UserError
+
+log = logging.getLogger(__name__)
+
+START_RETRIES = 2  # of the first request, so that a server that is down is reported within seconds
+MAX_BACKOFF_S = 60.0
+MAX_RETRY_AFTER_S = 600.0  # a server that asks for more is asked again after this
+CONNECT_S = 10.0
+EXCERPT_CHARACTERS = 160  # of a server's answer in a message
+
+
+class PromptFailed(Exception):
+    """Why one prompt has no answer."""
+
+
+@dataclass(frozen=True)
+class CompletionServer:
+    """A server and how it is asked.
+
+    Raises:
+        UserError: the address or the key cannot be one.
+    """
+
+    base_url: str  # with or without /v1
+    api_key: str | None = None
+    model: str | None = None  # None: the only one it serves
+    concurrency: int = 8  # requests at a time
+    retries: int = 5  # of a request
+    timeout_s: float = 120.0  # of a request
+    backoff_s: float = 1.0  # before the first retry; doubles
+
+    def __post_init__(self) -> None:
+        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise UserError("OPENAI_API_KEY has a character that no key has; set it anew, without line breaks")
+        try:
+            url = self._client().base_url
+        except Exception as error:  # the HTTP library's own types
+            raise UserError(f"base_url={self.base_url} is no address ({error}); give http://host:port") from error
+        if url.scheme not in ("http", "https") or not url.host:
+            raise UserError(f"base_url={self.base_url} is no address of a server; give http://host:port")
+
+    @property
+    def root(self) -> str:
+        return self.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+    def find_model(self) -> str:
+        """Return the model to ask for, once the server has shown that it is one.
+
+        Raises:
+            UserError: it cannot be reached, is no such server, refuses, or serves several models and none is named.
+        """
+        address, model = f"base_url={self.root}", self.model
+
+        async def ask() -> Any:
+            async with self._client() as client:
+                return await self._ask(client.models.with_raw_response.list, min(self.retries, START_RETRIES))
+
+        try:
+            response = asyncio.run(ask())
+        except PromptFailed as failure:
+            raise UserError(f"{address} does not work: {failure}; see to the server") from failure
+        if response.status_code in (401, 403):
+            raise UserError(f"{address} refuses ({_complaint(response)}); set OPENAI_API_KEY to its key")
+        if response.status_code == 404 and model is not None:
+            return model  # a server without this list
+        try:
+            served = [entry["id"] for entry in response.json()["data"]]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(
+                f"{address} answers nonsense to GET /v1/models ({_complaint(response)}); give the address of an "
+                "OpenAI-compatible server"
+            ) from None
+        names = ", ".join(map(str, served))
+        if model is None and len(served) != 1:
+            raise UserError(f"{address} serves {names or 'no model'}; give model=<name>")
+        if model is not None and model not in served:
+            raise UserError(f"model={model} is not served by {self.root}; choose among {names}")
+        return served[0] if model is None else model
+
+    def answer(self, prompts: Sequence[Prompt], answers: Answers, target: TargetModel, answering: Answering) -> None:
+        """Ask for all prompts, and keep each answer, or the reason why there is none, as it comes.
+
+        Raises:
+            UserError: the server cannot be reached any more.
+        """
+        waiting = iter(prompts)
+
+        async def ask_in_turn(client: AsyncOpenAI) -> None:
+            for prompt in waiting:
+                send = partial(client.completions.with_raw_response.create, **self._request(prompt, answering))
+                try:
+                    answer = read_completion(await self._ask(send, self.retries), target, answering)
+                except PromptFailed as failure:
+                    answers.fail(prompt, str(failure))
+                else:
+                    answers.advance(0, len(answer.tokens))
+                    answers.add(prompt, answer)
+
+        async def ask_for_all() -> None:
+            async with self._client() as client, asyncio.TaskGroup() as group:
+                for _ in range(min(self.concurrency, len(prompts))):
+                    group.create_task(ask_in_turn(client))
+
+        try:
+            asyncio.run(ask_for_all())
+        except ExceptionGroup as failed:  # the first that raised has cancelled the others
+            raise failed.exceptions[0] from None
+
+    def _request(self, prompt: Prompt, answering: Answering) -> dict[str, Any]:
+        """`top_k`, `min_p` and `return_token_ids` are fields of vLLM and SGLang, not of OpenAI's."""
+        sampling = answering.sampling
+        mixed = hashlib.sha256(f"{answering.seed}:{prompt.number}".encode()).digest()
+        own = {"return_token_ids": True, "top_k": sampling.top_k, "min_p": sampling.min_p}
+        return {
+            "model": self.model,
+            "prompt": list(prompt.tokens),
+            "max_tokens": answering.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": int.from_bytes(mixed[:4]) >> 1,  # one seed for all would correlate their samples
+            "stream": False,
+            "stop": list(answering.stop_strings) or Omit(),
+            "extra_body": {name: value for name, value in own.items() if value},
+        }
+
+    async def _ask(self, send: Callable[..., Awaitable[Any]], retries: int) -> Any:
+        """Send a request, again while its failure may pass. Return the HTTP response, whatever its status.
+
+        Raises:
+            PromptFailed: it does not come, also when asked again.
+            UserError: nobody is there.
+        """
+        unsent = ["OpenAI-Organization", "OpenAI-Project"]  # which the client would take from the environment
+        headers = {name: Omit() for name in (unsent if self.api_key else [*unsent, "Authorization"])}
+        for attempt in range(retries + 1):
+            wait_s = min(self.backoff_s * 2.0 ** min(attempt, 30), MAX_BACKOFF_S)
+            try:
+                return (await send(extra_headers=headers)).http_response
+            except APIStatusError as error:
+                if error.status_code != 429 and error.status_code < 500:
+                    return error.response
+                failure = PromptFailed(f"the server says {_complaint(error.response)}")
+                wait_s = retry_after_s(error.response.headers.get("retry-after", "")) or wait_s
+            except APIConnectionError as error:
+                kind = type(error.__cause__).__name__  # of whichever HTTP library the client uses
+                reason = f"{kind}: {error.__cause__}".removesuffix(": ")
+                if kind == "DecodingError":  # asking again would not help
+                    raise PromptFailed(f"answers nonsense: {reason}") from error
+                failure = PromptFailed(f"no answer ({reason})")
+                if kind in ("ConnectError", "ConnectTimeout"):
+                    failure = UserError(
+                        f"base_url={self.root} cannot be reached ({reason}); start the server, or give its address"
+                    )
+            if attempt < retries:
+                log.debug("%s; again in %.1f s", failure, wait_s)
+                await asyncio.sleep(wait_s)
+        raise failure
+
+    def _client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            base_url=f"{self.root}/v1",
+            api_key=self.api_key or "none",
+            timeout=Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s), pool=None),
+            max_retries=0,  # its own retries take other pauses, and give up where Retry-After is long
+        )
+
+
+def read_completion(response: Any, target: TargetModel, answering: Answering) -> Answer:
+    """Read a completion as the decoding loop would have written it.
+
+    `token_ids` are taken as they are; without them the text is tokenised. Servers leave the EOS out of the text, and
+    some out of the ids: where nothing else can have stopped the answer, it is appended.
+
+    Args:
+        response: an HTTP response.
+        target: which answered.
+        answering: what was asked for.
+
+    Raises:
+        PromptFailed: it is no completion of the target's.
+    """
+    if response.status_code != 200:
+        raise PromptFailed(f"the server says {_complaint(response)}")
+    try:
+        body = response.json()
+    except (ValueError, RecursionError):
+        raise PromptFailed(f"answers nonsense: no JSON but {_excerpt(response.text)}") from None
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise PromptFailed(f"answers nonsense: no choices in {_excerpt(body)}")
+    reason, ids, text = (choices[0].get(name) for name in ("finish_reason", "token_ids", "text"))
+    if reason not in ("stop", "length"):
+        raise PromptFailed(f"answers nonsense: finish_reason is {_excerpt(reason)}, neither stop nor length")
+    tokens = _tokens(ids, text, target)
+    most, eos_ids, own_eos = answering.max_new_tokens, target.eos_ids, target.tokenizer.eos_token_id
+    end = next((i for i, token in enumerate(tokens[:most]) if token in eos_ids), None)
+    if end is not None:
+        return Answer(tokens[: end + 1], "eos", retokenized=ids is None)
+    if len(tokens) > most:
+        return Answer(tokens[:most], "length", retokenized=ids is None)
+    if reason == "stop" and not answering.stop_strings and eos_ids and len(tokens) < most:
+        return Answer([*tokens, own_eos if own_eos in eos_ids else eos_ids[0]], "eos", retokenized=ids is None)
+    if not tokens:
+        raise PromptFailed("answers nonsense: no token at all")
+    return Answer(tokens, reason, retokenized=ids is None)
+
+
+def _tokens(ids: object, text: object, target: TargetModel) -> list[int]:
+    """The ids of an answer, checked; without them those of its text."""
+    if ids is None:
+        try:
+            text.encode()
+        except (AttributeError, UnicodeEncodeError):  # no string, or half a character
+            raise PromptFailed(f"answers nonsense: neither token_ids nor a text, but {_excerpt(text)}") from None
+        return list(target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        raise PromptFailed(f"answers nonsense: token_ids are {_excerpt(ids)}, no list of whole numbers")
+    for token in ids:
+        if not 0 <= token < target.vocab_size:
+            vocabulary = f"the target's vocabulary of {target.vocab_size}"
+            raise PromptFailed(f"answers nonsense: token id {_excerpt(token)} is outside {vocabulary}")
+    return ids
+
+
+def retry_after_s(value: str) -> float | None:
+    """Seconds that a Retry-After header asks to wait, given as such or as a date; None where it does not say."""
+    seconds = 0.0
+    with suppress(ValueError, TypeError):
+        seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+    with suppress(ValueError):
+        seconds = float(value)
+    return min(seconds, MAX_RETRY_AFTER_S) if seconds > 0 else None
+
+
+def _complaint(response: Any) -> str:
+    """A status and the server's own words, as far as it has any."""
+    try:
+        said = response.json()
+        for key in ("error", "message", "detail"):
+            said = said.get(key, said) if isinstance(said, dict) else said
+    except (ValueError, RecursionError):
+        said = response.text
+    return f"{response.status_code}: {_excerpt(said)}"
+
+
+def _excerpt(value: object) -> str:
+    """On one line, shortened."""
+    text = repr(" ".join(value.split()) if isinstance(value, str) else value)
+    return text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}.."
