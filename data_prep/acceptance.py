@@ -18,8 +18,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from data_prep.labels import Labelling, LabelParts
-from data_prep.pipeline import Build, decided, hashed_config, interruptible, launch, rank_device, store_path
+from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import readable, show_facts, speed, target_override
+from data_prep.ranks import decided, interruptible, launch, rank_device
 from spectrain.cli import command, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_whole
@@ -37,7 +38,6 @@ NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not be
 
 def main(cfg: DictConfig) -> None:
     check_options(cfg)
-    shown_speed = None
     with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = open_target(cfg, rank_device(fabric))
@@ -46,6 +46,14 @@ def main(cfg: DictConfig) -> None:
         responses = open_responses(folder)
         sampling = Sampling.from_options({**responses.manifest.sampling, **(cfg.get("sampling") or {})})
         manifest = describe(cfg, target, drafter, sampling, folder)
+        parts = LabelParts(
+            responses,
+            target.with_capture(drafter.states.capture_layers),
+            drafter.states,
+            Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens),
+            cfg.part_rows,
+            manifest,
+        )
         identity = {
             "config": manifest.config,
             "target_fingerprint": manifest.target_fingerprint,
@@ -54,22 +62,9 @@ def main(cfg: DictConfig) -> None:
         }
         out = store_path(cfg.out, KIND, identity)
         build = Build(KIND, out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-        parts = LabelParts(
-            responses,
-            target.with_capture(drafter.states.capture_layers),
-            drafter.states,
-            Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens),
-            cfg.part_rows,
-        )
-        with build.opened(fabric) as unfinished:
-            if unfinished:
-                todo = decided(fabric, lambda: build.start(identity, partial(parts.missing, build)))
-                make = partial(parts.make, build.work, writes=build.writes(fabric))
-                elapsed_s = build.work_through(fabric, "label", todo, parts.tokens, make)
-                decided(fabric, partial(parts.write_store, build, manifest, digest(identity)))
-                shown_speed = speed(parts.tokens[todo].sum(), elapsed_s)
+        tokens_per_s = build.run(fabric, identity, parts)
     if fabric.is_global_zero:
-        show(out, shown_speed)
+        show(out, tokens_per_s)
 
 
 def check_options(cfg: DictConfig) -> None:
@@ -134,7 +129,7 @@ def describe(
     )
 
 
-def show(out: Path, shown_speed: str | None) -> None:
+def show(out: Path, tokens_per_s: float | None) -> None:
     """The table at the end, and the command to type next."""
     manifest = open_acceptance(out).manifest
     counts, drafter, skipped = manifest.counts, manifest.drafter, len(manifest.skipped)
@@ -151,7 +146,7 @@ def show(out: Path, shown_speed: str | None) -> None:
         "draws": f"{manifest.draws} per position",
         "mean acceptance": f"{counts['mean_label']:.3f}" if counts["positions"] else None,
         "labels below 0.5": f"{counts['below_half']:.1%}" if counts["positions"] else None,
-        "speed": shown_speed,
+        "speed": speed(tokens_per_s),
         "size on disk": readable(sum(file.stat().st_size for file in out.iterdir())),
     }
     target = target_override(manifest.config["target"]["path"])

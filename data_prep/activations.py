@@ -13,16 +13,16 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from data_prep.capture import AUTOCAST, Capturing, ShardParts, TokenRows, rows_of_responses
-from data_prep.pipeline import Build, decided, hashed_config, interruptible, launch, rank_device, store_path
+from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import readable, show_facts, speed, target_override
+from data_prep.ranks import decided, interruptible, launch, rank_device
 from spectrain.cli import command, open_target
-from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.stores.features import DTYPES, FEATURES, KIND, FeatureManifest
+from spectrain.stores.features import DTYPES, FEATURES, KIND
 from spectrain.stores.responses import open_responses
 from spectrain.stores.texts import pack, read_documents
 
@@ -32,29 +32,26 @@ DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
 def main(cfg: DictConfig) -> None:
     check_options(cfg)
-    shown_speed = None
     with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = capturing_target(cfg, open_target(cfg, rank_device(fabric)))
         rows = decided(fabric, partial(read_rows, cfg, target))
-        parts = ShardParts(rows, target, Capturing(cfg.precision, cfg.dtype, cfg.batch_tokens), cfg.shard_tokens)
-        manifest = describe(cfg, parts)
-        identity = {
-            "config": manifest.config,
-            "target_fingerprint": manifest.target_fingerprint,
-            "set_of_rows": rows.digest(),
-        }
+        config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
+        config |= {"layers": list(target.capture_layers)}
+        config.pop("held_out_share" if cfg.responses is None else "corpus")
+        source = {"kind": "corpus", "corpus": cfg.corpus.path or "stdlib"}
+        if cfg.responses is not None:
+            source = {"kind": "responses", "responses": Path(cfg.responses).resolve().name}
+        facts = {"target": cfg.target.path, "config": config, "source": source}
+        capturing = Capturing(cfg.precision, cfg.dtype, cfg.batch_tokens)
+        parts = ShardParts(rows, target, capturing, cfg.shard_tokens, facts)
+        target_fingerprint = fingerprint(target.model, target.tokenizer)
+        identity = {"config": config, "target_fingerprint": target_fingerprint, "set_of_rows": rows.digest()}
         out = store_path(cfg.out, KIND, identity)
         build = Build(KIND, out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-        with build.opened(fabric) as unfinished:
-            if unfinished:
-                todo = decided(fabric, lambda: build.start(identity, partial(parts.missing, build)))
-                make = partial(parts.make, build.work, writes=build.writes(fabric))
-                elapsed_s = build.work_through(fabric, "capture", todo, parts.tokens, make)
-                decided(fabric, partial(parts.write_store, build, manifest))
-                shown_speed = speed(parts.tokens[todo].sum(), elapsed_s)
+        tokens_per_s = build.run(fabric, identity, parts)
     if fabric.is_global_zero:
-        show(out, shown_speed)
+        show(out, tokens_per_s)
 
 
 def check_options(cfg: DictConfig) -> None:
@@ -109,35 +106,7 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
     return TokenRows.of_corpus(packed)
 
 
-def describe(cfg: DictConfig, parts: ShardParts) -> FeatureManifest:
-    """The manifest of the store, with all that was left open resolved."""
-    rows, target, layers = parts.rows, parts.target, list(parts.target.capture_layers)
-    config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
-    config |= {"layers": layers}
-    if cfg.responses is not None:
-        config.pop("corpus")
-        source = {"kind": "responses", "responses": Path(cfg.responses).resolve().name}
-    else:
-        config.pop("held_out_share")
-        source = {"kind": "corpus", "corpus": cfg.corpus.path or "stdlib"}
-    counts = {"rows": len(rows), "held_out": int(rows.held_out.sum()), "tokens": len(rows.tokens)}
-    return FeatureManifest(
-        target=cfg.target.path,
-        target_fingerprint=fingerprint(target.model, target.tokenizer),
-        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
-        layers=layers,
-        hidden_size=target.unembedding.shape[-1],
-        dtype=cfg.dtype,
-        precision=cfg.precision,
-        row_tokens=int(np.diff(rows.offsets).max()),
-        source=source,
-        config=config,
-        counts=counts | {"cut": rows.cut, "skipped": rows.skipped},
-        shard_rows=np.diff(parts.bounds).tolist(),
-    )
-
-
-def show(out: Path, shown_speed: str | None) -> None:
+def show(out: Path, tokens_per_s: float | None) -> None:
     """The table at the end, and the command to type next."""
     manifest = FEATURES.read_manifest(out)
     counts, source = manifest.counts, manifest.source["kind"]
@@ -150,7 +119,7 @@ def show(out: Path, shown_speed: str | None) -> None:
         "kept as": f"{manifest.dtype}, computed in {manifest.precision}",
         "rows": f"{counts['rows']:,}, of which {counts['held_out']:,} are held out",
         "tokens": f"{counts['tokens']:,}",
-        "speed": shown_speed,
+        "speed": speed(tokens_per_s),
         "size on disk": f"{readable(n_bytes)}, {n_bytes / counts['tokens']:,.1f} bytes per token",
     }
     options = "" if manifest.row_tokens == 1024 else f" data.row_tokens={manifest.row_tokens}"

@@ -20,8 +20,9 @@ from pathlib import Path
 from lightning import Fabric
 from rich.markup import escape
 
-from data_prep.pipeline import Build, decided
+from data_prep.pipeline import Build
 from data_prep.progress import show_facts, speed
+from data_prep.ranks import decided
 from spectrain.decoding import Generation, Sampling, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import check_prompt
@@ -165,7 +166,7 @@ class PromptParts:
         make = partial(self.make, build.work, fabric.global_rank, build.writes(fabric))
         elapsed_s = build.work_through(fabric, "answer", todo, sizes, make)
         n_tokens = decided(fabric, partial(self.write_store, build, manifest, allow_failed))
-        return speed(n_tokens - sum(done.values()), elapsed_s)
+        return speed((n_tokens - sum(done.values())) / max(elapsed_s, 1e-9))
 
     def answered(self, work: Path) -> dict[str, int]:
         """Return the ids that are answered in the work folder, with the tokens of each; forget the failures."""

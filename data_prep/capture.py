@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.perplexity import length_buckets
-from data_prep.pipeline import STORE, Build, check_disk
+from data_prep.pipeline import STORE, Build, check_disk, length_buckets
+from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
@@ -123,6 +123,9 @@ class ShardParts:
     target: TargetModel  # with `capture_layers`
     capturing: Capturing
     shard_tokens: int
+    facts: dict  # of the manifest: target, config, source
+
+    stage = "capture"
 
     @cached_property
     def bounds(self) -> np.ndarray:
@@ -130,7 +133,7 @@ class ShardParts:
         return shard_bounds(self.rows.offsets, self.shard_tokens)
 
     @cached_property
-    def tokens(self) -> np.ndarray:
+    def sizes(self) -> np.ndarray:
         """[shards] tokens of each."""
         return np.diff(self.rows.offsets[self.bounds])
 
@@ -142,13 +145,13 @@ class ShardParts:
                 "them",
                 *(self.rows.cut, np.diff(self.rows.offsets).max(), self.rows.skipped),
             )
-        n_shards = len(self.tokens)
+        n_shards = len(self.sizes)
         files = [(facts_file(build.work, index), shard_file(build.work, index)) for index in range(n_shards)]
         todo = [index for index, (facts, shard) in enumerate(files) if not (facts.is_file() and shard.is_file())]
         if len(todo) < n_shards:
             log.info("%d of %d shards are captured already", n_shards - len(todo), n_shards)
         dtype, width = self.capturing.dtype, self.target.unembedding.shape[-1]
-        need_bytes = int(self.tokens[todo].sum()) * token_bytes(dtype, len(self.target.capture_layers), width)
+        need_bytes = int(self.sizes[todo].sum()) * token_bytes(dtype, len(self.target.capture_layers), width)
         check_disk(build.out, need_bytes, "give dtype=int8" if dtype != "int8" else "lower corpus.max_documents")
         # What a kill left of shards that were being written has a hidden name, ours or safetensors' own.
         for file in build.store.glob(".*"):
@@ -156,15 +159,9 @@ class ShardParts:
         return todo
 
     def make(self, work: Path, shards: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
-        """Capture these shards; each is written while the next ones are computed.
+        """Capture these shards (see `Parts`); each is written while the next ones are computed.
 
         After an error too, this waits for what is still to be written, so a shard is whole or not there.
-
-        Args:
-            work: the work folder.
-            shards: their indices.
-            on_batch: called after each forward with its tokens, padding left out.
-            writes: False where another rank makes the same shards.
 
         Raises:
             UserError: a batch is too large for memory, a feature is no number, or the disk is full.
@@ -182,9 +179,25 @@ class ShardParts:
             for one in pending:
                 one.result()
 
-    def write_store(self, build: Build, manifest: FeatureManifest) -> None:
+    @property
+    def manifest(self) -> FeatureManifest:
+        counts = {"rows": len(self.rows), "held_out": int(self.rows.held_out.sum()), "tokens": len(self.rows.tokens)}
+        return FeatureManifest(
+            **self.facts,
+            target_fingerprint=fingerprint(self.target.model, self.target.tokenizer),
+            tokenizer_fingerprint=tokenizer_fingerprint(self.target.tokenizer),
+            layers=list(self.target.capture_layers),
+            hidden_size=self.target.unembedding.shape[-1],
+            dtype=self.capturing.dtype,
+            precision=self.capturing.precision,
+            row_tokens=int(np.diff(self.rows.offsets).max()),
+            counts=counts | {"cut": self.rows.cut, "skipped": self.rows.skipped},
+            shard_rows=np.diff(self.bounds).tolist(),
+        )
+
+    def write_store(self, build: Build) -> None:
         """Put the store, whose shards stand where they were written, in its place."""
-        write_manifest(build.store, manifest, shard_facts(build.work, len(self.tokens)))
+        write_manifest(build.store, self.manifest, shard_facts(build.work, len(self.sizes)))
         build.publish()
 
 

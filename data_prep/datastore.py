@@ -4,42 +4,38 @@
     torchrun --nproc-per-node 2 -m data_prep.datastore corpus=... target=...
     python -m data_prep.datastore inspect=<datastore> lookup="for i in range("
 
-The same command goes on after an interruption. Options are in `conf/datastore.yaml`, the format in docs/datastore.md.
+The same command resumes after an interruption. Options are in `conf/datastore.yaml`, the format in docs/datastore.md.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from data_prep.disk_need import readable
+from data_prep.documents import DocumentParts
 from data_prep.lookup import look_up
-from data_prep.perplexity import Scoring
-from data_prep.progress import console
-from data_prep.ranks import decided, launch, rank_device
-from data_prep.selection import Selection
-from data_prep.store_builder import build
-from data_prep.store_job import Corpus, Job
-from data_prep.token_parts import Reading
+from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.progress import console, readable, show_facts, target_override
+from data_prep.ranks import decided, interruptible, launch, rank_device
+from data_prep.select import Scoring, Selection
+from data_prep.tokenise import Corpus
 from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.retrieval.datastore import Datastore, Manifest, read_manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
-from spectrain.stores.locations import CHECKPOINTS, bundled_folder
-from spectrain.stores.work_folder import digest, held, is_done, named_folder, work_folder
+from spectrain.stores.folder import digest
+from spectrain.stores.locations import bundled_folder
 
-log = logging.getLogger(__name__)
-
+KIND = "datastore"
 NOT_HASHED = ("out", "fresh", "inspect", "lookup")  # they do not change the store
-NOT_HASHED_OF_TARGET = ("device", "parallel")  # nor do these, but for rounding
+# Parts and scores do not depend on these either.
+CHOICE = ("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "always_score", "seed", "shard_tokens")
 
 
 def main(cfg: DictConfig) -> None:
@@ -48,38 +44,43 @@ def main(cfg: DictConfig) -> None:
         return
     if cfg.lookup is not None:
         raise UserError("lookup= needs inspect=<datastore>; give the folder to look it up in")
-    config = store_config(cfg)
-    out = out_folder(cfg, config)
-    work = work_folder(out, config, named=bool(cfg.out))
+    config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
+    scored_config = {key: value for key, value in config.items() if key not in CHOICE}
+    out = store_path(cfg.out, KIND, config)
+    # Without a name of its own, a store shares the work folder of every other with the same parts and scores.
+    work_name = "" if cfg.out else f"{KIND}-{digest(scored_config)}"
+    build = Build(KIND, out, config, cfg.fresh, cfg.target.parallel != "tp", work_name)
     selection = check_options(cfg)
-    try:
+    with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
-        with ExitStack() as folder:
-
-            def decide() -> bool:
-                folder.enter_context(held(work))
-                return is_done(out, work, config, cfg.fresh)
-
-            if not decided(fabric, decide):
+        with build.opened(fabric) as unfinished:
+            if unfinished:
                 target = open_target(cfg, rank_device(fabric))
-                build(make_job(cfg, config, out, work, selection, target), target, fabric, cfg.fresh)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+                scoring = Scoring.of(target, cfg.window_tokens, cfg.stride_tokens, cfg.batch_tokens)
+                parts = documents(cfg, build, selection, target)
+                prints = {
+                    "target_fingerprint": fingerprint(target.model, target.tokenizer),
+                    "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
+                }
+                counts = decided(fabric, partial(parts.read, {"config": scored_config, **prints}))
+                if parts.scored:
+                    parts.score(fabric, counts.parts, target, scoring)
+                manifest = partial(Manifest, target=cfg.target.path, **prints, vocab_size=target.vocab_size)
+                decided(fabric, partial(parts.write_store, counts, manifest))
     if fabric.is_global_zero:
-        show(out)
+        made = read_manifest(out)
+        target = target_override(made.build["config"]["target"]["path"])
+        command_line = f"python -m spectrain.bench methods=all datastore={out}{target}"
+        show_facts("datastore", store_facts(out, made), command_line)
 
 
-def out_folder(cfg: DictConfig, config: dict) -> Path:
-    return named_folder(Path(cfg.out or CHECKPOINTS / f"datastore-{digest(config)}"))
-
-
-def store_config(cfg: DictConfig) -> dict:
-    """What the store depends on, resolved."""
-    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    config = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    config["target"] = {key: value for key, value in config["target"].items() if key not in NOT_HASHED_OF_TARGET}
-    return config
+def documents(cfg: DictConfig, build: Build, selection: Selection, target: TargetModel) -> DocumentParts:
+    """What the datastore is chosen from."""
+    fields = [cfg.corpus.fields] if isinstance(cfg.corpus.fields, str) else list(cfg.corpus.fields or [])
+    options = dict(cfg.corpus) | {"fields": fields or None, "part_documents": cfg.part_documents}
+    corpus = Corpus(**options, tokenizer=target.tokenizer, vocab_size=target.vocab_size)
+    shard_tokens = min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS)
+    return DocumentParts(build, corpus, selection, selection.needs_perplexities or cfg.always_score, shard_tokens)
 
 
 def check_options(cfg: DictConfig) -> Selection:
@@ -98,62 +99,32 @@ def check_options(cfg: DictConfig) -> Selection:
     return Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
 
 
-def make_job(cfg: DictConfig, config: dict, out: Path, work: Path, selection: Selection, target: TargetModel) -> Job:
-    corpus = cfg.corpus
-    fields = [corpus.fields] if isinstance(corpus.fields, str) else list(corpus.fields or [])
-    return Job(
-        out=out,
-        work=work,
-        config=config,
-        target=cfg.target.path,
-        target_fingerprint=fingerprint(target.model, target.tokenizer),
-        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
-        corpus=Corpus(corpus.path, fields or None, corpus.split, corpus.subset, corpus.max_documents),
-        reading=Reading(target.tokenizer, target.vocab_size, corpus.held_out_share, cfg.part_documents),
-        selection=selection,
-        scoring=Scoring.of(target, cfg.window_tokens, cfg.stride_tokens, cfg.batch_tokens),
-        scores=selection.needs_perplexities or cfg.always_score,
-        shard_tokens=min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
-        ranks_share=cfg.target.parallel != "tp",
-    )
-
-
-def show(out: Path) -> None:
-    """The table at the end of a build, and the command to type next."""
-    manifest = read_manifest(out)
-    console().print(facts_table(out, manifest))
-    target = "" if manifest.build["config"]["target"]["path"] == "pystdlib-8l" else f" target={manifest.target}"
-    console().print(f"next: python -m spectrain.bench methods=all datastore={out}{target}", style="dim", soft_wrap=True)
-
-
-def facts_table(folder: Path, manifest: Manifest) -> Table:
+def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
     """What a datastore was made of."""
-    build, counts = manifest.build, manifest.build.get("counts", {})
-    table = Table(title="datastore", show_header=False, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("folder", str(folder))
-    corpus = build.get("config", {}).get("corpus", {})
-    table.add_row("corpus", corpus.get("path") or "sources of Python's standard library")
-    table.add_row("target", f"{manifest.target} ({manifest.target_fingerprint})")
-    for label, key in (("documents read", "read"), ("duplicates", "duplicates"), ("without text", "empty")):
-        table.add_row(label, f"{counts.get(key, 0):,}")
+    counts, medians = manifest.build.get("counts", {}), manifest.build.get("perplexity")
+    corpus = manifest.build.get("config", {}).get("corpus", {})
     names = counts.get("not_utf8_files", [])
     more = f": {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
-    table.add_row("files not UTF-8", f"{counts.get('not_utf8', 0):,}{more}")
-    table.add_row("held out", f"{counts.get('held_out', 0):,} (as in training, so that benchmarks on them stay honest)")
-    dropped = counts.get("dropped", 0)
-    table.add_row("kept", f"{manifest.documents:,} documents, {manifest.tokens:,} tokens")
-    table.add_row("dropped", f"{dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens")
-    medians = build.get("perplexity")
+    median = "not scored"
     if medians:
-        kept, other = (medians[side].get("median", "-") for side in ("kept", "dropped"))
-        table.add_row("perplexity, median", f"kept {number(kept)}, dropped {number(other)}")
-    else:
-        table.add_row("perplexity, median", "not scored")
-    table.add_row("shards", str(len(manifest.shards)))
-    table.add_row("size on disk", readable(sum(file.stat().st_size for file in folder.iterdir())))
-    return table
+        sides = {side: medians[side].get("median", "-") for side in ("kept", "dropped")}
+        median = ", ".join(f"{side} {number(value)}" for side, value in sides.items())
+    n_held_out, n_dropped = counts.get("held_out", 0), counts.get("dropped", 0)
+    return {
+        "folder": str(folder),
+        "corpus": corpus.get("path") or "sources of Python's standard library",
+        "target": f"{manifest.target} ({manifest.target_fingerprint})",
+        "documents read": f"{counts.get('read', 0):,}",
+        "duplicates": f"{counts.get('duplicates', 0):,}",
+        "without text": f"{counts.get('empty', 0):,}",
+        "files not UTF-8": f"{counts.get('not_utf8', 0):,}{more}",
+        "held out": f"{n_held_out:,} (as in training, so that benchmarks on them stay honest)",
+        "kept": f"{manifest.documents:,} documents, {manifest.tokens:,} tokens",
+        "dropped": f"{n_dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens",
+        "perplexity, median": median,
+        "shards": str(len(manifest.shards)),
+        "size on disk": readable(sum(file.stat().st_size for file in folder.iterdir())),
+    }
 
 
 def number(value: float | str | None) -> str:
@@ -161,41 +132,35 @@ def number(value: float | str | None) -> str:
 
 
 def inspect(cfg: DictConfig) -> None:
-    """Checks a store's files, shows what it is and, with `lookup`, where a text stands in it."""
+    """Check a store's files, show what it is and, with `lookup`, where a text occurs in it."""
     store = Datastore(cfg.inspect)
     store.verify()
-    console().print(facts_table(store.folder, store.manifest))
+    show_facts("datastore", store_facts(store.folder, store.manifest))
     console().print("every file has the sha256 of the manifest", style="dim")
     if cfg.lookup is None:
         return
-    named = [o for o in HydraConfig.get().overrides.task if o.startswith(("target=", "target.path="))]
+    named = any(o.startswith(("target=", "target.path=")) for o in HydraConfig.get().overrides.task)
     path = cfg.target.path if named else store.manifest.target
-    tokenizer = open_tokenizer(path)
-    store.check_fits(tokenizer_fingerprint(tokenizer), path)
-    found = look_up(store, tokenizer(str(cfg.lookup), add_special_tokens=False, verbose=False)["input_ids"])
-    if not found.count:
-        console().print("no token of the text stands in the store")
-        return
-    suffix = tokenizer.decode(found.suffix)
-    console().print(f"{found.count:,} times: {suffix!r} ({len(found.suffix)} tokens)", markup=False, highlight=False)
-    table = Table(title=f"what follows ({found.looked_at:,} places looked at)", title_justify="left")
-    table.add_column("places", justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("continuation", overflow="fold")
-    for continuation in found.continuations:
-        text = tokenizer.decode(continuation.tokens)
-        table.add_row(f"{continuation.count:,}", str(len(continuation.tokens)), repr(text).replace("[", r"\["))
-    console().print(table)
-
-
-def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(bundled_folder(path) or path)
+        tokenizer = AutoTokenizer.from_pretrained(bundled_folder(path) or path)
     except Exception as error:  # tokenizers, JSON and the hub each raise their own types here
         raise UserError(
             f"the tokenizer of {path} cannot be read ({type(error).__name__}); give target=<folder or id> of the "
             "datastore's target"
         ) from error
+    store.check_fits(tokenizer_fingerprint(tokenizer), path)
+    found = look_up(store, tokenizer(str(cfg.lookup), add_special_tokens=False, verbose=False)["input_ids"])
+    if not found.count:
+        console().print("no token of the text occurs in the store")
+        return
+    suffix = tokenizer.decode(found.suffix)
+    console().print(f"{found.count:,} times: {suffix!r} ({len(found.suffix)} tokens)", markup=False, highlight=False)
+    table = Table(title=f"what follows ({found.looked_at:,} places looked at)", title_justify="left")
+    for column, justify in {"places": "right", "tokens": "right", "continuation": "left"}.items():
+        table.add_column(column, justify=justify, overflow="fold")
+    for tokens, count in found.continuations:
+        table.add_row(f"{count:,}", str(len(tokens)), repr(tokenizer.decode(tokens)).replace("[", r"\["))
+    console().print(table)
 
 
 if __name__ == "__main__":

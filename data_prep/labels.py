@@ -23,13 +23,13 @@ import pyarrow.compute
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from data_prep.perplexity import length_buckets
-from data_prep.pipeline import Build, check_disk
+from data_prep.pipeline import Build, check_disk, length_buckets
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.models.acceptance_labels import label_texts
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.stores.folder import digest
 from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
 from spectrain.stores.responses import ResponseStore
 from spectrain.stores.rows import save_rows
@@ -63,6 +63,9 @@ class LabelParts:
     states: DraftStates  # of the drafter
     labelling: Labelling
     part_rows: int
+    manifest: AcceptanceManifest  # without counts
+
+    stage = "label"
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -91,7 +94,7 @@ class LabelParts:
         return [kept[start : start + self.part_rows] for start in range(0, len(kept), self.part_rows)]
 
     @cached_property
-    def tokens(self) -> np.ndarray:
+    def sizes(self) -> np.ndarray:
         """[parts] tokens of each part."""
         return np.array([self.lengths[:, rows].sum() for rows in self.rows])
 
@@ -124,17 +127,7 @@ class LabelParts:
         return todo
 
     def make(self, work: Path, parts: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
-        """Label these parts and put each into the work folder by renaming.
-
-        Args:
-            work: the work folder.
-            parts: their indices.
-            on_batch: called after each forward with its tokens, padding left out.
-            writes: False where another rank labels the same parts.
-
-        Raises:
-            UserError: a probability is no number.
-        """
+        """Label these parts (see `Parts`). Raises UserError where a probability is no number."""
         for index in parts:
             rows = self.responses.rows.select(self.rows[index]).to_list()
             labelled = label_rows(rows, self.target, self.states, self.labelling, on_batch)
@@ -144,17 +137,8 @@ class LabelParts:
                 part = Dataset.from_dict({name: [row[name] for row in columns] for name in FEATURES}, features=FEATURES)
                 save_rows(part_folder(work, index), part)
 
-    def write_store(self, build: Build, manifest: AcceptanceManifest, fingerprint: str) -> None:
-        """Join the parts into the store and put it in its place.
-
-        Args:
-            build: holds the work folder with all parts.
-            manifest: its counts, skipped responses and files are filled in.
-            fingerprint: `datasets` names the rows by it; its own would be of the files' times.
-
-        Raises:
-            UserError: a part is damaged.
-        """
+    def write_store(self, build: Build) -> None:
+        """Join the parts into the store and put it in its place. Raises UserError where a part is damaged."""
         parts = []
         for index in range(len(self.rows)):
             folder = part_folder(build.work, index)
@@ -165,11 +149,12 @@ class LabelParts:
                     f"{folder} is damaged ({type(error).__name__}); remove it and give the command again"
                 ) from error
         joined = concatenate_datasets(parts)
-        rows = Dataset(joined.data, info=joined.info, fingerprint=fingerprint)
+        # `datasets` names the rows by the fingerprint; its own would be of the files' times.
+        rows = Dataset(joined.data, info=joined.info, fingerprint=digest(build.config))
         skipped = np.flatnonzero(~self.fits)
         ids, tokens = self.responses.rows.select(skipped)["id"], self.lengths.sum(0)[skipped]
         facts = [{"id": name, "tokens": int(n)} for name, n in zip(ids, tokens, strict=True)]
-        write_acceptance(build.new_store(), rows, dataclasses.replace(manifest, counts=count(rows), skipped=facts))
+        write_acceptance(build.new_store(), rows, dataclasses.replace(self.manifest, counts=count(rows), skipped=facts))
         build.publish()
 
 

@@ -1,12 +1,15 @@
 """How every command of `data_prep` builds its store: once, in a work folder beside it, on one rank or many.
 
-    fabric = launch(cfg.target.device, cfg.target.parallel)
-    build = Build("acceptance", out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-    with build.opened(fabric) as unfinished:        # rank zero locks the work folder, `.<name of out>.partial`
+    build = Build("acceptance", out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+    tokens_per_s = build.run(fabric, identity, LabelParts(...))    # LabelParts: see the protocol `Parts`
+
+`run` is these steps, which a command whose work is not a single stage takes by itself:
+
+    with build.opened(fabric) as unfinished:              # rank zero locks the work folder, `.<name of out>.partial`
         if unfinished:
-            todo = decided(fabric, lambda: build.start(identity, missing_parts))
-            elapsed_s = build.work_through(fabric, "label", todo, part_tokens, make_parts)
-            decided(fabric, write_store)            # fills build.store, then calls build.publish()
+            todo = decided(fabric, lambda: build.start(identity, find_missing))
+            elapsed_s = build.work_through(fabric, "label", todo, sizes, make)
+            decided(fabric, write_store)                  # fills build.store, then calls build.publish()
 
 Work is cut into parts by index, never by rank, and a part appears in the work folder by renaming. So a build can be
 killed at any time and resumed at any number of ranks, and ends with the same bytes. Ranks exchange nothing but what
@@ -21,30 +24,26 @@ rank zero decides. Besides the parts of each command, the work folder holds:
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import logging
-import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-import torch
 from lightning import Fabric
-from lightning.fabric.strategies import DDPStrategy
 
 from data_prep.progress import TokenProgress, readable
+from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import MANIFEST, digest, kind_of, locked, read_json, write_json
 from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
-WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example while rank zero reads a whole corpus
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 NOUNS = {  # by the manifest's kind
     "datastore": "datastore",
@@ -52,77 +51,12 @@ NOUNS = {  # by the manifest's kind
     "acceptance": "store of acceptance labels",
     "activations": "store of activations",
 }
+MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
+BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 DISK_MARGIN = 1.1  # of the estimated need
 NOT_HASHED_OF_TARGET = ("device", "parallel")  # they change nothing but rounding
 
 T = TypeVar("T")
-
-
-def launch(device: str, parallel: str = "none") -> Fabric:
-    """This process alone, or as one of the ranks that torchrun started.
-
-    Args:
-        device: target.device.
-        parallel: target.parallel.
-
-    Raises:
-        UserError: one process is to spread the target's layers, but there are several.
-    """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return Fabric(accelerator="cpu", devices=1)  # only counts ranks: the target stands where target.device says
-    if parallel == "device_map":
-        raise UserError(f"target.parallel=device_map works in one process, not in {world}; start it without torchrun")
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
-    backend = "nccl" if on_gpu and parallel == "tp" else "gloo"
-    fabric = Fabric(
-        accelerator="cuda" if on_gpu else "cpu",
-        devices=local,
-        num_nodes=world // local,
-        strategy=DDPStrategy(process_group_backend=backend, timeout=WAIT),
-    )
-    fabric.launch()
-    if not fabric.is_global_zero:
-        logging.getLogger().setLevel(logging.WARNING)
-    return fabric
-
-
-def rank_device(fabric: Fabric) -> str | None:
-    """The device of this rank's target; None: as configured."""
-    return str(fabric.device) if fabric.world_size > 1 else None
-
-
-def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
-    """Call `decide` on rank zero and return its answer on all ranks. Only rank zero reports an error; all ranks end.
-
-    Raises:
-        UserError: on rank zero, what `decide` raises.
-        SystemExit: on the others, in that case.
-    """
-    answer, refusal = None, None
-    if fabric.is_global_zero:
-        try:
-            answer = decide()
-        except UserError as error:
-            refusal = error
-    answer, refused = fabric.broadcast((answer, refusal is not None))
-    if refusal:
-        raise refusal
-    if refused:
-        raise SystemExit(2)
-    return answer
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """End the command with code 130 on Ctrl-C, and say that it can be given again."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
@@ -143,6 +77,27 @@ def store_path(out: str | None, kind: str, named_by: dict) -> Path:
     return path
 
 
+def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[int]]:
+    """Indices in batches of at most budget_tokens with padding, longest rows first; a longer row stands alone.
+
+    A batch ends early before a row that would be more than a sixteenth padding, unless the batch is still so small that
+    it would not keep the device busy.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    start = 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        full = max(1, budget_tokens // longest)
+        busy = max(1, full // BUSY_PART)
+        stop = start + 1
+        while stop < min(start + full, len(order)):
+            if stop - start >= busy and lengths[order[stop]] < longest * (1 - MAX_PADDING):
+                break
+            stop += 1
+        yield order[start:stop]
+        start = stop
+
+
 def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_tokens") -> None:
     """Raises UserError where the disk of `out` has no room for so many more bytes; `less` says how to need fewer."""
     folder = next(parent for parent in out.absolute().parents if parent.exists())
@@ -154,9 +109,35 @@ def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_token
         )
 
 
+class Parts(Protocol):
+    """What a store is made of, cut into parts by index."""
+
+    stage: str  # what is done to a part, one word beside the progress bar
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Tokens of each part."""
+
+    def missing(self, build: Build) -> list[int]:
+        """On rank zero: the parts that are still to be made. Raises UserError where that cannot be; writes nothing."""
+
+    def make(self, work: Path, parts: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
+        """On each rank: make these parts and put each into the work folder by renaming.
+
+        Args:
+            work: the work folder.
+            parts: their indices.
+            on_batch: called after each forward with its tokens, padding left out.
+            writes: False where another rank makes the same parts.
+        """
+
+    def write_store(self, build: Build) -> None:
+        """On rank zero: fill `build.store` from all parts, and publish it."""
+
+
 @dataclass(frozen=True)
 class Build:
-    """A store that is to be built, and where. All methods but `opened` and `work_through` are rank zero's alone."""
+    """A store that is to be built, and where. Only rank zero calls the methods that do not take the ranks."""
 
     kind: str  # of the manifest
     out: Path
@@ -174,6 +155,24 @@ class Build:
         """The folder that is filled and then published."""
         return self.work / STORE
 
+    def run(self, fabric: Fabric, identity: dict, parts: Parts) -> float | None:
+        """Build the store. All ranks call it together.
+
+        Returns:
+            Tokens/s of the parts that were missing; None where the store was complete but for its last renames.
+
+        Raises:
+            UserError: see `opened`, `start`, and what the parts refuse.
+        """
+        with self.opened(fabric) as unfinished:
+            if not unfinished:
+                return None
+            todo = decided(fabric, partial(self.start, identity, partial(parts.missing, self)))
+            make = partial(parts.make, self.work, writes=self.writes(fabric))
+            elapsed_s = self.work_through(fabric, parts.stage, todo, parts.sizes, make)
+            decided(fabric, partial(parts.write_store, self))
+            return sum(parts.sizes[index] for index in todo) / max(elapsed_s, 1e-9)
+
     @contextlib.contextmanager
     def opened(self, fabric: Fabric) -> Iterator[bool]:
         """Lock the work folder. True: there is work to do. False: the store was complete but for its last renames.
@@ -185,9 +184,9 @@ class Build:
 
             def decide() -> bool:
                 lock.enter_context(held(self.work))
-                return not self._is_done()
+                return self._is_done()
 
-            yield decided(fabric, decide)
+            yield not decided(fabric, decide)
 
     def start(self, identity: dict, begin: Callable[[], T]) -> T:
         """Keep of the work folder what this build goes on with, and call `begin`, which finds and checks what is left.

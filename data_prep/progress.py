@@ -43,9 +43,9 @@ def target_override(path: str) -> str:
     return "" if path == "pystdlib-8l" else f" target={path}"
 
 
-def speed(n_tokens: int, elapsed_s: float | None) -> str | None:
-    """Tokens/s as the table tells it; None where nothing was done."""
-    return None if elapsed_s is None else f"{n_tokens / max(elapsed_s, 1e-9):,.0f} tokens/s"
+def speed(tokens_per_s: float | None) -> str | None:
+    """As the table tells it; None where nothing was done."""
+    return None if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s"
 
 
 def readable(n_bytes: float) -> str:

@@ -1,14 +1,13 @@
-"""One process or many: what the commands of `data_prep` need of torchrun's ranks, through Lightning Fabric.
-
-Ranks share out pieces of work and exchange nothing but what rank zero decides.
-"""
+"""One process or several: what the commands of `data_prep` need of torchrun's ranks, through Lightning Fabric."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -17,20 +16,20 @@ from lightning.fabric.strategies import DDPStrategy
 
 from spectrain.decoding.errors import UserError
 
-WAIT = datetime.timedelta(days=30)  # ranks wait for each other, as for rank zero while it reads a whole corpus
+WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example while rank zero reads a whole corpus
 
 T = TypeVar("T")
 
 
 def launch(device: str, parallel: str = "none") -> Fabric:
-    """One process, or a rank of torchrun's.
+    """This process alone, or as one of the ranks that torchrun started.
 
     Args:
         device: target.device.
         parallel: target.parallel.
 
     Raises:
-        UserError: the target's layers are spread by one process, but there are more.
+        UserError: one process is to spread the target's layers, but there are several.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -38,7 +37,7 @@ def launch(device: str, parallel: str = "none") -> Fabric:
     if parallel == "device_map":
         raise UserError(f"target.parallel=device_map works in one process, not in {world}; start it without torchrun")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    on_gpu = uses_gpu(device)
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
     backend = "nccl" if on_gpu and parallel == "tp" else "gloo"
     fabric = Fabric(
@@ -53,17 +52,13 @@ def launch(device: str, parallel: str = "none") -> Fabric:
     return fabric
 
 
-def uses_gpu(device: str) -> bool:
-    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-
-
 def rank_device(fabric: Fabric) -> str | None:
     """The device of this rank's target; None: as configured."""
     return str(fabric.device) if fabric.world_size > 1 else None
 
 
 def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
-    """What rank zero decides, on all ranks. What it refuses, it says alone, and all of them end.
+    """Call `decide` on rank zero and return its answer on all ranks. Only rank zero reports an error; all ranks end.
 
     Raises:
         UserError: on rank zero, what `decide` raises.
@@ -81,3 +76,13 @@ def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
     if refused:
         raise SystemExit(2)
     return answer
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """End the command with code 130 on Ctrl-C, and say that it can be given again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None

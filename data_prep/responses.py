@@ -21,8 +21,9 @@ from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
-from data_prep.pipeline import Build, decided, hashed_config, interruptible, launch, rank_device, store_path
+from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import show_facts, target_override
+from data_prep.ranks import decided, interruptible, launch, rank_device
 from data_prep.server import CompletionServer
 from spectrain.cli import command, open_target
 from spectrain.decoding import Sampling, fingerprint, generate, tokenizer_fingerprint

@@ -31,17 +31,14 @@ from data_prep.capture import (
     ShardParts,
     TokenRows,
     autocast,
-    shard_bounds,
     shard_facts,
-    shard_file,
 )
-from data_prep.perplexity import length_buckets
-from data_prep.pipeline import STORE
+from data_prep.pipeline import STORE, length_buckets
 from spectrain.decoding import TargetModel, load_target
 from spectrain.measure.statistics import Estimate, median
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
-from spectrain.stores.features import FeatureManifest, FeatureStore, open_features
+from spectrain.stores.features import FeatureStore, open_features
 from spectrain.stores.folder import write_manifest
 from spectrain.stores.locations import bundled_folder
 from spectrain.training.data import RowBatch, SeededBatches
@@ -119,29 +116,18 @@ def plain_forwards(args: argparse.Namespace, target: TargetModel, rows: TokenRow
 
 
 def captures(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> None:
+    parts_of(args, target, rows).make(folder, range(args.shards), on_batch=lambda n_tokens: None)
+
+
+def parts_of(args: argparse.Namespace, target: TargetModel, rows: TokenRows) -> ShardParts:
     capturing = Capturing(args.precision, args.store_dtype, args.batch_tokens)
-    parts = ShardParts(rows, target, capturing, args.shard_tokens)
-    parts.make(folder, range(len(parts.tokens)), on_batch=lambda n_tokens: None)
+    facts = {"target": args.target, "config": {}, "source": {}}
+    return ShardParts(rows, target, capturing, args.shard_tokens, facts)
 
 
 def as_store(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> FeatureStore:
     """What the last capture left, as a store."""
-    manifest = FeatureManifest(
-        target=args.target,
-        target_fingerprint="",
-        tokenizer_fingerprint="",
-        layers=list(target.capture_layers),
-        hidden_size=target.unembedding.shape[-1],
-        dtype=args.store_dtype,
-        precision=args.precision,
-        row_tokens=args.length,
-        source={},
-        config={},
-        counts={"rows": len(rows), "held_out": 0, "tokens": len(rows.tokens)},
-        shard_rows=np.diff(shard_bounds(rows.offsets, args.shard_tokens)).tolist(),
-    )
-    assert all(shard_file(folder, index).is_file() for index in range(args.shards))
-    write_manifest(folder / STORE, manifest, shard_facts(folder, args.shards))
+    write_manifest(folder / STORE, parts_of(args, target, rows).manifest, shard_facts(folder, args.shards))
     return open_features(folder / STORE)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from data_prep.perplexity import Scoring, batch_tokens, perplexities
+from data_prep.select import Scoring, batch_tokens, perplexities
 from spectrain.decoding import TargetModel, load_target
 from spectrain.measure.statistics import median
 from spectrain.stores.locations import bundled_folder

@@ -14,8 +14,6 @@ Letters: V vocabulary, n tokens of a shard.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from spectrain.retrieval.suffix_array import (
     next_pairs,
     token_dtype,
 )
-from spectrain.stores.folder import MANIFEST, kind_of, sha256
+from spectrain.stores.folder import MANIFEST, kind_of, read_json, sha256, write_json
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +107,7 @@ def bytes_a_token(vocab_size: int) -> int:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Written last: a folder without it is no datastore."""
-    temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(dataclasses.asdict(manifest), indent=2, sort_keys=True) + "\n")
-    temporary.rename(folder / MANIFEST)
+    write_json(folder / MANIFEST, manifest, sort_keys=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -122,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not file.is_file():
         raise UserError(f"datastore={folder} has no {MANIFEST}; give a folder that {BUILT_BY} wrote")
     try:
-        values = json.loads(file.read_text())
+        values = read_json(file)
         kind, version = values.get("kind"), values.get("version")
         shards = [Shard(**shard) for shard in values.pop("shards")]
         complete = bool(shards) and all(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from data_prep import datastore as data_datastore
+from data_prep import documents
 from data_prep import responses as data_responses
-from data_prep import store_builder
 from spectrain.cli import command
 from spectrain.stores.texts import train_tokenizer
 from tests.conftest import tiny_model
@@ -86,5 +86,5 @@ def kept_ids(folder: Path | str) -> list[str]:
 def cut(run, monkeypatch, *arguments: str) -> None:
     """Leaves a build after reading."""
     with monkeypatch.context() as patch:
-        patch.setattr(store_builder, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(documents.DocumentParts, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
         assert run(*arguments)[0] == 130

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data_prep import store_builder
+from data_prep import documents
 from data_prep.lookup import look_up
-from data_prep.selection import Selection, draw_histogram, select
+from data_prep.select import Selection, draw_histogram, select
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import PARTS, Datastore
 from spectrain.stores import tables
@@ -88,7 +88,7 @@ def test_equal_commands_give_equal_bytes_and_a_finished_store_is_refused(run, sm
 
 def test_by_chance_another_set_of_the_same_size_is_kept_without_scoring(run, small, monkeypatch):
     assert run(*small, "out=filtered")[0] == 0
-    monkeypatch.setattr(store_builder, "score", lambda *arguments: pytest.fail("scored"))
+    monkeypatch.setattr(documents.DocumentParts, "score", lambda *arguments: pytest.fail("scored"))
     for out, seed in (("random", 0), ("again", 0), ("other", 1)):
         assert run(*small, f"out={out}", "perplexity_filter=false", f"seed={seed}")[0] == 0
     assert kept_ids("random") == kept_ids("again")
@@ -167,13 +167,13 @@ def test_a_corpus_that_cannot_be_read_leaves_nothing(run, small, tmp_path, monke
 
 def test_kept_documents_do_not_hold_their_parts_in_memory(run, small, monkeypatch):
     owned = []
-    write_shard = store_builder.write_shard
+    write_shard = documents.write_shard
 
     def watched(folder, index, documents, vocab_size):
         owned.extend(document.base is None for document in documents)
         return write_shard(folder, index, documents, vocab_size)
 
-    monkeypatch.setattr(store_builder, "write_shard", watched)
+    monkeypatch.setattr(documents, "write_shard", watched)
     assert run(*small, "out=store")[0] == 0
     assert owned
     assert all(owned)
@@ -281,12 +281,11 @@ def test_inspect_finds_what_follows_a_text(run, small, made):
     places = [(d, i) for d in documents for i in range(len(d)) if d[i : i + n] == found.suffix]
     assert found.count == len(places) == found.looked_at > 3
     assert f"{look_up(store, tokenizer('never seen: def read_3(path, n=')['input_ids']).count:,} times" in out
-    for continuation in found.continuations:
-        length = len(continuation.tokens)
-        following = [tuple(d[i + n : i + n + length]) for d, i in places]
-        assert following.count(continuation.tokens) == continuation.count > 0
+    for tokens, count in found.continuations:
+        following = [tuple(d[i + n : i + n + len(tokens)]) for d, i in places]
+        assert following.count(tokens) == count > 0
     ends = look_up(store, documents[0][-3:])  # here documents end
-    assert all(store.separator not in continuation.tokens for continuation in ends.continuations)
+    assert all(store.separator not in tokens for tokens, _ in ends.continuations)
     assert run("inspect=store", "lookup=")[0] == 0
 
 

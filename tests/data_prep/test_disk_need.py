@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_prep import store_builder
-from data_prep.disk_need import store_bytes
-from data_prep.selection import Selection
+from data_prep.documents import DocumentParts
+from data_prep.select import Selection
+from data_prep.tokenise import Corpus
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 
 
@@ -20,7 +20,7 @@ def needed(run, small, monkeypatch, tmp_path):
     """Runs the command on a disk of 2 kB; returns how many kB it says that it needs, before anything is read."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 8, 2000))
-    monkeypatch.setattr(store_builder, "write_parts", lambda *arguments: pytest.fail("read"))
+    monkeypatch.setattr(Corpus, "write_parts", lambda *arguments: pytest.fail("read"))
 
     def call(*arguments: str) -> float:
         code, _, err = run(*small, "out=store", *arguments)
@@ -58,8 +58,7 @@ def test_fewer_kept_documents_need_less(needed):
     ],
 )
 def test_a_store_takes_ten_bytes_a_kept_token_and_a_table(options, kept):
-    job = SimpleNamespace(
-        selection=Selection(**options), reading=SimpleNamespace(vocab_size=300), shard_tokens=MAX_SHARD_TOKENS
-    )
+    corpus = SimpleNamespace(vocab_size=300)
+    parts = DocumentParts(None, corpus, Selection(**options), scored=True, shard_tokens=MAX_SHARD_TOKENS)
     # uint16: a token, its suffix in 4 bytes, the two behind it; a first-token table of V + 2 int64
-    assert store_bytes(job, 1000, 20.0) == kept * (2 + 4 + 4) + 302 * 8
+    assert parts.store_bytes(1000, 20.0) == kept * (2 + 4 + 4) + 302 * 8

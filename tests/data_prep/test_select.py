@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.perplexity import Scoring, length_buckets, perplexities, token_log_probs, windows_of
+from data_prep.pipeline import length_buckets
+from data_prep.select import Scoring, perplexities, token_log_probs, windows_of
 from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
 from tests.conftest import random_prompts, tiny_model
@@ -88,13 +89,13 @@ def test_a_document_without_a_token_to_score_has_infinite_perplexity(target):
 
 
 def test_an_impossible_token_has_infinite_perplexity_not_an_error(target, monkeypatch):
-    monkeypatch.setattr("data_prep.perplexity.token_log_probs", lambda logits, tokens: torch.full(tokens.shape, -1e4))
+    monkeypatch.setattr("data_prep.select.token_log_probs", lambda logits, tokens: torch.full(tokens.shape, -1e4))
     assert perplexities(target, documents([5]), Scoring(32, 16, 64)).tolist() == [np.inf]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_in_chunks_equal_log_softmax_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr("data_prep.perplexity.CHUNK_LOGITS", {"cpu": 250})
+    monkeypatch.setattr("data_prep.select.CHUNK_LOGITS", {"cpu": 250})
     logits = (8 * torch.randn(3, 7, 100)).to(dtype)
     tokens = torch.randint(100, (3, 7))
     expected = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from data_prep import datastore as data_datastore
-from data_prep import store_builder
+from data_prep import documents
+from data_prep.pipeline import held
 from spectrain.retrieval.datastore import Datastore, read_manifest
-from spectrain.stores.work_folder import held
 from tests.data_prep.conftest import contents, cut, kept_ids
 
 ROOT = Path(__file__).parent.parent.parent
@@ -102,18 +102,18 @@ def test_a_build_killed_at_every_stage_goes_on_to_the_same_bytes(small, tmp_path
 
 INTERRUPTED = """
 import signal, sys, time
-from data_prep import store_builder
+from data_prep import documents
 from data_prep.datastore import main
 from spectrain.cli import command
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-perplexities = store_builder.perplexities
+perplexities = documents.perplexities
 
 def slowly(*arguments):
     time.sleep(0.5)
     return perplexities(*arguments)
 
-store_builder.perplexities = slowly
+documents.perplexities = slowly
 command("datastore")(main)()
 """
 
@@ -147,7 +147,7 @@ def scored(monkeypatch):
         limit = None
 
     done = Scored()
-    perplexities = store_builder.perplexities
+    perplexities = documents.perplexities
 
     def counted(target, documents, *rest):
         if len(done) == done.limit:
@@ -155,7 +155,7 @@ def scored(monkeypatch):
         done.append(len(documents))
         return perplexities(target, documents, *rest)
 
-    monkeypatch.setattr(store_builder, "perplexities", counted)
+    monkeypatch.setattr(documents, "perplexities", counted)
     return done
 
 
@@ -167,7 +167,7 @@ def test_finished_parts_are_neither_tokenised_nor_scored_again(run, small, score
     assert code == 130
     assert err.strip().endswith("interrupted; the same command goes on from here")
     assert not Path("cut").exists()
-    monkeypatch.setattr("data_prep.token_parts._tokenised", lambda *arguments: pytest.fail("tokenised again"))
+    monkeypatch.setattr("data_prep.tokenise.Corpus.tokenised", lambda *arguments: pytest.fail("tokenised again"))
     scored.clear()
     scored.limit = None
     code, _, err = run(*small, "out=cut")
@@ -225,7 +225,7 @@ def test_scores_are_found_again_by_another_choice(run, small, scored, monkeypatc
     assert code == 2
     assert "keeps none of" in err
     assert len(scored) == 6
-    monkeypatch.setattr("data_prep.token_parts._tokenised", lambda *arguments: pytest.fail("tokenised again"))
+    monkeypatch.setattr("data_prep.tokenise.Corpus.tokenised", lambda *arguments: pytest.fail("tokenised again"))
     code, _, err = run(*small, *out, "keep_tokens=1", "shard_tokens=300", "always_score=true")
     assert code == 2
     assert "keep_tokens=1 keeps nothing" in err
@@ -247,7 +247,7 @@ def test_two_builds_do_not_share_a_folder_at_the_same_time(run, small):
 
 
 def test_what_came_to_stand_in_the_way_is_not_removed(run, small, scored, monkeypatch):
-    write_manifest = store_builder.write_manifest
+    write_manifest = documents.write_manifest
 
     def and_occupy(folder, manifest):
         write_manifest(folder, manifest)
@@ -255,7 +255,7 @@ def test_what_came_to_stand_in_the_way_is_not_removed(run, small, scored, monkey
         Path("store/mine").touch()
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_builder, "write_manifest", and_occupy)
+        patch.setattr(documents, "write_manifest", and_occupy)
         code, _, err = run(*small, "out=store")
     assert code == 2
     assert "out=store exists and is no datastore; give another out" in err

@@ -1,0 +1,307 @@
+"""Which documents a datastore keeps: those of lowest perplexity under the target (SPECTRA), or as many by chance.
+
+The perplexity of a document is exp(-mean log p) over its tokens. A document longer than the window is read by a sliding
+one: each token is scored once, and except in the first window with at least window_tokens - stride_tokens tokens before
+it. Windows of about equal length share a batch; they are padded on the right, which a causal forward does not see.
+
+Letters: B rows, T tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from data_prep.pipeline import length_buckets
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.target import TargetModel
+from spectrain.stores.texts import unit_hash
+
+LOGITS_BYTES = 2**29  # of a batch, as float32, unless a single row has more
+CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # float32 values at once: few enough for caches, enough for all cores
+KEPT, DROPPED = "#0072b2", "#d55e00"
+QUANTILES = {"lowest": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "highest": 1.0}
+BINS = 60
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How documents are read."""
+
+    window_tokens: int
+    stride_tokens: int
+    batch_tokens: int  # padding included; one row at least
+    bos_id: int | None = None  # put in front of each document; without it, its first token is not scored
+
+    @classmethod
+    def of(
+        cls, target: TargetModel, window_tokens: int | None, stride_tokens: int | None, batch_tokens: int
+    ) -> Scoring:
+        """Options for a target; None takes min(its context, 1024) as the window and half of it as the stride.
+
+        Raises:
+            UserError: a value is out of its range.
+        """
+        window_tokens = min(target.max_positions, 1024) if window_tokens is None else window_tokens
+        check_whole("window_tokens", window_tokens, 2)
+        if window_tokens > target.max_positions:
+            raise UserError(
+                f"window_tokens={window_tokens} is longer than the target's context of {target.max_positions}; lower it"
+            )
+        stride_tokens = window_tokens // 2 if stride_tokens is None else stride_tokens
+        check_whole("stride_tokens", stride_tokens, 1)
+        if stride_tokens >= window_tokens:
+            raise UserError(
+                f"stride_tokens={stride_tokens} must be below window_tokens={window_tokens}, or a window's first token "
+                "has none before it"
+            )
+        check_whole("batch_tokens", batch_tokens, 1)
+        return cls(window_tokens, stride_tokens, batch_tokens, target.tokenizer.bos_token_id)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a document, as positions of its text (which begins with BOS where there is one)."""
+
+    document: int
+    start: int
+    stop: int
+    scored_from: int  # start < scored_from < stop
+
+    @property
+    def row_tokens(self) -> int:
+        """What the target reads: the last token is only predicted."""
+        return self.stop - self.start - 1
+
+
+def windows_of(document: int, n_tokens: int, window_tokens: int, stride_tokens: int) -> Iterator[Window]:
+    """The windows of a text of n_tokens, BOS included; none where it has no token to score."""
+    start, scored_from = 0, 1
+    while scored_from < n_tokens:
+        stop = min(start + window_tokens, n_tokens)
+        yield Window(document, start, stop, scored_from)
+        start, scored_from = start + stride_tokens, stop
+
+
+@torch.inference_mode()
+def perplexities(
+    target: TargetModel,
+    documents: Sequence[np.ndarray],
+    scoring: Scoring,
+    on_batch: Callable[[int], None] = lambda n_tokens: None,
+) -> np.ndarray:
+    """Perplexity of each document, infinity where it has no token to score.
+
+    Args:
+        target: whose distribution is asked.
+        documents: token ids of each, without BOS.
+        scoring: windows and batches.
+        on_batch: called after each batch with the tokens that it scored.
+
+    Returns:
+        [documents] float64.
+    """
+    bos = np.array([] if scoring.bos_id is None else [scoring.bos_id], dtype=np.int64)
+    texts = [np.concatenate([bos, document]) for document in documents]
+    windows = [
+        window
+        for i, text in enumerate(texts)
+        for window in windows_of(i, len(text), scoring.window_tokens, scoring.stride_tokens)
+    ]
+    sums: list[Tensor] = []
+    order: list[int] = []
+    for batch in length_buckets([w.row_tokens for w in windows], batch_tokens(scoring.batch_tokens, target.vocab_size)):
+        rows = [windows[i] for i in batch]
+        sums.append(_log_likelihoods(target, texts, rows))
+        order += batch
+        on_batch(sum(w.stop - w.scored_from for w in rows))
+    log_likelihood = np.zeros(len(texts))
+    by_window = np.zeros(len(windows))
+    if order:
+        by_window[order] = torch.cat(sums).cpu().numpy()  # the one wait for the device
+    np.add.at(log_likelihood, [w.document for w in windows], by_window)  # in the windows' order, whatever the batches
+    scored = np.array([len(text) - 1 for text in texts])
+    with np.errstate(over="ignore"):
+        mean = np.where(scored > 0, -log_likelihood / np.maximum(scored, 1), np.inf)
+        return np.exp(mean)
+
+
+def batch_tokens(wanted: int, vocab_size: int) -> int:
+    """Tokens of a batch, bounded by the memory of its logits."""
+    return max(1, min(wanted, LOGITS_BYTES // (4 * vocab_size)))
+
+
+def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Sequence[Window]) -> Tensor:
+    """Sum of log p over each row's scored tokens: [B] float64."""
+    n_rows, n_tokens = len(rows), max(w.row_tokens for w in rows)
+    tokens = np.zeros((n_rows, n_tokens + 1), dtype=np.int64)
+    scored = np.zeros((n_rows, n_tokens), dtype=bool)
+    for row, window in enumerate(rows):
+        tokens[row, : window.stop - window.start] = texts[window.document][window.start : window.stop]
+        scored[row, window.scored_from - window.start - 1 : window.row_tokens] = True
+    device_tokens = torch.from_numpy(tokens).to(target.device)
+    logits = target.forward(device_tokens[:, :-1]).logits
+    log_p = token_log_probs(logits, device_tokens[:, 1:])
+    return torch.where(torch.from_numpy(scored).to(log_p.device), log_p, 0.0).sum(dim=1, dtype=torch.float64)
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log p of each token, in float32, a chunk of positions at a time.
+
+    Args:
+        logits: [B, T, V] in the model's dtype.
+        tokens: [B, T] int64.
+
+    Returns:
+        [B, T] float32.
+    """
+    flat, wanted = logits.flatten(0, 1), tokens.flatten()[:, None].to(logits.device)
+    chunk = max(1, CHUNK_LOGITS.get(logits.device.type, 2**24) // flat.shape[1])
+    log_p = torch.empty(len(flat), dtype=torch.float32, device=logits.device)
+    for start in range(0, len(flat), chunk):
+        piece = flat[start : start + chunk].float()
+        chosen = piece.gather(1, wanted[start : start + chunk])[:, 0]
+        log_p[start : start + chunk] = chosen - piece.logsumexp(dim=1)
+    return log_p.view(tokens.shape)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is kept; all given limits hold together.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+
+    keep: int | float | None = 0.5  # documents: a count, or a share of them below 1
+    max_perplexity: float | None = None
+    keep_tokens: int | None = None  # most tokens in all
+    by_perplexity: bool = True  # False: by a hash of seed and id
+    seed: int = 0
+
+    def __post_init__(self):
+        keep, limit = self.keep, self.max_perplexity
+        if isinstance(keep, float):
+            if not 0 < keep <= 1:
+                raise UserError(f"keep={keep} must be a share in (0, 1], a whole number of documents, or null for all")
+        elif keep is not None:
+            check_whole("keep", keep, 1)
+        if self.keep_tokens is not None:
+            check_whole("keep_tokens", self.keep_tokens, 1)
+        if limit is not None:
+            if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
+                raise UserError(
+                    f"max_perplexity={limit} must be a number of at least 1, the lowest perplexity there is"
+                )
+            if not self.by_perplexity:
+                raise UserError(f"max_perplexity={limit} needs perplexity_filter=true; give one or the other")
+
+    @property
+    def keeps_all(self) -> bool:
+        whole = self.keep is None or (isinstance(self.keep, float) and self.keep == 1.0)
+        return whole and self.max_perplexity is None and self.keep_tokens is None
+
+    @property
+    def needs_perplexities(self) -> bool:
+        return self.by_perplexity and not self.keeps_all
+
+
+def select(
+    selection: Selection, ids: Sequence[str], lengths: np.ndarray, perplexities: np.ndarray | None
+) -> np.ndarray:
+    """Choose the best documents, ties by their place in the corpus.
+
+    Args:
+        selection: limits.
+        ids: of all documents.
+        lengths: [documents] tokens of each.
+        perplexities: [documents], needed where the selection goes by them.
+
+    Returns:
+        [documents] bool: which are kept.
+
+    Raises:
+        UserError: nothing would be kept.
+    """
+    n_documents, limit = len(ids), selection.max_perplexity
+    if selection.keeps_all:
+        return np.ones(n_documents, dtype=bool)
+    scores = perplexities
+    if not selection.by_perplexity:
+        scores = np.array([unit_hash(f"keep:{selection.seed}:{name}") for name in ids])
+    order = np.argsort(scores, kind="stable")
+    if isinstance(selection.keep, float):
+        order = order[: max(1, round(selection.keep * n_documents))]
+    elif selection.keep is not None:
+        order = order[: selection.keep]
+    if limit is not None:
+        order = order[scores[order] <= limit]
+        if not len(order):
+            raise UserError(
+                f"max_perplexity={limit} keeps none of {n_documents} documents, the lowest is {scores.min():.4g}; "
+                "raise it"
+            )
+    if selection.keep_tokens is not None:
+        total = np.cumsum(lengths[order])
+        if total[0] > selection.keep_tokens:
+            raise UserError(
+                f"keep_tokens={selection.keep_tokens} keeps nothing, the first document has {total[0]} tokens; raise it"
+            )
+        order = order[total <= selection.keep_tokens]
+    kept = np.zeros(n_documents, dtype=bool)
+    kept[order] = True
+    return kept
+
+
+def rounded(value: float) -> float | None:
+    """Six digits of a perplexity; None for infinity, which JSON does not have."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def quantiles(perplexities: np.ndarray) -> dict[str, float | None]:
+    """Of some documents; empty where there are none."""
+    if not len(perplexities):
+        return {}
+    # "lower" takes a document's own value: nothing lies between a number and infinity.
+    return {name: rounded(np.quantile(perplexities, q, method="lower")) for name, q in QUANTILES.items()}
+
+
+def draw_histogram(file: Path, perplexities: np.ndarray, kept: np.ndarray, by_perplexity: bool) -> None:
+    """Draw the perplexities of kept and dropped documents, logarithmic, with the median and the cut."""
+    finite = np.isfinite(perplexities)
+    values = perplexities[finite]
+    figure = Figure(figsize=(7.5, 4.0), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    if len(values):
+        low, high = np.log10(values.min()), np.log10(values.max())
+        pad = max(0.02 * (high - low), 0.01)
+        bins = np.logspace(low - pad, high + pad, min(BINS, max(10, 2 * math.isqrt(len(values)))) + 1)
+        sides = [(kept, KEPT, f"kept ({kept.sum():,})"), (~kept, DROPPED, f"dropped ({(~kept).sum():,})")]
+        shown = [(values[side[finite]], color, label) for side, color, label in sides if side[finite].any()]
+        groups, colors, labels = map(list, zip(*shown, strict=True))
+        axes.hist(groups, bins=bins, stacked=True, color=colors, label=labels)
+        median = np.median(values)
+        axes.axvline(median, color="black", linestyle="--", linewidth=1.2, label=f"median {median:,.4g}")
+        if by_perplexity and not kept.all() and kept[finite].any():
+            cut = values[kept[finite]].max()
+            axes.axvline(cut, color="#555555", linewidth=1.2, label=f"cut {cut:,.4g}")
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:,g}")
+        if high - low < 1.5:  # within some two decades the powers of ten alone say too little
+            axes.xaxis.set_minor_formatter("{x:,.3g}")
+            axes.tick_params(axis="x", which="minor", labelsize=7)
+        axes.legend(frameon=False)
+    axes.set_xlabel("perplexity under the target (logarithmic)")
+    axes.set_ylabel("documents")
+    axes.spines[["top", "right"]].set_visible(False)
+    n_infinite = len(perplexities) - len(values)
+    if n_infinite:
+        axes.set_title(f"{n_infinite:,} documents of infinite perplexity are not shown", fontsize=9)
+    figure.savefig(file, metadata={"Software": None})  # equal input, equal bytes

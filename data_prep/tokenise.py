@@ -1,0 +1,229 @@
+"""A corpus, tokenised and deduplicated in parts: the first stage of a datastore (documents.py).
+
+A part holds what is left of some consecutive documents of the corpus. A resumed build reads the corpus again, but
+tokenises only what no part has: a part knows the digest of the texts that it was made from.
+
+    part-00000.npz    tokens [n], lengths [documents], ids and digest as JSON
+    corpus.json       written after the last part: the number of parts and what was counted
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.progress import TokenProgress
+from spectrain.decoding.errors import UserError
+from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
+from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.texts import Document, Skipped, is_held_out, read_documents
+
+PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
+SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 64, 4096  # tokenised to learn how many tokens a byte of text makes
+TOKENS_ONLY = {
+    "add_special_tokens": False,
+    "verbose": False,
+    "return_attention_mask": False,
+    "return_token_type_ids": False,
+}
+
+
+@dataclass
+class Counts:
+    """What was found while reading."""
+
+    read: int = 0  # documents with text
+    not_utf8: int = 0  # files
+    not_utf8_files: list[str] = dataclasses.field(default_factory=list)
+    empty: int = 0
+    held_out: int = 0
+    duplicates: int = 0
+    parts: int = 0
+    documents: int = 0  # left in the parts
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents as tokens."""
+
+    ids: list[str]
+    digest: str  # of the texts that were read for it
+    tokens: np.ndarray  # [n] uint16 or uint32
+    lengths: np.ndarray  # [documents] int64
+
+    def documents(self) -> list[np.ndarray]:
+        return np.split(self.tokens, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+    def write(self, file: Path) -> None:
+        facts = json.dumps({"ids": self.ids, "digest": self.digest}).encode()
+        temporary = file.with_suffix(".tmp")
+        with temporary.open("wb") as out:
+            np.savez(out, tokens=self.tokens, lengths=self.lengths, facts=np.frombuffer(facts, dtype=np.uint8))
+        temporary.rename(file)
+
+
+def part_file(work: Path, index: int) -> Path:
+    return work / f"part-{index:05d}.npz"
+
+
+def read_part(work: Path, index: int) -> Part:
+    """Raises UserError where the file is damaged."""
+    file = part_file(work, index)
+    try:
+        with np.load(file) as arrays:
+            return Part(**json.loads(arrays["facts"].tobytes()), tokens=arrays["tokens"], lengths=arrays["lengths"])
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}); remove it and give the command again") from error
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where documents come from (see `read_documents`), and how they become parts."""
+
+    path: str | None
+    fields: list[str] | None
+    split: str
+    subset: str | None
+    max_documents: int | None
+    held_out_share: float
+    part_documents: int
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int  # of the target
+
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        return islice(read_documents(self.path, self.fields, self.split, self.subset, skipped), self.max_documents)
+
+    def estimate(self, n_bytes: int) -> tuple[int, float]:
+        """Tokens of a corpus of so many bytes that are not held out, and of a document on average, from its beginning.
+
+        Raises:
+            UserError: the corpus has no document with text.
+        """
+        sample = [document.text for document in islice(self.documents(Skipped(quiet=True)), SAMPLE_DOCUMENTS)]
+        if not sample:
+            raise UserError(f"corpus={self.path or 'stdlib'} has no document with text; give another corpus")
+        document_bytes = sum(len(text.encode()) for text in sample) / len(sample)
+        if self.max_documents is not None:
+            n_bytes = min(n_bytes, document_bytes * self.max_documents)
+        cut = [text[:SAMPLE_CHARACTERS] for text in sample]
+        n_tokens = sum(map(len, self.tokenizer(cut, **TOKENS_ONLY)["input_ids"]))
+        tokens_per_byte = n_tokens / sum(len(text.encode()) for text in cut)
+        return int(n_bytes * tokens_per_byte * (1 - self.held_out_share)), document_bytes * tokens_per_byte
+
+    def read_counts(self, work: Path) -> Counts | None:
+        """What reading counted, or None where it has not come to its end."""
+        file = work / "corpus.json"
+        return Counts(**read_json(file)) if file.is_file() else None
+
+    def write_parts(self, work: Path, n_bytes: int | None, before_write: Callable[[Part, Counts], None]) -> Counts:
+        """Read the corpus to its end and write the parts that the work folder lacks.
+
+        Args:
+            work: the work folder.
+            n_bytes: of the corpus; None: not known.
+            before_write: called with a part and what was counted before it; raises where the disk is too small.
+
+        Raises:
+            UserError: the corpus is malformed, or changed since the parts were written.
+        """
+        counts, skipped, seen = Counts(), Skipped(), set()
+        before = self.read_counts(work)
+        changed = UserError(f"the corpus is no longer what this build began with; remove {work} to begin anew")
+        with TokenProgress("tokenise", n_bytes if self.max_documents is None else None) as progress:
+            for batch in self._batches(skipped):
+                file, digest = part_file(work, counts.parts), _digest(batch)
+                new = self._new_documents(batch, seen, counts)
+                if file.is_file():
+                    part = read_part(work, counts.parts)
+                    if part.digest != digest:
+                        raise changed
+                else:
+                    part = self.tokenised(new, digest)
+                    before_write(part, counts)
+                    part.write(file)
+                counts.parts += 1
+                counts.read += len(batch)
+                counts.empty += len(new) - len(part.ids)
+                counts.documents += len(part.ids)
+                counts.tokens += len(part.tokens)
+                progress.advance(sum(len(document.text.encode()) for document in batch), len(part.tokens))
+        counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
+        counts.empty += skipped.empty
+        if part_file(work, counts.parts).is_file() or before not in (None, counts):
+            raise changed
+        write_json(work / "corpus.json", counts)
+        return counts
+
+    def _batches(self, skipped: Skipped) -> Iterator[list[Document]]:
+        """The documents that are read for each part."""
+        batch: list[Document] = []
+        n_characters = 0
+        for document in self.documents(skipped):
+            batch.append(document)
+            n_characters += len(document.text)
+            if len(batch) == self.part_documents or n_characters >= PART_CHARACTERS:
+                yield batch
+                batch, n_characters = [], 0
+        if batch:
+            yield batch
+
+    def _new_documents(self, batch: Iterable[Document], seen: set[bytes], counts: Counts) -> list[Document]:
+        """What is neither held out nor known already."""
+        new = []
+        for document in batch:
+            key = hashlib.sha256(document.text.encode()).digest()[:16]
+            if is_held_out(document.id, self.held_out_share):
+                counts.held_out += 1
+            elif key in seen:
+                counts.duplicates += 1
+            else:
+                seen.add(key)
+                new.append(document)
+        return new
+
+    def tokenised(self, documents: list[Document], digest: str) -> Part:
+        """A part of these documents, without those that the tokenizer normalises away.
+
+        Raises:
+            UserError: a document is too long for a shard, or the tokenizer is not the target's.
+        """
+        ids, rows = [], []
+        texts = [document.text for document in documents]
+        encoded = self.tokenizer(texts, **TOKENS_ONLY)["input_ids"] if texts else []
+        dtype = token_dtype(self.vocab_size)
+        for document, row in zip(documents, encoded, strict=True):
+            if not row:
+                continue
+            if len(row) >= MAX_SHARD_TOKENS:
+                raise UserError(
+                    f"{document.id} has {len(row)} tokens, more than the {MAX_SHARD_TOKENS - 1} that one shard holds; "
+                    "split the document"
+                )
+            if max(row) >= self.vocab_size:
+                raise UserError(
+                    f"the tokenizer gives token {max(row)} in {document.id}, but the target knows {self.vocab_size}; "
+                    "give a target whose tokenizer is its own"
+                )
+            ids.append(document.id)
+            rows.append(np.array(row, dtype=dtype))
+        tokens = np.concatenate(rows) if rows else np.zeros(0, dtype)
+        return Part(ids, digest, tokens, np.array([len(row) for row in rows], dtype=np.int64))
+
+
+def _digest(batch: list[Document]) -> str:
+    digest = hashlib.sha256()
+    for document in batch:
+        for text in (document.id, document.text):
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()
