@@ -53,7 +53,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     for number, row in json_rows(file, file.name):
         where = f"line {number} of {file.name}"
         format_name = format_name or _format_of(row, where)
-        question = _question(row, format_name, where, Question(f"{stem}-{number}", stem, ()))
+        question = _question(row, format_name, where, f"{stem}-{number}", stem)
         if question.id in questions:
             raise UserError(f"{where} repeats the id {question.id!r} of an earlier line; give each question its own")
         questions[question.id] = question
@@ -96,43 +96,37 @@ def _format_of(row: dict, where: str) -> str:
     raise UserError(f"{where} has {_keys(row)}; expected the keys of one format: {known}")
 
 
-def _question(row: dict, format_name: str, where: str, default: Question) -> Question:
-    """Return a row as a question, every value checked; `default` has the id and category of rows without their own."""
+def _question(row: dict, format_name: str, where: str, line_id: str, stem: str) -> Question:
+    """Return a row as a question, every value checked; `line_id` and `stem` are for rows without id and category."""
     for key in FORMATS[format_name]:
         if key not in row:
             raise UserError(
                 f"{where} lacks the key {key!r} (it has {_keys(row)}), which {format_name} rows like the file's first "
                 "have; add it or remove the line"
             )
-    if format_name == "Spec-Bench":
-        turns = row["turns"]
-        if not isinstance(turns, list) or not turns:
-            raise UserError(f"{where} has {_type_name(turns)} as 'turns'; give a list of one or more texts")
-        texts = tuple(_text(turn, f"'turns' at index {i}", where) for i, turn in enumerate(turns))
-        return Question(_id(row, "question_id", where), _text(row["category"], "'category'", where), texts)
-    if format_name == "HumanEval":
-        return Question(_id(row, "task_id", where), default.category, (_text(row["prompt"], "'prompt'", where),))
-    key = FORMATS[format_name][0]
-    text = _text(row[key], repr(key), where)
-    if format_name == "Alpaca" and (extra := _text(row["input"], "'input'", where, may_be_empty=True)).strip():
-        text = f"{text}\n{extra}"
-    return Question(default.id, default.category, (text,))
+    values = {key: _checked(row[key], key, where) for key in FORMATS[format_name]}
+    texts = [values[key] for key in ("prompt", "question", "instruction", "input") if key in values]
+    turns = values.get("turns", ("\n".join(text for text in texts if text.strip()),))
+    return Question(
+        values.get("question_id", values.get("task_id", line_id)), values.get("category", stem), tuple(turns)
+    )
 
 
-def _text(value: object, name: str, where: str, may_be_empty: bool = False) -> str:
+def _checked(value: object, key: str, where: str) -> str | list[str]:
+    """Return a value of a row as text, or as texts where it is `turns`, without halves of characters."""
+    if key == "turns":
+        if not isinstance(value, list) or not value:
+            raise UserError(f"{where} has {_type_name(value)} as 'turns'; give a list of one or more texts")
+        return [_checked(turn, f"turns[{i}]", where) for i, turn in enumerate(value)]
+    wanted = "a text"
+    if key in ("question_id", "task_id"):
+        wanted = "a whole number or a text"
+        value = str(value) if type(value) is int else value
     if not isinstance(value, str):
-        raise UserError(f"{where} has {_type_name(value)} as {name}; give a text")
-    if not value.strip() and not may_be_empty:
-        raise UserError(f"{where} has an empty text as {name}; fill it in or remove the line")
+        raise UserError(f"{where} has {_type_name(value)} as {key!r}; give {wanted}")
+    if not value.strip() and key != "input":
+        raise UserError(f"{where} has an empty text as {key!r}; fill it in or remove the line")
     return SURROGATE.sub("\ufffd", value)
-
-
-def _id(row: dict, key: str, where: str) -> str:
-    value = row[key]
-    if not isinstance(value, int | str) or isinstance(value, bool) or not str(value).strip():
-        given = "an empty text" if isinstance(value, str) else _type_name(value)
-        raise UserError(f"{where} has {given} as {key!r}; give a whole number or a text")
-    return SURROGATE.sub("\ufffd", str(value))
 
 
 def _type_name(value: object) -> str:
