@@ -27,8 +27,8 @@ from data_prep.pipeline import Build, check_disk, length_buckets
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
-from spectrain.models.acceptance_labels import label_texts
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.labels import label_texts
 from spectrain.stores.folder import digest
 from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
 from spectrain.stores.responses import ResponseStore

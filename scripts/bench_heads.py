@@ -22,8 +22,8 @@ from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, load_t
 from spectrain.measure.statistics import Estimate, median
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.draft_states import ModelStates
+from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.stores.labels import open_acceptance
 from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
 from spectrain.training.acceptance_data import TextBatch, text_rows

@@ -27,8 +27,8 @@ from transformers import LlamaForCausalLM
 from spectrain.decoding import TargetModel, load_target
 from spectrain.measure.statistics import median
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter
-from spectrain.models.spire_rollout import rollout
 from spectrain.stores.locations import bundled_folder
 from spectrain.training.losses import LossSettings, Teacher, drafter_loss
 

@@ -24,8 +24,8 @@ from yaml import YAMLError
 from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.artifacts import save_spire
+from spectrain.models.head import AcceptanceHead
 from spectrain.models.spire import SpireDrafter
 from spectrain.models.vanilla import new_vanilla, save_pretrained
 from spectrain.serving.export_lookup import lookup_export

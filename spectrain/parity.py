@@ -30,7 +30,7 @@ from spectrain.measure.parity import Logits, computed, counted, full_steps
 from spectrain.methods.loading import load_method
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
-from spectrain.models.spire_rollout import rollout
+from spectrain.models.rollout import rollout
 from spectrain.reporting.parity_report import (
     ASSISTED,
     AT_STEPS,

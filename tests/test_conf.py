@@ -119,7 +119,7 @@ def test_every_variant_instantiates(option, exported):
 def exported(tmp_path_factory) -> tuple[TargetModel, dict[str, str]]:
     """A tiny target, and an artifact of every kind for it."""
     from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
-    from tests.models.test_head_artifact import export_head
+    from tests.models.test_head import export_head
 
     target = TargetModel(tiny_model("llama"), tiny_tokenizer())
     root = tmp_path_factory.mktemp("checkpoints")

@@ -29,7 +29,7 @@ from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule, confidence, entropy
-from spectrain.models.acceptance_head import AcceptanceHead
+from spectrain.models.head import AcceptanceHead
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from spectrain.methods.stopping import (
     check_entropy,
     check_share,
 )
-from spectrain.models.acceptance_head import AcceptanceHead
+from spectrain.models.head import AcceptanceHead
 
 RULES = ("gamma", "confidence", "entropy", "head")
 

@@ -21,9 +21,8 @@ from spectrain.measure.stopping_results import FIXED, HEAD
 from spectrain.methods.registry import find_artifact, given_artifacts, names
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.methods.stopping import StopRule
-from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.artifacts import MANIFEST, read_manifest
-from spectrain.models.head_artifact import HeadFacts, read_head_facts
+from spectrain.models.head import AcceptanceHead, HeadFacts, read_head_facts
 from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)

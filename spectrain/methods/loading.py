@@ -21,9 +21,18 @@ from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fing
 from spectrain.decoding.errors import UserError
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.registry import build_function, build_method, method_config, method_names, plain_options
-from spectrain.models.artifacts import KINDS, MANIFEST, check_artifact, check_weights, read_manifest
-from spectrain.models.head_artifact import own_drafter, read_head_facts
-from spectrain.models.lookup_artifact import DATASTORE, LookupFacts, check_tokenizer, read_lookup_facts
+from spectrain.models.artifacts import (
+    DATASTORE,
+    KINDS,
+    MANIFEST,
+    LookupFacts,
+    check_artifact,
+    check_tokenizer,
+    check_weights,
+    read_lookup_facts,
+    read_manifest,
+)
+from spectrain.models.head import own_drafter, read_head_facts
 
 
 def token_methods() -> list[str]:

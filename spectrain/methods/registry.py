@@ -20,7 +20,7 @@ from yaml import YAMLError
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.models.artifacts import KINDS, MANIFEST, newest_artifact, read_manifest
-from spectrain.models.head_artifact import own_drafter, read_head_facts
+from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.budget_table import find_table
 from spectrain.stores.locations import CHECKPOINTS, conf_dir

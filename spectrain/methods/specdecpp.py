@@ -17,10 +17,9 @@ from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
-from spectrain.models.acceptance_head import AcceptanceHead
 from spectrain.models.artifacts import load_spire
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
-from spectrain.models.head_artifact import DrafterFacts, HeadFacts, load_head, read_head_facts
+from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, read_head_facts
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.models.acceptance_head import AcceptanceHead
+from spectrain.models.head import AcceptanceHead
 
 JUDGED = ("current", "previous")
 

@@ -2,14 +2,13 @@
 
 Every export holds `spectrain.json` (kind, version, target and its fingerprint, what training measured), the tokenizer
 and a model card beside `model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; a
-`spire` folder holds `SpireConfig` as its `config.json`, a `head` folder what `head_artifact.py` says, a `lookup` folder
-what `lookup_artifact.py` says. docs/export.md has every file, key and shape.
+`spire` folder holds `SpireConfig` as its `config.json`, a `head` folder `HeadFacts` (head.py), a `lookup` folder
+`LookupFacts`. docs/export.md has every file, key and shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.errors import UserError
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
+from spectrain.stores.folder import read_json, write_json
 
 log = logging.getLogger(__name__)
 
 VERSION = 1
 MANIFEST = "spectrain.json"
+DATASTORE = "datastore"  # folder of it inside the export
+CORPUS = "corpus.jsonl"  # the datastore's documents as text: a JSON string a line, as SGLang's NGRAM reads them
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Artifact:
 
 
 def write_manifest(folder: Path, artifact: Artifact) -> None:
-    (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(artifact), indent=2) + "\n")
+    write_json(folder / MANIFEST, dataclasses.asdict(artifact))
 
 
 def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
@@ -74,7 +76,7 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
     if not file.is_file():
         raise UserError(f"{option}={folder} has no {MANIFEST}; give a folder that spectrain.train exported")
     try:
-        values = json.loads(file.read_text())
+        values = read_json(file)
         version = values.get("version")
         artifact = Artifact(**values) if version == VERSION else None  # another version may have other keys
     except (ValueError, TypeError, AttributeError) as error:
@@ -148,7 +150,7 @@ def save_spire(folder: Path, drafter: SpireDrafter) -> None:
         name: t.contiguous() for name, t in drafter.state_dict().items() if not (tied and name == "lm_head.weight")
     }
     save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(drafter.config), indent=2) + "\n")
+    write_json(folder / "config.json", dataclasses.asdict(drafter.config))
 
 
 def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
@@ -159,7 +161,7 @@ def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
     """
     check_artifact(folder, "spire", fingerprint)
     try:
-        values = json.loads((folder / "config.json").read_text())
+        values = read_json(folder / "config.json")
         shape = LlamaShape(**values.pop("shape"))
         config = SpireConfig(shape=shape, **{**values, "target_layers": tuple(values["target_layers"])})
         drafter = SpireDrafter(config)
@@ -172,3 +174,44 @@ def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
     except Exception as error:  # safetensors, json and torch each raise their own types here
         raise UserError(f"drafter={folder} is damaged ({type(error).__name__}); export it again") from error
     return drafter
+
+
+@dataclass(frozen=True)
+class LookupFacts:
+    """What a lookup method's `config.json` says."""
+
+    method: str  # of conf/method/: pld, anpd, rest, spectra_retrieval, sssd
+    options: dict  # of its `build`, but for the datastore
+    tokenizer_fingerprint: str
+    vocab_size: int
+    datastore: bool  # whether it has one
+    corpus_tokens: int = 0  # of the datastore's documents
+    corpus_same_tokens: float | None = None  # share of sampled documents whose text has the tokens they came from
+
+
+def save_lookup_facts(folder: Path, facts: LookupFacts) -> None:
+    """Writes them into an existing folder."""
+    write_json(folder / "config.json", dataclasses.asdict(facts))
+
+
+def read_lookup_facts(folder: Path) -> LookupFacts:
+    """Raises UserError where the folder is no lookup method's export, or is damaged."""
+    artifact = read_manifest(folder, "lookup")
+    if artifact.kind != "lookup":
+        raise UserError(
+            f"lookup={folder} is of kind {artifact.kind}, which an engine cannot look up in; give one made by python "
+            "-m spectrain.export method=..."
+        )
+    try:
+        return LookupFacts(**read_json(folder / "config.json"))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"lookup={folder} is damaged ({type(error).__name__}); export it again") from error
+
+
+def check_tokenizer(folder: Path, facts: LookupFacts, tokenizer_fingerprint: str, target: str) -> None:
+    """Raises UserError where the export holds the tokens of another tokenizer than the target's."""
+    if facts.tokenizer_fingerprint != tokenizer_fingerprint:
+        raise UserError(
+            f"lookup={folder} was exported for the tokenizer {facts.tokenizer_fingerprint}, but {target} has "
+            f"{tokenizer_fingerprint}; export one for it with python -m spectrain.export method=... target=..."
+        )

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.fingerprint import fingerprint, module_fingerprint
 from spectrain.decoding.target import TargetModel
+from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
-from spectrain.models.spire_rollout import rollout
 
 
 class DraftStates(ABC):

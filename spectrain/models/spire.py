@@ -7,7 +7,7 @@ of a drafted token is a learnt mix of the draft's own activations,
     m_t^i = sum_l softmax(w_i)_l x_t^l,   l = 0 (embedding) .. n_layer.
 
 Attention is sparse: the first `sink_tokens` positions and the last `window_tokens` (t - window + 1 .. t), in training
-(`spectrain.models.spire_rollout`) as in decoding (`spectrain.methods.spire`); both go through `SpireBlock.forward`.
+(`spectrain.models.rollout`) as in decoding (`spectrain.methods.spire`); both go through `SpireBlock.forward`.
 
 Letters: B rows, L row tokens, k rollout depth, c chunks of a row, n queries of a call, P past keys, H heads, D hidden.
 """
@@ -181,7 +181,7 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class SpireDrafter(nn.Module):
     """Embedding, `n_layer` blocks, final norm, unembedding, and the feedback weights.
 
-    The rollout that trains it is in `spectrain.models.spire_rollout`.
+    The rollout that trains it is in `spectrain.models.rollout`.
     """
 
     FEEDBACK_START = 4.0  # softmax([4, 0, 0]) gives the block's own input 96 % of its memory at the start

@@ -15,8 +15,7 @@ from spectrain.decoding import tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import AUTO, build_function, method_config, plain_options, with_tuned
-from spectrain.models.artifacts import Artifact, write_manifest
-from spectrain.models.lookup_artifact import CORPUS, DATASTORE, LookupFacts, save_lookup_facts
+from spectrain.models.artifacts import CORPUS, DATASTORE, Artifact, LookupFacts, save_lookup_facts, write_manifest
 from spectrain.reporting.cards import lookup_card
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.serving.exporting import CARD, Write, engine_path, named

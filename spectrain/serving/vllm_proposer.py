@@ -30,7 +30,7 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.loading import open_lookup
 from spectrain.methods.lookup import RowState
 from spectrain.methods.sssd import Sssd
-from spectrain.models.lookup_artifact import LookupFacts, check_tokenizer, read_lookup_facts
+from spectrain.models.artifacts import LookupFacts, check_tokenizer, read_lookup_facts
 from spectrain.serving.requests import Memory
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from torch import Tensor
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
 from spectrain.decoding.target import TargetModel
-from spectrain.models.acceptance_head import AcceptanceHead
-from spectrain.models.acceptance_labels import label_texts, mix_tokens
 from spectrain.models.draft_states import DraftStates
+from spectrain.models.head import AcceptanceHead
+from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.training.acceptance_data import TextBatch
 from spectrain.training.calibration import Reliability
 from spectrain.training.losses import binary_kl, weighted_bce

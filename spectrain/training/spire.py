@@ -12,8 +12,8 @@ from lightning import LightningModule
 from torch import Tensor
 
 from spectrain.decoding.target import Features, TargetModel
+from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
-from spectrain.models.spire_rollout import rollout
 from spectrain.training.data import RowBatch
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import OptimizerSettings, lightning_optimizers

@@ -27,8 +27,7 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.registry import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
-from spectrain.models.head_artifact import HeadFacts, save_drafter, save_head
+from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_drafter, save_head
 from spectrain.reporting.calibration_plot import plot_reliability
 from spectrain.serving.exporting import Export, export, final_metrics, whole_export
 from spectrain.stores.folder import write_json

@@ -23,8 +23,8 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, loa
 from spectrain.decoding.sampling import row_generator
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
-from spectrain.models.acceptance_labels import label_texts
 from spectrain.models.draft_states import ModelStates
+from spectrain.models.labels import label_texts
 from spectrain.stores.labels import FEATURES, AcceptanceStore, open_acceptance
 from spectrain.stores.responses import ResponseManifest, write_responses
 from spectrain.stores.texts import train_tokenizer

@@ -22,7 +22,7 @@ from spectrain.methods.registry import method_names
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
+from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
 from tests.conftest import tiny_model

@@ -21,9 +21,8 @@ from spectrain.measure.stop_simulation import (
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.methods.stopping import CountingStop, OracleStop
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.draft_states import ModelStates, SpireStates
-from spectrain.models.head_artifact import DrafterFacts
+from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.models.test_spire import make
 

@@ -16,9 +16,8 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint, load_target
 from spectrain.measure import tune_specdecpp
 from spectrain.methods.registry import method_config, with_tuned
 from spectrain.methods.specdecpp import open_drafter
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import Artifact, write_manifest
-from spectrain.models.head_artifact import HeadFacts, save_head
+from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_head
 from tests.conftest import noisy_copy
 from tests.models.test_artifacts import export_spire
 from tests.reporting.test_bench_page import Page

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from spectrain.decoding import Drafter, TargetModel, tokenizer_fingerprint
 from spectrain.methods.registry import build_method, method_config
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
-from tests.models.test_head_artifact import export_head
+from tests.models.test_head import export_head
 from tests.retrieval.reference import make_store
 
 

@@ -16,11 +16,11 @@ from spectrain.decoding.errors import UserError
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop
-from spectrain.models.head_artifact import DrafterFacts, save_drafter
+from spectrain.models.head import DrafterFacts, save_drafter
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
-from tests.models.test_head_artifact import export_head
+from tests.models.test_head import export_head
 
 
 @pytest.fixture(scope="module")

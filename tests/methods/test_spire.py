@@ -11,7 +11,7 @@ from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified
 from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
-from spectrain.models.spire_rollout import rollout
+from spectrain.models.rollout import rollout
 from tests.conftest import EOS_ID, VOCAB_SIZE, random_prompts, tiny_model
 from tests.models.test_spire import make
 

@@ -14,7 +14,7 @@ from spectrain.decoding.sampling import row_generator
 from spectrain.methods.draft_chain import DraftStep, draft_chain
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, OracleStop, StopRule, confidence, entropy
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
+from spectrain.models.head import AcceptanceHead, HeadConfig
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 
 V = 8

@@ -15,9 +15,9 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import draw_uniforms, row_generator
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
-from spectrain.models.acceptance_labels import label_texts, mix_tokens
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.head import AcceptanceHead, HeadConfig
+from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
 from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining

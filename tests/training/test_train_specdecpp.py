@@ -23,7 +23,7 @@ from spectrain import export
 from spectrain.cli import command
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
-from spectrain.models.head_artifact import DrafterFacts
+from spectrain.models.head import DrafterFacts
 from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
 from spectrain.stores.locations import conf_dir
 from spectrain.stores.responses import ResponseManifest, write_responses

@@ -1,28 +1,75 @@
-"""An exported acceptance head: its weights, the drafter it was trained on, and how labels were warped.
+"""The acceptance head of SpecDec++ (Huang et al. 2024, section 4.3 and equation 4.1), and the folder that holds one.
 
-A folder of kind `head` (see `artifacts.py`) holds `model.safetensors`, a `config.json` with what `HeadFacts` says, and
-below `drafter/` the drafter itself, whose fingerprint `config.json` has. docs/export.md has the format.
+It reads the drafter's final hidden state of a drafted token and says how probable it is that the token is accepted,
+given that all drafted tokens before it are.
+
+A folder of kind `head` holds `model.safetensors`, a `config.json` with what `HeadFacts` says, and below `drafter/` the
+drafter itself, whose fingerprint `config.json` has. docs/export.md has the format.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.sampling import Sampling
-from spectrain.models.acceptance_head import AcceptanceHead, HeadConfig
 from spectrain.models.artifacts import check_artifact
+from spectrain.stores.folder import read_json, write_json
 
 DRAFTER = "drafter"  # folder of it inside a head's
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")  # of a drafter's files
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What fixes a head's computation.
+
+    Args:
+        hidden_size: D, of the drafter's final hidden state.
+        n_blocks: residual blocks before the linear layer; the paper tries 0 to 4.
+    """
+
+    hidden_size: int
+    n_blocks: int = 3
+
+    def __post_init__(self) -> None:
+        check_whole("hidden_size", self.hidden_size, 1)
+        if isinstance(self.n_blocks, bool) or not isinstance(self.n_blocks, int) or not 0 <= self.n_blocks <= 4:
+            raise UserError(f"n_blocks={self.n_blocks} must be a whole number from 0 to 4")
+
+
+class AcceptanceHead(nn.Module):
+    """Blocks h <- h + SiLU(W h + b), then a linear layer to one logit. All in float32, whatever the drafter's dtype."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        # Differs from the reference: every block has weights of its own.
+        self.blocks = nn.ModuleList(nn.Linear(size, size) for _ in range(config.n_blocks))
+        self.output = nn.Linear(size, 1)
+        for block in self.blocks:
+            nn.init.zeros_(block.weight)  # a block starts as the identity, so that depth costs nothing at first
+            nn.init.zeros_(block.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [..., D] any dtype -> [...] float32, log odds
+        h = hidden.float()
+        for block in self.blocks:
+            h = h + F.silu(F.linear(h, block.weight, block.bias))
+        return F.linear(h, self.output.weight, self.output.bias)[..., 0]
+
+    def probability(self, hidden: Tensor) -> Tensor:
+        """f: the predicted acceptance probability, [...] float32 of hidden [..., D]."""
+        return torch.sigmoid(self(hidden))
 
 
 @dataclass(frozen=True)
@@ -59,7 +106,7 @@ class HeadFacts:
 def save_head(folder: Path, head: AcceptanceHead, facts: HeadFacts) -> None:
     """Writes weights and facts into an existing folder."""
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(facts), indent=2) + "\n")
+    write_json(folder / "config.json", dataclasses.asdict(facts))
 
 
 def save_drafter(
@@ -95,7 +142,7 @@ def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
     """Raises UserError where it is no head, was trained for another target, or is damaged; see `check_artifact`."""
     check_artifact(folder, "head", target_fingerprint)
     try:
-        values = json.loads((folder / "config.json").read_text())
+        values = read_json(folder / "config.json")
         return HeadFacts(
             head=HeadConfig(**values.pop("head")),
             drafter=DrafterFacts(**values.pop("drafter")),

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spectrain.decoding import Sampling, TargetModel
-from spectrain.models.acceptance_labels import LabelledTexts, draw_drafts, label_texts, mix_tokens
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.labels import LabelledTexts, draw_drafts, label_texts, mix_tokens
 from spectrain.models.spire import SpireDrafter
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.models.spire_reference import slow_rollout
