@@ -268,7 +268,7 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
     [
         (["methods=[pld,nothing]"], "methods=nothing is unknown; choose among"),
         (["methods=[spire]"], "holds no spire drafter"),
-        (["methods=[pld]", "+variants.pld={matches: latest}"], "variants.pld.matches is no option of pld"),
+        (["methods=[pld]", "+variants.pld={matches: latest}"], "variants.pld.matches is not an option of pld"),
         (["methods=[pld]", "+variants.x={method: y}", "methods=[x]"], "variants.x has method=y, which is unknown"),
         (["methods=[pld]", "max_nodes=1"], "max_nodes=1"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),

@@ -90,7 +90,7 @@ class MethodCurve:
     """What one method gains and costs, under one sampling, at each node budget that was measured."""
 
     nodes: tuple[int, ...]  # ascending
-    tau: tuple[float, ...]  # tokens a step of a row, bonus included
+    tau: tuple[float, ...]  # tokens per step and row, bonus included
     step_s: tuple[float, ...]  # seconds of a step outside the forward: drafting, verifying, committing
     row_s: tuple[float, ...]  # more of them for each row
     widths: tuple[tuple[tuple[int, float], ...], ...]  # (nodes of a row's own tree, share of its steps)

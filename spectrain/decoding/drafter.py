@@ -65,7 +65,7 @@ class Context:
         return [tokens[row, max(0, end - n) : end].tolist() for row, end in enumerate(self.n_tokens)]
 
     def draw(self, logits: Tensor, active: Sequence[bool] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Chooses a draft token a row, as the target would: warped, with the row's own randomness.
+        """Choose one draft token per row, as the target would: warped, with the row's own randomness.
 
         Args:
             logits: [n, V].

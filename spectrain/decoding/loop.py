@@ -44,7 +44,7 @@ def generate(
     on_finished: OnFinished | None = None,
     cache_block_tokens: int = 256,
 ) -> list[Generation]:
-    """Continues each prompt with the target's own law, whatever the drafter guesses.
+    """Continue each prompt. The text follows the target's own distribution, whatever the drafter guesses.
 
     Args:
         target: the model whose text this is.
@@ -248,7 +248,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step's result on the host, one list a row."""
+    """A step's result on the host, one list per row."""
 
     emitted: list[list[int]]  # accepted tokens, then the bonus
     sources: list[list[int]]

@@ -1,6 +1,6 @@
 """How a token is chosen from logits: one set of options for target and drafter alike.
 
-Randomness is one CPU generator a row, and a row takes from it only for itself: its sample does not depend on its
+Randomness is one CPU generator per row, and a row takes from it only for itself: its sample does not depend on its
 neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).
 
 Letters: B rows, V vocabulary.
@@ -61,14 +61,12 @@ class Sampling:
         supported = [field.name for field in fields(cls)]
         for name in options:
             if name not in supported:
-                why = (
-                    "depends on the text so far, which a draft tree does not have yet"
-                    if name in OF_HISTORY
-                    else ("is no sampling option")
-                )
-                raise UserError(
-                    f"sampling.{name} {why}; the options supported under speculation are {', '.join(supported)}"
-                )
+                supports = f"the options supported under speculation are {', '.join(supported)}"
+                if name in OF_HISTORY:
+                    raise UserError(
+                        f"sampling.{name} depends on the text so far, which a draft tree does not have yet; {supports}"
+                    )
+                raise UserError(f"unknown sampling option: {name}; {supports}")
             value, whole = options[name], name == "top_k"
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
                 raise UserError(f"sampling.{name}={value} must be a {'whole ' if whole else ''}number")
@@ -78,7 +76,7 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def same_law(self, other: Sampling) -> bool:
+    def same_distribution(self, other: Sampling) -> bool:
         """Whether both choose alike: greedy decoding reads no other option."""
         return self == other or (self.greedy and other.greedy)
 
@@ -113,7 +111,7 @@ class Sampling:
         return probs
 
     def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Draws a token a row.
+        """Draw one token per row.
 
         Args:
             logits: [B, V].

@@ -1,7 +1,7 @@
 """The only code that accepts or rejects a draft.
 
-Every rule gives emitted text the target's own law: greedy equals the target's greedy decoding, sampling its warped
-distribution. Chains drawn from a q are judged token by token (Leviathan 2023) or as a block (Sun et al. 2024).
+Every rule leaves the text to the target: greedy output equals the target's greedy decoding, and samples follow its
+warped distribution. Chains drawn from a q are judged token by token (Leviathan 2023) or as a block (Sun et al. 2024).
 
 Letters: B rows, N nodes, A = N path entries, V vocabulary; p target, q draft, x_1..x_gamma the drafted
 tokens of a chain (gamma = N - 1).
@@ -53,9 +53,9 @@ def verify(
         tree: any tree when greedy or deterministic; a chain when its nodes were drawn from a q (`tree.probs`).
         logits: [B, N, V] of the target.
         sampling: the same for target and drafter.
-        generators: one a row, used for that row only; not read when greedy.
-        verification: "token" or "block", the rule for chains that were drawn from a q; both give the same law, block
-            accepts at least as many tokens on average. Greedy and deterministic drafts have one rule.
+        generators: one per row, used for that row only; not read when greedy.
+        verification: "token" or "block", the rule for chains that were drawn from a q. Both give the same distribution;
+            block accepts at least as many tokens on average. Greedy and deterministic drafts have one rule.
 
     Raises:
         UserError: `verification` is neither.

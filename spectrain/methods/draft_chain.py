@@ -19,7 +19,7 @@ from spectrain.methods.stopping import StopRule
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What a draft model says after one token a row."""
+    """What a draft model says after one token per row."""
 
     logits: Tensor  # [n, V] of the next token
     hidden: Tensor | None = None  # [n, D] final state of the token that was read, what the unembedding takes
@@ -58,7 +58,7 @@ def draft_chain(
     step: Callable[[Tensor, int], DraftStep],
     stop: StopRule | None = None,
 ) -> DraftTree:
-    """Drafts up to gamma tokens a row, fewer where a row may emit fewer or a rule ends its draft.
+    """Draft up to gamma tokens per row, fewer where a row may emit fewer or a rule ends its draft.
 
     Every token that is drawn is submitted: a rule that looked at a token and dropped it would bias the sample. A row
     that stops early draws no more, so that its sample does not depend on its neighbours; the draft model runs on it all
@@ -66,7 +66,7 @@ def draft_chain(
 
     Args:
         context: of the active rows.
-        gamma: most tokens a row.
+        gamma: most tokens per row.
         first: what the drafter says after each root.
         step: what it says after draft tokens [n], which are the i-th (from 1) of their chains. Not called on the last
             token drafted.

@@ -104,7 +104,7 @@ class LogitSpec(CandidateDrafter):
         self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * self.max_nodes  # by rank; more than are used
         self.retriever: Retriever | None = None  # see `build_with_datastore`
         self.datastore_ranks = 0
-        self.ranked: list[list[int]] = []  # a list a row: the likeliest tokens of its last logits, best first
+        self.ranked: list[list[int]] = []  # one list per row: the likeliest tokens of its last logits, best first
 
     def new_row(self, tokens: list[int]) -> PositionTable:
         return PositionTable(tokens, self.max_ngram, "latest_full", self.continuation_tokens)

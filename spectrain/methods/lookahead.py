@@ -109,7 +109,7 @@ class LookaheadRow:
         self.n_columns, self.max_guesses = n_columns, max_guesses
         self.text = list(tokens)
         self.random = prompt_random(tokens[:-1])
-        # Differs from the reference: it fills the levels one a step, and guesses nothing until they are full. Here they
+        # Differs from the reference: it fills one level per step, and guesses nothing until they are full. Here they
         # start full, of random tokens of the prompt as its level 0 does; the first n-grams hold some of them.
         cells = (ngram_tokens - 1) * n_columns
         self.window = [tokens[-1], *self.random.choices(tokens[:-1], k=cells - 1)]  # (level, col) at level * W + col

@@ -29,7 +29,7 @@ class MagicDec(Drafter):
     """Drafts with the target itself, which reads sink and window only.
 
     Args:
-        gamma: drafted tokens a step; fewer where a row has less room.
+        gamma: drafted tokens per step; fewer where a row has less room.
         sink_tokens: first tokens of the text that a draft reads.
         window_tokens: last tokens before the root that a draft reads. The view stands still while a chain is drafted.
         positions: "cache" numbers the view 0, 1, 2, .. and turns the copied keys accordingly, as StreamingLLM does;

@@ -79,7 +79,7 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
         for key, value in changes.items():
             if key not in options or key.startswith("_"):
                 takes = ", ".join(plain_options(options)) or "none"
-                raise UserError(f"variants.{name}.{key} is no option of {base}; its options are {takes}")
+                raise UserError(f"variants.{name}.{key} is not an option of {base}; its options are {takes}")
             options[key] = value
         found[name] = options
     return found
@@ -115,7 +115,9 @@ def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictCon
             raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
         unknown = [key for key in changes if key not in method or key.startswith("_")]
         if unknown:
-            raise UserError(f"tuned={file} has {name}.{unknown[0]}, which is no option of the method; tune it again")
+            raise UserError(
+                f"tuned={file} has {name}.{unknown[0]}, which is not an option of the method; tune it again"
+            )
         method = OmegaConf.merge(method, changes)
     return method
 

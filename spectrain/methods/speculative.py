@@ -37,11 +37,11 @@ def load_draft_model(target: TargetModel, drafter: str) -> TargetModel:
 
 
 class Speculative(Drafter):
-    """Drafts gamma tokens a step for all rows at once, from any causal LM of the target's vocabulary.
+    """Drafts gamma tokens per step for all rows at once, from any causal LM of the target's vocabulary.
 
     Args:
         draft_model: the small model, with its tokenizer where the target has one.
-        gamma: drafted tokens a step; fewer where a row has less room.
+        gamma: drafted tokens per step; fewer where a row has less room.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
     """
@@ -106,7 +106,7 @@ class Speculative(Drafter):
         return DraftTree.chain(tokens[:, 0], tokens[:, 1:], torch.tensor(missing, device=device) - 1)
 
     def _read(self, chain: DraftTree, context: Context) -> DraftStep:
-        """Runs the draft model on a chain a row and keeps it. Returns what it says at the end of each chain."""
+        """Run the draft model on one chain per row and keep it. Returns what it says at the end of each chain."""
         output = self.draft_model.score(chain, self.cache)
         n_rows, n_tokens = chain.shape
         if n_tokens == 1:

@@ -1,10 +1,10 @@
 """`method=spire`: a chain of `gamma` tokens from a SPIRe drafter (Neelam et al. 2025, section 3).
 
 The drafter never reads the context again: of the target's captured block inputs it projects K/V for the sinks and the
-window only, into a ring of slots a row. A draft step attends to those slots; it writes the memory of the token it just
-read at that token's slot. After verification the slots of the root and of the accepted tokens are overwritten with K/V
-of the target's activations; slots of rejected tokens lie ahead of the next root and are never seen before they are
-overwritten.
+window only, into a ring of slots per row. A draft step attends to those slots, and writes the memory of the token it
+just read at that token's slot. After verification the slots of the root and of the accepted tokens are overwritten with
+K/V of the target's activations. Slots of rejected tokens lie ahead of the next root, where nothing sees them before
+they are overwritten.
 
 Letters: n rows, R new rows, C draft blocks, D hidden size, S slots, W window, g drafted tokens, A accepted path.
 """
@@ -35,7 +35,7 @@ class Spire(Drafter):
 
     Args:
         drafter: trained for the target at hand.
-        gamma: draft tokens a step; None takes the k it was trained with.
+        gamma: draft tokens per step; None takes the k it was trained with.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
 
@@ -99,7 +99,7 @@ class Spire(Drafter):
         self.slots.free(row)
 
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
-        """Reads one token a row, [n], at positions [n]."""
+        """Read one token per row, [n], at positions [n]."""
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         hidden, memories = self.drafter.step(self.drafter.embed_tokens(tokens[:, None]), rope, past, seen)

@@ -108,7 +108,7 @@ def branch_of(max_nodes: int) -> int:
 
 
 class Sssd(LookupDrafter):
-    """A tree of the likeliest nodes a step.
+    """One tree of the likeliest nodes per step.
 
     Args:
         store: the datastore; None where it is no source.

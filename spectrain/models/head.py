@@ -95,7 +95,7 @@ class HeadFacts:
 
     def why_off(self, folder: Path | str, sampling: Sampling) -> str | None:
         """What a reader of numbers under this sampling must know of the head at `folder`; None: nothing."""
-        if sampling.same_law(self.sampling):
+        if sampling.same_distribution(self.sampling):
             return None
         return (
             f"head={folder} was trained for {self.sampling.describe()} and is used for {sampling.describe()}: its "

@@ -4,7 +4,7 @@ is (Huang et al. 2024, section 4.4).
 At each position i of a response X a token Y_i is drawn from q(. | x, X_<i); its label is min(1, p(Y_i) / q(Y_i)). Both
 distributions are warped as in decoding.
 
-Letters: B rows, T tokens, M positions, K draws a position, V vocabulary, C captured layers.
+Letters: B rows, T tokens, M positions, K draws per position, V vocabulary, C captured layers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def draw_drafts(
         target_logits: turns some of them into logits [m, V].
         draft_logits: likewise, over the same vocabulary.
         sampling: by which both are warped; greedy gives labels 0 and 1.
-        uniforms: [M, K] float32 in [0, 1), one a draw.
+        uniforms: [M, K] float32 in [0, 1), one per draw.
     """
     parts = []
     for start in range(0, max(1, len(uniforms)), CHUNK_POSITIONS):  # M = 0 gives tensors too

@@ -7,7 +7,7 @@ own input. k passes over L / k queries each cost the arithmetic of one ordinary 
 So that no L x L mask is ever built, blocks are grouped into chunks at least as long as the window: the queries of a
 chunk see only the sinks, the chunk before, their own chunk, and their own block. Memory is linear in L.
 
-Letters: as in `spire.py`; C tokens a chunk, c chunks a row, n = C / k blocks of a chunk, s sinks, W window.
+Letters: as in `spire.py`; C tokens a chunk, c chunks per row, n = C / k blocks of a chunk, s sinks, W window.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def new_vanilla(
 def draft_generation_config(target: PreTrainedModel) -> GenerationConfig:
     """How transformers' `generate(assistant_model=...)` drafts with it: the target's ends of text, no sampling options.
 
-    The defaults of transformers, 20 tokens a step, are meant for drafters that agree with the target far longer.
+    The defaults of transformers, 20 tokens per step, are meant for drafters that agree with the target far longer.
     """
     known = target.generation_config
     return GenerationConfig(

@@ -133,7 +133,7 @@ def draft_tree(
         rows: each row's guesses.
         device: where the target reads them.
         shape: of the probes, the same for all rows; None: no probes.
-        probes: P tokens a row, in the order of `shape`.
+        probes: P tokens per row, in the order of `shape`.
     """
     n_probes = shape.n_probes if shape is not None else 0
     width = max(len(row.tokens) for row in rows)

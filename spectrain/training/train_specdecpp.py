@@ -149,7 +149,7 @@ def offline_source(cfg: DictConfig, target: TargetModel, drafter: OpenDrafter) -
     store.check_fits(*prints, drafter.states.block_tokens)
     sampling = Sampling.from_options(store.manifest.sampling)
     asked = warping(cfg, store.manifest.sampling)
-    if not asked.same_law(sampling):
+    if not asked.same_distribution(sampling):
         raise UserError(
             f"data.path={store.folder} was labelled for {sampling.describe()}, not for {asked.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"

@@ -90,13 +90,13 @@ def test_an_option_that_is_no_number_is_named(option):
 def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
     with pytest.raises(UserError, match=r"repetition_penalty depends on the text .* temperature, top_k, top_p, min_p"):
         Sampling.from_options({"temperature": 1.0, "repetition_penalty": 1.2})
-    with pytest.raises(UserError, match=r"sampling.typical_p is no sampling option; .* temperature"):
+    with pytest.raises(UserError, match=r"unknown sampling option: typical_p; .* temperature"):
         Sampling.from_options({"typical_p": 0.9})
     assert Sampling.from_options({"temperature": 1.0, "top_k": 5}) == Sampling(temperature=1.0, top_k=5)
 
 
 def test_greedy_is_one_law_whatever_else_is_set():
-    assert Sampling().same_law(Sampling(top_k=50))
-    assert Sampling(temperature=1.0).same_law(Sampling(temperature=1.0))
-    assert not Sampling(temperature=1.0).same_law(Sampling(temperature=1.0, top_k=50))
-    assert not Sampling().same_law(Sampling(temperature=1.0))
+    assert Sampling().same_distribution(Sampling(top_k=50))
+    assert Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0))
+    assert not Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0, top_k=50))
+    assert not Sampling().same_distribution(Sampling(temperature=1.0))
