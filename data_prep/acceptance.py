@@ -5,7 +5,7 @@
 
 At each position of a response tokens are drawn from the drafter, and p, q and min(1, p / q) are kept, warped as in
 decoding (SpecDec++, Huang et al. 2024, section 4.4). The same command resumes after an interruption. Options are in
-`conf/acceptance.yaml`, the format in docs/acceptance.md.
+`conf/acceptance.yaml`, the format in docs/data.md.
 """
 
 from __future__ import annotations

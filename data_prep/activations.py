@@ -1,4 +1,4 @@
-"""Hidden states of a target, computed once: what SPIRe drafters are trained from (docs/activations.md).
+"""Hidden states of a target, computed once: what SPIRe drafters are trained from (docs/data.md).
 
     python -m data_prep.activations corpus=<file or folder> target=<folder or hub id>   # raw text, packed into rows
     python -m data_prep.activations responses=<folder> target=...                       # prompts and responses

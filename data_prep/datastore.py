@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m data_prep.datastore corpus=... target=...
     python -m data_prep.datastore inspect=<datastore> lookup="for i in range("
 
-The same command resumes after an interruption. Options are in `conf/datastore.yaml`, the format in docs/datastore.md.
+The same command resumes after an interruption. Options are in `conf/datastore.yaml`, the format in docs/data.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     part-*, corpus.json    the documents as tokens (tokenise.py)
     score-00000.npy        [documents of the part] float64 perplexities (select.py)
-    store/                 what becomes the datastore (docs/datastore.md)
+    store/                 what becomes the datastore (docs/data.md)
 
 Parts and scores do not depend on what is chosen from them, so that another `keep` uses them again.
 """

@@ -1,4 +1,4 @@
-"""A datastore: texts of a corpus as tokens with a suffix array, memory-mapped (docs/datastore.md has the format).
+"""A datastore: texts of a corpus as tokens with a suffix array, memory-mapped (docs/data.md has the format).
 
     manifest.json           what it was made of and for, shards with their files' sizes and sha256
     tokens-00000.npy        [n] uint16 or uint32: documents, each closed by the separator (the token vocab_size)

@@ -1,5 +1,5 @@
 """A store of features: what training reads of a frozen target, token by token, in safetensors shards
-(docs/activations.md).
+(docs/data.md).
 
     store = open_features("checkpoints/activations-1f0c93ab")
     store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l")

@@ -1,5 +1,5 @@
 """A store of acceptance labels: what a drafter drafts beside a target's responses, and how probable it is that the
-target accepts it; token ids and floats in a `datasets` folder (docs/acceptance.md).
+target accepts it; token ids and floats in a `datasets` folder (docs/data.md).
 
     store = open_acceptance("checkpoints/acceptance-1f0c93ab")
     store.check_fits(target_fingerprint, drafter_fingerprint, rollout_tokens=None)

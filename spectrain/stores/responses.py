@@ -1,4 +1,4 @@
-"""A store of responses: what a target answered to prompts, as token ids, in a `datasets` folder (docs/responses.md).
+"""A store of responses: what a target answered to prompts, as token ids, in a `datasets` folder (docs/data.md).
 
     store = open_responses("checkpoints/responses-1f0c93ab")
     store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l")
