@@ -61,3 +61,11 @@ def test_draw_warps_and_leaves_inactive_rows_their_randomness():
     following = [torch.rand(1, generator=generator).item() for generator in context.generators]
     for row, n_drawn in enumerate([1, 0, 1]):
         assert following[row] == torch.rand(n_drawn + 1, generator=row_generator(0, row))[-1].item()
+
+
+def test_tail_is_the_end_of_each_row_and_all_of_a_short_one():
+    context = Context(Sampling(), max_rows=2)
+    context.append([[5, 6, 7], [8]], 9, [None, None])
+    context.root(range(2), torch.tensor([1, 2]), torch.zeros(2, 61))
+    assert context.tail(3) == [[6, 7, 1], [8, 2]]
+    assert context.tail(1) == [[1], [2]]
