@@ -27,7 +27,7 @@ from spectrain.decoding.budget import ForwardCost
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
 from spectrain.measure.acceptance_curve import GroupRow, curve_of, measure_group
-from spectrain.measure.contenders import PEERS
+from spectrain.measure.baselines import BASELINES
 from spectrain.measure.forward_cost import check_grid, measure_forward, steadied
 from spectrain.measure.questions import digest, read_questions, use_chat
 from spectrain.measure.results import BASELINE
@@ -112,7 +112,7 @@ def tree_methods(cfg: DictConfig) -> dict[str, DictConfig]:
     Raises:
         UserError: one that was named drafts no trees.
     """
-    found = {name: options for name, options in method_configs(cfg, reserved=PEERS).items() if name != BASELINE}
+    found = {name: options for name, options in method_configs(cfg, reserved=BASELINES).items() if name != BASELINE}
     chains = [name for name, options in found.items() if not drafts_trees(options)]
     if chains and not takes_all(cfg):
         raise UserError(f"methods={chains[0]} drafts no trees, so it has no node budget to tune; leave it out")
