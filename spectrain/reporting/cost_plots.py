@@ -14,12 +14,12 @@ from matplotlib.patches import Rectangle
 
 from spectrain.decoding.budget import NodeBudget
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
-from spectrain.measure.stopping_results import FIXED, HEAD
+from spectrain.measure.stop_simulation import FIXED, HEAD
 from spectrain.reporting import drawing
 from spectrain.reporting.budget_report import plain_tokens_per_s
 from spectrain.reporting.cost_tables import compact
 from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, line, line_panels
-from spectrain.stores.budget_table import BudgetTable, CurveEntry, sampling_name
+from spectrain.stores.budget_table import BudgetTable, CurveEntry
 
 COLOUR_OF = dict(zip(("vanilla", "magicdec", "spire", "spire_dense"), COLOURS, strict=False))
 MAP_POINTS = 240  # of the map of the fastest methods, in each direction
@@ -180,7 +180,7 @@ def budget_acceptance(table: BudgetTable) -> Figure:
     """SSSD, Figure 4: acceptance length of every method over the nodes that it may use."""
     lines = []
     for i, entry in enumerate(sorted(table.entries, key=lambda entry: -entry.curve.tau[-1])):
-        label = entry.name + (f", {sampling}" if (sampling := sampling_name(entry.sampling)) != "greedy" else "")
+        label = entry.name + (f", {sampling}" if (sampling := entry.sampling.describe()) != "greedy" else "")
         style = {"marker": "o", "linestyle": drawing.DASHES[i // 8 % 2], "color": COLOURS[i % 16], "label": label}
         lines.append(line(zip(entry.curve.nodes, entry.curve.tau, strict=True), **style))
     labels = (NODES_AXIS, "acceptance length tau\n(tokens per target forward pass)")
