@@ -122,7 +122,7 @@ def fastest(found: CostGrid) -> Figure:
         values = model.multiplier(method, batches, contexts)
         if values.min() < 1 < values.max():
             ax.contour(contexts, batches, values, levels=[1.0], colors=[colour], linewidths=2)
-            handles[f"{name} = {AUTOREGRESSIVE}"] = Line2D([], [], color=colour, lw=2)
+            handles[f"{name} as fast as {AUTOREGRESSIVE}"] = Line2D([], [], color=colour, lw=2)
     ax.set_xscale("log", base=2)
     ax.set_xticks(found.context_tokens, map(compact, found.context_tokens))
     log_y(ax)

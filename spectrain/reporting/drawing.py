@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -42,7 +42,6 @@ styled = matplotlib.rc_context(
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
-        "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
         "grid.color": "#e5e5e5",
         "grid.linewidth": 0.6,
         "hatch.linewidth": 0.6,
@@ -69,11 +68,11 @@ class Line(NamedTuple):
 
     points: Sequence[tuple[float, float]]
     style: Mapping
-    whiskers: Sequence[tuple[float, float] | None] = ()
+    whiskers: Sequence[tuple[float, float] | None]
 
 
-def line(points: Sequence[tuple[float, float]], **style: object) -> Line:
-    return Line(list(points), style)
+def line(points: Iterable[tuple[float, float]], whiskers: Sequence = (), **style: object) -> Line:
+    return Line(list(points), style, whiskers)
 
 
 @styled

@@ -258,13 +258,12 @@ def curves(runs: Sequence[tuple[Mapping, float, Mapping]], axis: str = "optimize
     panels: dict[str, list[Line]] = {}
     for metric, title in METRICS.items():
         for curve, width, style in runs:
-            rows = [(step, row) for step, row in curve.items() if number(row.get(metric)) is not None]
-            rows = drawing.thinned(rows)
-            points = [((step + 1) * width, row[metric]) for step, row in rows]
-            whiskers = [bounds_of((row.get(f"{metric}_low"), row.get(f"{metric}_high"))) for _, row in rows]
+            rows = [((step + 1) * width, row) for step, row in curve.items() if number(row.get(metric)) is not None]
+            points = [(x, row[metric]) for x, row in drawing.thinned(rows)]
+            ends = [(row.get(f"{metric}_low"), row.get(f"{metric}_high")) for _, row in drawing.thinned(rows)]
             if points:
-                style = {"marker": "" if metric.startswith("train/") else "o", **style}
-                panels.setdefault(title, []).append(Line(points, style, whiskers))
+                marker = "" if metric.startswith("train/") else "o"
+                panels.setdefault(title, []).append(line(points, map(bounds_of, ends), marker=marker, **style))
     several = [title for title, lines in panels.items() if any(len(one.points) > 1 for one in lines)]
     shown = list(dict.fromkeys([*several, *panels]))[:MAX_PANELS]
     return line_panels({title: panels[title] for title in shown}, axis, n_columns=2)
@@ -304,13 +303,9 @@ def calibration(
 ) -> Figure | None:
     """Reliability diagram of acceptance heads: mean label by mean prediction, and beside it the share of positions.
 
-    A weighted loss is least not at the prediction f = a but at f = w_acc a / (w_acc a + w_rej (1 - a)). With unequal
-    weights that curve is drawn, too.
-
-    Args:
-        bins: of each head: `positions`, `predicted` and `label` (means) of each bin.
-        styles: of the lines, by head.
-        w_rej, w_acc: weights of the loss.
+    The loss with weights w_rej, w_acc is least not at the prediction f = a but at f = w_acc a / (w_acc a + w_rej (1 -
+    a)). That curve is drawn where the weights differ. `bins` and `styles` are by head, each bin with its number of
+    `positions` and the means `predicted` and `label`.
     """
     lines, shares = [line([(0, 0), (1, 1)], color="#333333", linestyle="--", label="calibrated")], []
     if w_rej != w_acc:
@@ -321,8 +316,8 @@ def calibration(
         found = [one for one in found if number(one.get("positions"))]
         if found:
             whole, style = sum(one["positions"] for one in found), {"marker": "o", **styles[name]}
-            lines.append(Line([(one["predicted"], one["label"]) for one in found], style))
-            shares.append(Line([(one["predicted"], one["positions"] / whole) for one in found], style))
+            lines.append(line([(one["predicted"], one["label"]) for one in found], **style))
+            shares.append(line([(one["predicted"], one["positions"] / whole) for one in found], **style))
     if not shares:
         return None
     panels = {"share accepted (mean label)": lines, "share of positions": shares}
@@ -366,9 +361,9 @@ def parity(content: Mapping) -> Figure | None:
         found = [(x, *estimate_of(each)) for x, each in zip(places, one.get("acceptance") or (), strict=False)]
         found = [(x, value, bounds) for x, value, bounds in found if value is not None]
         if found:
-            style = {"color": COLOURS[i], "marker": "o", "label": side}
-            whiskers = [bounds for *_, bounds in found]
-            panels.setdefault(sampling, []).append(Line([(x, value) for x, value, _ in found], style, whiskers))
+            points, whiskers = [(x, value) for x, value, _ in found], [bounds for *_, bounds in found]
+            one_side = line(points, whiskers, color=COLOURS[i], marker="o", label=side)
+            panels.setdefault(sampling, []).append(one_side)
     return position_panels(panels)
 
 
