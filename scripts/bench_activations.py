@@ -15,7 +15,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -41,11 +41,10 @@ from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
 from spectrain.stores.folder import write_manifest
 from spectrain.stores.locations import bundled_folder
-from spectrain.training.data import RowBatch, SeededBatches
-from spectrain.training.feature_data import FeatureRows, ReadAheadLoader
+from spectrain.training.data import FeatureRows, ReadAheadLoader, RowBatch, SeededBatches
 from spectrain.training.losses import LossSettings
+from spectrain.training.modules import SpireTraining
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.spire import SpireTraining
 
 WARM_UP = 2
 
@@ -161,7 +160,7 @@ def report_training(
     rows = FeatureRows(
         store, np.arange(len(store)), config.captured_layers, args.length, pinned=target.device.type == "cuda"
     )
-    loader = ReadAheadLoader(SeededBatches(len(rows), args.batch, seed=0), rows.batch)
+    loader = ReadAheadLoader(SeededBatches(len(rows), args.batch, seed=0), rows.__getitem__)
     batches = endless(loader)
     online, offline = (new_step(args, target, config) for _ in range(2))
     seconds: dict[str, list[float]] = {"body": [], "online": [], "offline": [], "waited": []}
@@ -169,7 +168,7 @@ def report_training(
         waited_s, start_s = loader.waited_s, time.perf_counter()
         batch = next(batches)
         read_s = time.perf_counter() - start_s
-        alone = RowBatch(batch.tokens, batch.numbers)
+        alone = replace(batch, captured=None, final_hidden=None)
         found = {
             "body": timed(target, body, args, target, alone),
             "online": timed(target, online, alone),
@@ -191,7 +190,7 @@ def report_offline_alone(
     args: argparse.Namespace, offline: Step, rows: FeatureRows, table: Table, target: TargetModel
 ) -> None:
     """Offline steps without online ones between them, in which the loader could rest."""
-    loader = ReadAheadLoader(SeededBatches(len(rows), args.batch, seed=1), rows.batch)
+    loader = ReadAheadLoader(SeededBatches(len(rows), args.batch, seed=1), rows.__getitem__)
     batches = endless(loader)
     shares = []
     for step in range(args.pairs + WARM_UP):

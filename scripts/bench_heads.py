@@ -25,9 +25,9 @@ from spectrain.methods.stopping import HeadStop
 from spectrain.models.draft_states import ModelStates
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.stores.labels import open_acceptance
-from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
-from spectrain.training.acceptance_data import TextBatch, text_rows
+from spectrain.training.data import TextBatch, text_rows
 from spectrain.training.losses import weighted_bce
+from spectrain.training.modules import HeadSettings, HeadTraining
 from spectrain.training.optim import OptimizerSettings, build_optimizer
 
 
@@ -64,7 +64,7 @@ def training_ratio(
     target: TargetModel, states: ModelStates, head: AcceptanceHead, batches: list[TextBatch], pairs: int
 ) -> Estimate:
     """Throughput of head training over that of the draft's forward alone."""
-    module = AcceptanceTraining(head, states, target, AcceptanceSettings(Sampling(1.0)), OptimizerSettings())
+    module = HeadTraining(head, states, target, HeadSettings(Sampling(1.0)), OptimizerSettings())
     optimizer = build_optimizer(head.named_parameters(), module.optimizer_settings)
 
     def train(batch: TextBatch, epoch: int) -> None:

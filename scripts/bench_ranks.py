@@ -28,13 +28,10 @@ from rich.table import Table
 
 from spectrain.cli import expand_shorthands, leave_ranks, open_target, quiet_libraries
 from spectrain.measure.statistics import median
-from spectrain.models.pruned_init import new_drafter
 from spectrain.stores.locations import conf_dir
-from spectrain.train import make_rows, read_corpus, spire_config
-from spectrain.training.fit import optimizer_settings
-from spectrain.training.losses import LossSettings
-from spectrain.training.spire import SpireTraining
-from spectrain.training.trainers import build_trainer
+from spectrain.training.experiments import spire_experiment
+from spectrain.training.fit import build_trainer
+from spectrain.training.modules import SpireTraining
 
 WARM_UP = 2  # steps that are not timed
 TRAINERS = {"one rank": "cpu", "DDP": "ddp", "ZeRO-2": "deepspeed_zero2"}
@@ -114,12 +111,10 @@ def fit_spire(overrides: list[str], callbacks: list[Callback]) -> tuple[Trainer,
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("train", overrides=expand_shorthands(overrides))
     seed_everything(cfg.seed, verbose=False)
-    target = open_target(cfg, "cpu")
-    drafter = new_drafter(target.model, spire_config(cfg, target), cfg.init)
-    module = SpireTraining(drafter, target, LossSettings(cfg.loss, cfg.omega), optimizer_settings(cfg))
+    experiment = spire_experiment(cfg, open_target(cfg, "cpu"))
     trainer = build_trainer(cfg, callbacks, [])
-    trainer.fit(module, datamodule=make_rows(cfg, read_corpus(cfg), target))
-    return trainer, module
+    trainer.fit(experiment.module, datamodule=experiment.data)
+    return trainer, experiment.module
 
 
 def show(rates: dict[str, list[float]], losses: dict[str, np.ndarray]) -> None:

@@ -29,8 +29,7 @@ from rich.table import Table
 
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.training.checkpoints import step_of
-from spectrain.training.curve import without_clock
-from spectrain.training.runs import RunFolder
+from spectrain.training.runs import RunFolder, without_clock
 
 COMPARED = (".safetensors", ".arrow", ".npy", ".bin", ".png")  # what a command makes; not logs, notes and clocks
 

@@ -1,8 +1,8 @@
 """Trains a drafter, or a small target to draft for.
 
-    python -m spectrain.train +exp=spire      # SPIRe drafter for the bundled target (methods.md section 4)
-    python -m spectrain.train +exp=vanilla    # small ordinary draft model (section 2)
-    python -m spectrain.train +exp=specdecpp  # acceptance head of a drafter (section 3)
+    python -m spectrain.train +exp=spire      # SPIRe drafter for the bundled target (SPIRe, Neelam et al. 2025)
+    python -m spectrain.train +exp=vanilla    # small ordinary draft model (Leviathan et al. 2023)
+    python -m spectrain.train +exp=specdecpp  # acceptance head of a drafter (SpecDec++, Huang et al. 2024)
     python -m spectrain.train +exp=target     # the bundled target itself
 
 The same command resumes an interrupted run. Any option is an override: `k=6 window_tokens=128 target=<folder>`.
@@ -12,44 +12,37 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import torch
-from lightning import seed_everything
+from lightning import Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_only
+from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from rich.console import Console
 
 from spectrain.cli import command, in_multirun, open_target
-from spectrain.decoding import Drafter, TargetModel
+from spectrain.decoding import Drafter
 from spectrain.decoding.errors import UserError
 from spectrain.measure.tau import measure_tau
-from spectrain.measure.validation import measuring, select_settings, tau_settings
+from spectrain.measure.validation import decoding_with, measuring, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.speculative import Speculative
+from spectrain.methods.registry import given_artifacts
+from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.methods.speculative import build as build_speculative
-from spectrain.methods.spire import Spire
-from spectrain.models.artifacts import save_spire
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
-from spectrain.models.spire import SpireConfig, SpireDrafter
-from spectrain.models.vanilla import new_vanilla, save_pretrained
-from spectrain.serving.exporting import Export, Made, export, final_metrics, finish, tokens_of, whole_export
-from spectrain.stores.folder import digest, naming_a_full_disk
-from spectrain.stores.texts import Document, is_held_out, pack, read_documents, train_tokenizer
-from spectrain.training.data import PackedRowsData
-from spectrain.training.feature_data import FeatureData
-from spectrain.training.fit import check_rows, fit, optimizer_settings, target_device
-from spectrain.training.language_model import LanguageModelTraining
+from spectrain.models.artifacts import KINDS, save_spire
+from spectrain.models.vanilla import save_pretrained
+from spectrain.reporting.cards import trained_card
+from spectrain.reporting.drawing import COLOURS, write_png
+from spectrain.reporting.head_summary import head_table, next_command
+from spectrain.reporting.plots import calibration, training_pictures
+from spectrain.serving.exporting import Export, save_head_and_drafter, tokens_of, write_export
+from spectrain.stores.folder import naming_a_full_disk, refuse_existing
+from spectrain.training import experiments
+from spectrain.training.fit import fit, target_device
 from spectrain.training.loggers import publish
-from spectrain.training.losses import LossSettings
-from spectrain.training.runs import FinishedRun, RunFolder, refuse_existing, write_folder
-from spectrain.training.selection import load_under
-from spectrain.training.spire import SpireTraining
-from spectrain.training.stored_features import stored_rows
-from spectrain.training.train_specdecpp import keep_to_source, train_specdecpp
+from spectrain.training.runs import FinishedRun, RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +50,15 @@ log = logging.getLogger(__name__)
 def main(cfg: DictConfig) -> None:
     if "kind" not in cfg or OmegaConf.is_missing(cfg, "kind"):
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
-    if cfg.data.source != "online" and cfg.kind not in OFFLINE:
-        raise UserError(
-            f"data={cfg.data.source} is for {' and '.join(f'+exp={kind}' for kind in OFFLINE)} only; give data=online"
-        )
+    if cfg.data.source != "online" and cfg.kind not in experiments.OFFLINE:
+        kinds = " and ".join(f"+exp={kind}" for kind in experiments.OFFLINE)
+        raise UserError(f"data={cfg.data.source} is for {kinds} only; give data=online")
     try:
         run = RunFolder.find(cfg)
     except FinishedRun as finished:
         if not in_multirun():
             raise
-        log.info("left out: %s", finished)  # a sweep that was interrupted goes on with what is left of it
+        log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
         return
     if cfg.out and rank_zero_only.rank == 0 and not run.exported_to(Path(str(cfg.out))):
         refuse_existing(Path(str(cfg.out)))
@@ -75,164 +67,89 @@ def main(cfg: DictConfig) -> None:
         TRAININGS[cfg.kind](cfg, run)
 
 
-def train_spire(cfg: DictConfig, run: RunFolder) -> None:
-    """A SPIRe drafter of a Llama-like target; then its tau beside autoregressive and, where given, vanilla."""
-    target = open_target(cfg, target_device(cfg))
-    config = spire_config(cfg, target)
-    drafter = new_drafter(target.model, config, cfg.init)
-    drafters, settings, selecting = vanilla_beside(cfg, target), tau_settings(cfg, target), select_settings(cfg, target)
-    module = SpireTraining(drafter, target, LossSettings(cfg.loss, cfg.omega), optimizer_settings(cfg))
-    data, begun = spire_data(cfg, run, target, config)
-
-    def trained(weights: dict[str, Tensor]) -> SpireDrafter:
-        whole = SpireDrafter(config)
-        load_under(whole, weights, "drafter")
-        return whole
-
-    measure = measuring(target, lambda weights: Spire(trained(weights)), data.contexts, selecting)
-    trainer = fit(cfg, run, module, data, target, begun, measure)
+def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
+    """A SPIRe or vanilla drafter; then its tau beside plain decoding and, where one is given, a vanilla drafter."""
+    target = open_target(cfg, target_device(run.config))
+    experiment = experiments.DRAFTERS[cfg.kind](run.config, target)
+    trained = partial(experiments.TRAINED[cfg.kind], run.config, target)
+    drafters: dict[str, Drafter] = {"autoregressive": Autoregressive()}
+    if cfg.kind == "spire" and cfg.vanilla:  # opened before training, so that a wrong folder is reported at once
+        drafters["speculative"] = build_speculative(target, cfg.vanilla, cfg.k)
+    after, within = tau_settings(run.config, target)
+    contexts = experiment.data.contexts
+    trainer = fit(run.config, run, experiment, measuring(target, trained, contexts, within), in_multirun())
     if not trainer.is_global_zero:
         return
-    best = trained(run.best.weights())
-    drafters["spire"] = Spire(copy.deepcopy(best))  # decoding takes the target's dtype; the export stays float32
-    table = measure_tau(target, drafters, data.contexts, settings, cfg.seed)
-    finish(cfg, run, Made("spire", partial(save_spire, drafter=best), target, trainer, table))
+    best, drafter = run.best.read(), trained(run.best.weights())
+    # Decoding takes the target's dtype and device; the export stays float32.
+    drafters[KINDS[cfg.kind].method] = decoding_with(copy.deepcopy(drafter), target)
+    table = measure_tau(target, drafters, contexts, after, cfg.seed)
+    result = {
+        "steps": trainer.global_step,
+        "tokens": tokens_of(run.config, trainer.global_step),
+        "selected": best.facts(),
+        "metrics": final_metrics(trainer) if best.step == trainer.global_step else run.metrics_at(best.step),
+        **table.as_dict(),
+    }
+    Console().print(table.render())
+    save = partial(save_spire, drafter=drafter) if cfg.kind == "spire" else drafter.save_pretrained
+    finish(cfg, run, trainer, Export(cfg.kind, save, result, target), result)
 
 
-def spire_config(cfg: DictConfig, target: TargetModel) -> SpireConfig:
-    """What the drafter of this config is for this target."""
-    return SpireConfig(
-        shape=shape_of(target.model),
-        target_layers=last_layers(target.model, cfg.n_layer),
-        k=cfg.k,
-        window_tokens=cfg.window_tokens,
-        sink_tokens=cfg.sink_tokens,
-        feedback=cfg.feedback,
-        target_activations=cfg.target_activations,
-    )
-
-
-def spire_data(
-    cfg: DictConfig, run: RunFolder, target: TargetModel, config: SpireConfig
-) -> tuple[PackedRowsData | FeatureData, Callable[[], None] | None]:
-    """The rows of the corpus, or of a store of activations with what a resumed run must find again.
-
-    Raises:
-        UserError: there are no rows, or the store does not fit.
-    """
-    if cfg.data.source == "online":
-        return make_rows(cfg, read_corpus(cfg), target), None
-    check_rows(cfg)
-    data = stored_rows(cfg, target, config.captured_layers)
-    found = {"activations": [str(data.rows.store.folder), digest(data.rows.store.manifest.files)]}
-    return data, partial(keep_to_source, run, found)
-
-
-def train_vanilla(cfg: DictConfig, run: RunFolder) -> None:
-    """A small Llama for any target, and its tau beside autoregressive."""
-    target = open_target(cfg, target_device(cfg))
-    model = new_vanilla(target.model, cfg.n_layer, cfg.hidden_size)
-    settings, selecting = tau_settings(cfg, target), select_settings(cfg, target)
-    module = LanguageModelTraining(model, optimizer_settings(cfg), target)
-    data = make_rows(cfg, read_corpus(cfg), target)
-
-    def trained(weights: dict[str, Tensor]) -> TargetModel:
-        whole = new_vanilla(target.model, cfg.n_layer, cfg.hidden_size)
-        load_under(whole, weights, "model")
-        return TargetModel(whole.to(target.device).eval(), target.tokenizer)
-
-    measure = measuring(target, lambda weights: Speculative(trained(weights)), data.contexts, selecting)
-    trainer = fit(cfg, run, module, data, target, measure=measure)
+def train_head(cfg: DictConfig, run: RunFolder) -> None:
+    """An acceptance head for a vanilla or SPIRe drafter, from the target's responses."""
+    target = open_target(cfg, target_device(run.config))
+    drafter = open_given_drafter(given_artifacts(cfg), target, cfg.rollout_tokens)
+    experiment, facts = experiments.head_experiment(run.config, target, drafter.facts, drafter.states)
+    max_steps = experiments.head_steps(run.config, len(experiment.data.train))
+    trainer = fit({**run.config, "max_steps": max_steps}, run, experiment, in_sweep=in_multirun())
     if not trainer.is_global_zero:
         return
-    best = trained(run.best.weights())
-    drafters = {"autoregressive": Autoregressive(), "speculative": Speculative(best)}
-    table = measure_tau(target, drafters, data.contexts, settings, cfg.seed)
-    save = partial(save_pretrained, model=best.model, tokenizer=target.tokenizer)
-    finish(cfg, run, Made("vanilla", save, target, trainer, table))
+    head = experiments.trained_head(facts, run.best.weights())  # under ZeRO-3 the trained one is in pieces
+    metrics, bins = final_metrics(trainer), experiment.module.sums.bins()
+    result = {"steps": trainer.global_step, "metrics": metrics, "reliability": bins}
+    style = {"color": COLOURS[0], "label": f"head, calibration error {metrics['eval/calibration_error']:.3f}"}
+    figures = {"eval/calibration": calibration({"head": bins}, {"head": style}, cfg.w_rej, cfg.w_acc)}
+    save = partial(save_head_and_drafter, head=head, facts=facts, drafter=drafter)
+    out = finish(cfg, run, trainer, Export("head", save, result, target), result, figures)
+    console = Console()
+    console.print(head_table(facts, result, experiment.source["rows"][0], run.path / "calibration.png"))
+    line = next_command(out, str(cfg.target.path), facts.sampling)
+    console.print(f"next: {line}", style="dim", soft_wrap=True, highlight=False)
 
 
 def train_target(cfg: DictConfig, run: RunFolder) -> None:
     """A Llama from scratch on the corpus, and its tokenizer."""
-    documents = read_corpus(cfg)
-    run.begin()
-    tokenizer = own_tokenizer(cfg, run, documents)
-    model = from_scratch(cfg, tokenizer)
-    module = LanguageModelTraining(model, optimizer_settings(cfg))
-    trainer = fit(cfg, run, module, make_rows(cfg, documents, TargetModel(model, tokenizer)))
+    trainer = fit(run.config, run, experiments.target_experiment(run.config, run), in_sweep=in_multirun())
     if not trainer.is_global_zero:
         return
-
-    model = LlamaForCausalLM(model.config)  # under ZeRO-3 the trained one is in pieces
-    load_under(model, run.best.weights(), "model")
-    save = partial(save_pretrained, model=model.to(torch.bfloat16), tokenizer=tokenizer)
-    steps = {"steps": trainer.global_step, "tokens": tokens_of(cfg, trainer.global_step)}
-    out = export(cfg, run, whole_export(cfg, run, Export("target", save, None, steps)))
-    publish(trainer, run, out, "target")
-    run.finish(final_metrics(trainer))
-    log.info("target saved to %s, held-out loss %.3f nats a token", out, trainer.callback_metrics["eval/loss"])
+    model, tokenizer = experiments.trained_target(run.config, run, run.best.weights())
+    save = partial(save_pretrained, model=model, tokenizer=tokenizer)
+    metrics, steps = final_metrics(trainer), trainer.global_step
+    finish(cfg, run, trainer, Export("target", save, {"steps": steps, "tokens": tokens_of(run.config, steps)}), metrics)
+    log.info("held-out loss %.3f nats per token", metrics["eval/loss"])
 
 
-def from_scratch(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """The Llama of this config, with random weights."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            **cfg.model,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            attn_implementation="sdpa",
-        )
-    )
+def final_metrics(trainer: Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def own_tokenizer(cfg: DictConfig, run: RunFolder, documents: list[Document]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target from scratch; an interrupted run finds the one it began with."""
-    folder = run.path / "tokenizer"
-    # fresh=true: another rank may still see what rank zero is about to replace
-    if not folder.is_dir() or (cfg.fresh and rank_zero_only.rank != 0):
-        texts = [d.text for d in documents if not is_held_out(d.id, cfg.corpus.held_out_share)]
-        tokenizer = train_tokenizer(texts, cfg.model.vocab_size)
-        if rank_zero_only.rank != 0:
-            return tokenizer
-        write_folder(folder, tokenizer.save_pretrained)
-    return AutoTokenizer.from_pretrained(folder)
+def finish(
+    cfg: DictConfig, run: RunFolder, trainer: Trainer, made: Export, result: dict, figures: Mapping[str, Figure] = {}
+) -> Path:
+    """Export what was trained, draw it, and keep the run's numbers. Returns the exported folder."""
+    out = run.export(cfg.out, partial(write_export, export=made, run=run, card=trained_card))
+    drawn = {**{f"plots/{name}": figure for name, figure in training_pictures(run.curve()).items()}, **figures}
+    pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
+    for name, file in pictures.items():
+        write_png(drawn[name], file)
+    publish(trainer, run, out, made.kind if made.kind in ("head", "target") else "drafter", pictures)
+    run.finish(result)
+    Console().print(f"exported to {out}", highlight=False)
+    return out
 
 
-def vanilla_beside(cfg: DictConfig, target: TargetModel) -> dict[str, Drafter]:
-    """What SPIRe's table is compared with; opened before training, so that a wrong folder is said at once."""
-    drafters: dict[str, Drafter] = {"autoregressive": Autoregressive()}
-    if cfg.vanilla:
-        drafters["speculative"] = build_speculative(target, cfg.vanilla, cfg.k)
-    return drafters
-
-
-def read_corpus(cfg: DictConfig) -> list[Document]:
-    """All documents of the configured corpus, in memory."""
-    return list(read_documents(cfg.corpus.path, cfg.corpus.fields, cfg.corpus.split, cfg.corpus.subset))
-
-
-def make_rows(cfg: DictConfig, documents: list[Document], target: TargetModel) -> PackedRowsData:
-    """The corpus as rows for this target.
-
-    Raises:
-        UserError: rows are longer than the target's context, or the corpus is too small.
-    """
-    check_rows(cfg)
-    if cfg.data.row_tokens > target.max_positions:
-        raise UserError(
-            f"data.row_tokens={cfg.data.row_tokens} is longer than the target's context of {target.max_positions}; "
-            "lower data.row_tokens"
-        )
-    rows = pack(documents, target.tokenizer, cfg.data.row_tokens, cfg.corpus.held_out_share, cfg.corpus.max_documents)
-    log.info(
-        "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), cfg.data.row_tokens
-    )
-    return PackedRowsData(rows.train, rows.held_out, cfg.data.batch_size, cfg.seed, cfg.data.val_rows)
-
-
-OFFLINE = ("spire", "specdecpp")  # kinds that train from a store
-TRAININGS = {"spire": train_spire, "vanilla": train_vanilla, "specdecpp": train_specdecpp, "target": train_target}
+TRAININGS = {"spire": train_drafter, "vanilla": train_drafter, "specdecpp": train_head, "target": train_target}
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from omegaconf import OmegaConf
 from spectrain.decoding import Drafter, Sampling, TargetModel, tokenizer_fingerprint
 from spectrain.methods.registry import build_method, method_configs
 from spectrain.stores.locations import conf_dir
-from spectrain.train import TRAININGS, optimizer_settings
-from spectrain.training.trainers import build_trainer
+from spectrain.train import TRAININGS
+from spectrain.training.fit import build_trainer
+from spectrain.training.optim import OptimizerSettings
 from tests.conftest import tiny_model
 from tests.retrieval.reference import make_store
 from tests.test_cli import composed
@@ -84,7 +85,7 @@ def test_every_yaml_says_what_it_is(path):
 def test_every_experiment_names_a_training(option):
     cfg = composed("train", f"+exp={option}")
     assert cfg.kind in TRAININGS
-    optimizer_settings(cfg)
+    OptimizerSettings(**cfg.optimizer)
 
 
 @pytest.mark.parametrize("option", options("trainer"))

@@ -1,7 +1,7 @@
 """`python -m spectrain.export`: a run as training exported it, lookup methods with their datastores, the hub.
 
 DeepSpeed's checkpoints are exported in tests/training/test_strategies.py, where ranks have written some, heads in
-tests/test_train_specdecpp.py.
+tests/test_train_head.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spectrain.cli import command
 from spectrain.decoding import generate, load_target
 from spectrain.retrieval.datastore import Datastore
 from spectrain.serving import hub
-from spectrain.training.selection import BestFolder, Tau
+from spectrain.training.checkpoints import BestFolder
 
 KINDS = {
     "spire": [],
@@ -166,7 +166,7 @@ def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path
     best = BestFolder(run / "checkpoints" / "best")
     weights = {name: t + 1 for name, t in best.weights().items()}
     shutil.rmtree(best.path)
-    best.offer(1, weights, Tau(2.5, 2.0, 3.0))
+    best.offer(1, weights, (2.5, 2.0, 3.0))
     for which in ("best", "last"):
         code, err = exported(capfd, monkeypatch, f"run={run}", f"weights={which}", f"out={tmp_path / which}")
         assert code == 0, err
@@ -213,7 +213,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
 
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(facts | {"target_fingerprint": "0" * 16}))
-    assert "was begun with target 0000000000000000" in refused(run)
+    assert "was started with target 0000000000000000" in refused(run)
     (run / "run.json").write_text("{")
     assert "has a damaged config.yaml, run.json or result.json" in refused(run)
     (run / "run.json").write_text(json.dumps(facts))
@@ -292,7 +292,7 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
         return line
 
     for method in ("logitspec", "spectra", "lookahead", "spire", "magicdec"):
-        assert "export one of pld, anpd, rest, spectra_retrieval, sssd" in refused(
+        assert "export one of anpd, pld, rest, spectra_retrieval, sssd" in refused(
             *lookup(shared, stored, method=method)
         )
     assert "with last_logits=true needs" in refused(*lookup(shared, stored, method="sssd_logits"))

@@ -1,82 +1,70 @@
-"""tau around a training: the table after it, and the measurements within it by which the best weights are chosen."""
+"""tau around a training: the settings of both measurements, checked before it, and the one within it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 
-from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.decoding import Drafter, Sampling, TargetModel
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.tau import TauSettings, tau_of
-from spectrain.training.selection import Tau
+from spectrain.methods.speculative import Speculative
+from spectrain.methods.spire import Spire
+from spectrain.models.spire import SpireDrafter
 
 
-def tau_settings(cfg: DictConfig, target: TargetModel) -> TauSettings:
-    """What is measured after training, checked before it.
+def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, TauSettings]:
+    """What is measured after a training (the `tau` node), and within it (`select`).
 
     Raises:
         UserError: a number makes no sense, or contexts and new tokens do not fit the rows and the target.
     """
-    settings = TauSettings(**{k: tuple(v) if OmegaConf.is_list(v) else v for k, v in cfg.tau.items()})
-    check_fits("tau", settings, cfg, target)
-    return settings
-
-
-def select_settings(cfg: DictConfig, target: TargetModel) -> TauSettings:
-    """What is measured within training, checked before it.
-
-    Raises:
-        UserError: see `tau_settings`.
-    """
-    select = cfg.select
+    tau, select, row_tokens = config["tau"], config["select"], config["data"]["row_tokens"]
+    after = TauSettings(**{name: tuple(v) if isinstance(v, Sequence) else v for name, v in tau.items()})
     for name in ("contexts", "context_tokens", "new_tokens"):
         check_whole(f"select.{name}", select[name], 1)
-    Sampling(temperature=select.temperature)
-    settings = TauSettings(
-        context_tokens=(select.context_tokens,),
-        contexts=select.contexts,
-        new_tokens=select.new_tokens,
-        temperatures=(select.temperature,),
-        batch_size=min(select.contexts, cfg.tau.batch_size),
+    Sampling(temperature=select["temperature"])
+    within = TauSettings(
+        context_tokens=(select["context_tokens"],),
+        contexts=select["contexts"],
+        new_tokens=select["new_tokens"],
+        temperatures=(select["temperature"],),
+        batch_size=min(select["contexts"], tau["batch_size"]),
     )
-    check_fits("select", settings, cfg, target)
-    return settings
+    for node, settings in (("tau", after), ("select", within)):
+        longest = max(settings.context_tokens)
+        given = f"{node}.context_tokens={list(settings.context_tokens)}"
+        if longest > row_tokens:
+            raise UserError(f"{given} must not exceed data.row_tokens={row_tokens}; lower the one or raise the other")
+        if longest + settings.new_tokens > target.max_positions:
+            raise UserError(
+                f"{given} and {node}.new_tokens={settings.new_tokens} exceed the target's context of "
+                f"{target.max_positions}; lower them"
+            )
+    return after, within
 
 
-def check_fits(node: str, settings: TauSettings, cfg: DictConfig, target: TargetModel) -> None:
-    """Raises UserError where contexts of the node `node` are longer than rows, or leave the target no room."""
-    longest = max(settings.context_tokens)
-    given = f"{node}.context_tokens={list(settings.context_tokens)}"
-    if longest > cfg.data.row_tokens:
-        raise UserError(
-            f"{given} must not exceed data.row_tokens={cfg.data.row_tokens}; lower the one or raise the other"
-        )
-    if longest + settings.new_tokens > target.max_positions:
-        raise UserError(
-            f"{given} and {node}.new_tokens={settings.new_tokens} exceed the target's context of "
-            f"{target.max_positions}; lower them"
-        )
+def decoding_with(drafter: nn.Module, target: TargetModel) -> Drafter:
+    """The method that decodes with a trained SPIRe or vanilla drafter, which is moved to where the target is."""
+    if isinstance(drafter, SpireDrafter):
+        return Spire(drafter)
+    return Speculative(TargetModel(drafter.to(target.device).eval(), target.tokenizer))
 
 
 def measuring(
     target: TargetModel,
-    build: Callable[[dict[str, Tensor]], Drafter],
+    trained: Callable[[dict[str, Tensor]], nn.Module],
     contexts: Sequence[Sequence[int]],
     settings: TauSettings,
-) -> Callable[[dict[str, Tensor]], Tau]:
-    """What training calls with its weights to learn their tau.
+) -> Callable[[dict[str, Tensor]], tuple[float, float, float]]:
+    """What training calls with its weights to learn their tau, with the bounds of its 95 % interval.
 
     Args:
         target: the target.
-        build: the method with a drafter of these weights.
+        trained: makes the drafter of these weights.
         contexts: [n, L] tokens that no training saw.
         settings: how many, how long; the same every time, so that measurements are comparable.
     """
-
-    def measure(weights: dict[str, Tensor]) -> Tau:
-        found = tau_of(target, build(weights), contexts, settings)
-        return Tau(found.value, found.low, found.high)
-
-    return measure
+    return lambda weights: astuple(tau_of(target, decoding_with(trained(weights), target), contexts, settings))

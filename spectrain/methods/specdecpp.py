@@ -6,6 +6,7 @@ than the threshold. Any drafter with a hidden state will do: an ordinary draft m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
+from spectrain.methods.registry import find_artifact
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
@@ -67,6 +69,23 @@ def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: in
     else:
         raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
     return OpenDrafter(DrafterFacts(kind, str(folder), states.fingerprint()), states)
+
+
+def open_given_drafter(given: Mapping[str, str], target: TargetModel, rollout_tokens: int) -> OpenDrafter:
+    """The drafter that a head is trained on: the one that the user gave, else the newest vanilla one.
+
+    Args:
+        given: folders by kind.
+        target: what it drafts for.
+        rollout_tokens: see `open_drafter`.
+
+    Raises:
+        UserError: several were given, or the drafter has no hidden state or does not fit the target.
+    """
+    if len(given) > 1:
+        raise UserError(f"drafter=[{','.join(given.values())}] are several; a head belongs to one drafter, so give one")
+    kind, folder = next(iter(given.items()), None) or ("vanilla", find_artifact("vanilla", target))
+    return open_drafter(target, kind, folder, rollout_tokens)
 
 
 def build(

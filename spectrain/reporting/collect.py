@@ -21,8 +21,7 @@ from spectrain.stores.budget_table import BudgetTable
 from spectrain.stores.environment import date_of
 from spectrain.stores.folder import read_lines
 from spectrain.training.checkpoints import CheckpointFolder, step_of
-from spectrain.training.curve import Curve, merged, read_csv
-from spectrain.training.runs import NOT_HASHED, NOT_HASHED_OF_TRAINER, RunFolder
+from spectrain.training.runs import NOT_HASHED, NOT_HASHED_OF_TRAINER, Curve, RunFolder, merged, read_csv
 
 TRAININGS = ("spire", "vanilla", "specdecpp", "target")
 MEASUREMENTS = ("cost", "drafters", "parity")  # kinds of JSON files

@@ -1,24 +1,23 @@
-"""`spectrain.export method=...`: a lookup method with its datastore, and the datastore's documents as text."""
+"""Exports of lookup methods: the options, the datastore, and the datastore's documents as text."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.loading import token_methods
-from spectrain.methods.registry import AUTO, build_function, method_config, plain_options, with_tuned
+from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
 from spectrain.models.artifacts import CORPUS, DATASTORE, Artifact, LookupFacts, save_lookup_facts, write_manifest
-from spectrain.reporting.cards import lookup_card
 from spectrain.retrieval.datastore import Datastore, newest_datastore
-from spectrain.serving.exporting import CARD, Write, engine_path, named
+from spectrain.serving.exporting import CARD, engine_path, named
 from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 
@@ -27,49 +26,29 @@ log = logging.getLogger(__name__)
 TRIED_DOCUMENTS = 200  # whose text is tokenized again
 
 
-def lookup_export(cfg: DictConfig) -> Write:
-    """What writes the export of a lookup method.
+@dataclass(frozen=True)
+class LookupExport:
+    """A lookup method, ready to be written."""
+
+    facts: LookupFacts
+    target: str  # path
+    tokenizer: PreTrainedTokenizerBase
+    store: Datastore | None  # None: the method has none
+
+
+def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExport:
+    """A lookup method for the tokenizer of a target.
+
+    Args:
+        method: the content of its yaml.
+        datastore: folder; None: the newest fitting one below `checkpoints/`.
+        target: folder or id.
 
     Raises:
-        UserError: the method needs more than tokens, or the datastore is missing or of another tokenizer.
+        UserError: the method needs more than tokens, an option is out of range, or the datastore is missing, damaged or
+            of another tokenizer.
     """
-    name, options = method_options(cfg)
-    tokenizer, vocab_size = open_tokenizer(str(cfg.target.path))
-    vocabulary = tokenizer_fingerprint(tokenizer)
-    store = open_store(cfg, options, vocabulary)
-    check_builds(name, options, store)
-
-    def write(folder: Path, out: Path) -> None:
-        tokenizer.save_pretrained(folder)
-        same = None
-        if store is not None:
-            copy_store(store, folder / DATASTORE)
-            write_corpus(store, tokenizer, folder / CORPUS)
-            same = same_tokens(store, tokenizer)
-        tokens = store.manifest.tokens if store is not None else 0
-        save_lookup_facts(folder, LookupFacts(name, options, vocabulary, vocab_size, store is not None, tokens, same))
-        made_of = {"documents": store.manifest.documents if store is not None else 0, "tokens": tokens}
-        ranked_by = store.manifest.target_fingerprint if store is not None else ""
-        write_manifest(
-            folder, Artifact("lookup", str(cfg.target.path), ranked_by, made_of, tokenizer_fingerprint=vocabulary)
-        )
-        target, facts = (engine_path(str(cfg.target.path)), vocabulary), {}
-        if store is not None:
-            facts = made_of | {"built_from": store.manifest.build.get("config", {}), "same_tokens": same}
-        (folder / CARD).write_text(lookup_card(named(out), target, name, options, facts))
-
-    return write
-
-
-def method_options(cfg: DictConfig) -> tuple[str, dict]:
-    """The method's name and the options of its `build`, without the datastore.
-
-    Raises:
-        UserError: an engine's proposer has not what it needs.
-    """
-    options = OmegaConf.to_container(with_tuned(cfg.method, cfg.tuned), resolve=True)
-    name = options.pop("_target_").split(".")[-2]
-    options = plain_options(options)
+    name, options = method["_target_"].split(".")[-2], plain_options(method)
     if name not in token_methods():
         raise UserError(
             f"method={name} needs the target's logits, states or a drafter's weights, which an engine gives no lookup "
@@ -82,7 +61,50 @@ def method_options(cfg: DictConfig) -> tuple[str, dict]:
         )
     if options.get("max_nodes") == AUTO:
         raise UserError("max_nodes=auto is for the machine that it was measured on; give method.max_nodes as a number")
-    return name, options
+    tokenizer, vocab_size = open_tokenizer(target)
+    vocabulary = tokenizer_fingerprint(tokenizer)
+    takes_store = "datastore" in options
+    if not takes_store and datastore:
+        raise UserError(f"datastore={datastore} is nothing that this method takes; remove it")
+    folder, store = options.pop("datastore", None) or datastore, None
+    if takes_store and options.get("datastore_source", True):
+        store = Datastore(folder or newest_datastore(CHECKPOINTS, vocabulary, ""))
+        store.check_fits(vocabulary, target)
+        store.verify()  # a copy must not spread damage
+        log.info("datastore: %s", store.folder)
+    # Options out of range are reported at the export, not at the start of a server.
+    given = {"datastore": str(store.folder)} if store is not None else {"datastore": None} if name == "sssd" else {}
+    build_function(method_config(name))(None, **options, **given)
+    tokens = store.manifest.tokens if store is not None else 0
+    facts = LookupFacts(name, options, vocabulary, vocab_size, store is not None, tokens)
+    return LookupExport(facts, target, tokenizer, store)
+
+
+def write_lookup(folder: Path, out: Path, export: LookupExport, card: Callable[..., str]) -> None:
+    """Fill the folder of an export.
+
+    Args:
+        folder: exists.
+        out: as which it will appear.
+        export: what is written.
+        card: makes the text of the model card.
+    """
+    facts, store, tokenizer = export.facts, export.store, export.tokenizer
+    tokenizer.save_pretrained(folder)
+    made_of, ranked_by, about_store = {"documents": 0, "tokens": 0}, "", {}
+    if store is not None:
+        copy_store(store, folder / DATASTORE)
+        write_corpus(store, tokenizer, folder / CORPUS)
+        facts = replace(facts, corpus_same_tokens=same_tokens(store, tokenizer))
+        manifest, ranked_by = store.manifest, store.manifest.target_fingerprint
+        made_of = {"documents": manifest.documents, "tokens": manifest.tokens}
+        built_from = manifest.build.get("config", {})
+        about_store = made_of | {"built_from": built_from, "same_tokens": facts.corpus_same_tokens}
+    save_lookup_facts(folder, facts)
+    vocabulary = facts.tokenizer_fingerprint
+    write_manifest(folder, Artifact("lookup", export.target, ranked_by, made_of, tokenizer_fingerprint=vocabulary))
+    target = engine_path(export.target), vocabulary
+    (folder / CARD).write_text(card(named(out), target, facts.method, facts.options, about_store))
 
 
 def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
@@ -101,52 +123,19 @@ def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
         ) from error
 
 
-def open_store(cfg: DictConfig, options: dict, vocabulary: str) -> Datastore | None:
-    """The store that the method looks up in, whole; takes it out of the options.
-
-    Raises:
-        UserError: it is missing, damaged, or of another tokenizer; or the method takes none.
-    """
-    if "datastore" not in options:
-        if cfg.datastore:
-            raise UserError(f"datastore={cfg.datastore} is nothing that this method takes; remove it")
-        return None
-    folder = options.pop("datastore") or cfg.datastore
-    if not options.get("datastore_source", True):
-        return None
-    store = Datastore(folder or newest_datastore(CHECKPOINTS, vocabulary, ""))
-    store.check_fits(vocabulary, str(cfg.target.path))
-    store.verify()  # a copy must not spread damage
-    log.info("datastore: %s", store.folder)
-    return store
-
-
-def check_builds(name: str, options: Mapping, store: Datastore | None) -> None:
-    """Raises UserError where an option is out of range: at the export, not at the start of a server."""
-    given = {"datastore": str(store.folder)} if store is not None else {"datastore": None} if name == "sssd" else {}
-    build_function(method_config(name))(None, **options, **given)
-
-
 def copy_store(store: Datastore, folder: Path) -> None:
-    """The files that a datastore is opened by; pictures and lists of documents stay behind."""
+    """Copy the files that a datastore is opened by; pictures and lists of documents stay behind."""
     folder.mkdir()
-    for shard in store.manifest.shards:
-        for name in shard.files:
-            shutil.copyfile(store.folder / name, folder / name)
-    shutil.copyfile(store.folder / MANIFEST, folder / MANIFEST)
+    for name in [name for shard in store.manifest.shards for name in shard.files] + [MANIFEST]:
+        shutil.copyfile(store.folder / name, folder / name)
 
 
 def write_corpus(store: Datastore, tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """The documents as text, a JSON string a line: what SGLang's NGRAM reads (objects it refuses)."""
+    """Write the documents as text, one JSON string per line: what SGLang's NGRAM reads (it refuses objects)."""
     with file.open("w", encoding="utf-8") as lines:
-        for text in texts(store, tokenizer):
-            if text:
+        for document in store.documents():
+            if text := decoded(tokenizer, document.tolist()):
                 lines.write(json.dumps(text, ensure_ascii=False) + "\n")
-
-
-def texts(store: Datastore, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    for document in store.documents():
-        yield decoded(tokenizer, document.tolist())
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
@@ -154,7 +143,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
 
 
 def same_tokens(store: Datastore, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Share of documents, evenly taken, whose text is tokenized as it was: the rest match worse in another engine."""
+    """Share of evenly chosen documents whose text is tokenized as it was; others match worse in another engine."""
     every = max(1, store.manifest.documents // TRIED_DOCUMENTS)
     tried = [document.tolist() for i, document in enumerate(store.documents()) if i % every == 0]
     encoded = tokenizer([decoded(tokenizer, tokens) for tokens in tried], add_special_tokens=False)["input_ids"]

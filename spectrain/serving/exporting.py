@@ -1,77 +1,68 @@
-"""What every training, and `spectrain.export`, does with what was made: a folder of weights, tokenizer, facts, card."""
+"""Exports of runs, equal from training and `spectrain.export`: weights, tokenizer, facts and a model card."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from lightning import Trainer
-from omegaconf import DictConfig
-from rich.console import Console
-
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.measure.tau import TauTable
-from spectrain.models.artifacts import Artifact, write_manifest
-from spectrain.reporting.cards import trained_card
-from spectrain.stores.folder import naming_a_full_disk
-from spectrain.stores.locations import CHECKPOINTS, bundled_folder
-from spectrain.training.loggers import publish
-from spectrain.training.runs import RunFolder, refuse_existing, write_folder
+from spectrain.decoding.errors import UserError
+from spectrain.methods.specdecpp import OpenDrafter
+from spectrain.models.artifacts import Artifact, save_spire, write_manifest
+from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
+from spectrain.models.vanilla import save_pretrained
+from spectrain.stores.locations import bundled_folder
+from spectrain.training.experiments import head_facts, trained_head, trained_spire, trained_target, trained_vanilla
+from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
 CARD = "README.md"
-Write = Callable[[Path, Path], None]  # fills a folder that will appear as another
+WEIGHTS = ("best", "last")
 
 
 @dataclass(frozen=True)
 class Export:
     """What a run made, ready to be written."""
 
-    kind: str
-    save: Callable[[Path], None]  # weights and config
-    target: TargetModel | None  # that it was trained for; None: it is a target itself
+    kind: str  # spire | vanilla | head | target
+    save: Callable[[Path], object]  # writes weights and config into a folder
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
+    target: TargetModel | None = None  # that it was trained for; None: it is a target itself
 
 
-@dataclass(frozen=True)
-class Made:
-    """A trained drafter with what was measured of it."""
+def fill(folder: Path, export: Export, target_path: str) -> str:
+    """Write weights, config, tokenizer and facts into an existing folder; returns the target's fingerprint."""
+    export.save(folder)
+    if export.target is None:
+        return ""
+    model, tokenizer = export.target.model, export.target.tokenizer
+    tokenizer.save_pretrained(folder)
+    target_fingerprint, vocabulary = fingerprint(model, tokenizer), tokenizer_fingerprint(tokenizer)
+    facts = Artifact(export.kind, target_path, target_fingerprint, export.trained, tokenizer_fingerprint=vocabulary)
+    write_manifest(folder, facts)
+    return target_fingerprint
 
-    kind: str
-    save: Callable[[Path], None]
-    target: TargetModel
-    trainer: Trainer
-    table: TauTable
 
-
-def whole_export(cfg: DictConfig, run: RunFolder, made: Export) -> Write:
-    """What fills an exported folder, the same from training and from `spectrain.export`.
+def write_export(folder: Path, out: Path, export: Export, run: RunFolder, card: Callable[..., str]) -> None:
+    """Fill the folder of an export.
 
     Args:
-        cfg: the run's.
-        run: for the card: with which code and on what it ran.
-        made: weights and facts.
+        folder: exists.
+        out: as which it will appear.
+        export: weights and facts.
+        run: that it comes from.
+        card: makes the text of the model card.
     """
-    path = str(cfg.target.path) if made.target is not None else ""
-    target_print = fingerprint(made.target.model, made.target.tokenizer) if made.target is not None else ""
-
-    def write(folder: Path, out: Path) -> None:
-        made.save(folder)
-        if made.target is not None:
-            made.target.tokenizer.save_pretrained(folder)
-            vocabulary = tokenizer_fingerprint(made.target.tokenizer)
-            artifact = Artifact(made.kind, path, target_print, made.trained, tokenizer_fingerprint=vocabulary)
-            write_manifest(folder, artifact)
-        of = (engine_path(path), target_print)
-        (folder / CARD).write_text(trained_card(made.kind, named(out), of, run.config, made.trained, run.attempts))
-        for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
-            shutil.copymode(folder / CARD, file)
-
-    return write
+    path = str(run.config["target"]["path"]) if export.target is not None else ""
+    target = engine_path(path), fill(folder, export, path)
+    (folder / CARD).write_text(card(export.kind, named(out), target, run.config, export.trained, run.attempts))
+    for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
+        shutil.copymode(folder / CARD, file)
 
 
 def named(out: Path) -> str:
@@ -84,66 +75,62 @@ def engine_path(target: str) -> str:
     return f"checkpoints/{target}" if target and bundled_folder(target) else target
 
 
-def finish(cfg: DictConfig, run: RunFolder, made: Made) -> None:
-    """Exports the drafter, keeps the run's numbers, prints the table."""
-    trainer = made.trainer
-    result = {
-        "steps": trainer.global_step,
-        "tokens": tokens_of(cfg, trainer.global_step),
-        "selected": run.best.read().facts(),
-        "metrics": selected_metrics(run, trainer),
-        **made.table.as_dict(),
-    }
-    out = export(cfg, run, whole_export(cfg, run, Export(made.kind, made.save, made.target, result)))
-    console = Console()
-    console.print(made.table.render())
-    console.print(f"exported to {out}", highlight=False)
-    publish(trainer, run, out, "drafter")
-    run.finish(result)
+def tokens_of(config: Mapping, steps: int) -> int:
+    """Tokens that a training saw in this many steps."""
+    data = config["data"]
+    return steps * config["trainer"]["accumulate_grad_batches"] * data["batch_size"] * data["row_tokens"]
 
 
-def tokens_of(cfg: DictConfig, steps: int) -> int:
-    """Tokens that were trained on in so many steps."""
-    return steps * cfg.trainer.accumulate_grad_batches * cfg.data.batch_size * cfg.data.row_tokens
+def save_head_and_drafter(folder: Path, head: AcceptanceHead, facts: HeadFacts, drafter: OpenDrafter) -> None:
+    """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""
+    save_head(folder, head, facts)
+    save_drafter(folder, facts.drafter, drafter.states.module, drafter.tokenizer)
 
 
-def selected_metrics(run: RunFolder, trainer: Trainer) -> dict[str, float]:
-    """What validation said of the weights that are exported."""
-    best = run.best.read()
-    if best.step == trainer.global_step:
-        return final_metrics(trainer)
-    return metrics_at(run, best.step)
+def run_export(run: RunFolder, weights: str, target: TargetModel | None, drafter: OpenDrafter | None = None) -> Export:
+    """What a run, finished or not, has made so far.
 
+    Args:
+        run: open.
+        weights: "best", those that training exports, or "last", those of the newest checkpoint.
+        target: of the run; None where the run trained one.
+        drafter: that a head of the run belongs to.
 
-def metrics_at(run: RunFolder, step: int) -> dict[str, float]:
-    """What was logged of a step's weights; {} where nothing was."""
-    logged = run.curve().get(step - 1, {})  # the number that Lightning gives the step
-    return {name: value for name, value in logged.items() if name.startswith("eval/")}
-
-
-def final_metrics(trainer: Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def export(cfg: DictConfig, run: RunFolder, write: Write) -> Path:
-    """Fills the export folder: `out`, which must be new, or the run's own below `checkpoints/`.
-
-    A killed attempt's export, and that of the run which this one replaces, give way; another run's never does.
+    Raises:
+        UserError: it has no weights yet, they do not fit its config, or its target or what it read is another by now.
     """
-    folder = Path(str(cfg.out)) if cfg.out else own_folder(run)
-    if not run.exported_to(folder):
-        refuse_existing(folder)
-        run.note_export(folder)
-    with naming_a_full_disk(folder, ", which goes on from the run's last checkpoint"):
-        write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
-    return folder
+    config = run.config
+    step, tensors = run.weights(weights)
+    log.info("step %d of %s", step, run.path)
+    trained = trained_facts(run, step)
+    if target is None:
+        model, tokenizer = trained_target(config, run, tensors)
+        return Export("target", partial(save_pretrained, model=model, tokenizer=tokenizer), trained)
+    begun, found = run.facts().get("target_fingerprint"), fingerprint(target.model, target.tokenizer)
+    if begun != found:
+        raise UserError(
+            f"{run.path} was started with target {begun}, but {config['target']['path']} is {found} now; put that "
+            "target back"
+        )
+    if config["kind"] == "spire":
+        save = partial(save_spire, drafter=trained_spire(config, target, tensors))
+    elif config["kind"] == "vanilla":
+        save = trained_vanilla(config, target, tensors).save_pretrained
+    else:
+        _, facts = head_facts(config, target, drafter.facts, drafter.states)
+        head = trained_head(facts, tensors)
+        save = partial(save_head_and_drafter, head=head, facts=facts, drafter=drafter)
+    return Export({"specdecpp": "head"}.get(config["kind"], config["kind"]), save, trained, target)
 
 
-def own_folder(run: RunFolder) -> Path:
-    """Below `checkpoints/`, by the run's name; where another run's export of that name stands, by its id as well."""
-    folder = CHECKPOINTS / run.name
-    if not folder.exists() or run.exported_to(folder):
-        return folder
-    longer = CHECKPOINTS / f"{run.name}-{run.id.rsplit('-', 1)[-1]}"
-    log.warning("%s is another run's export; this one goes to %s", folder, longer)
-    return longer
+def trained_facts(run: RunFolder, step: int) -> dict:
+    """What spectrain.json keeps: the run's result where it is of these weights, else how far they are trained."""
+    result, best, kind = run.read_result(), run.best.read(), run.config["kind"]
+    tokens = {} if kind == "specdecpp" else {"tokens": tokens_of(run.config, step)}
+    if kind == "target":
+        return {"steps": step, **tokens}
+    if result is not None and step == (result.get("selected") or {"step": result["steps"]})["step"]:
+        return result
+    selected = best.facts() if best is not None and best.step == step else None
+    metrics = run.metrics_at(step)
+    return {"steps": step, **tokens, "selected": selected, "metrics": metrics, "finished": bool(result)}

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ HASHED_BYTES = 2**24  # read at once
 HASHING_THREADS = 4  # hashing leaves the GIL alone
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Row = TypeVar("Row")  # a dataclass
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
 
 
@@ -149,6 +149,43 @@ def strict(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:
+    """Fill a folder through `write(folder)` so that it appears whole or not at all.
+
+    Raises:
+        UserError: `destination` exists already and is not to be replaced.
+    """
+    if not replace:
+        refuse_existing(destination)
+    remove_leftovers(destination)
+    temporary, old = _beside(destination)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        if destination.exists():
+            destination.rename(old)  # a kill in the middle of its removal would leave a part of it
+        temporary.rename(destination)
+    finally:
+        remove_leftovers(destination)
+
+
+def _beside(destination: Path) -> tuple[Path, Path]:
+    """Where a folder is written before it appears, and where the one that it replaces waits to be removed."""
+    return tuple(destination.with_name(f".{destination.name}.{name}") for name in ("partial", "old"))
+
+
+def remove_leftovers(destination: Path) -> None:
+    """Remove what a kill left of `write_folder`."""
+    for leftover in _beside(destination):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def refuse_existing(destination: Path) -> None:
+    """Raises UserError where an export would replace something."""
+    if destination.exists():
+        raise UserError(f"out={destination} exists already; choose another out= or delete the folder")
+
+
 def write_lines(file: Path, rows: Iterable[Mapping]) -> None:
     """Replace a JSON-lines file by these rows, by renaming."""
     temporary = file.with_suffix(".tmp")
@@ -171,27 +208,6 @@ def each_line(file: Path) -> Iterator[dict]:
 def read_lines(file: Path) -> list[dict]:
     """All rows of a JSON-lines file, as `each_line` gives them."""
     return list(each_line(file))
-
-
-class RowFile(Generic[Row]):
-    """The rows of a measurement, each a dataclass, in a JSON-lines file that an interrupted run continues.
-
-    `rows` are those that the file holds. Lines that were cut off, or that have other fields, are dropped.
-    """
-
-    def __init__(self, file: Path, row_type: type[Row]) -> None:
-        self.file, self.rows = file, []
-        for values in each_line(file):
-            try:
-                self.rows.append(row_type(**values))
-            except TypeError:
-                continue
-        write_lines(file, map(dataclasses.asdict, self.rows))
-
-    def append(self, row: Row) -> None:
-        self.rows.append(row)
-        with self.file.open("a") as out:
-            out.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
 def end_last_line(file: Path) -> None:

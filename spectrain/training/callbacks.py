@@ -1,4 +1,4 @@
-"""What every training shows and guards: throughput, progress without a terminal, interruption, a bad loss."""
+"""Callbacks of every training: throughput, progress, the best weights, checkpoints at interruption, a bad loss."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import time
+from collections.abc import Callable
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -13,14 +14,19 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from spectrain.decoding.errors import AllRanksError
-from spectrain.training.checkpoints import CheckpointFolder
+from spectrain.training.checkpoints import BestFolder, CheckpointFolder
+from spectrain.training.strategies import whole_state
 
 log = logging.getLogger(__name__)
 
+TAU_METRICS = ("eval/tau", "eval/tau_low", "eval/tau_high")  # with its 95 % interval over contexts
+
 
 class TokensPerSecond(Callback):
-    """Logs `train/tokens_per_s`, over all ranks, and `train/wait_share`, of the time what rank zero waited for data;
-    both smoothed over about 20 batches."""
+    """Logs `train/tokens_per_s` of all ranks, and `train/wait_share`, the share of time that rank zero waits for data.
+
+    Both are smoothed over about 20 batches.
+    """
 
     def __init__(self) -> None:
         self._last_s: float | None = None
@@ -56,7 +62,7 @@ class ProgressBar(TQDMProgressBar):
 
 
 class ProgressLines(Callback):
-    """A line every `every_steps` steps with step, metrics and time left: the progress bar of a log file."""
+    """Logs a line every `every_steps` steps with step, metrics and time left: the progress bar of a log file."""
 
     def __init__(self, every_steps: int = 25) -> None:
         self.every_steps = every_steps
@@ -72,12 +78,72 @@ class ProgressLines(Callback):
             log.info("step %d/%d  %s  %.0f s left", step, trainer.max_steps, metrics, left_s)
 
 
+class KeepBest(Callback):
+    """Measures tau after every `every` validations and at the end, logs it as `eval/tau`, and keeps the best weights.
+
+    Rank zero decodes, the others wait. Give it before `Checkpoints`, whose last checkpoint says that this is done.
+
+    Args:
+        folder: where the weights are kept.
+        measure: tau of whole weights in the real loop, with the bounds of its 95 % interval; called on rank zero only.
+            None: the last weights are kept.
+        every: validations between two measurements; 0: never, the last weights are kept.
+    """
+
+    def __init__(
+        self,
+        folder: BestFolder,
+        measure: Callable[[dict[str, Tensor]], tuple[float, float, float]] | None = None,
+        every: int = 1,
+    ) -> None:
+        self.folder, self.measure, self.every = folder, measure if every else None, every
+        self._validations = 0
+        self._step = -1  # of the last measurement
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        self._validations += 1
+        if self.measure is None or self._validations % self.every:
+            return
+        tau = self._offer(trainer, module)
+        for name, value in zip(TAU_METRICS, tau, strict=True):
+            module.log(name, value, sync_dist=True, prog_bar=name == "eval/tau")  # equal on all ranks
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._step == trainer.global_step:  # its last validation has just measured it
+            return
+        tau = self._offer(trainer, module)
+        for logger in trainer.loggers if tau else ():
+            metrics = dict(zip(TAU_METRICS, tau, strict=True))
+            logger.log_metrics(metrics, step=trainer.global_step - 1)  # the number that Lightning gives the step
+            logger.save()
+
+    def _offer(self, trainer: Trainer, module: LightningModule) -> tuple[float, float, float] | None:
+        """Measure the weights and keep them if they are the best. All ranks call it."""
+        weights, tau = whole_state(trainer, module), None
+        if weights is not None:
+            tau = self.measure(weights) if self.measure else None
+            kept = self.folder.offer(trainer.global_step, weights, tau)
+            if tau:
+                best = ", the best so far" if kept else ""
+                log.info("step %d: tau %.3f [%.3f, %.3f]%s", trainer.global_step, *tau, best)
+        self._step = trainer.global_step
+        return trainer.strategy.broadcast(tau)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"validations": self._validations, "step": self._step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._validations, self._step = state["validations"], state["step"]
+
+
 class Checkpoints(Callback):
     """Saves every `every_s` seconds, at the end, and at Ctrl-C or SIGTERM, which then exit with 130 or 143.
 
-    Only ever after a whole optimizer step: where the signal struck, or between the batches of an accumulated gradient,
-    a checkpoint would not go on exactly. And only after the validation that follows the step, if one does: Lightning
-    would not make up for it. What Lightning logs of the step only later stands in the checkpoint.
+    It saves only after a whole optimizer step: a checkpoint from where the signal struck, or from between the batches
+    of an accumulated gradient, could not be resumed exactly. If a validation follows the step, it saves after that,
+    because Lightning would not make up for it. What Lightning logs of the step only later stands in the checkpoint.
     """
 
     def __init__(self, folder: CheckpointFolder, every_s: float = 120.0) -> None:
@@ -133,7 +199,7 @@ class Checkpoints(Callback):
         self._unlogged = {}
         self._saved_s = time.monotonic()
         if trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
-            log.info("interrupted at step %d and saved; the same command goes on from here", trainer.global_step)
+            log.info("interrupted at step %d and saved; run the same command to resume", trainer.global_step)
             raise SystemExit(128 + (self._received or signal.SIGTERM))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
@@ -154,7 +220,7 @@ def validation_follows(trainer: Trainer) -> bool:
 
 
 def unlogged(trainer: Trainer) -> dict[str, float]:
-    """What Lightning logs of a step after `on_train_batch_end`: in that hook a checkpoint would lose it."""
+    """What Lightning logs of a step after `on_train_batch_end`; a checkpoint written in that hook would lose it."""
     found = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("train/")}
     return {**found, "epoch": trainer.current_epoch}
 
@@ -162,11 +228,8 @@ def unlogged(trainer: Trainer) -> dict[str, float]:
 class StopOnBadLoss(Callback):
     """Stops all ranks as soon as the loss of one is NaN or infinite; the last checkpoint is left as it was.
 
-    Weights are looked at before they are measured, for the loss of their step may have been finite. Give it before
-    `KeepBest`.
-
-    Args:
-        folder: of the checkpoints, named to the user.
+    Weights are checked before they are measured, because the loss of their step may still have been finite. Give it
+    before `KeepBest`.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -186,12 +249,12 @@ class StopOnBadLoss(Callback):
 
 
 def stop_at_bad_weights(trainer: Trainer, module: LightningModule, folder: CheckpointFolder) -> None:
-    """Raises an AllRanksError on all ranks where a weight of one is no number. All ranks call it."""
+    """Raise an AllRanksError on all ranks where a weight of one is NaN or infinite. All ranks call it."""
     stop_where(not all_finite(module), trainer, folder, "the weights are no numbers any more")
 
 
 def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, what: str) -> None:
-    """Raises an AllRanksError on all ranks where `bad` holds on one of them. All ranks call it."""
+    """Raise an AllRanksError on all ranks where `bad` holds on one of them. All ranks call it."""
     if not trainer.strategy.reduce_boolean_decision(bad, all=False):
         return
     found: list[str | None] = [what if bad else None]
@@ -209,6 +272,6 @@ def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, what: str)
 
 
 def all_finite(module: LightningModule) -> bool:
-    """Whether all weights, or this rank's part of them, are numbers."""
+    """Whether all weights, or this rank's part of them, are finite."""
     parts = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())  # ZeRO-3: its shard
     return all(bool(part.detach().isfinite().all()) for part in parts)

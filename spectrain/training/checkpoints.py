@@ -1,10 +1,14 @@
-"""Checkpoints of a run: the newest whole one, whenever the process is killed.
+"""What a run keeps on disk of its weights: the newest whole checkpoint, and the weights that are exported.
 
 checkpoints/
-    step-00000380.ckpt     the newest: a file, or under DeepSpeed a folder
+    step-00000380.ckpt     the newest checkpoint: a file, or under DeepSpeed a folder
     .partial.ckpt          one that was being written; never read
+    best/
+        best.json                    which step, its tau and interval, and the file below
+        step-00000250.safetensors    the trained module's weights, float32, whole, from any strategy
 
-A checkpoint is written under the partial name, put on disk, and renamed; only then the one before is removed.
+Each is written under another name, put on disk and renamed, and only then is the one before removed. So a kill leaves
+the old one or the new one.
 """
 
 from __future__ import annotations
@@ -14,17 +18,19 @@ import contextlib
 import io
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import to_disk
+from spectrain.stores.folder import read_json, to_disk, write_json
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"
@@ -51,7 +57,7 @@ class CheckpointFolder:
         return found[max(found)] if found else None
 
     def save(self, trainer: Trainer) -> Path:
-        """Writes the trainer's state as the newest checkpoint. All ranks call it, after a whole optimizer step."""
+        """Write the trainer's state as the newest checkpoint. All ranks call it, after a whole optimizer step."""
         partial = self.path / PARTIAL
         final = self.path / f"step-{trainer.global_step:08d}.ckpt"
         if trainer.strategy.broadcast(final.exists()):  # of this step, as at the end of a run that had just saved
@@ -84,47 +90,12 @@ class CheckpointFolder:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps that were done when it was written."""
+    """Optimizer steps that were done when a checkpoint was written."""
     return int(NAME.fullmatch(checkpoint.name)[1])
 
 
-def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The trained weights of a checkpoint, float32 on the CPU, as the LightningModule calls them.
-
-    DeepSpeed's pieces are put together. Tied weights stand under each of their names.
-
-    Raises:
-        UserError: it is damaged.
-    """
-    check_readable(checkpoint)
-    if not checkpoint.is_dir():
-        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # seconds to import
-
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it tells what it finds
-        return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint))
-
-
-def cut_anew(checkpoint: Path) -> None:
-    """Adds to a DeepSpeed checkpoint its universal form, a file a parameter, which any number of ranks can read."""
-    folder, latest = checkpoint / "universal", checkpoint / "latest_universal"
-    if latest.is_file():
-        return
-    from deepspeed.checkpoint.ds_to_universal import main as convert
-
-    partial = checkpoint / ".universal.partial"
-    for leftover in (partial, folder):
-        _remove(leftover)
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    paths = {"input_folder": str(checkpoint / "checkpoint"), "output_folder": str(partial)}
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it tells each step
-        convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
-    partial.rename(folder)
-    latest.write_text(folder.name)  # the converter has named the partial one
-
-
 def ranks_of(checkpoint: Path) -> int | None:
-    """How many ranks a DeepSpeed checkpoint is cut for; None of a plain one, which any number of ranks can read."""
+    """Ranks that a DeepSpeed checkpoint is cut for; None of a plain one, which any number of ranks can read."""
     return len(list(checkpoint.glob("checkpoint/*_optim_states.pt"))) if checkpoint.is_dir() else None
 
 
@@ -139,6 +110,145 @@ def check_readable(checkpoint: Path) -> None:
         raise UserError(
             f"checkpoint {checkpoint} cannot be read ({type(error).__name__}); delete it to start over"
         ) from error
+
+
+def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The trained weights of a checkpoint, float32 on the CPU, as the LightningModule calls them.
+
+    DeepSpeed's pieces are put together. Tied weights stand under each of their names.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    check_readable(checkpoint)
+    if not checkpoint.is_dir():
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # takes seconds to import
+
+    with _quiet():
+        return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint))
+
+
+def cut_anew(checkpoint: Path) -> None:
+    """Add to a DeepSpeed checkpoint its universal form, one file per parameter, which any number of ranks can read."""
+    folder, latest = checkpoint / "universal", checkpoint / "latest_universal"
+    if latest.is_file():
+        return
+    from deepspeed.checkpoint.ds_to_universal import main as convert
+
+    partial = checkpoint / ".universal.partial"
+    for leftover in (partial, folder):
+        _remove(leftover)
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    paths = {"input_folder": str(checkpoint / "checkpoint"), "output_folder": str(partial)}
+    with _quiet():
+        convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
+    partial.rename(folder)
+    latest.write_text(folder.name)  # the converter has named the partial one
+
+
+@contextlib.contextmanager
+def _quiet():
+    """DeepSpeed's converters print every step."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which weights are kept for the export."""
+
+    step: int
+    file: str
+    tau: float | None = None  # None: not measured; these are the last step's
+    low: float | None = None
+    high: float | None = None
+
+    def facts(self) -> dict[str, float | int | None]:
+        """Step, tau and interval."""
+        return {name: value for name, value in asdict(self).items() if name != "file"}
+
+
+@dataclass(frozen=True)
+class BestFolder:
+    """Where the weights lie that are exported. Reading writes nothing."""
+
+    path: Path
+
+    def read(self) -> Best | None:
+        """Raises UserError where `best.json` is damaged."""
+        file = self.path / "best.json"
+        try:
+            return Best(**read_json(file)) if file.is_file() else None
+        except (ValueError, TypeError) as error:
+            raise UserError(
+                f"{file} cannot be read ({type(error).__name__}); remove {self.path}, and the last weights are taken"
+            ) from error
+
+    def weights(self) -> dict[str, Tensor]:
+        """The kept weights. Raises UserError where the file is damaged."""
+        best = self.read()
+        assert best is not None, f"{self.path} holds no weights: the fit ended without on_train_end"
+        try:
+            return load_file(self.path / best.file)
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{self.path / best.file} cannot be read ({type(error).__name__}); export the run's last step with "
+                "weights=last"
+            ) from error
+
+    def offer(self, step: int, weights: dict[str, Tensor], tau: tuple[float, float, float] | None = None) -> bool:
+        """Keep these weights unless the kept ones have a higher tau; of equals the later ones are kept.
+
+        Args:
+            step: that they were trained to.
+            weights: of the trained module.
+            tau: theirs, with the bounds of its 95 % interval; None: not measured.
+        """
+        best = self.read()
+        if tau and best and best.tau is not None and best.tau > tau[0]:
+            return False
+        kept = Best(step, f"step-{step:08d}.safetensors", *(tau or ()))
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = self.path / ".partial.safetensors"
+        try:
+            save_file(untied(weights), partial)
+            partial.replace(self.path / kept.file)
+        finally:
+            partial.unlink(missing_ok=True)  # a disk that is full needs the room
+        write_json(self.path / "best.json", kept)
+        for file in self.path.iterdir():  # the weights of before, and what a kill left: of safetensors' own too
+            if file.name not in (kept.file, "best.json"):
+                file.unlink()
+        return True
+
+
+def untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that share no memory, which safetensors refuses."""
+    seen: set[int] = set()
+    found = {}
+    for name, t in weights.items():
+        found[name] = t.clone() if t.data_ptr() in seen else t.contiguous()
+        seen.add(t.data_ptr())
+    return found
+
+
+def filled(module: nn.Module, weights: dict[str, Tensor], name: str) -> nn.Module:
+    """The module with the weights that a training kept under `name`; a training keeps nothing else.
+
+    Raises:
+        UserError: names or shapes differ from the module's.
+    """
+    expected = {f"{name}.{key}": t.shape for key, t in module.state_dict().items()}
+    found = {key: t.shape for key, t in weights.items()}
+    differing = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+    if differing:
+        raise UserError(
+            f"the checkpoint does not hold what the run's config.yaml describes (differs in {', '.join(differing[:4])}"
+            f"{', ...' if len(differing) > 4 else ''}); was config.yaml edited?"
+        )
+    module.load_state_dict({key.removeprefix(f"{name}."): t for key, t in weights.items()})
+    return module
 
 
 def _remove(path: Path) -> None:

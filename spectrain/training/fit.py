@@ -1,120 +1,126 @@
-"""What every training goes through: Lightning's Trainer, callbacks, and the run's checkpoint where there is one."""
+"""Lightning's Trainer of a config, and what every training goes through with it.
+
+`config` is the whole resolved config; its `trainer` node holds the Trainer's arguments. A training runs on one process,
+or on the ranks that torchrun or Lightning starts.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Callback, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig
 from torch import Tensor
 
-from spectrain.decoding import TargetModel, fingerprint
+from spectrain.decoding import fingerprint
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.locations import PACKAGE
-from spectrain.training.acceptance_data import ResponsesData
-from spectrain.training.callbacks import Checkpoints, ProgressBar, ProgressLines, StopOnBadLoss, TokensPerSecond
-from spectrain.training.checkpoints import step_of
-from spectrain.training.data import PackedRowsData
-from spectrain.training.feature_data import FeatureData
+from spectrain.training.callbacks import (
+    Checkpoints,
+    KeepBest,
+    ProgressBar,
+    ProgressLines,
+    StopOnBadLoss,
+    TokensPerSecond,
+)
+from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_anew, ranks_of, step_of
+from spectrain.training.experiments import Experiment
 from spectrain.training.loggers import keep_config, loggers
-from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
-from spectrain.training.selection import KeepBest, Tau
-from spectrain.training.trainers import build_trainer, check_accumulation, go_on, meet, uses_gpu
+from spectrain.training.strategies import ZeroStrategy, uses_gpu, zero_strategy
 
 log = logging.getLogger(__name__)
 
+OURS = ("strategy", "activation_checkpointing")  # options of the `trainer` node that are not Lightning's
+ZERO_OPTIONS = ("stage", "offload_optimizer")  # of a `trainer.strategy` node
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
-Measure = Callable[[dict[str, Tensor]], Tau]
+Measure = Callable[[dict[str, Tensor]], tuple[float, float, float]]
 
 
 def fit(
-    cfg: DictConfig,
-    run: RunFolder,
-    module: LightningModule,
-    data: PackedRowsData | FeatureData | ResponsesData,
-    target: TargetModel | None = None,
-    begun: Callable[[], None] | None = None,
-    measure: Measure | None = None,
+    config: Mapping, run: RunFolder, experiment: Experiment, measure: Measure | None = None, in_sweep: bool = False
 ) -> Trainer:
-    """Trains, or goes on where the run was interrupted, and validates.
+    """Train, or resume where the run was interrupted, and validate.
 
     Args:
-        cfg: the whole config; `trainer`, `max_steps` and `data` are read.
+        config: the whole config.
         run: where checkpoints and metrics go; begun here.
-        module: what is trained.
-        data: its rows.
-        target: the frozen target, where there is one: an interrupted run goes on with no other.
-        begun: called once the run folder stands, before training; may refuse to go on.
-        measure: tau of whole weights; the best are kept in `run.best`. None: the last are.
+        experiment: what is trained.
+        measure: tau of whole weights, with the bounds of its 95 % interval; the best weights are kept in `run.best`.
+            None: the last are.
+        in_sweep: whether this is one of several trainings of one command.
 
     Raises:
         UserError: the trainer's hardware is missing, there are too few rows, the checkpoint cannot be read, the loss is
             no number any more, or memory runs out.
     """
-    check_whole("max_steps", cfg.max_steps, 1)
-    check_seconds(cfg)
-    trainer = build_trainer(cfg, callbacks(cfg, run, measure), loggers(cfg, run))
-    if len(data.train) < cfg.data.batch_size:
+    check_whole("max_steps", config["max_steps"], 1)
+    checkpoint_s, n_rows, batch_size = config["checkpoint_s"], len(experiment.data.train), config["data"]["batch_size"]
+    if isinstance(checkpoint_s, bool) or not isinstance(checkpoint_s, int | float) or checkpoint_s < 0:
+        raise UserError(f"checkpoint_s={checkpoint_s} must be seconds between two checkpoints, 0 or more")
+    check_whole("select.every", config["select"]["every"], 0)
+    trainer = build_trainer(config, callbacks(config, run, measure), loggers(config["logger"], run), in_sweep)
+    if n_rows < batch_size:
         raise UserError(
-            f"there are {len(data.train)} training rows, fewer than one batch of {cfg.data.batch_size}; lower "
-            "data.batch_size or data.row_tokens, or give more text"
+            f"there are {n_rows} training rows, fewer than one batch of {batch_size}; lower data.batch_size or "
+            "data.row_tokens, or give more text"
         )
-    check_accumulation(cfg, trainer, len(data.train) // cfg.data.batch_size)
+    check_accumulation(config, trainer, n_rows // batch_size)
+    target = experiment.target
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
     with run.held():
-        if begun is not None:
-            begun()
-        go_through(cfg, run, module, data, trainer)
+        if experiment.source:
+            run.keep_to(experiment.source)
+        _train(config, run, experiment, trainer)
     return trainer
 
 
-def go_through(
-    cfg: DictConfig,
-    run: RunFolder,
-    module: LightningModule,
-    data: PackedRowsData | FeatureData | ResponsesData,
-    trainer: Trainer,
-) -> None:
-    """From the run's newest checkpoint, or from nothing, to the last validation; see `fit`."""
+def _train(config: Mapping, run: RunFolder, experiment: Experiment, trainer: Trainer) -> None:
+    """Train from the run's newest checkpoint, or from the start, to the last validation; see `fit`."""
     log.info("run folder: %s", run.path)
     meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
-    checkpoint = run.checkpoints.newest()
+    module, data, checkpoint = experiment.module, experiment.data, run.checkpoints.newest()
     if checkpoint:
         log.info("resuming from %s", checkpoint)
-        go_on(checkpoint, trainer)
-    if cfg.trainer.activation_checkpointing:
+        prepare_resume(checkpoint, trainer)
+    if config["trainer"]["activation_checkpointing"]:
         module.recompute_activations()
     facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
     keep_config(trainer, run)
     run.note_attempt(step_of(checkpoint) if checkpoint else 0, facts)
-    with naming_the_remedy(cfg):
+    with naming_the_remedy(config["data"]):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         trainer.validate(module, datamodule=data, verbose=False)
 
 
-def callbacks(cfg: DictConfig, run: RunFolder, measure: Measure | None) -> list[Callback]:
+def callbacks(config: Mapping, run: RunFolder, measure: Measure | None) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
         TokensPerSecond(),
         StopOnBadLoss(run.checkpoints),
-        KeepBest(run.best, measure, cfg.select.every),
-        Checkpoints(run.checkpoints, cfg.checkpoint_s),
+        KeepBest(run.best, measure, config["select"]["every"]),
+        Checkpoints(run.checkpoints, config["checkpoint_s"]),
         ProgressBar(leave=True) if sys.stderr.isatty() else ProgressLines(),
     ]
 
 
 @contextmanager
-def naming_the_remedy(cfg: DictConfig) -> Iterator[None]:
-    """Says of a training that outgrows memory what to change, and of a rank that lost another that it did.
+def naming_the_remedy(data: Mapping) -> Iterator[None]:
+    """Turn running out of memory, and losing another rank, into a sentence that says what to change.
+
+    Args:
+        data: the `data` node of the config.
 
     Raises:
         UserError: in place of either error.
@@ -122,7 +128,8 @@ def naming_the_remedy(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_lost_rank(error):
+        lost = isinstance(error, RuntimeError) and any(said in str(error) for said in LOST_RANK)  # as gloo says it
+        if lost or isinstance(error, torch.distributed.DistError):
             raise UserError(
                 "another rank ended, and this one cannot go on alone; see what it said, then give the same command"
             ) from error
@@ -130,39 +137,131 @@ def naming_the_remedy(cfg: DictConfig) -> Iterator[None]:
             raise
         rank = f" on rank {rank_zero_only.rank}" if rank_zero_only.rank else ""
         raise UserError(
-            f"out of memory{rank}: lower data.batch_size={cfg.data.batch_size} (and raise "
-            f"trainer.accumulate_grad_batches) or data.row_tokens={cfg.data.row_tokens}, or give "
+            f"out of memory{rank}: lower data.batch_size={data['batch_size']} (and raise "
+            f"trainer.accumulate_grad_batches) or data.row_tokens={data['row_tokens']}, or give "
             "trainer.activation_checkpointing=true"
         ) from error
 
 
-def is_lost_rank(error: Exception) -> bool:
-    """Whether a rank that this one talks to is gone; gloo says so by a plain RuntimeError."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in LOST_RANK)
+def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logger], in_sweep: bool = False) -> Trainer:
+    """The Trainer of a config; writes nothing yet.
+
+    Raises:
+        UserError: Lightning does not take the `trainer` node, its hardware is missing, or a batch cannot be shared out.
+    """
+    options = {name: value for name, value in config["trainer"].items() if name not in OURS} | ranks_of_torchrun()
+    try:
+        trainer = Trainer(
+            **options,
+            strategy=strategy(config),
+            max_steps=config["max_steps"],
+            check_val_every_n_epoch=None,  # val_check_interval counts batches of the run, not of an epoch
+            use_distributed_sampler=False,  # SeededBatches gives each rank its share
+            callbacks=callbacks,
+            logger=loggers,
+            plugins=[StraightToDisk()],
+            enable_progress_bar=sys.stderr.isatty(),
+            enable_checkpointing=False,  # Checkpoints saves, at whole steps only
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"the trainer cannot be made as configured ({line}); change trainer=... or its options"
+        ) from error
+    if in_sweep and trainer.world_size > 1 and not ranks_of_torchrun():
+        raise UserError(  # Lightning starts the other ranks with this very command: each would run the whole sweep
+            f"-m on {trainer.world_size} ranks needs torchrun --nproc-per-node {trainer.world_size} -m spectrain.train "
+            "... -m; or give trainer.devices=1"
+        )
+    batch_size = config["data"]["batch_size"]
+    if batch_size % trainer.world_size:
+        raise UserError(
+            f"data.batch_size={batch_size} rows cannot be shared out evenly by {trainer.world_size} ranks; give a "
+            f"multiple of {trainer.world_size}, or fewer ranks"
+        )
+    return trainer
 
 
-def check_seconds(cfg: DictConfig) -> None:
-    """Raises UserError where the time between checkpoints, or validations between measurements, make no sense."""
-    if isinstance(cfg.checkpoint_s, bool) or not isinstance(cfg.checkpoint_s, int | float) or cfg.checkpoint_s < 0:
-        raise UserError(f"checkpoint_s={cfg.checkpoint_s} must be seconds between two checkpoints, 0 or more")
-    check_whole("select.every", cfg.select.every, 0)
+def strategy(config: Mapping) -> str | Strategy:
+    """What `trainer.strategy` says: a name that Lightning knows, or a node with options of DeepSpeed.
+
+    Raises:
+        UserError: the node makes no sense, or the optimizer needs whole matrices, which DeepSpeed cuts.
+    """
+    given = config["trainer"]["strategy"]
+    if not isinstance(given, Mapping):
+        return given
+    options = dict(given)
+    if options.pop("name", None) != "deepspeed":
+        raise UserError(f"trainer.strategy={given} is unknown; give ddp, auto or trainer=deepspeed_zero2")
+    if config["optimizer"]["name"] == "muon":
+        raise UserError(
+            "optimizer.name=muon needs whole matrices, which DeepSpeed cuts into pieces; give optimizer.name=adamw, or "
+            "trainer=ddp"
+        )
+    for name in options:
+        if name not in ZERO_OPTIONS:
+            raise UserError(f"trainer.strategy has no option {name}; it has {', '.join(ZERO_OPTIONS)}")
+    return zero_strategy(on_cpu=not uses_gpu(config["trainer"]["accelerator"]), **options)
 
 
-def target_device(cfg: DictConfig) -> str:
+def target_device(config: Mapping) -> str:
     """Where the frozen target runs: with the trainer."""
-    if cfg.trainer.accelerator == "cpu":
+    accelerator = config["trainer"]["accelerator"]
+    if accelerator == "cpu":
         return "cpu"
     rank = os.environ.get("LOCAL_RANK")
-    return cfg.target.device if rank is None or not uses_gpu(cfg) else f"cuda:{rank}"
+    return config["target"]["device"] if rank is None or not uses_gpu(accelerator) else f"cuda:{rank}"
 
 
-def optimizer_settings(cfg: DictConfig) -> OptimizerSettings:
-    return OptimizerSettings(**{**cfg.optimizer, "betas": tuple(cfg.optimizer.betas)})
+def ranks_of_torchrun() -> dict[str, int]:
+    """What replaces trainer.devices and trainer.num_nodes under torchrun; {} without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"devices": local, "num_nodes": world // local}
 
 
-def check_rows(cfg: DictConfig) -> None:
-    """Raises UserError where a number of `data` makes no sense."""
-    for name in ("row_tokens", "batch_size", "val_rows"):
-        check_whole(f"data.{name}", cfg.data[name], 1)
+def check_accumulation(config: Mapping, trainer: Trainer, n_batches: int) -> None:
+    """Raises UserError where DeepSpeed would let a gradient run on into the next epoch, which Lightning does not count.
+
+    `n_batches`: of an epoch.
+    """
+    accumulated = config["trainer"]["accumulate_grad_batches"]
+    left = n_batches % accumulated and trainer.max_steps > n_batches // accumulated
+    if left and isinstance(trainer.strategy, ZeroStrategy):
+        raise UserError(
+            f"trainer.accumulate_grad_batches={accumulated} does not divide the {n_batches} batches of an epoch, as it "
+            "must under DeepSpeed; give a divisor, or trainer=ddp"
+        )
+
+
+def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
+    """Make sure that this trainer can resume from a checkpoint, if need be by cutting it for other ranks.
+
+    Raises:
+        UserError: it is damaged, or was written with DeepSpeed and is read without, or the other way.
+    """
+    sharded = isinstance(trainer.strategy, ZeroStrategy)
+    ranks = ranks_of(checkpoint)
+    if sharded != (ranks is not None):
+        before, now = ("without", "with") if sharded else ("with", "without")
+        raise UserError(
+            f"{checkpoint} was written {before} DeepSpeed and cannot be resumed {now} it; give the trainer=... that "
+            "began the run, or another run_dir"
+        )
+    check_readable(checkpoint)
+    if sharded and ranks != trainer.world_size:
+        if trainer.is_global_zero:
+            cut_anew(checkpoint)
+        trainer.strategy.read_universal()
+        meet(trainer)
+
+
+def meet(trainer: Trainer) -> None:
+    """Under torchrun, wait for all ranks; Lightning starts the others itself, later."""
+    if ranks_of_torchrun() and trainer.world_size > 1:
+        trainer.strategy.setup_environment()
+        trainer.strategy.barrier("met")

@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning import Trainer
@@ -13,25 +14,28 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig
 
 from spectrain.models.artifacts import MANIFEST
-from spectrain.reporting.training_plot import plot_training
 from spectrain.training.runs import RunFolder, plain
 
 log = logging.getLogger(__name__)
 
 
-def loggers(cfg: DictConfig, run: RunFolder) -> list[Logger]:
-    """CSV always, a file an attempt; Weights & Biases when asked, offline without a key."""
+def loggers(options: Mapping, run: RunFolder) -> list[Logger]:
+    """CSV always, one file per attempt; Weights & Biases when asked, offline without a key.
+
+    Args:
+        options: the `logger` node of the config.
+        run: where files go.
+    """
     chosen: list[Logger] = [CurveLogger(run.path, name="metrics", version=len(run.attempts))]
-    if cfg.logger.wandb and rank_zero_only.rank == 0:
+    if options["wandb"] and rank_zero_only.rank == 0:
         chosen.append(
             WandbLogger(
-                project=cfg.logger.project,
-                group=cfg.logger.group,
-                tags=list(cfg.logger.tags),
-                name=cfg.logger.name or run.name,
+                project=options["project"],
+                group=options["group"],
+                tags=list(options["tags"]),
+                name=options["name"] or run.name,
                 version=run.id,  # a resumed run goes on in the same W&B run
                 save_dir=run.path,
                 mode=wandb_mode(),
@@ -70,7 +74,7 @@ class _WholeFile(ExperimentWriter):
 
 
 class CurveLogger(CSVLogger):
-    """Lightning's CSV logger; `spectrain.training.curve` reads what it writes."""
+    """Lightning's CSV logger; `spectrain.training.runs` reads what it writes."""
 
     @property
     @rank_zero_experiment
@@ -82,27 +86,27 @@ class CurveLogger(CSVLogger):
 
 
 def keep_config(trainer: Trainer, run: RunFolder) -> None:
-    """Puts config.yaml into the W&B run, if there is one: an offline run's folder would hold none."""
+    """Put config.yaml into the W&B run, if there is one: an offline run's folder would hold none."""
     for logger in of_wandb(trainer):
         logger.experiment.define_metric("eval/tau", summary="max")  # what sweeps maximize, and what is exported
         logger.experiment.save(str(run.config_file), base_path=str(run.path), policy="now")
 
 
-def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str) -> None:
-    """Draws the run's curve; in the W&B run, if there is one, go the pictures and the exported folder.
+def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str, pictures: Mapping[str, Path]) -> None:
+    """Put pictures and the exported folder into the W&B run, if there is one.
 
     Args:
         trainer: after the fit, on rank zero.
-        run: whose curve it is; the pictures are put there.
+        run: the run.
         out: the exported folder.
         kind: what it holds: drafter, head or target.
+        pictures: PNG files by name.
     """
-    pictures = plot_training(run.path, run.curve())
     for logger in of_wandb(trainer):
         import wandb
 
         for name, file in pictures.items():
-            logger.log_image(f"plots/{name}", [str(file)])
+            logger.log_image(name, [str(file)])
         manifest = out / MANIFEST
         metadata = json.loads(manifest.read_text()) if manifest.is_file() else {}
         artifact = wandb.Artifact(plain(run.name), type=kind, metadata=metadata)

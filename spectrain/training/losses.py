@@ -1,14 +1,13 @@
-"""The losses: SPIRe's MixedLoss (methods.md section 4, paper section 3.4), without ever holding all logits, and the
-weighted cross-entropy of acceptance heads (section 3).
+"""Losses: SPIRe's MixedLoss (SPIRe, section 3.4) and the weighted cross-entropy of acceptance heads (SpecDec++).
 
     MixedLoss = omega * CE(p, q) - (1 - omega) * alpha,    alpha = sum_v min(p_v, q_v)
 
-alpha is the probability that a token drawn from q is accepted. Hidden states become logits a chunk of positions at a
-time, forward and gradient in one visit, so that memory does not grow with L x V; the gradient is
+alpha is the probability that a token drawn from q is accepted. Hidden states become logits one chunk of positions at a
+time, and the gradient is computed with the loss, so that memory does not grow with L x V. The gradient is
 
     d CE / dz = q - p,    d alpha / dz = q * (m - <q, m>),   m_v = 1 where q_v < p_v.
 
-Letters: N positions (B x L, flattened), D hidden size, V vocabulary.
+Letters: N positions (of all rows, flattened), D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CHUNK_POSITIONS = 1024
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Which loss.
+    """Which loss a drafter is trained with.
 
     Args:
         kind: "mixed"; "distill" (omega = 1); "hard" (cross-entropy on the data).
@@ -45,7 +44,7 @@ class LossSettings:
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Of the cross-entropy and of -alpha."""
+        """Weights of the cross-entropy and of -alpha."""
         return (self.omega, 1 - self.omega) if self.kind == "mixed" else (1.0, 0.0)
 
 
@@ -69,12 +68,12 @@ class LossParts:
 def drafter_loss(
     settings: LossSettings, hidden: Tensor, unembedding: Tensor, teacher: Teacher, next_tokens: Tensor
 ) -> LossParts:
-    """The training loss of a drafter, averaged over positions.
+    """Compute the training loss of a drafter, averaged over positions.
 
     Args:
         settings: which loss.
         hidden: [N, D] the drafter's final hidden states.
-        unembedding: [V, D] its unembedding.
+        unembedding: [V, D] of the drafter.
         teacher: the target at the same positions.
         next_tokens: [N] int64, the data's next token; -100 where there is none (read by "hard" only).
     """
@@ -146,18 +145,14 @@ def _chunk(
 
 
 def weighted_bce(log_odds: Tensor, labels: Tensor, w_rej: float, w_acc: float = 1.0) -> Tensor:
-    """The weighted binary cross-entropy on soft labels of SpecDec++ (methods.md section 3; paper, section 4.4).
+    """Compute the weighted binary cross-entropy on soft labels (SpecDec++, section 4.4), a scalar in nats.
 
         sum[ w_rej (1 - a) (-log(1 - f)) + w_acc a (-log f) ] / (w_rej sum(1 - a) + w_acc sum a)
 
     Args:
         log_odds: [M] float32, of the predicted acceptance f.
-        labels: [M] float32, a.
-        w_rej: weight of rejections.
-        w_acc: weight of acceptances.
-
-    Returns:
-        A scalar, nats; 0 where there is no position.
+        labels: [M] float32, a. Without any position the loss is 0.
+        w_rej, w_acc: weights of rejections and of acceptances.
     """
     rejected, accepted = w_rej * (1 - labels), w_acc * labels
     loss = rejected * F.softplus(log_odds) + accepted * F.softplus(-log_odds)

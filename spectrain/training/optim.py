@@ -8,7 +8,7 @@ clipping, accumulation and checkpoints work as usual. Muon: Jordan et al. 2024; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,12 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps that is
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What the `optimizer` node of an experiment says."""
+    """The options of an experiment's `optimizer` node."""
 
     name: str = "adamw"  # adamw | muon (matrices by Muon, the rest by AdamW)
     lr: float = 1e-3
     weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Sequence[float] = (0.9, 0.95)
     warmup_steps: int = 50
     warmup_share: float | None = None  # of all steps; in place of warmup_steps
     schedule: str = "linear"  # linear | cosine, from lr down to 0
@@ -56,7 +56,7 @@ class MuonAdamW(Optimizer):
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], settings: OptimizerSettings) -> None:
         self._muon = Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = AdamW(others, lr=settings.lr, weight_decay=0.0, betas=settings.betas)
+        self._adamw = AdamW(others, lr=settings.lr, weight_decay=0.0, betas=tuple(settings.betas))
         super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
         self._share()
 
@@ -79,7 +79,7 @@ class MuonAdamW(Optimizer):
 
 
 def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings) -> Optimizer:
-    """The optimizer over all parameters that require gradients.
+    """Build the optimizer over all parameters that require gradients.
 
     Embeddings, norms, biases and feedback weights are not decayed; embeddings are never given to Muon.
     """
@@ -88,15 +88,12 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settin
     others = [p for name, p in trainable if p.ndim != 2 or _is_lookup(name)]
     if settings.name == "muon":
         return MuonAdamW(matrices, others, settings)
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas)
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=tuple(settings.betas))
 
 
 def _is_lookup(name: str) -> bool:
-    """Whether a matrix is read by row (embedding, unembedding, feedback weights): no Muon, no decay."""
+    """Whether a matrix is read row by row (embedding, unembedding, feedback weights): no Muon, no decay."""
     return any(part in name for part in ("embed", "lm_head", "feedback"))
 
 
@@ -114,12 +111,3 @@ def warmup_then_down(optimizer: Optimizer, settings: OptimizerSettings, total_st
         return shape(max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps)))
 
     return LambdaLR(optimizer, factor)
-
-
-def lightning_optimizers(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, total_steps: int
-) -> dict:
-    """What a LightningModule's `configure_optimizers` returns: optimizer and a schedule stepped every batch."""
-    optimizer = build_optimizer(named_parameters, settings)
-    schedule = warmup_then_down(optimizer, settings, total_steps)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

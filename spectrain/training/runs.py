@@ -1,51 +1,69 @@
-"""Run folders: one a resolved config, so that the same command finds its own interrupted run.
+"""Run folders: one per resolved config, so that the same command finds its own interrupted run.
 
 runs/spire-1f0c93ab/
     config.yaml        the resolved config
     run.json           the run's id, its target's fingerprint, the command as it was typed, and for each attempt when,
                        where and with which code it ran
+    source.json        which stored rows and drafter a training began with, where it reads any
     checkpoints/       of the latest step, written every few minutes and at an interruption; best/: what is exported
-    metrics/version_0/metrics.csv   every logged number, a folder an attempt
+    metrics/version_0/metrics.csv   every logged number, one folder per attempt
+    export.json        where the run is exported to
     result.json        written last: the run is finished
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import datetime
-import hashlib
-import json
+import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from yaml import YAMLError
 
 from spectrain.decoding.errors import AllRanksError, UserError
 from spectrain.stores.environment import TYPED_COMMAND
-from spectrain.stores.folder import locked, write_json
-from spectrain.training.checkpoints import CheckpointFolder
-from spectrain.training.curve import Curve, merged
-from spectrain.training.selection import BestFolder
+from spectrain.stores.folder import (
+    digest,
+    locked,
+    naming_a_full_disk,
+    read_json,
+    refuse_existing,
+    remove_leftovers,
+    strict,
+    write_folder,
+    write_json,
+)
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
+
+log = logging.getLogger(__name__)
 
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
 # A run may go on with another number of ranks.
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
+BY_THE_CLOCK = ("train/tokens_per_s", "train/wait_share")  # metrics that differ between equal runs
+
+Curve = dict[int, dict[str, float]]  # step -> metric -> value
 
 
 class FinishedRun(AllRanksError):
-    """The run that was asked for is finished already: a sweep leaves it out, on all ranks or on none."""
+    """The requested run is finished already: a sweep leaves it out, on all ranks or on none."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run that may begin: a new one, or an interrupted one that goes on."""
+    """A run that may begin: a new one, or an interrupted one that is resumed."""
 
     path: Path
     config: dict  # resolved
@@ -56,38 +74,53 @@ class RunFolder:
     def find(cls, cfg: DictConfig, result: str = "result.json") -> RunFolder:
         """The folder of this config. Writes nothing.
 
-        An unfinished run of this very config goes on, `fresh` or not; `fresh` replaces a finished or another one.
+        An unfinished run of this very config is resumed, `fresh` or not; `fresh` replaces a finished or another one.
 
         Raises:
             UserError: the run is finished already, or the folder holds something else.
         """
         resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        digest = hashlib.sha256(json.dumps(_hashed(resolved), sort_keys=True).encode()).hexdigest()[:8]
-        path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest}")
+        path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest(_hashed(resolved))}")
         run = cls(path, resolved, id=f"{plain(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
-        if not run.path.exists():
+        if not path.exists():
             return run
         if rank_zero_only.rank != 0:
-            run._refuse_finished(cfg.fresh)
+            # With `fresh` rank zero may be replacing what stands here.
+            ended = not cfg.fresh and run.result_file.is_file() and run.config_file.is_file()
+            if ended and isinstance(reason := run._why_not_to_resume(), FinishedRun):
+                raise reason
             return run
         if not run.config_file.is_file():
-            if any(run.path.iterdir()):
-                raise UserError(f"run_dir={run.path} is not empty and holds no run; give another run_dir")
+            if any(path.iterdir()):
+                raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
             return run
-        reason = run._why_not_to_go_on()
+        reason = run._why_not_to_resume()
         if reason and not cfg.fresh:
             raise reason
-        begun = run._begun()
+        begun = run.facts()
         return run if reason or begun is None else dataclasses.replace(run, id=begun["id"])
 
-    def _refuse_finished(self, fresh: bool) -> None:
-        """Raises FinishedRun as rank zero does; without `fresh` rank zero replaces nothing that is read here."""
-        if not fresh and self.result_file.is_file() and self.config_file.is_file():
-            reason = self._why_not_to_go_on()
-            if isinstance(reason, FinishedRun):
-                raise reason
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """A run as it stands, finished or not.
 
-    def _why_not_to_go_on(self) -> UserError | None:
+        Raises:
+            UserError: the folder is no run, or its facts are damaged.
+        """
+        if not (path / "config.yaml").is_file() or not (path / "run.json").is_file():
+            raise UserError(
+                f"run={path} is no run of spectrain.train (it has no config.yaml); give its folder below runs/"
+            )
+        try:
+            config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
+            run = cls(path, config, read_json(path / "run.json")["id"])
+            run.read_result()
+            config["kind"]
+        except (YAMLError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"run={path} has a damaged config.yaml, run.json or result.json ({error})") from error
+        return run
+
+    def _why_not_to_resume(self) -> UserError | None:
         before = _hashed(OmegaConf.to_container(OmegaConf.load(self.config_file)))
         ours = _hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
@@ -98,43 +131,38 @@ class RunFolder:
             )
         if self.result_file.is_file():
             return FinishedRun(
-                f"this run is finished ({self.path}); change an option, or repeat it from nothing with fresh=true"
+                f"this run is finished ({self.path}); change an option, or repeat it from the start with fresh=true"
             )
         return None
 
     @rank_zero_only
     def begin(self, target_fingerprint: str | None = None) -> None:
-        """Makes the folder and keeps the config, in place of an earlier run that stands there; or goes on in its own.
+        """Make the folder and keep the config, in place of an earlier run that stands there; or resume its own run.
 
         Raises:
             UserError: the interrupted run trained against another target.
         """
-        begun = self._begun()
+        begun = self.facts()
         if begun is not None and begun["id"] == self.id:
             if target_fingerprint and begun["target_fingerprint"] != target_fingerprint:
                 raise UserError(
-                    f"{self.path} was begun with target {begun['target_fingerprint']}, not {target_fingerprint}; "
-                    "remove the folder to train for the new target"
+                    f"{self.path} was started with target {begun['target_fingerprint']}, but now {target_fingerprint} "
+                    "is given; remove the folder to train for the new target"
                 )
             remove_leftovers(self.path)
             return
-        facts = {
-            "id": self.id,
-            "target_fingerprint": target_fingerprint,
-            "command": TYPED_COMMAND.get(),
-            "attempts": [],
-        }
+        facts = {"id": self.id, "target_fingerprint": target_fingerprint, "command": TYPED_COMMAND.get()}
 
         def write(folder: Path) -> None:
             OmegaConf.save(OmegaConf.create(self.config), folder / self.config_file.name)
-            (folder / self._facts_file.name).write_text(json.dumps(facts) + "\n")
+            write_json(folder / self._facts_file.name, {**facts, "attempts": []})
             if self._export_file.is_file():  # this run replaces the one that stood here, and its export too
                 shutil.copy(self._export_file, folder)
 
         write_folder(self.path, write, replace=True)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keeps other processes out of the folder: two would write the same checkpoints.
+        """Keep other processes out of the folder, since two would write the same checkpoints.
 
         Raises:
             UserError: on entering; the same command is at work there, if only in ranks that outlived their launcher.
@@ -142,39 +170,52 @@ class RunFolder:
         return locked(self.path, "another process") if rank_zero_only.rank == 0 else nullcontext()
 
     @rank_zero_only
-    def note_attempt(self, done_steps: int, facts: dict) -> None:
-        """Adds to run.json that the command was started once more.
+    def note_attempt(self, done_steps: int, environment: dict) -> None:
+        """Add to run.json that the command was started once more.
 
         Args:
-            done_steps: of the checkpoint that it goes on from, 0 without one.
-            facts: of the environment.
+            done_steps: of the checkpoint that is resumed, 0 without one.
+            environment: with which code and where.
         """
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        attempt = {"started": started, "done_steps": done_steps, **facts}
-        begun = self._begun()
-        begun["attempts"] = [*self.attempts, attempt]
-        write_json(self._facts_file, begun)
+        attempt = {"started": started, "done_steps": done_steps, **environment}
+        write_json(self._facts_file, {**self.facts(), "attempts": [*self.attempts, attempt]})
+
+    @rank_zero_only
+    def keep_to(self, source: dict) -> None:
+        """Note what a training reads besides its config. Raises UserError where a resumed run reads other things."""
+        file, source = self.path / "source.json", strict(source)
+        begun = read_json(file) if file.is_file() else None
+        if begun is None:
+            write_json(file, source)
+            return
+        for name, found in source.items():
+            if begun[name] != found:
+                raise UserError(
+                    f"{self.path} was started with other {name} ({begun[name]}) than were found now ({found}); give "
+                    "those, or another run_dir"
+                )
 
     @property
     def attempts(self) -> list[dict]:
         """What is known of each start of this run so far."""
-        begun = self._begun()
+        begun = self.facts()
         return begun.get("attempts", []) if begun and begun["id"] == self.id else []
 
-    def metrics_file(self, attempt: int) -> Path:
-        return self.path / "metrics" / f"version_{attempt}" / "metrics.csv"
+    def facts(self) -> dict | None:
+        """What run.json says; None where nothing began."""
+        return read_json(self._facts_file) if self._facts_file.is_file() else None
 
     def curve(self) -> Curve:
         """Every number that was logged, by step, as if the run had never been interrupted."""
-        return merged([(facts["done_steps"], self.metrics_file(i)) for i, facts in enumerate(self.attempts)])
+        files = self.path / "metrics"
+        attempts = enumerate(self.attempts)
+        return merged([(facts["done_steps"], files / f"version_{i}" / "metrics.csv") for i, facts in attempts])
 
-    @property
-    def _facts_file(self) -> Path:
-        return self.path / "run.json"
-
-    def _begun(self) -> dict | None:
-        """What `begin` wrote into the folder, if it did."""
-        return json.loads(self._facts_file.read_text()) if self._facts_file.is_file() else None
+    def metrics_at(self, step: int) -> dict[str, float]:
+        """What validation logged of a step's weights; {} where nothing was."""
+        logged = self.curve().get(step - 1, {})  # the number that Lightning gives the step
+        return {name: value for name, value in logged.items() if name.startswith("eval/")}
 
     @property
     def name(self) -> str:
@@ -189,34 +230,73 @@ class RunFolder:
         return self.path / self.result
 
     @property
-    def checkpoints(self) -> CheckpointFolder:
-        return CheckpointFolder(self.path / "checkpoints")
-
-    @property
-    def best(self) -> BestFolder:
-        """The weights that are kept: by tau, or the last."""
-        return BestFolder(self.path / "checkpoints" / "best")
-
-    def note_export(self, out: Path) -> None:
-        """Says that `out` is about to be this run's export: if a kill leaves it there, the run may replace it."""
-        write_json(self._export_file, {"out": str(out.resolve())})
-
-    def exported_to(self, out: Path) -> bool:
-        """Whether an earlier attempt of this unfinished run, or the one that it replaced, may have written `out`."""
-        if not self._export_file.is_file() or not self.attempts:
-            return False
-        return json.loads(self._export_file.read_text())["out"] == str(out.resolve())
-
-    def read_result(self) -> dict | None:
-        """The numbers that `finish` kept; None of an unfinished run."""
-        return json.loads(self.result_file.read_text()) if self.result_file.is_file() else None
+    def _facts_file(self) -> Path:
+        return self.path / "run.json"
 
     @property
     def _export_file(self) -> Path:
         return self.path / "export.json"
 
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoints")
+
+    @property
+    def best(self) -> BestFolder:
+        """The weights that are exported: the best by tau, or the last."""
+        return BestFolder(self.path / "checkpoints" / "best")
+
+    def weights(self, which: str) -> tuple[int, dict[str, Tensor]]:
+        """Step and weights to export: "best", those that training exports or would, or "last", the newest checkpoint's.
+
+        What `checkpoints/best` holds without a tau is the last step of some attempt; a newer checkpoint replaces it.
+
+        Raises:
+            UserError: there are none, or they are damaged.
+        """
+        best, newest = self.best.read(), self.checkpoints.newest()
+        selected = best is not None and (best.tau is not None or newest is None or best.step >= step_of(newest))
+        if selected and which == "best":
+            return best.step, self.best.weights()
+        if newest is None:
+            raise UserError(f"run={self.path} has no checkpoint yet; train until it has saved one")
+        return step_of(newest), whole_weights(newest)
+
+    def exported_to(self, out: Path) -> bool:
+        """Whether an earlier attempt of this unfinished run, or the run that it replaced, may have written `out`."""
+        if not self._export_file.is_file() or not self.attempts:
+            return False
+        return read_json(self._export_file)["out"] == str(out.resolve())
+
+    def export(self, out: str | None, write: Callable[[Path, Path], None]) -> Path:
+        """Fill the export folder, and return it.
+
+        The export of a killed attempt, and that of the run which this one replaces, is replaced; another run's never.
+
+        Args:
+            out: the folder, which must be new. None: below `checkpoints/`, by the run's name; where another run's
+                export of that name stands, by its id as well.
+            write: fills a folder that will appear as another, the second argument.
+        """
+        folder = Path(str(out)) if out else CHECKPOINTS / self.name
+        if not out and folder.exists() and not self.exported_to(folder):
+            longer = CHECKPOINTS / f"{self.name}-{self.id.rsplit('-', 1)[-1]}"
+            log.warning("%s is another run's export; this one goes to %s", folder, longer)
+            folder = longer
+        if not self.exported_to(folder):
+            refuse_existing(folder)
+            # If a kill leaves the folder there, the run may replace it.
+            write_json(self._export_file, {"out": str(folder.resolve())})
+        with naming_a_full_disk(folder, ", which goes on from the run's last checkpoint"):
+            write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
+        return folder
+
+    def read_result(self) -> dict | None:
+        """The numbers that `finish` kept; None of an unfinished run."""
+        return read_json(self.result_file) if self.result_file.is_file() else None
+
     def finish(self, result: dict) -> None:
-        """Marks the run as finished and keeps its numbers."""
+        """Mark the run as finished and keep its numbers."""
         write_json(self.result_file, result)
 
 
@@ -232,38 +312,34 @@ def _hashed(config: dict) -> dict:
     return kept
 
 
-def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:
-    """Fills a folder through `write(folder)` so that it appears whole or not at all.
+def merged(attempts: Sequence[tuple[int, Path]]) -> Curve:
+    """One curve of several attempts: each replaces what earlier ones logged from the step where it was resumed.
 
-    Raises:
-        UserError: `destination` exists already and is not to be replaced.
+    Args:
+        attempts: in their order; the steps that were done when it began, and its metrics.csv, which may be missing.
     """
-    if not replace:
-        refuse_existing(destination)
-    remove_leftovers(destination)
-    temporary, old = beside(destination)
-    temporary.mkdir(parents=True)
-    try:
-        write(temporary)
-        if destination.exists():
-            destination.rename(old)  # a kill in the middle of its removal would leave a part of it
-        temporary.rename(destination)
-    finally:
-        remove_leftovers(destination)
+    curve: Curve = {}
+    for done, file in attempts:
+        curve = {step: row for step, row in curve.items() if step < done}
+        for step, row in read_csv(file).items():
+            curve.setdefault(step, {}).update(row)
+    return dict(sorted(curve.items()))
 
 
-def beside(destination: Path) -> tuple[Path, Path]:
-    """Where a folder is written before it appears, and where the one that it replaces waits to be removed."""
-    return tuple(destination.with_name(f".{destination.name}.{name}") for name in ("partial", "old"))
+def read_csv(file: Path) -> Curve:
+    """The rows of a metrics.csv by step; two rows of one step (training, validation) become one."""
+    curve: Curve = {}
+    if not file.is_file():
+        return curve
+    with file.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            if None in row.values() or not row["step"]:  # a line that a kill cut short
+                continue
+            values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
+            curve.setdefault(int(row["step"]), {}).update(values)
+    return curve
 
 
-def remove_leftovers(destination: Path) -> None:
-    """Removes what a kill left of either."""
-    for leftover in beside(destination):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def refuse_existing(destination: Path) -> None:
-    """Raises UserError where an export would replace something."""
-    if destination.exists():
-        raise UserError(f"out={destination} exists already; give another out or remove it")
+def without_clock(curve: Curve) -> Curve:
+    """The curve without what depends on the machine's speed: equal runs have equal ones."""
+    return {step: {name: v for name, v in row.items() if name not in BY_THE_CLOCK} for step, row in curve.items()}

@@ -1,6 +1,6 @@
-"""How a training is spread over ranks: DeepSpeed's ZeRO on GPUs or CPU ranks, and its weights put together again.
+"""Training on many ranks: DeepSpeed's ZeRO on GPUs or CPU ranks, and the weights put together again.
 
-ZeRO shares out the optimizer's state and gradients (stage 2) and the parameters too (stage 3) among the ranks;
+ZeRO shares out the optimizer's state and gradients (stage 2) and the parameters too (stage 3) among the ranks.
 `whole_state` gathers what the ranks hold, whatever the strategy.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,30 +19,29 @@ from torch import Tensor, nn
 from spectrain.decoding.errors import UserError
 
 
-@dataclass(frozen=True)
-class ZeroSettings:
-    """What the `trainer.strategy` node of a DeepSpeed trainer says.
+def uses_gpu(accelerator: str) -> bool:
+    """Whether a trainer with this `trainer.accelerator` runs on GPUs."""
+    return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+
+
+def zero_strategy(on_cpu: bool, stage: int = 2, offload_optimizer: bool = False) -> Strategy:
+    """Lightning's DeepSpeed strategy, with the options of a `trainer.strategy` node.
 
     Args:
+        on_cpu: for CPU ranks that talk through gloo, in place of GPUs.
         stage: 1 shares out the optimizer's state, 2 gradients too, 3 parameters too.
         offload_optimizer: the optimizer's state lies in CPU memory and is stepped there.
+
+    Raises:
+        UserError: there is no such stage.
     """
-
-    stage: int = 2
-    offload_optimizer: bool = False
-
-    def __post_init__(self) -> None:
-        if self.stage not in (1, 2, 3):
-            raise UserError(f"trainer.strategy.stage={self.stage} must be 1, 2 or 3")
-
-
-def zero_strategy(settings: ZeroSettings, on_cpu: bool) -> Strategy:
-    """Lightning's DeepSpeed strategy, for GPUs or for CPU ranks that talk through gloo."""
+    if stage not in (1, 2, 3):
+        raise UserError(f"trainer.strategy.stage={stage} must be 1, 2 or 3")
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
     strategy = (CPUZeroStrategy if on_cpu else ZeroStrategy)(
-        stage=settings.stage,
-        offload_optimizer=settings.offload_optimizer,
+        stage=stage,
+        offload_optimizer=offload_optimizer,
         process_group_backend="gloo" if on_cpu else None,
         logging_level=logging.ERROR,
         logging_batch_size_per_gpu=1,  # else Lightning makes a loader to ask; it serves DeepSpeed's logs alone
@@ -54,10 +52,10 @@ def zero_strategy(settings: ZeroSettings, on_cpu: bool) -> Strategy:
 
 
 class ZeroStrategy(DeepSpeedStrategy):
-    """Lightning's, which resumes at another number of ranks too, and validates without an engine where it can."""
+    """Lightning's strategy, made to resume on another number of ranks and to validate without an engine."""
 
     def read_universal(self) -> None:
-        """From now on a checkpoint's universal form is read (`spectrain.training.checkpoints.cut_anew`)."""
+        """From now on, read the universal form of checkpoints (`spectrain.training.checkpoints.cut_anew`)."""
         self.config["checkpoint"] = {"load_universal": True}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
@@ -82,7 +80,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 
 class CPUZeroStrategy(ZeroStrategy):
-    """The same on CPU ranks, which Lightning's own refuses."""
+    """The same on CPU ranks, which Lightning's own strategy refuses."""
 
     def setup_environment(self) -> None:
         super(DeepSpeedStrategy, self).setup_environment()  # without the check for CUDA
@@ -102,14 +100,10 @@ class CPUZeroStrategy(ZeroStrategy):
 
 
 def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] | None:
-    """The weights in training, put together from all ranks: all of them call it, between optimizer steps of a fit.
+    """Put the weights in training together from all ranks. All ranks call it, between optimizer steps of a fit.
 
-    Under DeepSpeed these are the float32 weights that the optimizer steps, not the bfloat16 ones that the forward
-    reads; the last hook that finds them is `on_train_end`.
-
-    Args:
-        trainer: whose fit it is.
-        module: what is trained.
+    Under DeepSpeed these are the float32 weights that the optimizer steps, not the bfloat16 ones that the forward pass
+    reads; `on_train_end` is the last hook that finds them.
 
     Returns:
         On rank zero the module's state dict: float32 copies on the CPU, tied weights under each of their names. None on

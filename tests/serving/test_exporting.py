@@ -6,10 +6,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from spectrain.decoding.errors import UserError
-from spectrain.serving.exporting import engine_path, export, named
+from spectrain.serving.exporting import engine_path, named
 from spectrain.training.runs import RunFolder
 
 
@@ -22,7 +21,7 @@ def begun(path: str, run_id: str) -> RunFolder:
 
 
 def exported(run: RunFolder, says: str, out: str | None = None) -> Path:
-    return export(OmegaConf.create({"out": out}), run, lambda folder, _: (folder / "said").write_text(says))
+    return run.export(out, lambda folder, _: (folder / "said").write_text(says))
 
 
 def test_equally_named_runs_of_two_folders_keep_an_export_each(tmp_path, monkeypatch, caplog):

@@ -12,14 +12,13 @@ import torch
 from lightning import Callback, Trainer
 
 from spectrain.decoding.errors import UserError
-from spectrain.training.callbacks import Checkpoints, StopOnBadLoss
-from spectrain.training.checkpoints import CheckpointFolder, step_of
-from spectrain.training.data import PackedRowsData, SeededBatches
-from spectrain.training.language_model import LanguageModelTraining
+from spectrain.training.callbacks import TAU_METRICS, Checkpoints, KeepBest, StopOnBadLoss
+from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of
+from spectrain.training.data import RowData, SeededBatches, TokenRows
 from spectrain.training.loggers import CurveLogger
+from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
-from spectrain.training.selection import BestFolder, KeepBest, Tau
 from tests.conftest import VOCAB_SIZE, tiny_model
 
 
@@ -65,7 +64,8 @@ def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, 
         val_check_interval=4,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, datamodule=PackedRowsData(rows, rows[:2], batch_size=2, seed=3), ckpt_path=ckpt_path)
+    data = RowData(TokenRows(rows), TokenRows(rows[:2]), batch_size=2, seed=3)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return {name: p.detach().clone() for name, p in model.named_parameters()}, losses.values
 
 
@@ -177,7 +177,7 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
 def test_weights_that_are_no_numbers_are_neither_measured_nor_kept(tmp_path, max_steps):
     measured = []
     best = BestFolder(tmp_path / "best")
-    kept = KeepBest(best, lambda weights: measured.append(weights) or Tau(1.0, 1.0, 1.0))
+    kept = KeepBest(best, lambda weights: measured.append(weights) or (1.0, 1.0, 1.0))
     stop = StopOnBadLoss(CheckpointFolder(tmp_path / "checkpoints"))
     with pytest.raises(UserError, match="the weights are no numbers any more at step 4"):
         train(tmp_path, Poison(4, after=True), stop, kept, max_steps=max_steps)
@@ -197,10 +197,10 @@ class Die(Callback):
             raise MemoryError
 
 
-def measure(weights: dict[str, torch.Tensor]) -> Tau:
+def measure(weights: dict[str, torch.Tensor]) -> tuple[float, float, float]:
     """In place of decoding: goes up and down with the weights."""
     value = float(weights["model.lm_head.weight"].double().sum() * 1e3) % 1
-    return Tau(value, value - 0.1, value + 0.1)
+    return value, value - 0.1, value + 0.1
 
 
 def train_logged(folder, *callbacks):
@@ -244,9 +244,8 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize(("hook", "step"), MOMENTS)
 def test_the_curve_of_a_killed_run_is_that_of_an_uninterrupted_one(tmp_path, uninterrupted, hook, step):
     whole, expected = uninterrupted
-    tau_names = Tau(1, 1, 1).metrics()
     assert list(whole.curve()) == [1, 3, 5, 7, 9, 11, 13]  # every second step, counted from 0
-    assert whole.curve()[7].keys() == {"train/loss", "train/lr", "eval/loss", *tau_names}
+    assert whole.curve()[7].keys() == {"train/loss", "train/lr", "eval/loss", *TAU_METRICS}
     assert [step for step, row in whole.curve().items() if "eval/tau" in row] == [7, 13]
     with pytest.raises(MemoryError):
         train_logged(tmp_path / "run", Die(hook, step))

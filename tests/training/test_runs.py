@@ -14,9 +14,8 @@ from spectrain.decoding.errors import UserError
 from spectrain.stores import environment
 from spectrain.training import fit as fitting
 from spectrain.training import runs
-from spectrain.training.curve import merged, read_csv, without_clock
 from spectrain.training.loggers import CurveLogger
-from spectrain.training.runs import RunFolder
+from spectrain.training.runs import RunFolder, merged, read_csv, without_clock
 from tests.test_cli import composed
 
 
@@ -146,8 +145,8 @@ def test_a_kill_while_a_run_begins_leaves_nothing_or_all(tmp_path, monkeypatch, 
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs.shutil, "rmtree", remove)
-        where = {"config": (OmegaConf, "save"), "facts": (runs.json, "dumps"), "rename": (Path, "rename")}.get(moment)
+        patch.setattr("shutil.rmtree", remove)
+        where = {"config": (OmegaConf, "save"), "facts": (runs, "write_json"), "rename": (Path, "rename")}.get(moment)
         run = find(tmp_path, "fresh=true")
         if where:
             patch.setattr(*where, die)
@@ -206,7 +205,7 @@ def test_an_export_that_a_kill_left_behind_may_be_replaced_by_its_own_run_only(t
     run.begin()
     run.note_attempt(0, {})
     assert not run.exported_to(out)
-    run.note_export(out)
+    run.export(str(out), lambda folder, out: None)
     assert find(tmp_path).exported_to(out)
     assert not find(tmp_path).exported_to(tmp_path / "other")
     find(tmp_path, "max_steps=7", "fresh=true").begin()
@@ -219,7 +218,7 @@ def test_an_export_that_a_kill_left_behind_may_be_replaced_by_its_own_run_only(t
 def test_a_training_out_of_memory_names_what_to_lower(error):
     with (
         pytest.raises(UserError, match=r"data.batch_size=4 .* data.row_tokens=1024, or give trainer.activation_check"),
-        fitting.naming_the_remedy(composed("train", "+exp=spire")),
+        fitting.naming_the_remedy(composed("train", "+exp=spire").data),
     ):
         raise error
 
@@ -228,11 +227,11 @@ def test_a_rank_that_lost_another_says_so():
     lost = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:22934. This is typically caused by\nmore")
     with (
         pytest.raises(UserError, match="another rank ended, and this one cannot go on alone"),
-        fitting.naming_the_remedy(composed("train", "+exp=spire")),
+        fitting.naming_the_remedy(composed("train", "+exp=spire").data),
     ):
         raise lost
 
 
 def test_other_errors_of_a_training_pass_unchanged():
-    with pytest.raises(RuntimeError, match="shape"), fitting.naming_the_remedy(composed("train", "+exp=spire")):
+    with pytest.raises(RuntimeError, match="shape"), fitting.naming_the_remedy(composed("train", "+exp=spire").data):
         raise RuntimeError("shape mismatch")

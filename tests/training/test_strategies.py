@@ -21,13 +21,12 @@ from spectrain.decoding.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireBlock, SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
-from spectrain.training.data import RowBatch
-from spectrain.training.language_model import LanguageModelTraining, next_token_loss
+from spectrain.training.data import TokenRows
 from spectrain.training.losses import LossSettings
+from spectrain.training.modules import LanguageModelTraining, SpireTraining, next_token_loss
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
-from spectrain.training.spire import SpireTraining
-from spectrain.training.strategies import ZeroSettings, zero_strategy
+from spectrain.training.strategies import zero_strategy
 from tests import ranks
 from tests.conftest import VOCAB_SIZE, tiny_model
 
@@ -239,7 +238,7 @@ def gradients(options: dict, recomputes: bool) -> dict[str, torch.Tensor | None]
     if recomputes:
         module.recompute_activations()
     tokens = torch.randint(4, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1))
-    module.parts(RowBatch(tokens, [0, 1])).loss.backward()
+    module.parts(TokenRows(tokens)[[0, 1]]).loss.backward()
     return {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}
 
 
@@ -278,4 +277,4 @@ def test_recomputed_activations_of_a_language_model_give_equal_gradients():
 
 def test_a_stage_that_does_not_exist_is_refused():
     with pytest.raises(UserError, match="stage=4 must be 1, 2 or 3"):
-        zero_strategy(ZeroSettings(stage=4), on_cpu=True)
+        zero_strategy(on_cpu=True, stage=4)

@@ -11,17 +11,18 @@ from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from spectrain.decoding import TargetModel
-from spectrain.training.curve import read_csv
-from spectrain.training.data import HeldOutBatches, PackedRowsData, RowBatch
-from spectrain.training.language_model import LanguageModelTraining
+from spectrain.training import checkpoints
+from spectrain.training.callbacks import KeepBest
+from spectrain.training.checkpoints import BestFolder
+from spectrain.training.data import HeldOutBatches, RowData, TokenRows
+from spectrain.training.modules import LanguageModelTraining, ValidationSums
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.selection import BestFolder, KeepBest, Tau, under
-from spectrain.training.validation import ValidationSums
+from spectrain.training.runs import read_csv
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 
 
-def tau(value: float) -> Tau:
-    return Tau(value, value - 0.1, value + 0.1)
+def tau(value: float) -> tuple[float, float, float]:
+    return value, value - 0.1, value + 0.1
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -36,7 +37,7 @@ def test_the_highest_tau_is_kept_and_of_equals_the_later(tmp_path):
     assert kept == [True, False, True, False]
     assert folder.read().facts() == {"step": 3, "tau": 2.0, "low": 1.9, "high": 2.1}
     assert {file.name for file in folder.path.iterdir()} == {"best.json", "step-00000003.safetensors"}
-    assert under(folder.weights(), "model").keys() == {"a", "b"}
+    assert folder.weights().keys() == {"model.a", "model.b", "sums.c"}
     assert folder.weights()["model.b"].tolist() == [3.0] * 3
 
 
@@ -46,10 +47,8 @@ def test_without_tau_the_last_weights_are_kept(tmp_path):
     assert folder.read().facts() == {"step": 2, "tau": None, "low": None, "high": None}
 
 
-@pytest.mark.parametrize("dies_at", ["save_file", "dumps"])
+@pytest.mark.parametrize("dies_at", ["save_file", "write_json"])
 def test_a_kill_while_better_weights_are_written_leaves_the_old_ones(tmp_path, monkeypatch, dies_at):
-    from spectrain.training import selection
-
     folder = BestFolder(tmp_path)
     folder.offer(1, weights(1), tau(1.0))
 
@@ -57,7 +56,7 @@ def test_a_kill_while_better_weights_are_written_leaves_the_old_ones(tmp_path, m
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((selection, "save_file") if dies_at == "save_file" else (selection.json, "dumps")), die)
+        patch.setattr(checkpoints, dies_at, die)
         with pytest.raises(MemoryError):
             folder.offer(2, weights(2), tau(2.0))
     assert folder.read().step == 1
@@ -85,14 +84,14 @@ def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3):
         val_check_interval=2,
         num_sanity_val_steps=0,
     )
-    trainer.fit(module, datamodule=PackedRowsData(rows, rows, batch_size=2, seed=3, val_rows=val_rows))
+    trainer.fit(module, datamodule=RowData(TokenRows(rows), TokenRows(rows[:val_rows]), batch_size=2, seed=3))
     return trainer, module, rows
 
 
 def test_tau_is_measured_every_few_validations_and_at_the_end_and_logged(tmp_path):
     measured = []
 
-    def measure(found: dict[str, torch.Tensor]) -> Tau:
+    def measure(found: dict[str, torch.Tensor]) -> tuple[float, float, float]:
         measured.append(found["model.lm_head.weight"].clone())
         return tau([3.0, 1.0][len(measured) - 1])
 
@@ -165,7 +164,7 @@ def test_ranks_see_every_held_out_row_once_in_equally_many_batches(n_rows, world
 def sums_of_ranks(module, rows, world: int) -> dict[str, float]:
     """What `world` ranks would add up, one after the other."""
     module.sums.reset()
-    data = PackedRowsData(rows, rows, batch_size=4, seed=0, val_rows=len(rows))
+    data = RowData(TokenRows(rows), TokenRows(rows), batch_size=4, seed=0)
     for rank in range(world):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
         for batch in data.val_dataloader():
@@ -194,7 +193,7 @@ def test_validation_says_the_same_on_any_number_of_ranks(llama_target):
 
 def test_acceptance_of_the_target_by_itself_is_certain(llama_target):
     module = LanguageModelTraining(tiny_model("llama"), OptimizerSettings(), llama_target)
-    batch = RowBatch.of([(0, torch.randint(4, VOCAB_SIZE, (12,), dtype=torch.int32))])
+    batch = TokenRows(torch.randint(4, VOCAB_SIZE, (1, 12), dtype=torch.int32))[[0]]
     with torch.no_grad():
         module.validation_step(batch, 0)
     assert module.sums.compute()["eval/tau_expected"] == pytest.approx(5.0, abs=1e-4)

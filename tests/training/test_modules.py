@@ -20,11 +20,9 @@ from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
-from spectrain.training.acceptance import AcceptanceSettings, AcceptanceTraining
-from spectrain.training.acceptance_data import TextBatch, TextRow
-from spectrain.training.calibration import Reliability
-from spectrain.training.data import BatchesOfLikeLength
+from spectrain.training.data import SeededBatches, TextBatch, TextRow
 from spectrain.training.losses import binary_kl, weighted_bce
+from spectrain.training.modules import HeadSettings, HeadTraining, Reliability
 from spectrain.training.optim import OptimizerSettings, warmup_then_down
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 
@@ -53,11 +51,9 @@ def text_rows(n_rows: int = 6) -> list[TextRow]:
     return [TextRow(i, np.array(t[:4], np.int32), np.array(t[4:], np.int32)) for i, t in enumerate(texts)]
 
 
-def training(target: TargetModel, states: DraftStates, mixing_share: float = 0.15) -> AcceptanceTraining:
+def training(target: TargetModel, states: DraftStates, mixing_share: float = 0.15) -> HeadTraining:
     head = AcceptanceHead(HeadConfig(states.hidden_size, 2))
-    return AcceptanceTraining(
-        head, states, target, AcceptanceSettings(SAMPLING, mixing_share=mixing_share), OptimizerSettings()
-    )
+    return HeadTraining(head, states, target, HeadSettings(SAMPLING, mixing_share=mixing_share), OptimizerSettings())
 
 
 @pytest.mark.parametrize("w_rej", [1.0, 6.0])
@@ -214,10 +210,12 @@ def test_a_validation_batch_without_drafts_does_not_spoil_the_others(target):
 
 def test_calibration_error_by_hand():
     reliability = Reliability()
-    reliability.add(torch.tensor([0.91, 0.93, 0.10]), torch.tensor([1.0, 0.5, 0.4]))
-    reliability.add(torch.tensor([1.0]), torch.tensor([1.0]))
+    reliability.update(torch.tensor([0.91, 0.93, 0.10]), torch.tensor([1.0, 0.5, 0.4]))
+    reliability.update(torch.tensor([1.0]), torch.tensor([1.0]))
     # Bins of a fifteenth: 0.10 in [0.067, 0.133), 0.91 and 0.93 in [0.867, 0.933), 1 in the last.
-    assert reliability.error == pytest.approx((abs(1.84 - 1.5) + abs(0.1 - 0.4)) / 4, abs=1e-6)
+    assert reliability.compute()["eval/calibration_error"] == pytest.approx(
+        (abs(1.84 - 1.5) + abs(0.1 - 0.4)) / 4, abs=1e-6
+    )
     assert [b["positions"] for b in reliability.bins()] == [1, 2, 1]
 
 
@@ -241,7 +239,7 @@ def test_cosine_schedule_with_a_share_of_warm_up():
 )
 def test_settings_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        AcceptanceSettings(SAMPLING, **options)
+        HeadSettings(SAMPLING, **options)
 
 
 @pytest.mark.parametrize("options", [{"schedule": "steps"}, {"warmup_share": 1.0}])
@@ -252,7 +250,7 @@ def test_schedules_out_of_range_are_refused(options):
 
 def test_batches_of_like_length_see_every_row_once_and_pad_little():
     lengths = [10 + (37 * i) % 200 for i in range(230)]
-    ranks = [BatchesOfLikeLength(lengths, 8, seed=3, rank=rank, world_size=2) for rank in (0, 1)]
+    ranks = [SeededBatches(230, 8, 3, rank, world_size=2, lengths=lengths) for rank in (0, 1)]
     epochs = [[[list(batch) for batch in rank] for rank in ranks] for _ in range(2)]
     for batches in epochs:
         seen = [row for rank in batches for batch in rank for row in batch]
@@ -260,7 +258,7 @@ def test_batches_of_like_length_see_every_row_once_and_pad_little():
         spread = [max(lengths[r] for r in batch) - min(lengths[r] for r in batch) for rank in batches for batch in rank]
         assert np.mean(spread) < 20  # of 200; batches by chance would have about 120
     assert epochs[0] != epochs[1]
-    again = BatchesOfLikeLength(lengths, 8, seed=3, rank=0, world_size=2)
+    again = SeededBatches(230, 8, 3, rank=0, world_size=2, lengths=lengths)
     assert [list(batch) for batch in again] == epochs[0][0]
 
 

@@ -21,15 +21,14 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from spectrain import export
 from spectrain.cli import command
-from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
-from spectrain.methods.specdecpp import OpenDrafter, open_drafter
-from spectrain.models.head import DrafterFacts
+from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
+from spectrain.decoding.errors import UserError
+from spectrain.methods.specdecpp import open_drafter
 from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
 from spectrain.stores.locations import conf_dir
 from spectrain.stores.responses import ResponseManifest, write_responses
 from spectrain.training import fit as fitting
 from spectrain.training.runs import RunFolder
-from spectrain.training.train_specdecpp import Source, facts_of, keep_to_source
 from tests.conftest import random_prompts
 from tests.models.test_artifacts import export_spire, export_vanilla
 
@@ -238,7 +237,7 @@ def test_a_run_does_not_go_on_with_other_rows(run, small, made):
     Path("r/source.json").write_text(json.dumps(noted))
     code, _, err = run("train", *small, "run_dir=r", "max_steps=2")
     assert code == 2
-    assert "was begun with other rows" in err
+    assert "was started with other rows" in err
 
 
 def test_a_vanilla_drafter_is_not_trained_from_a_store(run, shared):
@@ -253,7 +252,7 @@ def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
     assert "holds no SpecDec++ head for this target; train one with python -m spectrain.train +exp=specdecpp" in err
     code, _, err = run("generate", "method=specdecpp", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
-    assert "is a vanilla drafter; give one made by +exp=specdecpp" in err
+    assert "is a vanilla drafter; give one made by python -m spectrain.train +exp=specdecpp" in err
     code, _, err = run(
         "train",
         "+exp=specdecpp",
@@ -292,7 +291,7 @@ def test_the_sweep_and_the_multirun_are_the_same_grid(run, small):
 
     code, _, err = run("train", *small, "w_rej=1,6", "n_blocks=0", "max_steps=2", "-m")  # goes on with what is left
     assert code == 0, err
-    assert "left out: this run is finished" in err
+    assert "already finished, skipping: this run is finished" in err
     assert len(list(Path("checkpoints").iterdir())) == 5
 
 
@@ -307,12 +306,14 @@ def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
 
 
 def test_only_rank_zero_notes_what_a_run_began_with(tmp_path, monkeypatch):
-    source = Source(Path("rows"), Dataset.from_dict({"id": ["a"]}), Sampling(), {})
-    drafter = OpenDrafter(DrafterFacts("vanilla", "drafter", "f" * 16), states=None)
     run = RunFolder(tmp_path / "run", {}, "id")
+    source = {"rows": ["rows", 1, {}], "warping": "greedy"}
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    keep_to_source(run, facts_of(source, drafter))  # its folder is rank zero's to make
+    run.keep_to(source)  # its folder is rank zero's to make
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     run.path.mkdir()
-    keep_to_source(run, facts_of(source, drafter))
+    run.keep_to(source)
     assert [file.name for file in run.path.iterdir()] == ["source.json"]
+    run.keep_to(source)
+    with pytest.raises(UserError, match="was started with other warping"):
+        run.keep_to({**source, "warping": "temperature 1"})

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from spectrain.decoding.errors import UserError
-from spectrain.training import trainers
+from spectrain.training import fit as fitting
+from spectrain.training.fit import build_trainer, check_accumulation, prepare_resume, strategy
 from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
-from spectrain.training.trainers import build_trainer, check_accumulation, go_on, strategy
 from tests.test_cli import composed
 
 DDP_CHECKPOINT, ZERO_CHECKPOINT = "step-00000004.ckpt", "step-00000006.ckpt"
@@ -35,24 +35,24 @@ def checkpoints(tmp_path) -> Path:
 
 def test_a_plain_checkpoint_goes_on_at_any_number_of_ranks(checkpoints):
     for ranks in (1, 2, 4):
-        go_on(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=None, world_size=ranks))
+        prepare_resume(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=None, world_size=ranks))
 
 
 @pytest.mark.parametrize(("ranks", "again"), [(2, False), (1, True), (3, True)])
 def test_a_checkpoint_of_deepspeed_is_cut_anew_for_another_number_of_ranks(checkpoints, ranks, again, monkeypatch):
     cut = []
-    monkeypatch.setattr(trainers, "cut_anew", cut.append)
+    monkeypatch.setattr(fitting, "cut_anew", cut.append)
     trainer = SimpleNamespace(strategy=zero(), world_size=ranks, is_global_zero=True)
-    go_on(checkpoints / ZERO_CHECKPOINT, trainer)
+    prepare_resume(checkpoints / ZERO_CHECKPOINT, trainer)
     assert cut == [checkpoints / ZERO_CHECKPOINT] * again
     assert trainer.strategy.config.get("checkpoint") == ({"load_universal": True} if again else None)
 
 
 def test_a_checkpoint_of_another_kind_is_refused(checkpoints):
     with pytest.raises(UserError, match="was written without DeepSpeed and cannot be resumed with it"):
-        go_on(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
+        prepare_resume(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
     with pytest.raises(UserError, match="was written with DeepSpeed and cannot be resumed without it"):
-        go_on(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=None, world_size=2))
+        prepare_resume(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=None, world_size=2))
 
 
 @pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
@@ -60,7 +60,7 @@ def test_a_damaged_piece_is_said(checkpoints, file):
     piece = checkpoints / ZERO_CHECKPOINT / "checkpoint" / file
     piece.write_bytes(piece.read_bytes()[:100])
     with pytest.raises(UserError, match="step-00000006.ckpt cannot be read"):
-        go_on(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
+        prepare_resume(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
 
 
 def test_muon_under_deepspeed_is_refused_with_the_remedy():
@@ -112,12 +112,11 @@ def test_a_batch_that_ranks_cannot_share_out_is_refused():
         build_trainer(cfg, [], [])
 
 
-def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun(monkeypatch):
-    monkeypatch.setattr(trainers, "in_multirun", lambda: True)
+def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun():
     options = ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=4"]
     with pytest.raises(UserError, match="-m on 2 ranks needs torchrun --nproc-per-node 2"):
-        build_trainer(composed("train", "+exp=spire", *options, "trainer.devices=2"), [], [])
-    build_trainer(composed("train", "+exp=spire", *options, "trainer.devices=1"), [], [])
+        build_trainer(composed("train", "+exp=spire", *options, "trainer.devices=2"), [], [], in_sweep=True)
+    build_trainer(composed("train", "+exp=spire", *options, "trainer.devices=1"), [], [], in_sweep=True)
 
 
 @pytest.mark.parametrize(("accumulated", "n_batches", "max_steps"), [(2, 41, 20), (2, 40, 99), (1, 41, 99)])

@@ -1,0 +1,336 @@
+"""How each experiment is put together: what is trained, on which rows, and the model that the weights make.
+
+`config` is the resolved config of a run (+exp=spire, vanilla, specdecpp or target), as its config.yaml has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from spectrain.decoding import Sampling, TargetModel, fingerprint
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.models.draft_states import DraftStates
+from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
+from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.models.vanilla import new_vanilla
+from spectrain.stores.features import newest_features, open_features
+from spectrain.stores.folder import digest, write_folder
+from spectrain.stores.labels import AcceptanceStore, newest_acceptance, open_acceptance
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.responses import ResponseStore, newest_responses, open_responses
+from spectrain.stores.texts import Document, is_held_out, pack, read_documents, train_tokenizer
+from spectrain.training.checkpoints import filled
+from spectrain.training.data import FeatureRows, RowData, TextRow, TextRows, TokenRows, text_rows
+from spectrain.training.losses import LossSettings
+from spectrain.training.modules import HeadSettings, HeadTraining, LanguageModelTraining, SpireTraining, Training
+from spectrain.training.optim import OptimizerSettings
+from spectrain.training.runs import RunFolder
+from spectrain.training.strategies import uses_gpu
+
+log = logging.getLogger(__name__)
+
+OFFLINE = ("spire", "specdecpp")  # kinds that can train from a store
+CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A training that is put together."""
+
+    module: Training
+    data: RowData
+    target: TargetModel | None = None  # frozen; an interrupted run is resumed with no other
+    source: dict = field(default_factory=dict)  # what else a resumed run must find again
+
+
+def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
+    """The shape of the SPIRe drafter for this target."""
+    names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
+    layers = last_layers(target.model, config["n_layer"])
+    return SpireConfig(shape_of(target.model), layers, **{name: config[name] for name in names})
+
+
+def spire_experiment(config: Mapping, target: TargetModel) -> Experiment:
+    """A SPIRe drafter for a Llama-like target."""
+    shape = spire_config(config, target)
+    drafter = new_drafter(target.model, shape, config["init"])
+    loss, optimizer = LossSettings(config["loss"], config["omega"]), OptimizerSettings(**config["optimizer"])
+    module = SpireTraining(drafter, target, loss, optimizer)
+    if config["data"]["source"] == "online":
+        return Experiment(module, corpus_rows(config, target), target)
+    data = stored_rows(config, target, shape.captured_layers)
+    store = data.train.store
+    return Experiment(module, data, target, {"activations": [str(store.folder), digest(store.manifest.files)]})
+
+
+def trained_spire(config: Mapping, target: TargetModel, weights: dict[str, Tensor]) -> SpireDrafter:
+    """The drafter of a training's weights. Raises UserError where they do not fit the config."""
+    return filled(SpireDrafter(spire_config(config, target)), weights, "drafter")
+
+
+def vanilla_experiment(config: Mapping, target: TargetModel) -> Experiment:
+    """A small Llama for any target."""
+    model = new_vanilla(target.model, config["n_layer"], config["hidden_size"])
+    module = LanguageModelTraining(model, OptimizerSettings(**config["optimizer"]), target)
+    return Experiment(module, corpus_rows(config, target), target)
+
+
+def trained_vanilla(config: Mapping, target: TargetModel, weights: dict[str, Tensor]) -> LlamaForCausalLM:
+    """The model of a training's weights. Raises UserError where they do not fit the config."""
+    return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
+
+
+def target_experiment(config: Mapping, run: RunFolder) -> Experiment:
+    """A Llama from scratch on the corpus, and its tokenizer, which is kept in the run folder."""
+    documents = read_corpus(config)
+    run.begin()
+    tokenizer = _own_tokenizer(config, run.path / "tokenizer", documents)
+    model = _from_scratch(config, tokenizer)
+    module = LanguageModelTraining(model, OptimizerSettings(**config["optimizer"]))
+    return Experiment(module, corpus_rows(config, TargetModel(model, tokenizer), documents))
+
+
+def trained_target(
+    config: Mapping, run: RunFolder, weights: dict[str, Tensor]
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """The model of a training's weights, in bfloat16, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(run.path / "tokenizer")
+    return filled(_from_scratch(config, tokenizer), weights, "model").to(torch.bfloat16), tokenizer
+
+
+def _from_scratch(config: Mapping, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return LlamaForCausalLM(LlamaConfig(**config["model"], **ends, attn_implementation="sdpa"))
+
+
+def _own_tokenizer(config: Mapping, folder: Path, documents: list[Document]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target from scratch; an interrupted run finds the one that it began with."""
+    # fresh=true: another rank may still see what rank zero is about to replace
+    if not folder.is_dir() or (config["fresh"] and rank_zero_only.rank != 0):
+        texts = [d.text for d in documents if not is_held_out(d.id, config["corpus"]["held_out_share"])]
+        tokenizer = train_tokenizer(texts, config["model"]["vocab_size"])
+        if rank_zero_only.rank != 0:
+            return tokenizer
+        write_folder(folder, tokenizer.save_pretrained)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def head_experiment(
+    config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates
+) -> tuple[Experiment, HeadFacts]:
+    """An acceptance head for a drafter, from the target's responses; and what an export of it says.
+
+    Args:
+        config: of the run.
+        target: frozen.
+        drafter: that the head belongs to.
+        states: its hidden states.
+
+    Raises:
+        UserError: the rows are missing or do not fit, or a value makes no sense.
+    """
+    store, facts = head_facts(config, target, drafter, states)
+    head = AcceptanceHead(facts.head)
+    settings = HeadSettings(facts.sampling, config["w_rej"], config["w_acc"], config["mixing_share"], config["seed"])
+    module = HeadTraining(head, states, target, settings, OptimizerSettings(**config["optimizer"]))
+    source = {
+        "rows": [str(store.folder), len(store.rows), store.manifest.counts],
+        "drafter": [drafter.path, drafter.fingerprint],
+        "warping": facts.sampling.describe(),
+    }
+    return Experiment(module, response_rows(config, store), target, source), facts
+
+
+def head_facts(
+    config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates
+) -> tuple[ResponseStore | AcceptanceStore, HeadFacts]:
+    """The rows that a head is trained on, and what an export of it says.
+
+    p and q are warped as the rows were made, but for what the user gave as `sampling`.
+
+    Raises:
+        UserError: there are no rows, or they were made with another target, drafter or warping.
+    """
+    prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
+    if config["data"]["source"] == "online":
+        store = open_responses(Path(config["responses"] or newest_responses(CHECKPOINTS, prints[0])))
+        store.check_fits(prints[0], config["target"]["path"])
+    else:
+        store = open_acceptance(Path(config["data"]["path"] or newest_acceptance(CHECKPOINTS, *prints)))
+        store.check_fits(*prints, states.block_tokens)
+    made = Sampling.from_options(store.manifest.sampling)
+    sampling = Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
+    if config["data"]["source"] == "offline" and not sampling.same_distribution(made):
+        raise UserError(
+            f"data.path={store.folder} was labelled for {made.describe()}, not for {sampling.describe()}; remove "
+            "sampling=, or label anew with python -m data_prep.acceptance"
+        )
+    return store, HeadFacts(
+        head=HeadConfig(states.hidden_size, config["n_blocks"]),
+        drafter=drafter,
+        sampling=sampling,
+        w_rej=float(config["w_rej"]),
+        w_acc=float(config["w_acc"]),
+        mixing_share=float(config["mixing_share"]),
+        rollout_tokens=states.block_tokens,
+    )
+
+
+def trained_head(facts: HeadFacts, weights: dict[str, Tensor]) -> AcceptanceHead:
+    """The head of a training's weights. Raises UserError where they do not fit the facts."""
+    return filled(AcceptanceHead(facts.head), weights, "head")
+
+
+def head_steps(config: Mapping, n_rows: int) -> int:
+    """Optimizer steps of a head's training: `max_steps`, or `epochs` passes over the training rows."""
+    if config["max_steps"] is not None:
+        return config["max_steps"]
+    check_whole("epochs", config["epochs"], 1)
+    batches = max(1, n_rows // config["data"]["batch_size"])
+    return config["epochs"] * math.ceil(batches / config["trainer"]["accumulate_grad_batches"])
+
+
+def check_rows(data: Mapping) -> None:
+    """Raises UserError where a number of the `data` node makes no sense."""
+    for name in ("row_tokens", "batch_size", "val_rows"):
+        check_whole(f"data.{name}", data[name], 1)
+
+
+def read_corpus(config: Mapping) -> list[Document]:
+    """All documents of the configured corpus, in memory."""
+    corpus = config["corpus"]
+    return list(read_documents(corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]))
+
+
+def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] | None = None) -> RowData:
+    """The corpus as rows for this target.
+
+    Raises:
+        UserError: rows are longer than the target's context, or the corpus is too small.
+    """
+    data, corpus = config["data"], config["corpus"]
+    check_rows(data)
+    if data["row_tokens"] > target.max_positions:
+        raise UserError(
+            f"data.row_tokens={data['row_tokens']} is longer than the target's context of {target.max_positions}; "
+            "lower data.row_tokens"
+        )
+    documents = read_corpus(config) if documents is None else documents
+    rows = pack(documents, target.tokenizer, data["row_tokens"], corpus["held_out_share"], corpus["max_documents"])
+    log.info(
+        "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), data["row_tokens"]
+    )
+    seen, unseen = rows.held_out[: data["val_rows"]], rows.held_out[data["val_rows"] :]
+    contexts = unseen.tolist() or rows.held_out.tolist()  # what tau is measured on
+    return RowData(TokenRows(rows.train), TokenRows(seen), data["batch_size"], config["seed"], contexts=contexts)
+
+
+def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
+    """The rows of a store of activations: of `data.path`, or the newest that fits.
+
+    Args:
+        config: of the run; `data`, `tau` and `select` are read.
+        target: of the run.
+        layers: its blocks whose inputs the drafter reads.
+
+    Raises:
+        UserError: the store is damaged, of another target, lacks a layer, or has too few rows.
+    """
+    data = config["data"]
+    check_rows(data)
+    if not isinstance(data["verify"], bool):
+        raise UserError(f"data.verify={data['verify']} must be true or false")
+    if not isinstance(data["path"], str | None):
+        raise UserError(f"data.path={data['path']} must be one folder")
+    target_fingerprint = fingerprint(target.model, target.tokenizer)
+    path = data["path"] or newest_features(CHECKPOINTS, target_fingerprint, layers)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks share the verification
+        store = open_features(path, data["verify"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    else:  # ranks that Lightning starts leave it to the first
+        store = open_features(path, data["verify"] and rank_zero_only.rank == 0)
+    store.check_fits(target_fingerprint, config["target"]["path"])
+    store.check_layers(layers)
+    trainer, precision = config["trainer"], store.manifest.precision
+    if precision != trainer["precision"] and rank_zero_only.rank == 0:
+        log.warning(
+            "%s was computed in %s, and trainer.precision=%s: losses differ by rounding from those of data=online",
+            *(store.folder, precision, trainer["precision"]),
+        )
+    lengths = [*config["tau"]["context_tokens"], *([config["select"]["context_tokens"]] if "select" in config else [])]
+    rows = FeatureRows(store, np.arange(len(store)), layers, data["row_tokens"], uses_gpu(trainer["accelerator"]))
+    found = feature_data(rows, data["batch_size"], config["seed"], data["val_rows"], max(lengths))
+    if not found.contexts:
+        longest = store.lengths[store.held_out].max(initial=0)
+        raise UserError(
+            f"{store.folder} has no held-out row of {max(lengths)} tokens to measure tau on (the longest has "
+            f"{longest}); lower tau.context_tokens, or capture longer or more rows"
+        )
+    log.info("%d training rows and %d held-out rows of %s", len(found.train), store.held_out.sum(), store.folder)
+    return found
+
+
+def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, context_tokens: int) -> RowData:
+    """All rows of a store, for training and validation.
+
+    Args:
+        rows: all of the store's.
+        batch_size, seed: see `RowData`.
+        val_rows: held-out rows of one validation.
+        context_tokens: of the longest context. Contexts are held-out rows of at least this length that validation does
+            not see, where there are any.
+    """
+    store, held_out = rows.store, np.flatnonzero(rows.store.held_out)
+    seen = held_out[:val_rows]
+    long_enough = held_out[store.lengths[held_out] >= context_tokens]
+    unseen = long_enough[~np.isin(long_enough, seen)]
+    chosen = unseen if len(unseen) else long_enough
+    contexts = [store.tokens(int(number)).tolist() for number in chosen[:CONTEXTS]]
+    train = replace(rows, numbers=np.flatnonzero(~store.held_out))
+    by_length = replace(rows, numbers=seen[np.argsort(store.lengths[seen], kind="stable")])
+    is_packed = len(np.unique(train.lengths)) <= 1  # rows of packed text are shuffled as they are online
+    return RowData(train, by_length, batch_size, seed, not is_packed, contexts)
+
+
+def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> RowData:
+    """The responses for training and, chosen by a hash of their ids, for validation.
+
+    Raises:
+        UserError: no row is left for one of them.
+    """
+    data, share = config["data"], config["held_out_share"]
+    check_rows(data)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise UserError(f"held_out_share={share} must be a share of the rows, strictly between 0 and 1")
+    train: list[TextRow] = []
+    held_out: list[TextRow] = []
+    for row_id, whole in zip(store.rows["id"], text_rows(store.rows), strict=True):
+        row = whole.cut(data["row_tokens"])
+        if len(row.response):
+            (held_out if is_held_out(row_id, share) else train).append(row)
+    n_short = len(store.rows) - len(train) - len(held_out)
+    if n_short:
+        log.warning("%d rows have no response within data.row_tokens=%d and are left out", n_short, data["row_tokens"])
+    if not held_out or not train:
+        raise UserError(
+            f"{store.folder} has {len(train)} training rows and {len(held_out)} held-out rows; give more responses, "
+            "or change held_out_share"
+        )
+    held_out = sorted(held_out[: data["val_rows"]], key=len)
+    log.info("%d training rows, %d held-out rows of %s", len(train), len(held_out), store.folder)
+    return RowData(TextRows(train), TextRows(held_out), data["batch_size"], config["seed"], by_length=True)
+
+
+DRAFTERS = {"spire": spire_experiment, "vanilla": vanilla_experiment}
+TRAINED = {"spire": trained_spire, "vanilla": trained_vanilla}

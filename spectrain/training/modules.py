@@ -1,0 +1,352 @@
+"""What is trained: Lightning modules of SPIRe drafters, of language models, and of acceptance heads.
+
+Frozen models are no submodules: they stay out of the optimizer and of checkpoints.
+
+Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions with a loss, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from lightning import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+from transformers import PreTrainedModel
+
+from spectrain.decoding.errors import UserError
+from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
+from spectrain.decoding.target import Features, TargetModel
+from spectrain.models.draft_states import DraftStates
+from spectrain.models.head import AcceptanceHead
+from spectrain.models.labels import label_texts, mix_tokens
+from spectrain.models.rollout import rollout
+from spectrain.models.spire import SpireDrafter
+from spectrain.training.data import RowBatch, TextBatch
+from spectrain.training.losses import LossParts, LossSettings, Teacher, binary_kl, drafter_loss, weighted_bce
+from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
+
+STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
+EVAL_EPOCH = 1 << 20  # validation mixes as in an epoch that training never reaches, always the same
+N_BINS = 15  # of a reliability diagram
+IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
+
+
+class Training(LightningModule):
+    """What all trainings share.
+
+    Args:
+        optimizer: which optimizer, learning rate and warm-up.
+        sums: what validation adds up.
+        frozen: models that are only read.
+    """
+
+    def __init__(
+        self, optimizer: OptimizerSettings, sums: ValidationSums | Reliability, frozen: Iterable[nn.Module] = ()
+    ) -> None:
+        super().__init__()
+        self.optimizer_settings, self.sums = optimizer, sums
+        self._frozen = tuple(frozen)  # a tuple hides them from nn.Module
+
+    def setup(self, stage: str) -> None:
+        for model in self._frozen:
+            if not hasattr(model, "hf_device_map"):  # a sharded model stays where it is
+                model.to(self.device)
+
+    def on_validation_epoch_start(self) -> None:
+        self.sums.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        for name, value in self.sums.compute().items():  # equal on all ranks
+            self.log(name, value, sync_dist=True, prog_bar=name in IN_PROGRESS_BAR)
+
+    def configure_optimizers(self) -> dict:
+        optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = warmup_then_down(optimizer, self.optimizer_settings, total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SpireTraining(Training):
+    """Trains a SPIRe drafter against the target's distribution on rows of tokens.
+
+    What the target says of a row is computed inside the step, or was stored beforehand (`data_prep.activations`); then
+    the target's transformer layers are not run.
+    """
+
+    def __init__(
+        self, drafter: SpireDrafter, target: TargetModel, loss: LossSettings, optimizer: OptimizerSettings
+    ) -> None:
+        super().__init__(optimizer, ValidationSums(drafter.config.k), [target.model])
+        self.drafter, self.loss_settings = drafter, loss
+        self.target = target.with_capture(drafter.config.captured_layers)
+
+    def features(self, batch: RowBatch) -> Features:
+        """What the target says of a batch: stored, or computed now and rounded likewise, so that losses agree."""
+        if batch.final_hidden is not None:
+            found = Features(batch.captured, batch.final_hidden)
+        else:
+            with torch.no_grad():
+                found = self.target.features(batch.tokens)
+        captured = None if found.captured is None else found.captured.to(STORED_DTYPE)
+        final_hidden = found.final_hidden.to(self.device, STORED_DTYPE)
+        return Features(captured, final_hidden.to(self.target.unembedding.dtype))
+
+    def parts(self, batch: RowBatch) -> LossParts:
+        """Loss and acceptance of a batch, without its padding; alpha comes back as [B, L], 0 at padding."""
+        features, kept = self.features(batch), batch.is_token
+        hidden = rollout(self.drafter, batch.tokens, features.captured)  # [B, L, D]
+        teacher = Teacher(features.final_hidden[kept], self.target.unembedding.to(self.device))
+        has_next = F.pad(kept[:, 1:], (0, 1))
+        next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
+        parts = drafter_loss(self.loss_settings, hidden[kept], self.drafter.lm_head.weight, teacher, next_tokens[kept])
+        alpha = parts.alpha.new_zeros(kept.shape).masked_scatter(kept, parts.alpha)
+        return LossParts(parts.loss, parts.cross_entropy, alpha)
+
+    def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
+        parts, mean = self.parts(batch), {"batch_size": len(batch.numbers), "sync_dist": True}
+        self.log("train/loss", parts.loss, prog_bar=True, **mean)
+        self.log("train/cross_entropy", parts.cross_entropy, **mean)
+        self.log("train/alpha", parts.alpha.sum() / batch.numel(), prog_bar=True, **mean)
+        return parts.loss
+
+    def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
+        parts = self.parts(batch)
+        self.sums.update(parts.loss, batch.counted(), parts.alpha)
+
+    def recompute_activations(self) -> None:
+        """Compute the inside of blocks again in the backward pass, in place of keeping it."""
+        self.drafter.recomputes = True
+
+
+class LanguageModelTraining(Training):
+    """Next-token training of an ordinary causal LM: the bundled target and the vanilla drafter.
+
+    Args:
+        model: any Hugging Face causal LM.
+        optimizer: which optimizer, learning rate and warm-up.
+        target: frozen; where given, validation says how often it would accept the model's tokens.
+        gamma: drafted tokens for which validation computes the expected tau.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, optimizer: OptimizerSettings, target: TargetModel | None = None, gamma: int = 4
+    ) -> None:
+        super().__init__(optimizer, ValidationSums(gamma), [target.model] if target else [])
+        self.model, self.target = model, target
+
+    def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
+        loss = next_token_loss(self.model(input_ids=batch.tokens, use_cache=False).logits, batch.tokens)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
+        return loss
+
+    def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
+        logits = self.model(input_ids=batch.tokens, use_cache=False).logits  # [B, L, V]
+        alpha = self.alpha(batch.tokens, logits) if self.target else None
+        self.sums.update(next_token_loss(logits, batch.tokens), batch.counted(), alpha)
+
+    def alpha(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Probability [B, L] float32 that the target accepts what these logits [B, L, V] draw, teacher forced."""
+        found = []
+        for i in range(len(tokens)):  # row by row: the probabilities of a batch may not fit beside its logits
+            p = self.target.forward(tokens[i : i + 1]).logits.float().softmax(-1)
+            found.append(torch.minimum(p, logits[i : i + 1].float().softmax(-1)).sum(-1))
+        return torch.cat(found)
+
+    def recompute_activations(self) -> None:
+        """Compute the inside of blocks again in the backward pass, in place of keeping it."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("train/lr", optimizer.param_groups[0]["lr"])
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross-entropy, nats per token, of logits [B, L, V] with the tokens [B, L] that follow."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What an acceptance head learns.
+
+    Args:
+        sampling: how p and q are warped for the labels; read online.
+        w_rej: weight of rejections in the loss; the paper tries 1, 3, 6, 12.
+        w_acc: weight of acceptances.
+        mixing_share: r, the share of the target's own tokens among those that the head sees.
+        seed: of drafts and mixing.
+    """
+
+    sampling: Sampling
+    w_rej: float = 6.0
+    w_acc: float = 1.0
+    mixing_share: float = 0.15
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("w_rej", "w_acc"):
+            if not (isinstance(getattr(self, name), int | float) and getattr(self, name) > 0):
+                raise UserError(f"{name}={getattr(self, name)} must be a number above 0")
+        if not (isinstance(self.mixing_share, int | float) and 0 <= self.mixing_share < 1):
+            raise UserError(f"mixing_share={self.mixing_share} must lie in [0, 1)")
+
+
+class HeadTraining(Training):
+    """Trains an acceptance head (SpecDec++, section 4) on the states of a frozen drafter.
+
+    Offline, drafts and labels were stored, and a batch costs one forward pass of the drafter. Online the target runs
+    too, and drafts are drawn and labelled on the fly. Token mixing is drawn anew in every epoch, from each row's own
+    generator.
+    """
+
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        states: DraftStates,
+        target: TargetModel,
+        settings: HeadSettings,
+        optimizer: OptimizerSettings,
+    ) -> None:
+        super().__init__(optimizer, Reliability(), [target.model, states.module])
+        self.head, self.states, self.settings = head, states, settings
+        self.target = target.with_capture(states.capture_layers)
+
+    @torch.no_grad()
+    def examples(self, batch: TextBatch, epoch: int) -> tuple[Tensor, Tensor]:
+        """What the head learns from in this epoch.
+
+        Returns:
+            States [M, D] of drafted tokens as decoding would compute them, and their labels [M] float32.
+        """
+        n_rows, n_tokens = batch.tokens.shape
+        generators = [row_generator(self.settings.seed + 1 + epoch, number) for number in batch.numbers]
+        # Two numbers per position, side by side, so that padding changes no row's numbers.
+        uniforms = draw_uniforms(generators, [2 * n_tokens] * n_rows, batch.tokens.device)
+        mixing, drawing = uniforms.unflatten(1, (n_tokens, 2)).unbind(-1)
+        may_draft = batch.is_response & self.states.reads_drafts(n_tokens, batch.tokens.device)
+        captured = None
+        if batch.drafts is None:
+            found = label_texts(
+                self.target, self.states, batch.tokens, may_draft, self.settings.sampling, drawing[:, :, None]
+            )
+            drafts, labels, captured = found.drafts[:, :, 0], found.labels[:, :, 0], found.captured
+        else:
+            draw = epoch % batch.drafts.shape[1]
+            drafts, labels = batch.drafts[:, draw], batch.labels[:, draw]
+            if self.target.capture_layers:
+                captured = self.target.features(batch.tokens).captured
+        mixed, drafted = mix_tokens(batch.tokens, drafts, may_draft, self.settings.mixing_share, mixing)
+        return self.states.hidden(mixed, captured)[drafted], labels[drafted]
+
+    def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
+        hidden, labels = self.examples(batch, self.current_epoch)
+        loss = weighted_bce(self.head(hidden), labels, self.settings.w_rej, self.settings.w_acc)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))
+        return loss
+
+    def validation_step(self, batch: TextBatch, batch_idx: int) -> None:
+        hidden, labels = self.examples(batch, EVAL_EPOCH)
+        log_odds = self.head(hidden)
+        self.sums.update(log_odds.sigmoid(), labels)
+        # Means over positions, not over batches. A batch may have no position, and the mean of nothing is no number.
+        mean = {"batch_size": len(labels), "sync_dist": True}
+        count = max(1, len(labels))
+        loss = weighted_bce(log_odds, labels, self.settings.w_rej, self.settings.w_acc)
+        self.log("eval/loss", loss, **mean)
+        self.log("eval/kl_binary", binary_kl(log_odds, labels).sum() / count, prog_bar=True, **mean)
+        self.log("eval/label", labels.sum() / count, **mean)
+        self.log("eval/predicted", log_odds.sigmoid().sum() / count, **mean)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.world_size > 1:
+            self.sums.sums = self.all_gather(self.sums.sums.to(self.device)).sum(0).cpu()
+        super().on_validation_epoch_end()
+
+    def recompute_activations(self) -> None:
+        """Raises UserError, because a head keeps next to nothing for its backward pass."""
+        raise UserError("trainer.activation_checkpointing=true is of no use to an acceptance head; leave it out")
+
+
+class ValidationSums(Metric):
+    """Sums over the positions of a validation: loss, acceptance by rollout position, and the tau expected from it.
+
+    Sums, not means of batches: the result is that of the whole validation, whatever the batches and the number of
+    ranks, over which `compute` adds up.
+
+    Args:
+        k: positions of a rollout; position t of a row is drafted as number t mod k.
+    """
+
+    full_state_update = False
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+        for name, size in (("loss", 1), ("positions", 1), ("alpha", k), ("drafted", k)):
+            self.add_state(name, torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def reset(self) -> None:
+        super().reset()
+        for name in self._defaults:  # DeepSpeed's precision plugin casts whatever the module holds
+            setattr(self, name, getattr(self, name).double())
+
+    def update(self, loss: Tensor, counted: Tensor, alpha: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            loss: scalar, the mean over the counted positions.
+            counted: [B, L] bool: no padding.
+            alpha: [B, L] float32, the acceptance probability at each position; None: not known.
+        """
+        n_positions = counted.sum()
+        if n_positions:  # else a mean of nothing, which is no number
+            self.loss += loss.double() * n_positions
+        self.positions += n_positions
+        if alpha is None:
+            return
+        number = torch.arange(alpha.shape[1], device=alpha.device) % self.k
+        self.alpha.index_add_(0, number, torch.where(counted, alpha.double(), 0.0).sum(0))
+        self.drafted.index_add_(0, number, counted.double().sum(0))
+
+    def compute(self) -> dict[str, float]:
+        """Metrics by name; of acceptance only what is known. tau_expected = 1 + sum_j prod_{i <= j} alpha_i."""
+        found = {"eval/loss": self.loss / self.positions}
+        if self.drafted.sum() > 0:
+            by_step = self.alpha / self.drafted.clamp_min(1)
+            found["eval/alpha"] = self.alpha.sum() / self.drafted.sum()
+            found |= {f"eval/alpha_step_{step + 1}": alpha for step, alpha in enumerate(by_step)}
+            found["eval/tau_expected"] = 1 + by_step.cumprod(0).sum()
+        return {name: float(value) for name, value in found.items()}
+
+
+class Reliability:
+    """Sums of predictions and labels by bins of equal width: the numbers of a reliability diagram.
+
+    The expected calibration error is the mean distance between a bin's mean prediction and its mean label, weighted by
+    its positions (Guo et al. 2017); labels may be probabilities themselves.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.sums = torch.zeros(3, N_BINS, dtype=torch.float64)  # positions, predictions, labels
+
+    def update(self, predicted: Tensor, labels: Tensor) -> None:
+        """Add predictions and labels, both [M] in [0, 1]."""
+        bins = (predicted * N_BINS).long().clamp(0, N_BINS - 1).cpu()
+        rows = torch.stack([torch.ones_like(predicted), predicted, labels]).double().cpu()
+        self.sums.index_add_(1, bins, rows)
+
+    def compute(self) -> dict[str, float]:
+        """The expected calibration error, 0 to 1; nan where nothing was added."""
+        positions, predictions, labels = self.sums
+        return {"eval/calibration_error": float((predictions - labels).abs().sum() / positions.sum())}
+
+    def bins(self) -> list[dict[str, float]]:
+        """Positions, mean prediction and mean label of each bin that has any position."""
+        return [{"positions": int(n), "predicted": float(f / n), "label": float(a / n)} for n, f, a in self.sums.T if n]
