@@ -347,7 +347,7 @@ def test_too_little_disk_is_said_before_the_work(label, asked, monkeypatch):
     monkeypatch.setattr("data_prep.pipeline.shutil.disk_usage", lambda folder: usage)
     code, _, err = label(*asked, "out=a")
     assert code == 2
-    assert "100 B free, but this build needs about" in err
+    assert "100 bytes free, but this build needs about" in err
     assert "free some, lower draws, or give out=" in err
     assert not os.listdir()
 
@@ -383,7 +383,7 @@ BAD = {
     "damaged": (["responses=damaged"], "is damaged: it is not what the manifest says"),
     "target": (["target=other"], "were written by the tiny target ("),
     "spire's target": (["target=other", "drafter=spire"], "were written by the tiny target ("),
-    "out": (["out=taken"], "out=taken exists and is no store of acceptance labels"),
+    "out": (["out=taken"], "out=taken exists and was not written by data_prep.acceptance"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out below a file": (["out=taken/file/a"], "cannot be made (Not a directory)"),
 }

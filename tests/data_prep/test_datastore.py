@@ -341,7 +341,7 @@ BAD = {
     "held out": (["corpus.held_out_share=1"], "corpus.held_out_share=1 must be a number in [0, 1)"),
     "shards": (["shard_tokens=0"], "shard_tokens=0 must be a whole number"),
     "fields": (["corpus.fields=[n]"], "line 1 of corpus.jsonl has no text field 'n'"),
-    "out": (["out=taken"], "out=taken exists and is no datastore"),
+    "out": (["out=taken"], "out=taken exists and was not written by data_prep.datastore"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out above": (["out=.."], "out=.. has no name of its own"),
     "out below a file": (["out=taken/file/store"], "taken/file/.store.partial cannot be made (Not a directory)"),
