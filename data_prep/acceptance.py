@@ -28,12 +28,12 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.registry import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.stores.folder import digest
-from spectrain.stores.labels import KIND, AcceptanceManifest, open_acceptance
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.responses import newest_responses, open_responses
+from spectrain.stores.rows import AcceptanceManifest, newest_responses, open_acceptance, open_responses
 
 log = logging.getLogger(__name__)
 
+KIND = "acceptance"
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not beyond rounding
 
 

@@ -23,10 +23,11 @@ from data_prep.ranks import decided, interruptible, launch, rank_device
 from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.stores.features import DTYPES, FEATURES, KIND
-from spectrain.stores.responses import open_responses
+from spectrain.stores.features import ACTIVATIONS, DTYPES
+from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import pack, read_documents
 
+KIND = "activations"
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
@@ -108,7 +109,7 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
 
 def show(out: Path, tokens_per_s: float | None) -> None:
     """The table at the end, and the command to type next."""
-    manifest = FEATURES.read_manifest(out)
+    manifest = ACTIVATIONS.read_manifest(out)
     counts, source = manifest.counts, manifest.source["kind"]
     n_bytes = sum(facts["bytes"] for facts in manifest.files.values())
     facts = {

@@ -33,7 +33,7 @@ from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
 from spectrain.stores.folder import naming_a_full_disk, read_json, write_json, write_manifest
-from spectrain.stores.responses import ResponseStore
+from spectrain.stores.rows import ResponseStore
 from spectrain.stores.texts import PackedRows, is_held_out
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop
 from spectrain.models.draft_states import ModelStates
 from spectrain.models.head import AcceptanceHead, HeadConfig
-from spectrain.stores.labels import open_acceptance
+from spectrain.stores.rows import open_acceptance
 from spectrain.training.data import TextBatch, text_rows
 from spectrain.training.losses import weighted_bce
 from spectrain.training.modules import HeadSettings, HeadTraining

@@ -25,8 +25,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.draft_states import ModelStates
 from spectrain.models.labels import label_texts
-from spectrain.stores.labels import FEATURES, AcceptanceStore, open_acceptance
-from spectrain.stores.responses import ResponseManifest, write_responses
+from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceStore, ResponseManifest, open_acceptance, write_responses
 from spectrain.stores.texts import train_tokenizer
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.data_prep.conftest import caller, contents
@@ -140,7 +139,7 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     code, out, err = label(*asked, f"drafter={ready / kind}", "rollout_tokens=5", "seed=3", "out=a")
     assert code == 0, err
     store = open_acceptance("a")
-    assert store.rows.features == FEATURES
+    assert store.rows.features == LABEL_COLUMNS
     target = load_target(made / "target", device="cpu")
     drafter = open_drafter(target, "vanilla" if kind == "draft" else "spire", str(ready / kind), 5)
     target = target.with_capture(drafter.states.capture_layers)
@@ -244,10 +243,10 @@ def test_a_cut_build_goes_on_to_the_same_bytes(label, asked, monkeypatch):
     assert sorted(p.name for p in Path(".cut.partial").iterdir()) == ["part-00000", "part-00001", "work.json"]
     made = []
     save_rows = labels.save_rows
-    monkeypatch.setattr(labels, "save_rows", lambda folder, rows: (made.append(folder.name), save_rows(folder, rows)))
+    monkeypatch.setattr(labels, "save_rows", lambda folder, *rest: (made.append(folder.name), save_rows(folder, *rest)))
     code, _, err = label(*asked, "out=cut")
     assert code == 0, err
-    assert made == ["part-00002", "part-00003", "part-00004"]
+    assert made == ["part-00002", "part-00003", "part-00004", "store"]
     assert "2 of 5 parts are labelled already" in err
     assert contents("cut") == contents("whole")
     assert sorted(os.listdir()) == ["cut", "whole"]

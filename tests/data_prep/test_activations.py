@@ -25,7 +25,7 @@ from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
-from spectrain.stores.responses import open_responses
+from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out, pack, read_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import caller, contents

@@ -18,7 +18,7 @@ from data_prep.responses import check_options
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import build_method, method_config
-from spectrain.stores.responses import open_responses
+from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import contents
