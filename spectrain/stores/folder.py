@@ -31,6 +31,7 @@ HASHED_BYTES = 2**24  # read at once
 HASHING_THREADS = 4  # hashing leaves the GIL alone
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
+Row = TypeVar("Row")  # a dataclass
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
 
 
@@ -211,6 +212,27 @@ def each_line(file: Path) -> Iterator[dict]:
 def read_lines(file: Path) -> list[dict]:
     """All rows of a JSON-lines file, as `each_line` gives them."""
     return list(each_line(file))
+
+
+class RowFile(Generic[Row]):
+    """The rows of a measurement, each a dataclass, in a JSON-lines file that an interrupted run continues.
+
+    `rows` are those that the file holds. Lines that were cut off, or that have other fields, are dropped.
+    """
+
+    def __init__(self, file: Path, row_type: type[Row]) -> None:
+        self.file, self.rows = file, []
+        for values in each_line(file):
+            try:
+                self.rows.append(row_type(**values))
+            except TypeError:
+                continue
+        write_lines(file, map(dataclasses.asdict, self.rows))
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+        with self.file.open("a") as out:
+            out.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
 def end_last_line(file: Path) -> None:
