@@ -67,11 +67,6 @@ class StoreKind(Generic[M]):
             f"version {self.version}; give a folder that {self.built_by} wrote"
         )
 
-    def check_files(self, folder: Path, files: Mapping[str, Mapping]) -> None:
-        """Read every file that a manifest lists. Raises UserError where one is missing or is another."""
-        self.check_sizes(folder, files)
-        self.check_contents(folder, files)
-
     def check_sizes(self, folder: Path, files: Mapping[str, Mapping]) -> None:
         """Raises UserError where a file that a manifest lists is missing or is of another size; reads none."""
         for name, facts in files.items():

@@ -17,9 +17,7 @@ p and label. They are never trained on. Neither is a text's very first token, wh
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +26,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import M, StoreKind, write_manifest
+from spectrain.stores.folder import M, StoreKind, write_folder, write_manifest
 
 RESPONSE_COLUMNS = Features(
     {
@@ -156,9 +154,6 @@ def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: Respo
     Raises:
         UserError: `folder` exists, or there are no rows.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise UserError(f"out={folder} exists already; give another out or remove it")
     columns: dict[str, list] = {name: [] for name in RESPONSE_COLUMNS}
     for row in rows:
         for name, column in columns.items():
@@ -166,7 +161,7 @@ def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: Respo
             column.append(np.asarray(value, dtype=np.int32) if name in ("prompt", "response") else value)
     if not columns["id"]:
         raise UserError(f"there is no response to write to {folder}; give prompts that can be answered")
-    save_rows(folder, Dataset.from_dict(columns, features=RESPONSE_COLUMNS), manifest)
+    save_rows(Path(folder), Dataset.from_dict(columns, features=RESPONSE_COLUMNS), manifest)
 
 
 def open_responses(folder: str | Path) -> ResponseStore:
@@ -195,40 +190,38 @@ def newest_acceptance(root: Path, target_fingerprint: str, drafter_fingerprint: 
 
 
 def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> None:
-    """Write rows so that the folder appears whole or not at all, and replaces none.
+    """Write rows so that the folder appears whole or not at all; see `write_folder`.
 
     `manifest`: a dataclass, whose `files` are filled in; None: a part of a store, which has none.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with _no_bars():
+
+    def write(temporary: Path) -> None:
+        bars = not datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
             rows.save_to_disk(temporary)
+        finally:
+            if bars:
+                datasets.enable_progress_bars()
         if manifest is not None:
             write_manifest(temporary, manifest)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    write_folder(folder, write)
 
 
 def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str) -> tuple[M, Dataset]:
-    """Open a store; every file is read and compared with the manifest.
-
-    Args:
-        kind: of the store.
-        folder: what the user gave.
-        features: columns and their types.
-        counted: entry of the manifest's `counts` that says how many rows there are.
+    """Read every file of a store and compare it with the manifest, whose `counts[counted]` is the number of rows.
 
     Returns:
-        The manifest, and the rows, memory-mapped.
+        The manifest, and the rows with these columns, memory-mapped.
 
     Raises:
         UserError: there is no store of this kind and version in the folder, or it is damaged.
     """
     manifest = kind.read_manifest(folder)
     try:
-        kind.check_files(folder, manifest.files)
+        kind.check_sizes(folder, manifest.files)
+        kind.check_contents(folder, manifest.files)
         rows = datasets.load_from_disk(str(folder))
         whole = isinstance(rows, Dataset) and rows.features == features and len(rows) == manifest.counts[counted]
     except UserError:
@@ -238,14 +231,3 @@ def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str
     if not whole:
         raise kind.damaged(f"{kind.option}={folder}", "it does not hold what its manifest says")
     return manifest, rows
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
