@@ -22,12 +22,10 @@ from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, load_t
 from spectrain.measure.statistics import Estimate, median
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop
-from spectrain.models.draft_states import ModelStates
-from spectrain.models.head import AcceptanceHead, HeadConfig
-from spectrain.stores.rows import open_acceptance
-from spectrain.training.data import TextBatch, text_rows
-from spectrain.training.losses import weighted_bce
-from spectrain.training.modules import HeadSettings, HeadTraining
+from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
+from spectrain.stores.labels import open_acceptance
+from spectrain.training.data import TextBatch, TextRows, text_rows
+from spectrain.training.modules import HeadTraining
 from spectrain.training.optim import OptimizerSettings, build_optimizer
 
 
@@ -44,12 +42,14 @@ def main() -> None:
     target = load_target(args.target)
     states = open_drafter(target, "vanilla", args.drafter).states
     print(f"{args.drafter} for {args.target}, {target.dtype}, {torch.get_num_threads()} threads")
-    rows = text_rows(open_acceptance(Path(args.store)).rows)
-    batches = [TextBatch.of(rows[i : i + args.batch]) for i in range(0, len(rows) - args.batch, args.batch)]
+    rows = TextRows(text_rows(open_acceptance(Path(args.store)).rows))
+    batches = [rows[list(range(i, i + args.batch))] for i in range(0, len(rows) - args.batch, args.batch)]
+    drafter = DrafterFacts("vanilla", args.drafter, states.fingerprint())
     for n_blocks in range(5):
-        head = AcceptanceHead(HeadConfig(states.hidden_size, n_blocks))
-        training = training_ratio(target, states, head, batches, args.pairs)
-        drafting = drafting_share(states.model, head, args.context, args.draft_pairs)
+        facts = HeadFacts(HeadConfig(states.hidden_size, n_blocks), drafter, Sampling(1.0), 6.0, mixing_share=0.15)
+        module = HeadTraining(facts, states, target, OptimizerSettings())
+        training = training_ratio(module, batches, args.pairs)
+        drafting = drafting_share(states.model, module.head, args.context, args.draft_pairs)
         print(f"D={n_blocks}: training at {training} of the draft's throughput; head costs {drafting} of a draft step")
 
 
@@ -60,22 +60,19 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def training_ratio(
-    target: TargetModel, states: ModelStates, head: AcceptanceHead, batches: list[TextBatch], pairs: int
-) -> Estimate:
-    """Throughput of head training over that of the draft's forward alone."""
-    module = HeadTraining(head, states, target, HeadSettings(Sampling(1.0)), OptimizerSettings())
-    optimizer = build_optimizer(head.named_parameters(), module.optimizer_settings)
+def training_ratio(module: HeadTraining, batches: list[TextBatch], pairs: int) -> Estimate:
+    """Throughput of head training over that of the draft's forward pass alone."""
+    optimizer = build_optimizer(module.head.named_parameters(), module.optimizer_settings)
 
     def train(batch: TextBatch, epoch: int) -> None:
         hidden, labels = module.examples(batch, epoch)
-        weighted_bce(head(hidden), labels, 6.0).backward()
+        module.loss(module.head(hidden), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     @torch.no_grad()
     def forward(batch: TextBatch) -> None:
-        states.hidden(batch.tokens, None)
+        module.states.hidden(batch.tokens, None)
 
     ratios = []
     for pair, batch in zip(range(pairs + 2), itertools.cycle(batches), strict=False):

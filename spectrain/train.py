@@ -143,7 +143,7 @@ def finish(
     pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
     for name, file in pictures.items():
         write_png(drawn[name], file)
-    publish(trainer, run, out, made.kind if made.kind in ("head", "target") else "drafter", pictures)
+    publish(trainer, run, out, {"head": "head", "target": "target"}.get(made.kind, "drafter"), pictures)
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     return out

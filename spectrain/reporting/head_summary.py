@@ -21,14 +21,7 @@ METRICS = {
 
 
 def head_table(facts: HeadFacts, result: Mapping, rows: str, picture: Path) -> Table:
-    """The numbers of a head.
-
-    Args:
-        facts: what its export says.
-        result: `steps` and `metrics` of the run.
-        rows: where the labels come from.
-        picture: its reliability diagram.
-    """
+    """The result of a head's run: `rows` is the folder of its labels, `picture` its reliability diagram."""
     table = Table(title="acceptance head", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -43,13 +36,7 @@ def head_table(facts: HeadFacts, result: Mapping, rows: str, picture: Path) -> T
 
 
 def next_command(out: Path, target: str, sampling: Sampling) -> str:
-    """The command that finds the best threshold for a head.
-
-    Args:
-        out: the exported head.
-        target: its path.
-        sampling: by which labels were warped.
-    """
+    """The command that finds the best threshold for an exported head whose labels were warped by this sampling."""
     chosen = "" if target == "pystdlib-8l" else f" target={target}"
     off = asdict(Sampling())
     warped = "".join(f" sampling.{name}={v:g}" for name, v in asdict(sampling).items() if v != off[name])

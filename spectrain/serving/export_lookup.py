@@ -81,20 +81,12 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
 
 
 def write_lookup(folder: Path, out: Path, export: LookupExport, card: Callable[..., str]) -> None:
-    """Fill the folder of an export.
-
-    Args:
-        folder: exists.
-        out: as which it will appear.
-        export: what is written.
-        card: makes the text of the model card.
-    """
+    """Fill a folder that will appear as `out`; `card` makes the text of the model card."""
     facts, store, tokenizer = export.facts, export.store, export.tokenizer
     tokenizer.save_pretrained(folder)
     made_of, ranked_by, about_store = {"documents": 0, "tokens": 0}, "", {}
     if store is not None:
-        copy_store(store, folder / DATASTORE)
-        write_corpus(store, tokenizer, folder / CORPUS)
+        write_store(store, tokenizer, folder)
         facts = replace(facts, corpus_same_tokens=same_tokens(store, tokenizer))
         manifest, ranked_by = store.manifest, store.manifest.target_fingerprint
         made_of = {"documents": manifest.documents, "tokens": manifest.tokens}
@@ -123,18 +115,14 @@ def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
         ) from error
 
 
-def copy_store(store: Datastore, folder: Path) -> None:
-    """Copy the files that a datastore is opened by; pictures and lists of documents stay behind."""
-    folder.mkdir()
+def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the files that a datastore is opened by, and its documents as text, as SGLang's NGRAM reads them."""
+    (folder / DATASTORE).mkdir()
     for name in [name for shard in store.manifest.shards for name in shard.files] + [MANIFEST]:
-        shutil.copyfile(store.folder / name, folder / name)
-
-
-def write_corpus(store: Datastore, tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Write the documents as text, one JSON string per line: what SGLang's NGRAM reads (it refuses objects)."""
-    with file.open("w", encoding="utf-8") as lines:
+        shutil.copyfile(store.folder / name, folder / DATASTORE / name)
+    with (folder / CORPUS).open("w", encoding="utf-8") as lines:
         for document in store.documents():
-            if text := decoded(tokenizer, document.tolist()):
+            if text := decoded(tokenizer, document.tolist()):  # one JSON string per line: SGLang refuses objects
                 lines.write(json.dumps(text, ensure_ascii=False) + "\n")
 
 

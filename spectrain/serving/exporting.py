@@ -49,15 +49,7 @@ def fill(folder: Path, export: Export, target_path: str) -> str:
 
 
 def write_export(folder: Path, out: Path, export: Export, run: RunFolder, card: Callable[..., str]) -> None:
-    """Fill the folder of an export.
-
-    Args:
-        folder: exists.
-        out: as which it will appear.
-        export: weights and facts.
-        run: that it comes from.
-        card: makes the text of the model card.
-    """
+    """Fill a folder that will appear as `out` with what a run made; `card` makes the text of the model card."""
     path = str(run.config["target"]["path"]) if export.target is not None else ""
     target = engine_path(path), fill(folder, export, path)
     (folder / CARD).write_text(card(export.kind, named(out), target, run.config, export.trained, run.attempts))

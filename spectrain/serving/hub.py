@@ -28,15 +28,9 @@ def check_repository(name: object) -> None:
 
 
 def push(folder: Path, name: str, private: bool) -> str:
-    """Makes the repository where there is none, and uploads the folder as one commit, with the user's token.
+    """Upload a folder as one commit to <user>/<name>, with the user's token; returns the address.
 
-    Args:
-        folder: exported.
-        name: <user>/<name>.
-        private: of a new repository.
-
-    Returns:
-        The address.
+    A repository that does not exist is made, `private` or not.
 
     Raises:
         UserError: the hub cannot be reached, or refuses.

@@ -38,7 +38,7 @@ class TokensPerSecond(Callback):
         now_s, waited_s = time.perf_counter(), getattr(trainer.train_dataloader, "waited_s", 0.0)
         if self._last_s is not None:
             elapsed_s = now_s - self._last_s
-            self._smoothed = smooth(self._smoothed, batch.numel() * trainer.world_size / elapsed_s)
+            self._smoothed = smooth(self._smoothed, batch.n_tokens * trainer.world_size / elapsed_s)
             self._wait_share = smooth(self._wait_share, (waited_s - self._waited_s) / elapsed_s)
             module.log("train/tokens_per_s", self._smoothed, prog_bar=True, rank_zero_only=True)
             module.log("train/wait_share", self._wait_share, rank_zero_only=True)

@@ -23,7 +23,7 @@ import torch
 from datasets import Dataset
 from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from spectrain.stores.features import FeatureStore
 
@@ -42,10 +42,6 @@ class RowBatch:
     captured: Tensor | None = None  # [B, L, C, D] bfloat16, stored inputs of the target's blocks
     final_hidden: Tensor | None = None  # [B, L, D] bfloat16, stored; None: the target itself is asked
 
-    def numel(self) -> int:
-        """Tokens of the batch, as throughput counts them."""
-        return self.n_tokens
-
     def counted(self) -> Tensor:
         """[B, L] bool: what validation counts: no padding, and no rows that only fill up a rank's share."""
         return self.is_token & (torch.tensor(self.numbers, device=self.tokens.device) >= 0)[:, None]
@@ -61,27 +57,6 @@ class TextBatch:
     n_tokens: int  # without padding
     drafts: Tensor | None = None  # [B, K, L] int64, where they were stored
     labels: Tensor | None = None  # [B, K, L] float32
-
-    def numel(self) -> int:
-        """Tokens of the batch, as throughput counts them."""
-        return self.n_tokens
-
-    @classmethod
-    def of(cls, rows: Sequence[TextRow]) -> TextBatch:
-        tokens = padded([torch.from_numpy(np.concatenate([row.prompt, row.response])) for row in rows], torch.int64)
-        batch = cls(
-            tokens, torch.zeros_like(tokens, dtype=torch.bool), [row.number for row in rows], sum(map(len, rows))
-        )
-        if rows[0].drafts is not None:
-            shape = len(rows), len(rows[0].drafts), tokens.shape[1]
-            batch.drafts, batch.labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for i, row in enumerate(rows):
-            response = slice(len(row.prompt), len(row))
-            batch.is_response[i, response] = True
-            if row.drafts is not None:
-                batch.drafts[i, :, response] = torch.from_numpy(row.drafts)
-                batch.labels[i, :, response] = torch.from_numpy(row.labels)
-        return batch
 
 
 @dataclass(frozen=True)
@@ -151,8 +126,7 @@ class FeatureRows:
         return len(self.numbers)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """[rows] tokens of each."""
+    def lengths(self) -> np.ndarray:  # [rows] tokens of each
         return np.minimum(self.store.lengths[self.numbers], self.row_tokens)
 
     def __getitem__(self, places: list[int]) -> RowBatch:
@@ -179,14 +153,28 @@ class TextRows:
         return len(self.rows)
 
     @property
-    def lengths(self) -> list[int]:
-        """[rows] tokens of each."""
+    def lengths(self) -> list[int]:  # [rows] tokens of each
         return [len(row) for row in self.rows]
 
     def __getitem__(self, places: list[int]) -> TextBatch:
-        rows = [self.rows[place] for place in places]
         # A row that is not counted has no response.
-        return TextBatch.of([row if place >= 0 else row.cut(0) for place, row in zip(places, rows, strict=True)])
+        rows = [self.rows[place] if place >= 0 else self.rows[place].cut(0) for place in places]
+        tokens = padded([torch.from_numpy(np.concatenate([row.prompt, row.response])) for row in rows], torch.int64)
+        numbers = [row.number for row in rows]
+        batch = TextBatch(tokens, torch.zeros_like(tokens, dtype=torch.bool), numbers, sum(map(len, rows)))
+        if rows[0].drafts is not None:
+            shape = len(rows), len(rows[0].drafts), tokens.shape[1]
+            batch.drafts, batch.labels = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        for i, row in enumerate(rows):
+            response = slice(len(row.prompt), len(row))
+            batch.is_response[i, response] = True
+            if row.drafts is not None:
+                batch.drafts[i, :, response] = torch.from_numpy(row.drafts)
+                batch.labels[i, :, response] = torch.from_numpy(row.labels)
+        return batch
+
+
+Rows = TokenRows | FeatureRows | TextRows
 
 
 def padded(rows: Sequence[Tensor], dtype: torch.dtype, pinned: bool = False) -> Tensor:
@@ -198,7 +186,7 @@ def padded(rows: Sequence[Tensor], dtype: torch.dtype, pinned: bool = False) -> 
     return whole
 
 
-class SeededBatches(Sampler[list[int]]):
+class SeededBatches:
     """Batches of places of rows: a new permutation in every epoch, with an own share of every batch for each rank.
 
     What a batch holds does not depend on the number of ranks, so that a run can be resumed on another number.
@@ -208,9 +196,8 @@ class SeededBatches(Sampler[list[int]]):
         batch_size: rows of a batch, of all ranks together; an incomplete last batch is dropped.
         seed: decides the order, together with the epoch's number.
         rank, world_size: this process and how many there are; a divisor of the batch size.
-        lengths: of each row, in tokens. Where they are given, a batch holds rows of about the same length, so that
-            little is padded: shuffled rows are sorted by length in pools of POOL_BATCHES batches, and the batches are
-            shuffled again.
+        lengths: of each row. Where they are given, shuffled rows are sorted by length in pools of POOL_BATCHES batches,
+            and the batches are shuffled again, so that little is padded.
     """
 
     def __init__(
@@ -255,28 +242,14 @@ class SeededBatches(Sampler[list[int]]):
         return [row for batch in batches for row in sorted_rows[batch * size : (batch + 1) * size]]
 
 
-class HeldOutBatches(Sampler[list[int]]):
-    """Batches of validation: the rows in their order, with an own share of every batch for each rank.
+def held_out_batches(n_rows: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
+    """Batches of validation: places of rows in their order, with an own share of every batch for each rank.
 
     All ranks get equally many batches, or those with fewer would be waited for. Where a rank has no row, -1 stands for
-    a row that is not counted.
-
-    Args:
-        n_rows: held-out rows.
-        batch_size: rows of a batch, of all ranks together.
-        rank, world_size: this process and how many there are.
+    a row that is not counted. `batch_size` counts the rows of all ranks.
     """
-
-    def __init__(self, n_rows: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.n_rows, self.batch_size, self.rank, self.world_size = n_rows, batch_size, rank, world_size
-
-    def __len__(self) -> int:
-        return -(-self.n_rows // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, self.n_rows, self.batch_size):
-            stop = min(start + self.batch_size, self.n_rows)
-            yield list(range(start + self.rank, stop, self.world_size)) or [-1]
+    starts = range(0, n_rows, batch_size)
+    return [list(range(n_rows)[start : start + batch_size][rank::world_size]) or [-1] for start in starts]
 
 
 class ReadAheadLoader:
@@ -324,17 +297,11 @@ class RowData(LightningDataModule):
         batch_size: rows of a batch, of all ranks together.
         seed: of the order of the training rows.
         by_length: whether a training batch holds rows of about the same length; see `SeededBatches`.
-        contexts: token rows that tau is measured on; no training sees them.
+        contexts: [n, L] token rows that tau is measured on; no training sees them.
     """
 
     def __init__(
-        self,
-        train: TokenRows | FeatureRows | TextRows,
-        held_out: TokenRows | FeatureRows | TextRows,
-        batch_size: int,
-        seed: int,
-        by_length: bool = False,
-        contexts: Sequence[list[int]] = (),
+        self, train: Rows, held_out: Rows, batch_size: int, seed: int, by_length: bool = False, contexts: Sequence = ()
     ) -> None:
         super().__init__()
         self.train, self.held_out, self.contexts = train, held_out, contexts
@@ -348,5 +315,5 @@ class RowData(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         share = self.trainer.global_rank, self.trainer.world_size
-        batches = HeldOutBatches(len(self.held_out), self.batch_size, *share)
+        batches = held_out_batches(len(self.held_out), self.batch_size, *share)
         return DataLoader(self.held_out, batch_size=None, sampler=batches)

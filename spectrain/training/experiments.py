@@ -27,20 +27,14 @@ from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.features import newest_features, open_features
 from spectrain.stores.folder import digest, write_folder
+from spectrain.stores.labels import AcceptanceStore, newest_acceptance, open_acceptance
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.rows import (
-    AcceptanceStore,
-    ResponseStore,
-    newest_acceptance,
-    newest_responses,
-    open_acceptance,
-    open_responses,
-)
+from spectrain.stores.responses import ResponseStore, newest_responses, open_responses
 from spectrain.stores.texts import Document, is_held_out, pack, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
-from spectrain.training.data import FeatureRows, RowData, TextRow, TextRows, TokenRows, text_rows
+from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows
 from spectrain.training.losses import LossSettings
-from spectrain.training.modules import HeadSettings, HeadTraining, LanguageModelTraining, SpireTraining, Training
+from spectrain.training.modules import HeadTraining, LanguageModelTraining, SpireTraining, Training
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import uses_gpu
@@ -82,7 +76,7 @@ def spire_experiment(config: Mapping, target: TargetModel) -> Experiment:
 
 
 def trained_spire(config: Mapping, target: TargetModel, weights: dict[str, Tensor]) -> SpireDrafter:
-    """The drafter of a training's weights. Raises UserError where they do not fit the config."""
+    """The drafter of a training's weights; see `filled`."""
     return filled(SpireDrafter(spire_config(config, target)), weights, "drafter")
 
 
@@ -94,13 +88,13 @@ def vanilla_experiment(config: Mapping, target: TargetModel) -> Experiment:
 
 
 def trained_vanilla(config: Mapping, target: TargetModel, weights: dict[str, Tensor]) -> LlamaForCausalLM:
-    """The model of a training's weights. Raises UserError where they do not fit the config."""
+    """The model of a training's weights; see `filled`."""
     return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
 
 
 def target_experiment(config: Mapping, run: RunFolder) -> Experiment:
     """A Llama from scratch on the corpus, and its tokenizer, which is kept in the run folder."""
-    documents = read_corpus(config)
+    documents = read_corpus(config["corpus"])
     run.begin()
     tokenizer = _own_tokenizer(config, run.path / "tokenizer", documents)
     model = _from_scratch(config, tokenizer)
@@ -136,21 +130,9 @@ def _own_tokenizer(config: Mapping, folder: Path, documents: list[Document]) -> 
 def head_experiment(
     config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates
 ) -> tuple[Experiment, HeadFacts]:
-    """An acceptance head for a drafter, from the target's responses; and what an export of it says.
-
-    Args:
-        config: of the run.
-        target: frozen.
-        drafter: that the head belongs to.
-        states: its hidden states.
-
-    Raises:
-        UserError: the rows are missing or do not fit, or a value makes no sense.
-    """
+    """An acceptance head for a drafter with these hidden states, from responses; and what an export of it says."""
     store, facts = head_facts(config, target, drafter, states)
-    head = AcceptanceHead(facts.head)
-    settings = HeadSettings(facts.sampling, config["w_rej"], config["w_acc"], config["mixing_share"], config["seed"])
-    module = HeadTraining(head, states, target, settings, OptimizerSettings(**config["optimizer"]))
+    module = HeadTraining(facts, states, target, OptimizerSettings(**config["optimizer"]), config["seed"])
     source = {
         "rows": [str(store.folder), len(store.rows), store.manifest.counts],
         "drafter": [drafter.path, drafter.fingerprint],
@@ -169,6 +151,7 @@ def head_facts(
     Raises:
         UserError: there are no rows, or they were made with another target, drafter or warping.
     """
+    check_head(config)
     prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
     if config["data"]["source"] == "online":
         store = open_responses(Path(config["responses"] or newest_responses(CHECKPOINTS, prints[0])))
@@ -194,8 +177,17 @@ def head_facts(
     )
 
 
+def check_head(config: Mapping) -> None:
+    """Raises UserError where a weight of the loss, or the share of mixed tokens, makes no sense."""
+    for name in ("w_rej", "w_acc"):
+        if not (isinstance(config[name], int | float) and config[name] > 0):
+            raise UserError(f"{name}={config[name]} must be a number above 0")
+    if not (isinstance(config["mixing_share"], int | float) and 0 <= config["mixing_share"] < 1):
+        raise UserError(f"mixing_share={config['mixing_share']} must lie in [0, 1)")
+
+
 def trained_head(facts: HeadFacts, weights: dict[str, Tensor]) -> AcceptanceHead:
-    """The head of a training's weights. Raises UserError where they do not fit the facts."""
+    """The head of a training's weights; see `filled`."""
     return filled(AcceptanceHead(facts.head), weights, "head")
 
 
@@ -214,9 +206,8 @@ def check_rows(data: Mapping) -> None:
         check_whole(f"data.{name}", data[name], 1)
 
 
-def read_corpus(config: Mapping) -> list[Document]:
-    """All documents of the configured corpus, in memory."""
-    corpus = config["corpus"]
+def read_corpus(corpus: Mapping) -> list[Document]:
+    """All documents of the `corpus` node, in memory."""
     return list(read_documents(corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]))
 
 
@@ -233,7 +224,7 @@ def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] 
             f"data.row_tokens={data['row_tokens']} is longer than the target's context of {target.max_positions}; "
             "lower data.row_tokens"
         )
-    documents = read_corpus(config) if documents is None else documents
+    documents = read_corpus(corpus) if documents is None else documents
     rows = pack(documents, target.tokenizer, data["row_tokens"], corpus["held_out_share"], corpus["max_documents"])
     log.info(
         "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), data["row_tokens"]
@@ -246,10 +237,7 @@ def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] 
 def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
     """The rows of a store of activations: of `data.path`, or the newest that fits.
 
-    Args:
-        config: of the run; `data`, `tau` and `select` are read.
-        target: of the run.
-        layers: its blocks whose inputs the drafter reads.
+    `layers` are the target's blocks whose inputs the drafter reads.
 
     Raises:
         UserError: the store is damaged, of another target, lacks a layer, or has too few rows.
@@ -288,14 +276,9 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
 
 
 def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, context_tokens: int) -> RowData:
-    """All rows of a store, for training and validation.
+    """All rows of a store, for training and for validations of `val_rows` held-out rows.
 
-    Args:
-        rows: all of the store's.
-        batch_size, seed: see `RowData`.
-        val_rows: held-out rows of one validation.
-        context_tokens: of the longest context. Contexts are held-out rows of at least this length that validation does
-            not see, where there are any.
+    Contexts are held-out rows of at least `context_tokens` tokens that validation does not see, where there are any.
     """
     store, held_out = rows.store, np.flatnonzero(rows.store.held_out)
     seen = held_out[:val_rows]
@@ -319,14 +302,10 @@ def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> Ro
     check_rows(data)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise UserError(f"held_out_share={share} must be a share of the rows, strictly between 0 and 1")
-    train: list[TextRow] = []
-    held_out: list[TextRow] = []
-    for row_id, whole in zip(store.rows["id"], text_rows(store.rows), strict=True):
-        row = whole.cut(data["row_tokens"])
-        if len(row.response):
-            (held_out if is_held_out(row_id, share) else train).append(row)
-    n_short = len(store.rows) - len(train) - len(held_out)
-    if n_short:
+    rows = zip(store.rows["id"], (row.cut(data["row_tokens"]) for row in text_rows(store.rows)), strict=True)
+    kept = [(row, is_held_out(row_id, share)) for row_id, row in rows if len(row.response)]
+    train, held_out = ([row for row, is_out in kept if is_out == wanted] for wanted in (False, True))
+    if n_short := len(store.rows) - len(kept):
         log.warning("%d rows have no response within data.row_tokens=%d and are left out", n_short, data["row_tokens"])
     if not held_out or not train:
         raise UserError(

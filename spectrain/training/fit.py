@@ -117,13 +117,9 @@ def callbacks(config: Mapping, run: RunFolder, measure: Measure | None) -> list[
 
 @contextmanager
 def naming_the_remedy(data: Mapping) -> Iterator[None]:
-    """Turn running out of memory, and losing another rank, into a sentence that says what to change.
+    """Turn running out of memory, and losing another rank, into a UserError that says what to change.
 
-    Args:
-        data: the `data` node of the config.
-
-    Raises:
-        UserError: in place of either error.
+    `data` is the config's node.
     """
     try:
         yield
@@ -225,9 +221,9 @@ def ranks_of_torchrun() -> dict[str, int]:
 
 
 def check_accumulation(config: Mapping, trainer: Trainer, n_batches: int) -> None:
-    """Raises UserError where DeepSpeed would let a gradient run on into the next epoch, which Lightning does not count.
+    """Raises UserError where DeepSpeed would carry a gradient from the `n_batches` of an epoch into the next one.
 
-    `n_batches`: of an epoch.
+    Lightning does not count such a gradient.
     """
     accumulated = config["trainer"]["accumulate_grad_batches"]
     left = n_batches % accumulated and trainer.max_steps > n_batches // accumulated

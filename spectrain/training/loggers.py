@@ -16,18 +16,13 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from spectrain.models.artifacts import MANIFEST
-from spectrain.training.runs import RunFolder, plain
+from spectrain.training.runs import CONFIG, RunFolder, plain
 
 log = logging.getLogger(__name__)
 
 
 def loggers(options: Mapping, run: RunFolder) -> list[Logger]:
-    """CSV always, one file per attempt; Weights & Biases when asked, offline without a key.
-
-    Args:
-        options: the `logger` node of the config.
-        run: where files go.
-    """
+    """CSV always, one file per attempt; W&B where `options`, the config's `logger` node, say so."""
     chosen: list[Logger] = [CurveLogger(run.path, name="metrics", version=len(run.attempts))]
     if options["wandb"] and rank_zero_only.rank == 0:
         chosen.append(
@@ -89,18 +84,13 @@ def keep_config(trainer: Trainer, run: RunFolder) -> None:
     """Put config.yaml into the W&B run, if there is one: an offline run's folder would hold none."""
     for logger in of_wandb(trainer):
         logger.experiment.define_metric("eval/tau", summary="max")  # what sweeps maximize, and what is exported
-        logger.experiment.save(str(run.config_file), base_path=str(run.path), policy="now")
+        logger.experiment.save(str(run.path / CONFIG), base_path=str(run.path), policy="now")
 
 
 def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str, pictures: Mapping[str, Path]) -> None:
-    """Put pictures and the exported folder into the W&B run, if there is one.
+    """Put pictures (PNG files by name) and the exported folder into the W&B run, if there is one.
 
-    Args:
-        trainer: after the fit, on rank zero.
-        run: the run.
-        out: the exported folder.
-        kind: what it holds: drafter, head or target.
-        pictures: PNG files by name.
+    `kind` is what the folder holds: drafter, head or target.
     """
     for logger in of_wandb(trainer):
         import wandb

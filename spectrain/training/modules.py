@@ -8,7 +8,6 @@ Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,10 @@ from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
+from spectrain.decoding.sampling import draw_uniforms, row_generator
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.models.draft_states import DraftStates
-from spectrain.models.head import AcceptanceHead
+from spectrain.models.head import AcceptanceHead, HeadFacts
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
@@ -36,13 +35,7 @@ IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
 
 
 class Training(LightningModule):
-    """What all trainings share.
-
-    Args:
-        optimizer: which optimizer, learning rate and warm-up.
-        sums: what validation adds up.
-        frozen: models that are only read.
-    """
+    """What all trainings share: an optimizer, what validation adds up (`sums`), and models that are only read."""
 
     def __init__(
         self, optimizer: OptimizerSettings, sums: ValidationSums | Reliability, frozen: Iterable[nn.Module] = ()
@@ -110,7 +103,7 @@ class SpireTraining(Training):
         parts, mean = self.parts(batch), {"batch_size": len(batch.numbers), "sync_dist": True}
         self.log("train/loss", parts.loss, prog_bar=True, **mean)
         self.log("train/cross_entropy", parts.cross_entropy, **mean)
-        self.log("train/alpha", parts.alpha.sum() / batch.numel(), prog_bar=True, **mean)
+        self.log("train/alpha", parts.alpha.sum() / batch.n_tokens, prog_bar=True, **mean)
         return parts.loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
@@ -123,13 +116,10 @@ class SpireTraining(Training):
 
 
 class LanguageModelTraining(Training):
-    """Next-token training of an ordinary causal LM: the bundled target and the vanilla drafter.
+    """Next-token training of any Hugging Face causal LM: the bundled target and the vanilla drafter.
 
-    Args:
-        model: any Hugging Face causal LM.
-        optimizer: which optimizer, learning rate and warm-up.
-        target: frozen; where given, validation says how often it would accept the model's tokens.
-        gamma: drafted tokens for which validation computes the expected tau.
+    Where a target is given, validation says how often it would accept the model's tokens, and which tau is expected
+    for drafts of `gamma` tokens.
     """
 
     def __init__(
@@ -169,51 +159,30 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-@dataclass(frozen=True)
-class HeadSettings:
-    """What an acceptance head learns.
-
-    Args:
-        sampling: how p and q are warped for the labels; read online.
-        w_rej: weight of rejections in the loss; the paper tries 1, 3, 6, 12.
-        w_acc: weight of acceptances.
-        mixing_share: r, the share of the target's own tokens among those that the head sees.
-        seed: of drafts and mixing.
-    """
-
-    sampling: Sampling
-    w_rej: float = 6.0
-    w_acc: float = 1.0
-    mixing_share: float = 0.15
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("w_rej", "w_acc"):
-            if not (isinstance(getattr(self, name), int | float) and getattr(self, name) > 0):
-                raise UserError(f"{name}={getattr(self, name)} must be a number above 0")
-        if not (isinstance(self.mixing_share, int | float) and 0 <= self.mixing_share < 1):
-            raise UserError(f"mixing_share={self.mixing_share} must lie in [0, 1)")
-
-
 class HeadTraining(Training):
     """Trains an acceptance head (SpecDec++, section 4) on the states of a frozen drafter.
 
     Offline, drafts and labels were stored, and a batch costs one forward pass of the drafter. Online the target runs
     too, and drafts are drawn and labelled on the fly. Token mixing is drawn anew in every epoch, from each row's own
     generator.
+
+    Args:
+        facts: which head, how labels are warped, and how losses are weighted.
+        states: of the drafter.
+        target: frozen; read online, and for what the drafter captures of it.
+        optimizer: which optimizer, learning rate and warm-up.
+        seed: of drafts and mixing.
     """
 
     def __init__(
-        self,
-        head: AcceptanceHead,
-        states: DraftStates,
-        target: TargetModel,
-        settings: HeadSettings,
-        optimizer: OptimizerSettings,
+        self, facts: HeadFacts, states: DraftStates, target: TargetModel, optimizer: OptimizerSettings, seed: int = 0
     ) -> None:
         super().__init__(optimizer, Reliability(), [target.model, states.module])
-        self.head, self.states, self.settings = head, states, settings
+        self.head, self.states, self.facts, self.seed = AcceptanceHead(facts.head), states, facts, seed
         self.target = target.with_capture(states.capture_layers)
+
+    def loss(self, log_odds: Tensor, labels: Tensor) -> Tensor:  # [M], [M] -> scalar
+        return weighted_bce(log_odds, labels, self.facts.w_rej, self.facts.w_acc)
 
     @torch.no_grad()
     def examples(self, batch: TextBatch, epoch: int) -> tuple[Tensor, Tensor]:
@@ -223,28 +192,27 @@ class HeadTraining(Training):
             States [M, D] of drafted tokens as decoding would compute them, and their labels [M] float32.
         """
         n_rows, n_tokens = batch.tokens.shape
-        generators = [row_generator(self.settings.seed + 1 + epoch, number) for number in batch.numbers]
+        generators = [row_generator(self.seed + 1 + epoch, number) for number in batch.numbers]
         # Two numbers per position, side by side, so that padding changes no row's numbers.
         uniforms = draw_uniforms(generators, [2 * n_tokens] * n_rows, batch.tokens.device)
         mixing, drawing = uniforms.unflatten(1, (n_tokens, 2)).unbind(-1)
         may_draft = batch.is_response & self.states.reads_drafts(n_tokens, batch.tokens.device)
         captured = None
         if batch.drafts is None:
-            found = label_texts(
-                self.target, self.states, batch.tokens, may_draft, self.settings.sampling, drawing[:, :, None]
-            )
+            sampling, uniforms = self.facts.sampling, drawing[:, :, None]
+            found = label_texts(self.target, self.states, batch.tokens, may_draft, sampling, uniforms)
             drafts, labels, captured = found.drafts[:, :, 0], found.labels[:, :, 0], found.captured
         else:
             draw = epoch % batch.drafts.shape[1]
             drafts, labels = batch.drafts[:, draw], batch.labels[:, draw]
             if self.target.capture_layers:
                 captured = self.target.features(batch.tokens).captured
-        mixed, drafted = mix_tokens(batch.tokens, drafts, may_draft, self.settings.mixing_share, mixing)
+        mixed, drafted = mix_tokens(batch.tokens, drafts, may_draft, self.facts.mixing_share, mixing)
         return self.states.hidden(mixed, captured)[drafted], labels[drafted]
 
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         hidden, labels = self.examples(batch, self.current_epoch)
-        loss = weighted_bce(self.head(hidden), labels, self.settings.w_rej, self.settings.w_acc)
+        loss = self.loss(self.head(hidden), labels)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))
         return loss
 
@@ -255,8 +223,7 @@ class HeadTraining(Training):
         # Means over positions, not over batches. A batch may have no position, and the mean of nothing is no number.
         mean = {"batch_size": len(labels), "sync_dist": True}
         count = max(1, len(labels))
-        loss = weighted_bce(log_odds, labels, self.settings.w_rej, self.settings.w_acc)
-        self.log("eval/loss", loss, **mean)
+        self.log("eval/loss", self.loss(log_odds, labels), **mean)
         self.log("eval/kl_binary", binary_kl(log_odds, labels).sum() / count, prog_bar=True, **mean)
         self.log("eval/label", labels.sum() / count, **mean)
         self.log("eval/predicted", log_odds.sigmoid().sum() / count, **mean)

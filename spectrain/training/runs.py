@@ -48,6 +48,7 @@ from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of
 
 log = logging.getLogger(__name__)
 
+CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
 # A run may go on with another number of ranks.
@@ -86,11 +87,11 @@ class RunFolder:
             return run
         if rank_zero_only.rank != 0:
             # With `fresh` rank zero may be replacing what stands here.
-            ended = not cfg.fresh and run.result_file.is_file() and run.config_file.is_file()
+            ended = not cfg.fresh and (path / result).is_file() and (path / CONFIG).is_file()
             if ended and isinstance(reason := run._why_not_to_resume(), FinishedRun):
                 raise reason
             return run
-        if not run.config_file.is_file():
+        if not (path / CONFIG).is_file():
             if any(path.iterdir()):
                 raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
             return run
@@ -107,13 +108,13 @@ class RunFolder:
         Raises:
             UserError: the folder is no run, or its facts are damaged.
         """
-        if not (path / "config.yaml").is_file() or not (path / "run.json").is_file():
+        if not (path / CONFIG).is_file() or not (path / FACTS).is_file():
             raise UserError(
-                f"run={path} is no run of spectrain.train (it has no config.yaml); give its folder below runs/"
+                f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
         try:
-            config = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-            run = cls(path, config, read_json(path / "run.json")["id"])
+            config = OmegaConf.to_container(OmegaConf.load(path / CONFIG))
+            run = cls(path, config, read_json(path / FACTS)["id"])
             run.read_result()
             config["kind"]
         except (YAMLError, ValueError, KeyError, TypeError) as error:
@@ -121,7 +122,7 @@ class RunFolder:
         return run
 
     def _why_not_to_resume(self) -> UserError | None:
-        before = _hashed(OmegaConf.to_container(OmegaConf.load(self.config_file)))
+        before = _hashed(OmegaConf.to_container(OmegaConf.load(self.path / CONFIG)))
         ours = _hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
@@ -129,7 +130,7 @@ class RunFolder:
                 f"run_dir={self.path} holds a run of another config (differs in {', '.join(differing)}); "
                 "give another run_dir or fresh=true"
             )
-        if self.result_file.is_file():
+        if (self.path / self.result).is_file():
             return FinishedRun(
                 f"this run is finished ({self.path}); change an option, or repeat it from the start with fresh=true"
             )
@@ -154,43 +155,35 @@ class RunFolder:
         facts = {"id": self.id, "target_fingerprint": target_fingerprint, "command": TYPED_COMMAND.get()}
 
         def write(folder: Path) -> None:
-            OmegaConf.save(OmegaConf.create(self.config), folder / self.config_file.name)
-            write_json(folder / self._facts_file.name, {**facts, "attempts": []})
-            if self._export_file.is_file():  # this run replaces the one that stood here, and its export too
-                shutil.copy(self._export_file, folder)
+            OmegaConf.save(OmegaConf.create(self.config), folder / CONFIG)
+            write_json(folder / FACTS, {**facts, "attempts": []})
+            if (self.path / EXPORT).is_file():  # this run replaces the one that stood here, and its export too
+                shutil.copy(self.path / EXPORT, folder)
 
         write_folder(self.path, write, replace=True)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep other processes out of the folder, since two would write the same checkpoints.
 
-        Raises:
-            UserError: on entering; the same command is at work there, if only in ranks that outlived their launcher.
+        Entering raises UserError where another is at work, if only in ranks that outlived their launcher.
         """
         return locked(self.path, "another process") if rank_zero_only.rank == 0 else nullcontext()
 
     @rank_zero_only
     def note_attempt(self, done_steps: int, environment: dict) -> None:
-        """Add to run.json that the command was started once more.
-
-        Args:
-            done_steps: of the checkpoint that is resumed, 0 without one.
-            environment: with which code and where.
-        """
+        """Add to run.json that the command was started once more, after `done_steps` steps of earlier attempts."""
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         attempt = {"started": started, "done_steps": done_steps, **environment}
-        write_json(self._facts_file, {**self.facts(), "attempts": [*self.attempts, attempt]})
+        write_json(self.path / FACTS, {**self.facts(), "attempts": [*self.attempts, attempt]})
 
     @rank_zero_only
     def keep_to(self, source: dict) -> None:
         """Note what a training reads besides its config. Raises UserError where a resumed run reads other things."""
-        file, source = self.path / "source.json", strict(source)
-        begun = read_json(file) if file.is_file() else None
+        begun, source = self._read(SOURCE), strict(source)
         if begun is None:
-            write_json(file, source)
-            return
+            write_json(self.path / SOURCE, source)
         for name, found in source.items():
-            if begun[name] != found:
+            if begun is not None and begun[name] != found:
                 raise UserError(
                     f"{self.path} was started with other {name} ({begun[name]}) than were found now ({found}); give "
                     "those, or another run_dir"
@@ -204,13 +197,16 @@ class RunFolder:
 
     def facts(self) -> dict | None:
         """What run.json says; None where nothing began."""
-        return read_json(self._facts_file) if self._facts_file.is_file() else None
+        return self._read(FACTS)
+
+    def _read(self, name: str) -> dict | None:
+        file = self.path / name
+        return read_json(file) if file.is_file() else None
 
     def curve(self) -> Curve:
         """Every number that was logged, by step, as if the run had never been interrupted."""
-        files = self.path / "metrics"
-        attempts = enumerate(self.attempts)
-        return merged([(facts["done_steps"], files / f"version_{i}" / "metrics.csv") for i, facts in attempts])
+        files = [self.path / "metrics" / f"version_{i}" / "metrics.csv" for i in range(len(self.attempts))]
+        return merged([(facts["done_steps"], file) for facts, file in zip(self.attempts, files, strict=True)])
 
     def metrics_at(self, step: int) -> dict[str, float]:
         """What validation logged of a step's weights; {} where nothing was."""
@@ -220,22 +216,6 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def result_file(self) -> Path:
-        return self.path / self.result
-
-    @property
-    def _facts_file(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def _export_file(self) -> Path:
-        return self.path / "export.json"
 
     @property
     def checkpoints(self) -> CheckpointFolder:
@@ -264,9 +244,8 @@ class RunFolder:
 
     def exported_to(self, out: Path) -> bool:
         """Whether an earlier attempt of this unfinished run, or the run that it replaced, may have written `out`."""
-        if not self._export_file.is_file() or not self.attempts:
-            return False
-        return read_json(self._export_file)["out"] == str(out.resolve())
+        before = self._read(EXPORT)
+        return bool(before and self.attempts) and before["out"] == str(out.resolve())
 
     def export(self, out: str | None, write: Callable[[Path, Path], None]) -> Path:
         """Fill the export folder, and return it.
@@ -286,18 +265,18 @@ class RunFolder:
         if not self.exported_to(folder):
             refuse_existing(folder)
             # If a kill leaves the folder there, the run may replace it.
-            write_json(self._export_file, {"out": str(folder.resolve())})
+            write_json(self.path / EXPORT, {"out": str(folder.resolve())})
         with naming_a_full_disk(folder, ", which goes on from the run's last checkpoint"):
             write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
         return folder
 
     def read_result(self) -> dict | None:
         """The numbers that `finish` kept; None of an unfinished run."""
-        return read_json(self.result_file) if self.result_file.is_file() else None
+        return self._read(self.result)
 
     def finish(self, result: dict) -> None:
         """Mark the run as finished and keep its numbers."""
-        write_json(self.result_file, result)
+        write_json(self.path / self.result, result)
 
 
 def plain(name: str) -> str:

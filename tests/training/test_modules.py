@@ -16,13 +16,14 @@ from spectrain.decoding.sampling import draw_uniforms, row_generator
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
-from spectrain.models.head import AcceptanceHead, HeadConfig
+from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
-from spectrain.training.data import SeededBatches, TextBatch, TextRow
+from spectrain.training.data import SeededBatches, TextBatch, TextRow, TextRows
+from spectrain.training.experiments import check_head
 from spectrain.training.losses import binary_kl, weighted_bce
-from spectrain.training.modules import HeadSettings, HeadTraining, Reliability
+from spectrain.training.modules import HeadTraining, Reliability
 from spectrain.training.optim import OptimizerSettings, warmup_then_down
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 
@@ -51,9 +52,14 @@ def text_rows(n_rows: int = 6) -> list[TextRow]:
     return [TextRow(i, np.array(t[:4], np.int32), np.array(t[4:], np.int32)) for i, t in enumerate(texts)]
 
 
+def batch_of(rows: list[TextRow]) -> TextBatch:
+    return TextRows(rows)[list(range(len(rows)))]
+
+
 def training(target: TargetModel, states: DraftStates, mixing_share: float = 0.15) -> HeadTraining:
-    head = AcceptanceHead(HeadConfig(states.hidden_size, 2))
-    return HeadTraining(head, states, target, HeadSettings(SAMPLING, mixing_share=mixing_share), OptimizerSettings())
+    drafter = DrafterFacts(states.kind, "drafter", "0" * 16)
+    facts = HeadFacts(HeadConfig(states.hidden_size, 2), drafter, SAMPLING, w_rej=6.0, mixing_share=mixing_share)
+    return HeadTraining(facts, states, target, OptimizerSettings())
 
 
 @pytest.mark.parametrize("w_rej", [1.0, 6.0])
@@ -91,10 +97,10 @@ def test_mixing_takes_the_targets_token_with_the_share_and_only_drafts_have_a_lo
 def test_mixing_is_drawn_anew_every_epoch_and_does_not_depend_on_the_batch(target, kind):
     module = training(target, STATES[kind](target), mixing_share=0.5)
     rows = text_rows()
-    first, again, next_epoch = (module.examples(TextBatch.of(rows), epoch)[0] for epoch in (0, 0, 1))
+    first, again, next_epoch = (module.examples(batch_of(rows), epoch)[0] for epoch in (0, 0, 1))
     assert torch.equal(first, again)
     assert first.shape != next_epoch.shape or not torch.equal(first, next_epoch)
-    one_by_one = torch.cat([module.examples(TextBatch.of([row]), 0)[0] for row in rows])
+    one_by_one = torch.cat([module.examples(batch_of([row]), 0)[0] for row in rows])
     torch.testing.assert_close(one_by_one, first, atol=1e-5, rtol=1e-5)
 
 
@@ -102,7 +108,7 @@ def test_mixing_is_drawn_anew_every_epoch_and_does_not_depend_on_the_batch(targe
 def test_stored_labels_give_what_labels_on_the_fly_give(target, kind):
     states = STATES[kind](target)
     module, rows = training(target, states), text_rows()
-    online = TextBatch.of(rows)
+    online = batch_of(rows)
     n_tokens = online.tokens.shape[1]
     generators = [row_generator(1, number) for number in online.numbers]  # those of seed 0, epoch 0
     drawing = draw_uniforms(generators, [2 * n_tokens] * len(rows)).unflatten(1, (n_tokens, 2))[..., 1:]
@@ -114,7 +120,7 @@ def test_stored_labels_give_what_labels_on_the_fly_give(target, kind):
         drafts, labels = (values[i, response].T.numpy() for values in (found.drafts, found.labels))
         stored.append(TextRow(row.number, row.prompt, row.response, drafts.astype(np.int32), labels))
     hidden, labels = module.examples(online, 0)
-    stored_hidden, stored_labels = module.examples(TextBatch.of(stored), 0)
+    stored_hidden, stored_labels = module.examples(batch_of(stored), 0)
     assert torch.equal(labels, stored_labels)
     torch.testing.assert_close(hidden, stored_hidden)
     assert 0 < labels.mean() < 1
@@ -125,7 +131,7 @@ def test_each_epoch_takes_the_next_of_several_draws(target):
     row = text_rows(1)[0]
     drafts = np.stack([np.full(len(row.response), 7, np.int32), np.full(len(row.response), 9, np.int32)])
     labels = np.stack([np.full(len(row.response), value, np.float32) for value in (0.25, 0.75)])
-    batch = TextBatch.of([TextRow(0, row.prompt, row.response, drafts, labels)])
+    batch = batch_of([TextRow(0, row.prompt, row.response, drafts, labels)])
     module = training(target, states)
     assert [module.examples(batch, epoch)[1].unique().item() for epoch in range(3)] == [0.25, 0.75, 0.25]
 
@@ -133,7 +139,7 @@ def test_each_epoch_takes_the_next_of_several_draws(target):
 def test_roots_of_spire_rollouts_are_the_targets_text_and_have_no_loss(target):
     states = spire_states(target, block_tokens=5)
     module = training(target, states, mixing_share=0.0)
-    batch = TextBatch.of(text_rows(1))
+    batch = batch_of(text_rows(1))
     hidden, labels = module.examples(batch, 0)
     n_roots = sum(1 for position in range(4, batch.tokens.shape[1]) if position % 5 == 0)
     assert len(labels) == len(hidden) == batch.tokens.shape[1] - 4 - n_roots
@@ -182,7 +188,7 @@ def test_only_the_head_learns(target):
     states = model_states(target)
     module = training(target, states)
     before = [p.clone() for p in (*target.model.parameters(), *states.module.parameters())]
-    hidden, labels = module.examples(TextBatch.of(text_rows()), 0)
+    hidden, labels = module.examples(batch_of(text_rows()), 0)
     weighted_bce(module.head(hidden), labels, 6.0).backward()
     after = [*target.model.parameters(), *states.module.parameters()]
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
@@ -202,7 +208,7 @@ def test_a_validation_batch_without_drafts_does_not_spoil_the_others(target):
     )
     (alone,), (beside,) = (
         trainer.validate(training(target, model_states(target)), DataLoader(batches, batch_size=None), verbose=False)
-        for batches in ([TextBatch.of(rows)], [TextBatch.of(rows), TextBatch.of([empty])])
+        for batches in ([batch_of(rows)], [batch_of(rows), batch_of([empty])])
     )
     assert alone.keys() >= {"eval/kl_binary", "eval/label", "eval/predicted", "eval/loss"}
     assert all(math.isfinite(value) for value in beside.values())
@@ -239,7 +245,7 @@ def test_cosine_schedule_with_a_share_of_warm_up():
 )
 def test_settings_out_of_range_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        HeadSettings(SAMPLING, **options)
+        check_head({"w_rej": 6, "w_acc": 1, "mixing_share": 0.15, **options})
 
 
 @pytest.mark.parametrize("options", [{"schedule": "steps"}, {"warmup_share": 1.0}])
@@ -269,7 +275,7 @@ def test_the_head_reads_the_mixed_text_after_the_very_token(target, kind):
     n_response, n_prompt = len(row.response), len(row.prompt)
     drafts = (np.arange(n_response, dtype=np.int32)[None] * 7) % 50 + 4
     labels = np.linspace(0, 1, n_response, dtype=np.float32)[None]
-    batch = TextBatch.of([TextRow(0, row.prompt, row.response, drafts, labels)])
+    batch = batch_of([TextRow(0, row.prompt, row.response, drafts, labels)])
     hidden, found = training(target, states, mixing_share=0.0).examples(batch, 0)
     is_draft = states.reads_drafts(n_prompt + n_response)
     mixed = batch.tokens.clone()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from data_prep.capture import ShardParts, TokenRows, autocast
+from data_prep.capture import Capturing, TokenRows, autocast, capture_shard
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.models.pruned_init import new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
@@ -39,10 +39,9 @@ def token_rows(lengths: list[int]) -> TokenRows:
 
 def captured_store(folder, target: TargetModel, lengths: list[int], precision: str, dtype: str = "bfloat16"):
     """A store of two shards, in batches unlike those of training."""
-    rows, target = token_rows(lengths), target.with_capture(LAYERS)
-    parts = ShardParts(rows, target, precision, dtype, batch_tokens=70, shard_tokens=sum(lengths[:8]), facts={})
-    assert len(parts.sizes) == 2
-    shards = [parts.capture(index) for index in range(2)]
+    rows, capturing = token_rows(lengths), Capturing(precision, dtype, batch_tokens=70)
+    target = target.with_capture(LAYERS)
+    shards = [capture_shard(target, rows, span, capturing) for span in (range(8), range(8, len(rows)))]
     write_store(folder, shards, layers=list(LAYERS), hidden_size=32, dtype=dtype, precision=precision)
     return open_features(folder)
 
@@ -106,7 +105,7 @@ def test_padding_counts_for_nothing(tmp_path, kind):
     module.loss_settings = LossSettings(kind)
     batch = rows[[0, 1, 3]]
     lengths = [16, 9, 3]
-    assert batch.numel() == sum(lengths)
+    assert batch.n_tokens == sum(lengths)
     assert batch.is_token.sum(1).tolist() == lengths
     batch.tokens[~batch.is_token] = 5  # whatever stands there
     whole = module.parts(batch)

@@ -154,7 +154,7 @@ def test_a_kill_while_a_run_begins_leaves_nothing_or_all(tmp_path, monkeypatch, 
             run.begin()
     again = find(tmp_path, "fresh=true")
     again.begin()
-    assert OmegaConf.load(again.config_file).max_steps == 1800
+    assert OmegaConf.load(again.path / "config.yaml").max_steps == 1800
     assert again.attempts == []
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
