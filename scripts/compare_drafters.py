@@ -125,7 +125,7 @@ def named(text: str) -> tuple[str, Path | None]:
 
 
 def opened(target: TargetModel, folder: Path | None, gamma: int) -> Drafter:
-    return magicdec.build(target, gamma) if folder is None else load_method(folder, target, gamma=gamma)
+    return magicdec.build(target, gamma=gamma) if folder is None else load_method(folder, target, gamma=gamma)
 
 
 def held_out_rows(args: argparse.Namespace, target: TargetModel) -> list[list[int]]:

@@ -89,7 +89,7 @@ def test_all_are_held_to_the_first():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_parts_of_the_rows_count_as_the_whole(llama_target, temperature):
     rows, setting = random_prompts([14] * 5), Setting(12, temperature)
-    drafter = magicdec.build(llama_target, 3, window_tokens=4)
+    drafter = magicdec.build(llama_target, gamma=3, window_tokens=4)
     whole = counts_of(continue_rows(llama_target, drafter, rows, setting, 10, 2))
     parts = [
         counts_of(continue_rows(llama_target, drafter, rows[a:b], setting, 10, 2, first_number=a))
@@ -163,7 +163,7 @@ def test_settings_are_known_by_their_names():
 def test_a_table_of_tau_is_strict_json_and_agrees_with_tau_of_one_drafter(llama_target):
     settings = TauSettings((12, 8), 3, 8, (0.0, 1.0), 2, 1)
     rows = random_prompts([14] * 4)
-    drafter = magicdec.build(llama_target, 3, window_tokens=4)
+    drafter = magicdec.build(llama_target, gamma=3, window_tokens=4)
     table = measure_tau(llama_target, {"plain": Autoregressive(), "magicdec": drafter}, rows, settings)
     content = json.loads(json.dumps(table.as_dict(), allow_nan=False))
     assert list(content["tau"]["magicdec"]) == [
