@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from rich.filesize import decimal
 
 from data_prep.labels import Labelling, LabelParts
 from data_prep.pipeline import Build, hashed_config, store_path
-from data_prep.progress import readable, show_facts, speed, target_override
+from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, interruptible, launch, rank_device
 from spectrain.cli import command, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
@@ -27,12 +28,12 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.registry import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.stores.folder import digest
-from spectrain.stores.labels import KIND, AcceptanceManifest, open_acceptance
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.responses import newest_responses, open_responses
+from spectrain.stores.rows import AcceptanceManifest, newest_responses, open_acceptance, open_responses
 
 log = logging.getLogger(__name__)
 
+KIND = "acceptance"
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not beyond rounding
 
 
@@ -147,7 +148,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "mean acceptance": f"{counts['mean_label']:.3f}" if counts["positions"] else None,
         "labels below 0.5": f"{counts['below_half']:.1%}" if counts["positions"] else None,
         "speed": speed(tokens_per_s),
-        "size on disk": readable(sum(file.stat().st_size for file in out.iterdir())),
+        "size on disk": decimal(sum(file.stat().st_size for file in out.iterdir())),
     }
     target = target_override(manifest.config["target"]["path"])
     options = f"data=offline data.path={out} drafter={drafter['path']}{target}"

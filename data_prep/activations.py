@@ -14,18 +14,20 @@ from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from rich.filesize import decimal
 
-from data_prep.capture import AUTOCAST, Capturing, ShardParts, TokenRows, rows_of_responses
+from data_prep.capture import AUTOCAST, ShardParts, TokenRows, rows_of_responses
 from data_prep.pipeline import Build, hashed_config, store_path
-from data_prep.progress import readable, show_facts, speed, target_override
+from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, interruptible, launch, rank_device
 from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.stores.features import DTYPES, FEATURES, KIND
-from spectrain.stores.responses import open_responses
+from spectrain.stores.features import ACTIVATIONS, DTYPES
+from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import pack, read_documents
 
+KIND = "activations"
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
@@ -43,8 +45,7 @@ def main(cfg: DictConfig) -> None:
         if cfg.responses is not None:
             source = {"kind": "responses", "responses": Path(cfg.responses).resolve().name}
         facts = {"target": cfg.target.path, "config": config, "source": source}
-        capturing = Capturing(cfg.precision, cfg.dtype, cfg.batch_tokens)
-        parts = ShardParts(rows, target, capturing, cfg.shard_tokens, facts)
+        parts = ShardParts(rows, target, cfg.precision, cfg.dtype, cfg.batch_tokens, cfg.shard_tokens, facts)
         target_fingerprint = fingerprint(target.model, target.tokenizer)
         identity = {"config": config, "target_fingerprint": target_fingerprint, "set_of_rows": rows.digest()}
         out = store_path(cfg.out, KIND, identity)
@@ -108,7 +109,7 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
 
 def show(out: Path, tokens_per_s: float | None) -> None:
     """The table at the end, and the command to type next."""
-    manifest = FEATURES.read_manifest(out)
+    manifest = ACTIVATIONS.read_manifest(out)
     counts, source = manifest.counts, manifest.source["kind"]
     n_bytes = sum(facts["bytes"] for facts in manifest.files.values())
     facts = {
@@ -120,7 +121,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "rows": f"{counts['rows']:,}, of which {counts['held_out']:,} are held out",
         "tokens": f"{counts['tokens']:,}",
         "speed": speed(tokens_per_s),
-        "size on disk": f"{readable(n_bytes)}, {n_bytes / counts['tokens']:,.1f} bytes per token",
+        "size on disk": f"{decimal(n_bytes)}, {n_bytes / counts['tokens']:,.1f} bytes per token",
     }
     options = "" if manifest.row_tokens == 1024 else f" data.row_tokens={manifest.row_tokens}"
     options += target_override(manifest.config["target"]["path"])

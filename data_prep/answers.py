@@ -28,7 +28,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import check_prompt
 from spectrain.stores.folder import digest, each_line, end_last_line
 from spectrain.stores.prompts import Question, conversation_ids, read_prompts
-from spectrain.stores.responses import ResponseManifest, write_responses
+from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
 
 log = logging.getLogger(__name__)

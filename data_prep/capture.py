@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from data_prep.pipeline import STORE, Build, check_disk, length_buckets
+from data_prep.progress import Advance
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
 from spectrain.stores.folder import naming_a_full_disk, read_json, write_json, write_manifest
-from spectrain.stores.responses import ResponseStore
+from spectrain.stores.rows import ResponseStore
 from spectrain.stores.texts import PackedRows, is_held_out
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ AUTOCAST = {
     "16-mixed": torch.float16,
 }
 PENDING_SHARDS = 2  # waiting to be written, in memory beside the one that is computed
+FULL_DISK = ", which goes on from here, or start anew with dtype=int8 or out=<folder on another disk>"
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,8 @@ class TokenRows:
     @classmethod
     def of_corpus(cls, packed: PackedRows) -> TokenRows:
         """Packed text: training rows as training numbers them, then the held-out ones."""
-        rows = torch.cat([packed.train, packed.held_out])
-        n_rows, row_tokens = rows.shape
-        held_out = np.arange(n_rows) >= len(packed.train)
-        offsets = np.arange(n_rows + 1, dtype=np.int64) * row_tokens
-        return cls(rows.flatten().numpy(), offsets, held_out, np.zeros(n_rows, np.int32))
+        sides = {False: packed.train.numpy(), True: packed.held_out.numpy()}
+        return cls.of_texts([(row, 0, held_out) for held_out, rows in sides.items() for row in rows])
 
     @classmethod
     def of_texts(cls, texts: Sequence[tuple[np.ndarray, int, bool]]) -> TokenRows:
@@ -92,8 +91,7 @@ def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: flo
     """
     texts, cut = [], 0
     for row in store.rows.with_format("numpy", columns=["id", "prompt", "response"]):
-        text = np.concatenate([row["prompt"], row["response"]]).astype(np.int32)
-        n_prompt = len(row["prompt"])
+        text, n_prompt = np.concatenate([row["prompt"], row["response"]]).astype(np.int32), len(row["prompt"])
         if min(len(text), row_tokens) > n_prompt:
             cut += len(text) > row_tokens
             texts.append((text[:row_tokens], n_prompt, is_held_out(str(row["id"]), held_out_share)))
@@ -107,21 +105,14 @@ def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: flo
 
 
 @dataclass(frozen=True)
-class Capturing:
-    """How features are computed and kept."""
-
-    precision: str  # one of AUTOCAST
-    dtype: str  # bfloat16 | int8
-    batch_tokens: int  # of a forward, padding included; one row at least
-
-
-@dataclass(frozen=True)
 class ShardParts:
     """Rows of tokens, in the shards in which their features are captured."""
 
     rows: TokenRows
     target: TargetModel  # with `capture_layers`
-    capturing: Capturing
+    precision: str  # one of AUTOCAST
+    dtype: str  # of the store: bfloat16 | int8
+    batch_tokens: int  # of a forward, padding included; one row at least
     shard_tokens: int
     facts: dict  # of the manifest: target, config, source
 
@@ -137,48 +128,6 @@ class ShardParts:
         """[shards] tokens of each."""
         return np.diff(self.rows.offsets[self.bounds])
 
-    def missing(self, build: Build) -> list[int]:
-        """The shards that are still to be captured. Raises UserError where the disk is too small for them."""
-        if self.rows.cut or self.rows.skipped:
-            log.warning(
-                "of the responses %d are cut to %d tokens and %d skipped, whose prompts leave no room for a token of "
-                "them",
-                *(self.rows.cut, np.diff(self.rows.offsets).max(), self.rows.skipped),
-            )
-        n_shards = len(self.sizes)
-        files = [(facts_file(build.work, index), shard_file(build.work, index)) for index in range(n_shards)]
-        todo = [index for index, (facts, shard) in enumerate(files) if not (facts.is_file() and shard.is_file())]
-        if len(todo) < n_shards:
-            log.info("%d of %d shards are captured already", n_shards - len(todo), n_shards)
-        dtype, width = self.capturing.dtype, self.target.unembedding.shape[-1]
-        need_bytes = int(self.sizes[todo].sum()) * token_bytes(dtype, len(self.target.capture_layers), width)
-        check_disk(build.out, need_bytes, "give dtype=int8" if dtype != "int8" else "lower corpus.max_documents")
-        # What a kill left of shards that were being written has a hidden name, ours or safetensors' own.
-        for file in build.store.glob(".*"):
-            file.unlink()
-        return todo
-
-    def make(self, work: Path, shards: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
-        """Capture these shards (see `Parts`); each is written while the next ones are computed.
-
-        After an error too, this waits for what is still to be written, so a shard is whole or not there.
-
-        Raises:
-            UserError: a batch is too large for memory, a feature is no number, or the disk is full.
-        """
-        (work / STORE).mkdir(exist_ok=True)
-        pending: deque[Future] = deque()
-        with ThreadPoolExecutor(PENDING_SHARDS) as pool:
-            for index in shards:
-                span = range(self.bounds[index], self.bounds[index + 1])
-                shard = capture_shard(self.target, self.rows, span, self.capturing, on_batch)
-                if writes:
-                    if len(pending) == PENDING_SHARDS:
-                        pending.popleft().result()
-                    pending.append(pool.submit(_write, work, index, shard))
-            for one in pending:
-                one.result()
-
     @property
     def manifest(self) -> FeatureManifest:
         counts = {"rows": len(self.rows), "held_out": int(self.rows.held_out.sum()), "tokens": len(self.rows.tokens)}
@@ -188,11 +137,93 @@ class ShardParts:
             tokenizer_fingerprint=tokenizer_fingerprint(self.target.tokenizer),
             layers=list(self.target.capture_layers),
             hidden_size=self.target.unembedding.shape[-1],
-            dtype=self.capturing.dtype,
-            precision=self.capturing.precision,
+            dtype=self.dtype,
+            precision=self.precision,
             row_tokens=int(np.diff(self.rows.offsets).max()),
             counts=counts | {"cut": self.rows.cut, "skipped": self.rows.skipped},
             shard_rows=np.diff(self.bounds).tolist(),
+        )
+
+    def missing(self, build: Build) -> list[int]:
+        """The shards that are still to be captured. Raises UserError where the disk is too small for them."""
+        if self.rows.cut or self.rows.skipped:
+            log.warning(
+                "of the responses %d are cut to %d tokens and %d skipped, whose prompts leave no room for a response",
+                *(self.rows.cut, np.diff(self.rows.offsets).max(), self.rows.skipped),
+            )
+        n_shards = len(self.sizes)
+        files = [(facts_file(build.work, index), shard_file(build.work, index)) for index in range(n_shards)]
+        todo = [index for index, (facts, shard) in enumerate(files) if not (facts.is_file() and shard.is_file())]
+        if len(todo) < n_shards:
+            log.info("%d of %d shards are captured already", n_shards - len(todo), n_shards)
+        n_layers, width = len(self.target.capture_layers), self.target.unembedding.shape[-1]
+        need_bytes = int(self.sizes[todo].sum()) * token_bytes(self.dtype, n_layers, width)
+        check_disk(build.out, need_bytes, "lower corpus.max_documents" if self.dtype == "int8" else "give dtype=int8")
+        # What a kill left of shards that were being written has a hidden name, ours or safetensors' own.
+        for file in build.store.glob(".*"):
+            file.unlink()
+        return todo
+
+    def make(self, work: Path, parts: Sequence[int], advance: Advance, writes: bool = True) -> None:
+        """Capture these shards (see `Parts`); each is written while the next ones are computed.
+
+        After an error too, this waits for what is still to be written, so a shard is whole or not there.
+
+        Raises:
+            UserError: a batch is too large for memory, a feature is no number, or the disk is full.
+        """
+
+        def write(index: int, shard: Shard) -> None:
+            with naming_a_full_disk(work, FULL_DISK):
+                write_json(facts_file(work, index), write_shard(shard_file(work, index), shard))
+
+        (work / STORE).mkdir(exist_ok=True)
+        pending: deque[Future] = deque()
+        with ThreadPoolExecutor(PENDING_SHARDS) as pool:
+            for index in parts:
+                shard = self.capture(index, advance)
+                if writes:
+                    if len(pending) == PENDING_SHARDS:
+                        pending.popleft().result()
+                    pending.append(pool.submit(write, index, shard))
+            for one in pending:
+                one.result()
+
+    @torch.inference_mode()
+    def capture(self, index: int, advance: Advance = lambda n_tokens: None) -> Shard:
+        """The features of the rows of one shard, on the CPU; `advance` is called after each forward."""
+        span, target = slice(*self.bounds[index : index + 2]), self.target
+        first, stop = self.rows.offsets[self.bounds[index : index + 2]]
+        offsets = self.rows.offsets[span.start : span.stop + 1] - first
+        tokens = torch.from_numpy(self.rows.tokens[first:stop].astype(np.int32))
+        sink = _FeatureSink(target, len(tokens), self.dtype)
+        lengths = np.diff(offsets)
+        for batch in length_buckets(lengths.tolist(), self.batch_tokens):
+            padded = torch.zeros(len(batch), int(lengths[batch].max()), dtype=torch.int64)  # [B, T]
+            places = [slice(int(offsets[i]), int(offsets[i + 1])) for i in batch]
+            for row, place in enumerate(places):
+                padded[row, : place.stop - place.start] = tokens[place]
+            try:
+                with autocast(target.device, self.precision):
+                    features = target.features(padded.to(target.device))
+                sink.put(features, places)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise UserError(
+                        f"a batch of {padded.shape[0]} rows of {padded.shape[1]} tokens is too large for the memory of "
+                        f"{target.device}; lower batch_tokens={self.batch_tokens}, or row_tokens where a batch is one "
+                        "row"
+                    ) from error
+                raise
+            advance(int(lengths[batch].sum()))
+        if not sink.is_finite():
+            raise UserError("a feature of the target is no number; give target.dtype=float32 or precision=32-true")
+        return Shard(
+            tokens,
+            torch.from_numpy(offsets.astype(np.int64)),
+            torch.from_numpy(self.rows.held_out[span].astype(bool)),
+            torch.from_numpy(self.rows.prompt_tokens[span].astype(np.int32)),
+            **sink.kept,
         )
 
     def write_store(self, build: Build) -> None:
@@ -223,93 +254,25 @@ def shard_facts(work: Path, n_shards: int) -> dict[str, dict]:
     return {shard_name(index): read_json(facts_file(work, index)) for index in range(n_shards)}
 
 
-def _write(work: Path, index: int, shard: Shard) -> None:
-    remedy = ", which goes on from here, or start anew with dtype=int8 or out=<folder on another disk>"
-    with naming_a_full_disk(work, remedy):
-        write_json(facts_file(work, index), write_shard(shard_file(work, index), shard))
-
-
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """As Lightning's Trainer runs a step in this precision."""
     dtype = AUTOCAST[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-@torch.inference_mode()
-def capture_shard(
-    target: TargetModel,
-    rows: TokenRows,
-    span: range,
-    capturing: Capturing,
-    on_batch: Callable[[int], None] = lambda n_tokens: None,
-) -> Shard:
-    """The features of some rows, on the CPU.
-
-    Args:
-        target: with `capture_layers`.
-        rows: all of them.
-        span: numbers of the rows of this shard.
-        capturing: options.
-        on_batch: called after each forward with its tokens, padding left out.
-
-    Raises:
-        UserError: a batch is too large for memory, or a feature is no number.
-    """
-    offsets = rows.offsets[span.start : span.stop + 1] - rows.offsets[span.start]
-    first, stop = rows.offsets[span.start], rows.offsets[span.stop]
-    tokens = torch.from_numpy(rows.tokens[first:stop].astype(np.int32))
-    sink = _FeatureSink(target, len(tokens), capturing.dtype)
-    lengths = np.diff(offsets)
-    for batch in length_buckets(lengths.tolist(), capturing.batch_tokens):
-        padded = torch.zeros(len(batch), int(lengths[batch].max()), dtype=torch.int64)  # [B, T]
-        for place, i in enumerate(batch):
-            padded[place, : lengths[i]] = tokens[offsets[i] : offsets[i + 1]]
-        try:
-            with autocast(target.device, capturing.precision):
-                features = target.features(padded.to(target.device))
-            sink.put(features, [slice(int(offsets[i]), int(offsets[i + 1])) for i in batch])
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise UserError(
-                    f"a batch of {padded.shape[0]} rows of {padded.shape[1]} tokens is too large for the memory of "
-                    f"{target.device}; lower batch_tokens={capturing.batch_tokens}, or row_tokens where a batch is one "
-                    "row"
-                ) from error
-            raise
-        on_batch(int(lengths[batch].sum()))
-    if not sink.is_finite():
-        raise UserError("a feature of the target is no number; give target.dtype=float32 or precision=32-true")
-    return Shard(
-        tokens,
-        torch.from_numpy(offsets.astype(np.int64)),
-        torch.from_numpy(rows.held_out[span.start : span.stop].astype(bool)),
-        torch.from_numpy(rows.prompt_tokens[span.start : span.stop].astype(np.int32)),
-        **sink.kept,
-    )
-
-
 class _FeatureSink:
-    """Tensors of a shard on the CPU, filled batch by batch; from a GPU while the next batch is computed.
-
-    Args:
-        target: whose features.
-        n_tokens: of the shard.
-        dtype: bfloat16 | int8.
-    """
+    """Tensors of a shard on the CPU, filled batch by batch; from a GPU while the next batch is computed."""
 
     def __init__(self, target: TargetModel, n_tokens: int, dtype: str) -> None:
-        on_gpu, self._quantised = target.device.type == "cuda", dtype == "int8"
-        shapes = {"captured": (n_tokens, len(target.capture_layers)), "final_hidden": (n_tokens,)}
-        scales = {"captured": "captured_scale", "final_hidden": "hidden_scale"}
-        self.kept: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            size = (*shape, target.unembedding.shape[-1])
-            kind = torch.int8 if self._quantised else torch.bfloat16
-            self.kept[name] = torch.empty(size, dtype=kind, pin_memory=on_gpu)
-            if self._quantised:
-                self.kept[scales[name]] = torch.empty(shape, pin_memory=on_gpu)
-        self._stream = torch.cuda.Stream(target.device) if on_gpu else None
+        n_layers, width, self._quantised = len(target.capture_layers), target.unembedding.shape[-1], dtype == "int8"
+        self._stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self._finite: list[Tensor] = []
+        kind = torch.int8 if self._quantised else torch.bfloat16
+        shapes = {"captured": ((n_tokens, n_layers, width), kind), "final_hidden": ((n_tokens, width), kind)}
+        if self._quantised:
+            shapes |= {"captured_scale": ((n_tokens, n_layers), None), "hidden_scale": ((n_tokens,), None)}
+        pinned = self._stream is not None
+        self.kept = {name: torch.empty(size, dtype=kind, pin_memory=pinned) for name, (size, kind) in shapes.items()}
 
     def put(self, features: Features, places: Sequence[slice]) -> None:
         """Keep a batch: its rows go to these places of the shard."""

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from rich.filesize import decimal
 from rich.table import Table
 from transformers import AutoTokenizer
 
 from data_prep.documents import DocumentParts
 from data_prep.lookup import look_up
 from data_prep.pipeline import Build, hashed_config, store_path
-from data_prep.progress import console, readable, show_facts, target_override
+from data_prep.progress import console, show_facts, target_override
 from data_prep.ranks import decided, interruptible, launch, rank_device
 from data_prep.select import Scoring, Selection
 from data_prep.tokenise import Corpus
@@ -123,7 +124,7 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "dropped": f"{n_dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens",
         "perplexity, median": median,
         "shards": str(len(manifest.shards)),
-        "size on disk": readable(sum(file.stat().st_size for file in folder.iterdir())),
+        "size on disk": decimal(sum(file.stat().st_size for file in folder.iterdir())),
     }
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from lightning import Fabric
 
 from data_prep.pipeline import Build, check_disk
+from data_prep.progress import Advance
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, quantiles, rounded, select
 from data_prep.tokenise import Corpus, Counts, Part, read_part
 from spectrain.decoding.errors import UserError
@@ -104,9 +105,9 @@ class DocumentParts:
             log.info("%d of %d parts are scored already", n_parts - len(todo), n_parts)
         sizes = {index: int(read_part(self.build.work, index).lengths.sum()) for index in todo}
 
-        def work(parts: Sequence[int], on_batch: Callable[[int], None]) -> None:
+        def work(parts: Sequence[int], advance: Advance) -> None:
             for part, file in ((read_part(self.build.work, index), self.score_file(index)) for index in parts):
-                scores = perplexities(target, part.documents(), scoring, on_batch)
+                scores = perplexities(target, part.documents(), scoring, advance)
                 bad = np.flatnonzero(np.isnan(scores))
                 if len(bad):
                     raise UserError(

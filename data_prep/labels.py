@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,15 +24,14 @@ import torch
 from datasets import Dataset, concatenate_datasets
 
 from data_prep.pipeline import Build, check_disk, length_buckets
+from data_prep.progress import Advance
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.labels import label_texts
 from spectrain.stores.folder import digest
-from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
-from spectrain.stores.responses import ResponseStore
-from spectrain.stores.rows import save_rows
+from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceManifest, ResponseStore, save_rows
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,6 @@ class LabelParts:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[2, rows] int64: tokens of each prompt and of each response."""
         return text_lengths(self.responses.rows)
 
     @cached_property
@@ -126,16 +124,15 @@ class LabelParts:
         check_disk(build.out, round(need_bytes * (1 + len(todo) / n_parts)), "lower draws")
         return todo
 
-    def make(self, work: Path, parts: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
+    def make(self, work: Path, parts: Sequence[int], advance: Advance, writes: bool = True) -> None:
         """Label these parts (see `Parts`). Raises UserError where a probability is no number."""
         for index in parts:
             rows = self.responses.rows.select(self.rows[index]).to_list()
-            labelled = label_rows(rows, self.target, self.states, self.labelling, on_batch)
+            labelled = label_rows(rows, self.target, self.states, self.labelling, advance)
             if writes:
-                texts = ({name: row[name] for name in ("id", "prompt", "response")} for row in rows)
-                columns = [text | found for text, found in zip(texts, labelled, strict=True)]
-                part = Dataset.from_dict({name: [row[name] for row in columns] for name in FEATURES}, features=FEATURES)
-                save_rows(part_folder(work, index), part)
+                whole = [row | found for row, found in zip(rows, labelled, strict=True)]
+                columns = {name: [row[name] for row in whole] for name in LABEL_COLUMNS}
+                save_rows(part_folder(work, index), Dataset.from_dict(columns, features=LABEL_COLUMNS))
 
     def write_store(self, build: Build) -> None:
         """Join the parts into the store and put it in its place. Raises UserError where a part is damaged."""
@@ -154,7 +151,7 @@ class LabelParts:
         skipped = np.flatnonzero(~self.fits)
         ids, tokens = self.responses.rows.select(skipped)["id"], self.lengths.sum(0)[skipped]
         facts = [{"id": name, "tokens": int(n)} for name, n in zip(ids, tokens, strict=True)]
-        write_acceptance(build.new_store(), rows, dataclasses.replace(self.manifest, counts=count(rows), skipped=facts))
+        save_rows(build.new_store(), rows, dataclasses.replace(self.manifest, counts=count(rows), skipped=facts))
         build.publish()
 
 
@@ -178,16 +175,9 @@ def label_rows(
     target: TargetModel,
     states: DraftStates,
     labelling: Labelling,
-    on_batch: Callable[[int], None] = lambda n_tokens: None,
+    advance: Advance = lambda n_tokens: None,
 ) -> list[dict[str, np.ndarray]]:
-    """Draw and label drafts beside responses.
-
-    Args:
-        rows: of a store of responses.
-        target: captures the drafter's `capture_layers`.
-        states: of the drafter.
-        labelling: options.
-        on_batch: called after each forward with its tokens, padding left out.
+    """Draw and label drafts beside the rows of a store of responses.
 
     Returns:
         For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response].
@@ -212,8 +202,7 @@ def label_rows(
             uniforms[row, places[row]] = torch.rand(size, generator=generator)
         may_draft &= states.reads_drafts(n_tokens)
         may_draft[:, 0] = False  # nothing predicts a text's first token
-        inputs = (values.to(target.device) for values in (tokens, may_draft, uniforms))
-        tokens, may_draft, uniforms = inputs
+        tokens, may_draft, uniforms = (values.to(target.device) for values in (tokens, may_draft, uniforms))
         found = label_texts(target, states, tokens, may_draft, labelling.sampling, uniforms)
         if found.labels.isnan().any():
             raise UserError("a probability of the target or the drafter is no number; give target.dtype=float32")
@@ -221,7 +210,7 @@ def label_rows(
         by_draw = {name: values.transpose(1, 2).cpu().numpy() for name, values in by_draw.items()}  # [B, K, T]
         for row, i in enumerate(batch):
             labelled[i] = {name: np.ascontiguousarray(values[row, :, places[row]]) for name, values in by_draw.items()}
-        on_batch(sum(len(texts[i]) for i in batch))
+        advance(sum(len(texts[i]) for i in batch))
     return labelled
 
 

@@ -1,15 +1,7 @@
 """How every command of `data_prep` builds its store: once, in a work folder beside it, on one rank or many.
 
     build = Build("acceptance", out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-    tokens_per_s = build.run(fabric, identity, LabelParts(...))    # LabelParts: see the protocol `Parts`
-
-`run` is these steps, which a command whose work is not a single stage takes by itself:
-
-    with build.opened(fabric) as unfinished:              # rank zero locks the work folder, `.<name of out>.partial`
-        if unfinished:
-            todo = decided(fabric, lambda: build.start(identity, find_missing))
-            elapsed_s = build.work_through(fabric, "label", todo, sizes, make)
-            decided(fabric, write_store)                  # fills build.store, then calls build.publish()
+    tokens_per_s = build.run(fabric, identity, LabelParts(...))    # see `Parts`; `run` shows the steps of a build
 
 Work is cut into parts by index, never by rank, and a part appears in the work folder by renaming. So a build can be
 killed at any time and resumed at any number of ranks, and ends with the same bytes. Ranks exchange nothing but what
@@ -35,8 +27,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from lightning import Fabric
+from rich.filesize import decimal
 
-from data_prep.progress import TokenProgress, readable
+from data_prep.progress import Advance, token_progress
 from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import MANIFEST, digest, kind_of, locked, read_json, write_json
@@ -45,12 +38,6 @@ from spectrain.stores.locations import CHECKPOINTS
 log = logging.getLogger(__name__)
 
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
-NOUNS = {  # by the manifest's kind
-    "datastore": "datastore",
-    "responses": "store of responses",
-    "acceptance": "store of acceptance labels",
-    "activations": "store of activations",
-}
 MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
 BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 DISK_MARGIN = 1.1  # of the estimated need
@@ -66,13 +53,9 @@ def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
 
 
 def store_path(out: str | None, kind: str, named_by: dict) -> Path:
-    """The folder `out`, or one below checkpoints/ that is named by what the store depends on.
-
-    Raises:
-        UserError: `out` has no name (the working folder, one above, or a root), but a store is renamed to its place.
-    """
+    """The folder `out`, or one below checkpoints/ that is named by what the store depends on."""
     path = Path(out or CHECKPOINTS / f"{kind}-{digest(named_by)}")
-    if path.name in ("", ".."):
+    if path.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
         raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
     return path
 
@@ -104,7 +87,7 @@ def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_token
     free = shutil.disk_usage(folder).free
     if free < need_bytes * DISK_MARGIN:
         raise UserError(
-            f"{folder} has {readable(free)} free, but this build needs about {readable(need_bytes * DISK_MARGIN)}; "
+            f"{folder} has {decimal(free)} free, but this build needs about {decimal(int(need_bytes * DISK_MARGIN))}; "
             f"free some, {less}, or give out=<folder on another disk>"
         )
 
@@ -113,23 +96,13 @@ class Parts(Protocol):
     """What a store is made of, cut into parts by index."""
 
     stage: str  # what is done to a part, one word beside the progress bar
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Tokens of each part."""
+    sizes: Sequence[int]  # tokens of each part
 
     def missing(self, build: Build) -> list[int]:
-        """On rank zero: the parts that are still to be made. Raises UserError where that cannot be; writes nothing."""
+        """On rank zero: the parts that are still to be made. Writes nothing; UserError where it cannot be done."""
 
-    def make(self, work: Path, parts: Sequence[int], on_batch: Callable[[int], None], writes: bool = True) -> None:
-        """On each rank: make these parts and put each into the work folder by renaming.
-
-        Args:
-            work: the work folder.
-            parts: their indices.
-            on_batch: called after each forward with its tokens, padding left out.
-            writes: False where another rank makes the same parts.
-        """
+    def make(self, work: Path, parts: Sequence[int], advance: Advance, writes: bool) -> None:
+        """On each rank: make these parts, and put each into the work folder by renaming where this rank `writes`."""
 
     def write_store(self, build: Build) -> None:
         """On rank zero: fill `build.store` from all parts, and publish it."""
@@ -156,13 +129,10 @@ class Build:
         return self.work / STORE
 
     def run(self, fabric: Fabric, identity: dict, parts: Parts) -> float | None:
-        """Build the store. All ranks call it together.
+        """Build the store, all ranks together.
 
         Returns:
             Tokens/s of the parts that were missing; None where the store was complete but for its last renames.
-
-        Raises:
-            UserError: see `opened`, `start`, and what the parts refuse.
         """
         with self.opened(fabric) as unfinished:
             if not unfinished:
@@ -175,10 +145,10 @@ class Build:
 
     @contextlib.contextmanager
     def opened(self, fabric: Fabric) -> Iterator[bool]:
-        """Lock the work folder. True: there is work to do. False: the store was complete but for its last renames.
+        """Lock the work folder, on rank zero. False: the store was complete but for its last renames.
 
         Raises:
-            UserError: another build holds the folder, a finished store or something else stands at `out`.
+            UserError: another build holds the folder, or a finished store or something else stands at `out`.
         """
         with contextlib.ExitStack() as lock:
 
@@ -189,10 +159,10 @@ class Build:
             yield not decided(fabric, decide)
 
     def start(self, identity: dict, begin: Callable[[], T]) -> T:
-        """Keep of the work folder what this build goes on with, and call `begin`, which finds and checks what is left.
+        """Keep of the work folder what this build goes on with; return what `begin` finds is left to do.
 
         Args:
-            identity: what the parts depend on. Its `config` is compared option by option.
+            identity: what the parts depend on; a difference in its `config` is named option by option.
             begin: writes nothing. Where it raises, a new build leaves no trace.
 
         Raises:
@@ -223,28 +193,24 @@ class Build:
         stage: str,
         todo: Sequence[int],
         sizes: Sequence[int],
-        work: Callable[[Sequence[int], Callable[..., None]], None],
+        work: Callable[[Sequence[int], Advance], None],
     ) -> float:
-        """Let each rank make its share of the parts that are missing.
+        """Let each rank make its share of the parts that are missing; returns seconds until all ranks had ended.
 
         Args:
             fabric: the ranks.
-            stage: what is done to a part, one word beside the progress bar.
+            stage: what is done to a part, one word.
             todo: the missing parts, as rank zero found them.
-            sizes: of all parts, by their index, in units of progress: usually tokens.
-            work: makes the parts of this rank, whose indices it is given, and calls its second argument, the
-                `advance` of a TokenProgress, when a piece is done.
-
-        Returns:
-            Seconds until all ranks had ended.
+            sizes: of all parts, in units of progress: usually tokens.
+            work: makes the parts that it is given, and advances the progress.
         """
         mine = todo[fabric.global_rank :: fabric.world_size] if self.ranks_share else todo
         start_s = time.monotonic()
         with (
             self.cleared_if_nothing_begun(fabric.world_size),
-            TokenProgress(stage, int(sum(sizes[index] for index in mine)), fabric.is_global_zero) as progress,
+            token_progress(stage, int(sum(sizes[index] for index in mine)), fabric.is_global_zero) as advance,
         ):
-            work(mine, progress.advance)
+            work(mine, advance)
         fabric.barrier()
         return time.monotonic() - start_s
 
@@ -270,11 +236,7 @@ class Build:
         return self.store
 
     def publish(self) -> None:
-        """Put the whole `store` in its place, and clear the work folder.
-
-        Raises:
-            UserError: something else stands at `out` by now.
-        """
+        """Put the whole `store` in its place. Raises UserError where something else stands there by now."""
         facts = {"out": self.out.name, "config": self.config, "fresh": self._read(WORK)["fresh"]}
         write_json(self.work / COMPLETE, facts)
         self._move(self.out)
@@ -319,7 +281,7 @@ class Build:
             return False
         # None: damaged, which fresh=true may replace.
         if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) not in (self.kind, None):
-            raise UserError(f"out={out} exists and is no {NOUNS[self.kind]}; give another out")
+            raise UserError(f"out={out} exists and was not written by data_prep.{self.kind}; give another out")
         return True
 
     def _read(self, name: str) -> dict | None:
@@ -329,11 +291,7 @@ class Build:
 
 @contextlib.contextmanager
 def held(work: Path) -> Iterator[None]:
-    """Make the folder and keep other builds out of it; remove it where nothing is left inside.
-
-    Raises:
-        UserError: another build holds it.
-    """
+    """Make the folder and keep other builds out of it (or raise UserError); remove it where nothing is left inside."""
     made = [folder for folder in work.parents if not folder.exists()]
     try:
         work.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
 import time
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,6 +16,9 @@ from rich.table import Table
 log = logging.getLogger(__name__)
 
 TABLE_COLUMNS = 100  # where the output is no terminal
+LOG_EVERY_S = 15.0
+
+Advance = Callable[..., None]  # (units, tokens): so many units are done, in which there were so many tokens
 
 
 def console() -> Console:
@@ -26,7 +29,7 @@ def console() -> Console:
 
 
 def show_facts(title: str, facts: Mapping[str, str | None], next_command: str | None = None) -> None:
-    """Print a table of facts, those that are None left out, and the command to type next."""
+    """Print a table of facts, without those that are None, and the command to type next."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -44,65 +47,48 @@ def target_override(path: str) -> str:
 
 
 def speed(tokens_per_s: float | None) -> str | None:
-    """As the table tells it; None where nothing was done."""
     return None if tokens_per_s is None else f"{tokens_per_s:,.0f} tokens/s"
 
 
-def readable(n_bytes: float) -> str:
-    """12.3 MB"""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.1f} {unit}" if unit != "B" else f"{n_bytes:.0f} B"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} TB"
-
-
-class TokenProgress:
-    """Shows how far a stage is, tokens/s and time left.
+@contextlib.contextmanager
+def token_progress(stage: str, total: int | None, shown: bool = True) -> Iterator[Advance]:
+    """Show how far a stage is, tokens/s and time left.
 
     Args:
         stage: what is being done, one word.
         total: units of work in all; None: not known, and no time left is shown.
         shown: False on ranks other than zero.
-        every_s: seconds between log lines.
+
+    Yields:
+        `advance(units, tokens)`; without `tokens`, units are tokens.
     """
+    bar = Progress(
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not (shown and sys.stderr.isatty()),
+    )
+    task = bar.add_task(stage, total=total, tokens=0, rate=0.0)
+    done = n_tokens = 0
+    start_s = logged_s = time.monotonic()
 
-    def __init__(self, stage: str, total: int | None, shown: bool = True, every_s: float = 15.0):
-        self.stage, self.total, self.shown, self.every_s = stage, total, shown, every_s
-        self._bar = Progress(
-            TextColumn("{task.description:<10}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
-        )
-        self._task = self._bar.add_task(stage, total=total, tokens=0, rate=0.0)
-        self.tokens = self._done = 0
-        self._start_s = self._said_s = time.monotonic()
-
-    def __enter__(self) -> TokenProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
-
-    def advance(self, units: int, tokens: int | None = None) -> None:
-        """`units` of `total` are done, in which there were so many tokens; None: units are tokens."""
-        self._done += units
-        self.tokens += units if tokens is None else tokens
+    def advance(units: int, tokens: int | None = None) -> None:
+        nonlocal done, n_tokens, logged_s
+        done += units
+        n_tokens += units if tokens is None else tokens
         now_s = time.monotonic()
-        elapsed_s = max(now_s - self._start_s, 1e-9)
-        self._bar.update(self._task, advance=units, tokens=self.tokens, rate=self.tokens / elapsed_s)
-        if not self.shown or not self._bar.disable or now_s - self._said_s <= self.every_s:
-            return
-        self._said_s = now_s
-        share = f"{self._done / self.total:.0%}, " if self.total else ""
-        left = ""
-        if self.total and self._done:
-            left = f", {elapsed_s / self._done * max(self.total - self._done, 0):.0f} s left"
-        log.info("%s: %s%d tokens, %.0f tokens/s%s", self.stage, share, self.tokens, self.tokens / elapsed_s, left)
+        elapsed_s = max(now_s - start_s, 1e-9)
+        bar.update(task, advance=units, tokens=n_tokens, rate=n_tokens / elapsed_s)
+        if shown and bar.disable and now_s - logged_s > LOG_EVERY_S:
+            logged_s = now_s
+            share = f"{done / total:.0%}, " if total else ""
+            left = f", {elapsed_s / done * max(total - done, 0):.0f} s left" if total and done else ""
+            log.info("%s: %s%d tokens, %.0f tokens/s%s", stage, share, n_tokens, n_tokens / elapsed_s, left)
+
+    with bar:
+        yield advance

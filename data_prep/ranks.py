@@ -21,12 +21,8 @@ WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example whi
 T = TypeVar("T")
 
 
-def launch(device: str, parallel: str = "none") -> Fabric:
-    """This process alone, or as one of the ranks that torchrun started.
-
-    Args:
-        device: target.device.
-        parallel: target.parallel.
+def launch(device: str, parallel: str) -> Fabric:
+    """This process alone, or as one of the ranks that torchrun started; `target.device` and `target.parallel`.
 
     Raises:
         UserError: one process is to spread the target's layers, but there are several.
@@ -40,12 +36,9 @@ def launch(device: str, parallel: str = "none") -> Fabric:
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
     backend = "nccl" if on_gpu and parallel == "tp" else "gloo"
-    fabric = Fabric(
-        accelerator="cuda" if on_gpu else "cpu",
-        devices=local,
-        num_nodes=world // local,
-        strategy=DDPStrategy(process_group_backend=backend, timeout=WAIT),
-    )
+    strategy = DDPStrategy(process_group_backend=backend, timeout=WAIT)
+    accelerator = "cuda" if on_gpu else "cpu"
+    fabric = Fabric(accelerator=accelerator, devices=local, num_nodes=world // local, strategy=strategy)
     fabric.launch()
     if not fabric.is_global_zero:
         logging.getLogger().setLevel(logging.WARNING)

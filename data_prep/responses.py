@@ -31,8 +31,9 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.methods.registry import build_configured
 from spectrain.stores.prompts import Question
-from spectrain.stores.responses import KIND, ResponseManifest, open_responses
+from spectrain.stores.rows import ResponseManifest, open_responses
 
+KIND = "responses"
 # They change no response, or not beyond rounding.
 NOT_HASHED = ("out", "fresh", "allow_failed", "batch_size", "base_url", "concurrency", "retries", "timeout_s")
 OF_LOOP = ("drafter", "head", "datastore", "tuned")  # options that a server has no use for

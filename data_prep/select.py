@@ -10,9 +10,10 @@ Letters: B rows, T tokens of a row, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data_prep.pipeline import length_buckets
+from data_prep.progress import Advance
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.target import TargetModel
 from spectrain.stores.texts import unit_hash
@@ -66,19 +68,13 @@ class Scoring:
         return cls(window_tokens, stride_tokens, batch_tokens, target.tokenizer.bos_token_id)
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """A piece of a document, as positions of its text (which begins with BOS where there is one)."""
 
     document: int
     start: int
-    stop: int
-    scored_from: int  # start < scored_from < stop
-
-    @property
-    def row_tokens(self) -> int:
-        """What the target reads: the last token is only predicted."""
-        return self.stop - self.start - 1
+    stop: int  # start < scored_from < stop; the last token is only predicted
+    scored_from: int
 
 
 def windows_of(document: int, n_tokens: int, window_tokens: int, stride_tokens: int) -> Iterator[Window]:
@@ -95,33 +91,27 @@ def perplexities(
     target: TargetModel,
     documents: Sequence[np.ndarray],
     scoring: Scoring,
-    on_batch: Callable[[int], None] = lambda n_tokens: None,
+    advance: Advance = lambda n_tokens: None,
 ) -> np.ndarray:
-    """Perplexity of each document, infinity where it has no token to score.
+    """Perplexity of each document (token ids without BOS), infinity where it has no token to score.
 
-    Args:
-        target: whose distribution is asked.
-        documents: token ids of each, without BOS.
-        scoring: windows and batches.
-        on_batch: called after each batch with the tokens that it scored.
+    `advance` is called after each batch with the tokens that it scored.
 
     Returns:
         [documents] float64.
     """
     bos = np.array([] if scoring.bos_id is None else [scoring.bos_id], dtype=np.int64)
     texts = [np.concatenate([bos, document]) for document in documents]
-    windows = [
-        window
-        for i, text in enumerate(texts)
-        for window in windows_of(i, len(text), scoring.window_tokens, scoring.stride_tokens)
-    ]
+    size = scoring.window_tokens, scoring.stride_tokens
+    windows = [window for i, text in enumerate(texts) for window in windows_of(i, len(text), *size)]
     sums: list[Tensor] = []
     order: list[int] = []
-    for batch in length_buckets([w.row_tokens for w in windows], batch_tokens(scoring.batch_tokens, target.vocab_size)):
+    budget_tokens = batch_tokens(scoring.batch_tokens, target.vocab_size)
+    for batch in length_buckets([w.stop - w.start - 1 for w in windows], budget_tokens):
         rows = [windows[i] for i in batch]
         sums.append(_log_likelihoods(target, texts, rows))
         order += batch
-        on_batch(sum(w.stop - w.scored_from for w in rows))
+        advance(sum(w.stop - w.scored_from for w in rows))
     log_likelihood = np.zeros(len(texts))
     by_window = np.zeros(len(windows))
     if order:
@@ -140,12 +130,12 @@ def batch_tokens(wanted: int, vocab_size: int) -> int:
 
 def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Sequence[Window]) -> Tensor:
     """Sum of log p over each row's scored tokens: [B] float64."""
-    n_rows, n_tokens = len(rows), max(w.row_tokens for w in rows)
+    n_rows, n_tokens = len(rows), max(w.stop - w.start for w in rows) - 1
     tokens = np.zeros((n_rows, n_tokens + 1), dtype=np.int64)
     scored = np.zeros((n_rows, n_tokens), dtype=bool)
     for row, window in enumerate(rows):
         tokens[row, : window.stop - window.start] = texts[window.document][window.start : window.stop]
-        scored[row, window.scored_from - window.start - 1 : window.row_tokens] = True
+        scored[row, window.scored_from - window.start - 1 : window.stop - window.start - 1] = True
     device_tokens = torch.from_numpy(tokens).to(target.device)
     logits = target.forward(device_tokens[:, :-1]).logits
     log_p = token_log_probs(logits, device_tokens[:, 1:])
@@ -221,7 +211,7 @@ def select(
     Args:
         selection: limits.
         ids: of all documents.
-        lengths: [documents] tokens of each.
+        lengths: [documents] tokens.
         perplexities: [documents], needed where the selection goes by them.
 
     Returns:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.progress import TokenProgress
+from data_prep.progress import token_progress
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
 from spectrain.stores.folder import read_json, write_json
@@ -139,7 +139,7 @@ class Corpus:
         counts, skipped, seen = Counts(), Skipped(), set()
         before = self.read_counts(work)
         changed = UserError(f"the corpus is no longer what this build began with; remove {work} to begin anew")
-        with TokenProgress("tokenise", n_bytes if self.max_documents is None else None) as progress:
+        with token_progress("tokenise", n_bytes if self.max_documents is None else None) as advance:
             for batch in self._batches(skipped):
                 file, digest = part_file(work, counts.parts), _digest(batch)
                 new = self._new_documents(batch, seen, counts)
@@ -156,7 +156,7 @@ class Corpus:
                 counts.empty += len(new) - len(part.ids)
                 counts.documents += len(part.ids)
                 counts.tokens += len(part.tokens)
-                progress.advance(sum(len(document.text.encode()) for document in batch), len(part.tokens))
+                advance(sum(len(document.text.encode()) for document in batch), len(part.tokens))
         counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
         counts.empty += skipped.empty
         if part_file(work, counts.parts).is_file() or before not in (None, counts):

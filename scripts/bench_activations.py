@@ -27,7 +27,6 @@ from rich.table import Table
 
 from data_prep.capture import (
     AUTOCAST,
-    Capturing,
     ShardParts,
     TokenRows,
     autocast,
@@ -115,13 +114,13 @@ def plain_forwards(args: argparse.Namespace, target: TargetModel, rows: TokenRow
 
 
 def captures(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> None:
-    parts_of(args, target, rows).make(folder, range(args.shards), on_batch=lambda n_tokens: None)
+    parts_of(args, target, rows).make(folder, range(args.shards), advance=lambda n_tokens: None)
 
 
 def parts_of(args: argparse.Namespace, target: TargetModel, rows: TokenRows) -> ShardParts:
-    capturing = Capturing(args.precision, args.store_dtype, args.batch_tokens)
     facts = {"target": args.target, "config": {}, "source": {}}
-    return ShardParts(rows, target, capturing, args.shard_tokens, facts)
+    options = (args.precision, args.store_dtype, args.batch_tokens, args.shard_tokens)
+    return ShardParts(rows, target, *options, facts)
 
 
 def as_store(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> FeatureStore:

@@ -23,7 +23,7 @@ from spectrain.measure.statistics import Estimate, median
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
-from spectrain.stores.labels import open_acceptance
+from spectrain.stores.rows import open_acceptance
 from spectrain.training.data import TextBatch, TextRows, text_rows
 from spectrain.training.modules import HeadTraining
 from spectrain.training.optim import OptimizerSettings, build_optimizer

@@ -9,11 +9,9 @@ Prints tables and writes `cost.json`, `cost.csv` and pictures. docs/cost.md has 
 from __future__ import annotations
 
 import csv
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +28,7 @@ from spectrain.measure.model_shape import read_shapes
 from spectrain.methods.registry import names
 from spectrain.reporting import cost_plots, cost_tables
 from spectrain.reporting.drawing import write_png
-from spectrain.stores.environment import TYPED_COMMAND, date_of
+from spectrain.stores.environment import provenance
 from spectrain.stores.folder import naming_a_full_disk
 from spectrain.training.runs import RunFolder
 
@@ -76,10 +74,7 @@ def results(
     shapes = {"target": model.target} | {method.name: method.shape for method in methods}
     return {
         "kind": "cost",
-        "command": TYPED_COMMAND.get(),
-        "date": date_of(),
-        "versions": {p: version(p) for p in ("spectrain", "torch", "transformers")}
-        | {"python": platform.python_version()},
+        **provenance(),
         "title": grid.title,
         "hardware": asdict(model.hardware),
         "count_unembedding": model.count_unembedding,

@@ -2,77 +2,45 @@
 
     python -m spectrain.parity run=runs/spire-1f0c93ab
 
-Sides of one number (`evaluation/parity.py` defines it): what validation logged; the same computation on texts that the
-loop wrote, at every position and at the steps that the loop took; the loop itself; and for a vanilla drafter
-transformers' assisted generation. The last three may differ by chance only: else training, the loop and transformers
-do not run the same drafter.
+It compares several measurements of one number, which `measure/parity.py` defines: what validation logged; the same
+computation on texts that the loop wrote, at every position and at the steps that the loop took; the loop itself; and
+for a vanilla drafter transformers' assisted generation. The last three may differ only by chance: otherwise training,
+the loop and transformers do not run the same drafter.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from torch import Tensor
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.contenders import Method, Work, build_peer
-from spectrain.measure.parity import Logits, computed, counted, full_steps
+from spectrain.measure.parity import Logged, Parity, measure_sides
+from spectrain.measure.tau import Setting
 from spectrain.methods.loading import load_method
-from spectrain.methods.speculative import Speculative
-from spectrain.methods.spire import Spire
-from spectrain.models.rollout import rollout
-from spectrain.reporting.parity_report import (
-    ASSISTED,
-    AT_STEPS,
-    EVERYWHERE,
-    LOOP,
-    Logged,
-    Parity,
-    Sides,
-    as_json,
-    draw,
-    render,
-    verdicts,
-)
+from spectrain.reporting.drawing import write_png
+from spectrain.reporting.parity_report import CAPTION, render, verdicts
+from spectrain.reporting.plots import parity as acceptance_figure
 from spectrain.serving.exporting import fill, run_export
-from spectrain.stores.environment import TYPED_COMMAND, date_of, environment
-from spectrain.stores.folder import refuse_existing, write_folder
+from spectrain.stores.environment import environment, provenance
+from spectrain.stores.folder import refuse_existing, write_folder, write_json
 from spectrain.training.experiments import corpus_rows, spire_config, stored_rows
 from spectrain.training.runs import RunFolder
 
-log = logging.getLogger(__name__)
-
 RESULT = "parity.json"
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A drafter in the loop, and as training computes it."""
-
-    target: TargetModel
-    method: Drafter  # Spire or Speculative
-    draft: Logits
-
-    @property
-    def gamma(self) -> int:
-        return self.method.gamma
+KINDS = ("spire", "vanilla")
 
 
 def main(cfg: DictConfig) -> None:
-    works = works_of(cfg)
+    settings = read_settings(cfg)
     run = RunFolder.open(Path(str(cfg.run)))
     trained = OmegaConf.create(run.config)
-    if trained.kind not in DRAFT_LOGITS:
+    if trained.kind not in KINDS:
         raise UserError(
             f"run={run.path} is of kind {trained.kind}; give a run of a drafter, +exp=spire or +exp=vanilla"
         )
@@ -80,30 +48,31 @@ def main(cfg: DictConfig) -> None:
     if not (cfg.fresh and (out / RESULT).is_file()):
         refuse_existing(out)
     target = open_target(trained)
-    compared = open_compared(cfg, run, trained.kind, target)
+    method = open_method(cfg, run, target)
     contexts = held_out_contexts(cfg, run.config, target)
+    options = (cfg.new_tokens, cfg.batch_size, cfg.seed, cfg.assisted)
     parity = Parity(
         run=str(run.path),
         drafter_kind=trained.kind,
-        gamma=compared.gamma,
+        gamma=method.gamma,
         contexts=len(contexts),
         context_tokens=cfg.context_tokens,
         new_tokens=cfg.new_tokens,
-        logged=logged(run, compared.gamma),
-        sides={work.sampling: sides(compared, contexts, work, cfg.assisted) for work in works},
+        logged=logged(run, method.gamma),
+        sides={setting: measure_sides(target, method, contexts, setting, *options) for setting in settings},
     )
-    facts = {
+    results = {
         "kind": "parity",
-        "command": TYPED_COMMAND.get(),
-        "date": date_of(),
+        **provenance(environment(1)),
         "target": str(trained.target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "versions": environment(1),
+        **parity.as_json(),
+        "figures": [{"file": "parity.png", "caption": CAPTION}],
     }
 
     def write(folder: Path) -> None:
-        draw(folder / "parity.png", parity)
-        (folder / RESULT).write_text(json.dumps(facts | as_json(parity), indent=2) + "\n")
+        write_png(acceptance_figure(results), folder / "parity.png")
+        write_json(folder / RESULT, results)
 
     write_folder(out, write, replace=cfg.fresh)
     console = Console()
@@ -113,20 +82,20 @@ def main(cfg: DictConfig) -> None:
     console.print(f"{out}/{RESULT}, parity.png", style="dim")
 
 
-def works_of(cfg: DictConfig) -> list[Work]:
-    """How everything is decoded, for each temperature. No end of text ends a continuation, so that all weigh alike."""
+def read_settings(cfg: DictConfig) -> list[Setting]:
+    """One setting per temperature. Raises UserError where an option is out of range."""
     for name in ("contexts", "context_tokens", "new_tokens", "batch_size"):
         check_whole(name, cfg[name], 1)
     if cfg.gamma is not None:
         check_whole("gamma", cfg.gamma, 1)
     if not cfg.temperatures:
         raise UserError("temperatures must name at least one; give temperatures=[0.0,1.0]")
-    laws = [Sampling.from_options({"temperature": temperature}) for temperature in cfg.temperatures]
-    return [Work(cfg.new_tokens, law, cfg.batch_size, cfg.seed, stop_token_ids=()) for law in laws]
+    samplings = [Sampling.from_options({"temperature": temperature}) for temperature in cfg.temperatures]
+    return [Setting(cfg.context_tokens, sampling.temperature) for sampling in samplings]
 
 
 def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) -> list[list[int]]:
-    """Beginnings of the held-out rows on which the run measured tau.
+    """Take the beginnings of the held-out rows on which the run measured tau.
 
     Raises:
         UserError: none is long enough, or contexts and new tokens exceed the target's context.
@@ -147,78 +116,20 @@ def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) ->
     return contexts[: cfg.contexts]
 
 
-def open_compared(cfg: DictConfig, run: RunFolder, kind: str, target: TargetModel) -> Compared:
-    """The drafter as it is exported."""
+def open_method(cfg: DictConfig, run: RunFolder, target: TargetModel) -> Drafter:
+    """Open the drafter of a run as any user does, from its export."""
     options = {} if cfg.gamma is None else {"gamma": cfg.gamma}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fill(folder, run_export(run, "best", target), str(run.config["target"]["path"]))
-        method = load_method(folder, target, **options)
-    return Compared(target, method, DRAFT_LOGITS[kind](method, target))
-
-
-def sides(compared: Compared, contexts: list[list[int]], work: Work, assisted: bool) -> Sides:
-    """Acceptance as each side has it, on the same contexts."""
-    target, method, gamma = compared.target, compared.method, compared.gamma
-    numbers = list(range(len(contexts)))
-    log.info("%s: the loop continues %d contexts", work.sampling.describe(), len(contexts))
-    written = Method(target, method).decode(contexts, numbers, work)
-    steps = [full_steps(context, one, gamma) for context, one in zip(contexts, written, strict=True)]
-    ours = computed(steps, gamma, compared.draft, logits_of(target), work.sampling)
-    found = {EVERYWHERE: ours.everywhere, AT_STEPS: ours.at_steps, LOOP: counted(steps, gamma)}
-    if assisted and isinstance(method, Speculative):
-        log.info("%s: transformers' assisted generation", work.sampling.describe())
-        # It drafts from the context's last token on, our loop from the first token that it drew.
-        begun = [[*context, one.tokens[0]] for context, one in zip(contexts, written, strict=True)]
-        rest = replace(work, max_new_tokens=work.max_new_tokens - 1, batch_size=1)
-        theirs = build_peer("hf_assisted", target, {}, method).decode(begun, numbers, rest)
-        found[ASSISTED] = counted(
-            [full_steps(context, one, gamma, of_context=True) for context, one in zip(begun, theirs, strict=True)],
-            gamma,
-        )
-    return found
+        return load_method(folder, target, **options)
 
 
 def logged(run: RunFolder, gamma: int) -> Logged | None:
-    """What validation said of the exported weights; None of an unfinished run, or for drafts of another length."""
+    """Read what validation said about the exported weights; None of an unfinished run, or for another draft length."""
     metrics = (run.read_result() or {"metrics": {}})["metrics"]
     rates = [metrics[name] for i in range(1, len(metrics) + 1) if (name := f"eval/alpha_step_{i}") in metrics]
     return Logged(rates, metrics["eval/tau_expected"]) if len(rates) == gamma else None
-
-
-def logits_of(model: TargetModel) -> Logits:
-    """One plain forward over a text; the logits do not depend on where drafts begin."""
-
-    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
-        return model.forward(tokens[None].to(model.device)).logits[0][positions.to(model.device)]
-
-    return logits
-
-
-def vanilla_logits(method: Speculative, target: TargetModel) -> Logits:
-    return logits_of(method.draft_model)
-
-
-def spire_logits(method: Spire, target: TargetModel) -> Logits:
-    """The training rollout, once for each place of a block's root modulo k."""
-    drafter = method.drafter.to(device=target.device, dtype=target.dtype).eval()
-    reading = target.with_capture(drafter.config.captured_layers)
-
-    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
-        tokens, positions = tokens[None].to(target.device), positions.to(target.device)
-        captured = reading.features(tokens).captured
-        roots = positions[:, 0] % method.gamma
-        states = {  # [L, D]
-            root: rollout(drafter, tokens, captured, block_tokens=method.gamma, first_root=root)[0]
-            for root in roots.unique().tolist()
-        }
-        hidden = torch.stack([states[root][row] for root, row in zip(roots.tolist(), positions, strict=True)])
-        return drafter.lm_head(hidden)
-
-    return logits
-
-
-DRAFT_LOGITS = {"spire": spire_logits, "vanilla": vanilla_logits}
 
 
 if __name__ == "__main__":

@@ -8,17 +8,21 @@ import shutil
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from spectrain import bench
-from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
-from spectrain.stores.locations import conf_dir
+from spectrain.decoding import Sampling, TargetModel, load_target
+from spectrain.decoding.errors import UserError
+from spectrain.measure.baselines import BASELINES
+from spectrain.measure.benchmark import Benchmark
+from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions, use_chat
+from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.texts import is_held_out
 from tests.test_cli import composed
 
-MODEL_FREE = {"autoregressive", "pld", "anpd", "lookahead", "logitspec", "spectra_core", "magicdec"}
-OF_DRAFT_MODELS = {"speculative", "confidence_stop", "entropy_stop"}
-OF_DATASTORES = {"rest", "spectra_retrieval", "spectra", "sssd", "sssd_logits", "logitspec_datastore"}
+ARTIFACTS = {name: method_config(name).get("_artifact_") for name in method_names()}
+MODEL_FREE = {name for name, kind in ARTIFACTS.items() if kind is None}
+OF_DATASTORES = {name for name, kind in ARTIFACTS.items() if kind == "datastore"}
 RESULT_KEYS = {
     *("questions", "tokens", "target_forwards", "mean_accepted", "mean_accepted_ci95", "tokens_per_s_micro"),
     *("tokens_per_s_macro", "speedup", "time_share", "acceptance_by_position", "acceptance_by_source", "discard_rate"),
@@ -56,7 +60,7 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
         assert (method["lossless"], method["greedy_mismatches"]) == (True, 0), name
     assert found["methods"]["autoregressive"]["mean_accepted"] == 1
     assert found["methods"]["autoregressive"]["speedup"] == 1
-    assert set(found["skipped"]) == {"spire", "specdecpp"} | OF_DRAFT_MODELS | OF_DATASTORES
+    assert set(found["skipped"]) == set(method_names()) - MODEL_FREE
     assert "holds no spire drafter" in found["skipped"]["spire"]
     assert "holds no datastore for this target; build one with" in found["skipped"]["rest"]
     assert len(question_rows("b")) == 3 * 9
@@ -67,9 +71,7 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
 
 
 def test_every_method_of_the_project_is_known_to_the_bench():
-    assert {path.stem for path in (conf_dir() / "method").glob("*.yaml")} == (
-        MODEL_FREE | OF_DATASTORES | OF_DRAFT_MODELS | {"spire", "specdecpp"}
-    )
+    assert set(method_configs(composed("bench"))) == set(method_names())
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -108,7 +110,7 @@ def test_a_resumed_run_keeps_to_its_datastore(run, asked, stored, tmp_path):
     os.utime(tmp_path / "checkpoints" / "second" / "manifest.json", (2e9, 2e9))
     code, _, err = run(*command)
     assert code == 2
-    assert "was begun with rest drafting from checkpoints/first" in err
+    assert "was started with rest drafting from checkpoints/first" in err
     shutil.rmtree(tmp_path / "checkpoints" / "second")
     assert run(*command)[0] == 0
 
@@ -166,20 +168,6 @@ def test_without_a_prompt_file_held_out_modules_are_continued():
     assert {question.category for question in questions} == {"stdlib"}
     assert all(is_held_out(q.id, composed("train", "+exp=spire").corpus.held_out_share) for q in questions)
     assert {len(turn) for question in questions for turn in question.turns} == {STDLIB_CHARACTERS}
-
-
-def test_auto_without_measurements_is_refused_by_name(run, asked):
-    code, _, err = run("bench", asked, "out=b", "methods=[pld]", "max_nodes=auto")
-    assert code == 2
-    assert "pld: max_nodes=auto" in err
-    assert "run python -m spectrain.tune budget=true" in err
-    assert not Path("b").exists()
-
-
-def test_a_node_budget_that_is_no_number_is_refused(run, asked):
-    code, _, err = run("bench", asked, "out=b", "methods=[pld]", "max_nodes=many")
-    assert code == 2
-    assert "max_nodes=many must be a whole number" in err
 
 
 def test_sampled_lookups_write_what_autoregressive_decoding_samples(run, tmp_path):
@@ -245,7 +233,7 @@ def test_a_run_without_any_answer_is_not_finished(run, tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
-    answered = bench.Benchmark.rows
+    answered = Benchmark.rows
 
     def interrupted(self, done):
         for n, rows in enumerate(answered(self, done)):
@@ -253,11 +241,11 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
                 raise KeyboardInterrupt
             yield rows
 
-    monkeypatch.setattr(bench.Benchmark, "rows", interrupted)
+    monkeypatch.setattr(Benchmark, "rows", interrupted)
     command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
     code, _, err = run(*command)
     assert code == 130
-    assert "interrupted with 3 answers in b/questions.jsonl; the same command goes on" in err
+    assert "interrupted with 3 answers in b/questions.jsonl; run the same command to resume" in err
     assert not (Path("b") / "results.json").exists()
     assert run(*command)[0] == 0
     assert len(question_rows("b")) == 6
@@ -271,6 +259,9 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         (["methods=[pld]", "+variants.pld={matches: latest}"], "variants.pld.matches is not an option of pld"),
         (["methods=[pld]", "+variants.x={method: y}", "methods=[x]"], "variants.x has method=y, which is unknown"),
         (["methods=[pld]", "max_nodes=1"], "max_nodes=1"),
+        (["methods=[pld]", "max_nodes=many"], "max_nodes=many must be a whole number"),
+        (["methods=[pld]", "max_nodes=auto"], "pld: max_nodes=auto"),
+        (["methods=[pld]", "max_nodes=auto"], "run python -m spectrain.tune budget=true"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
         (["limit=0"], "limit=0"),
@@ -293,11 +284,41 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_wrong_requests_are_one_sentence(run, asked, arguments, reason):
-    code, out, err = run("bench", asked, "out=b", *arguments)
+def test_wrong_requests_are_refused(opened, tmp_path, monkeypatch, arguments, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        prepare(opened, composed("bench", *arguments))
+    assert reason in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def opened(shared) -> TargetModel:
+    return load_target(str(shared / "target"))
+
+
+def prepare(target: TargetModel, cfg: DictConfig) -> None:
+    """What the command does before it measures."""
+    sampling = Sampling.from_options(cfg.sampling)
+    bench.check(cfg)
+    methods = method_configs(cfg, reserved=BASELINES)
+    read_questions(cfg.prompts, cfg.limit)
+    use_chat(cfg.chat, target.tokenizer)
+    drafters, _ = build_methods(cfg, methods, target, sampling)
+    bench.build_baselines(cfg, target, drafters)
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("methods=[pld,nothing]", "methods=nothing is unknown; choose among"),  # before the target is opened
+        ("methods=[spire]", "holds no spire drafter"),  # with the target
+    ],
+)
+def test_a_wrong_request_is_one_sentence(run, asked, argument, reason):
+    code, _, err = run("bench", asked, "out=b", argument)
     assert code == 2
     assert reason in err
-    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
     assert not Path("b").exists()
 
 

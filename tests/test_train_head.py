@@ -24,9 +24,8 @@ from spectrain.cli import command
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.specdecpp import open_drafter
-from spectrain.stores.labels import FEATURES, AcceptanceManifest, write_acceptance
 from spectrain.stores.locations import conf_dir
-from spectrain.stores.responses import ResponseManifest, write_responses
+from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceManifest, ResponseManifest, save_rows, write_responses
 from spectrain.training import fit as fitting
 from spectrain.training.runs import RunFolder
 from tests.conftest import random_prompts
@@ -76,7 +75,7 @@ def made(shared, tmp_path_factory) -> Path:
 
 
 def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> None:
-    rows = {name: [] for name in FEATURES}
+    rows = {name: [] for name in LABEL_COLUMNS}
     for i, text in enumerate(texts):
         drafts, labels = torch.randint(4, 60, (2, len(text) - 5)), torch.rand(2, len(text) - 5)
         values = {"id": f"q{i}", "prompt": text[:5], "response": text[5:], "drafts": drafts.tolist()}
@@ -93,7 +92,7 @@ def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> N
         config={},
         counts={"rows": N_ROWS},
     )
-    write_acceptance(root / "labels", Dataset.from_dict(rows, features=FEATURES), manifest)
+    save_rows(root / "labels", Dataset.from_dict(rows, features=LABEL_COLUMNS), manifest)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.measure import tune_budget
+from spectrain.measure import budget
 from spectrain.stores.budget_table import BudgetTable
 
 TINY = (
@@ -67,27 +67,27 @@ def test_what_tune_measures_is_what_auto_takes(run):
 @pytest.mark.usefixtures("asked")
 def test_an_interrupted_run_goes_on_and_other_samplings_are_added(run, monkeypatch):
     command = ("methods=[pld]", "out=t")
-    measured, measure = [], tune_budget.measure_group
+    measured, measure = [], budget.measure_group
 
-    def stops(*args, **facts):
+    def stops(*args, **options):
         if len(measured) == 4:
             raise KeyboardInterrupt
-        measured.append(facts["group"])
-        return measure(*args, **facts)
+        measured.append(args)
+        return measure(*args, **options)
 
-    monkeypatch.setattr(tune_budget, "measure_group", stops)
+    monkeypatch.setattr(budget, "measure_group", stops)
     code, _, err = run("tune", "budget=true", *TINY, *command)
     assert code == 130
-    assert "the same command goes on in t" in err
+    assert "run the same command to continue in t" in err
     begun = (Path("t") / "groups.jsonl").read_text()
     forwards = (Path("t") / "forward.json").read_text()
-    monkeypatch.setattr(tune_budget, "measure_group", measure)
+    monkeypatch.setattr(budget, "measure_group", measure)
     (Path("t") / "groups.jsonl").write_text(begun + begun[:20])  # killed while it wrote
     tuned(run, *command)
     assert (Path("t") / "groups.jsonl").read_text().startswith(begun)
     assert (Path("t") / "forward.json").read_text() == forwards
     tuned(run, "methods=[pld]", "out=u", "sampling=t08")
-    assert [entry.sampling["temperature"] for entry in BudgetTable.load(table_file()).entries] == [0.0, 0.8]
+    assert [entry.sampling.temperature for entry in BudgetTable.load(table_file()).entries] == [0.0, 0.8]
 
 
 def auto(run, *arguments: str) -> str:

@@ -1,28 +1,29 @@
-"""Measures contenders side by side: question by question, all in turn, so that a drifting machine hurts all alike.
+"""Methods and baselines measured side by side: question by question, all in turn, so that a drifting machine hurts all.
 
-Rows are handed out as soon as they are measured; what a run has measured already is not measured again.
-
-A group is the questions that a contender decodes in one go: one at batch size 1, else enough to keep the batch full by
-continuous batching.
+Rows are written as soon as they are measured, and what a run has measured already is not measured again. A group is the
+questions that are decoded in one go: one at batch size 1, else enough to keep the batch full by continuous batching.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from spectrain.decoding import Generation, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import check_prompt
-from spectrain.measure.contenders import Contender, Work
-from spectrain.measure.results import QuestionRow, question_row
+from spectrain.measure.results import QuestionRow
+from spectrain.stores.folder import read_lines, write_lines
+from spectrain.stores.prompts import Question
 
 log = logging.getLogger(__name__)
 
@@ -31,128 +32,149 @@ WARM_UP_TOKENS = 32
 MAX_TURNS = 64
 
 
-class Question(Protocol):
-    """What is asked; see `spectrain.stores.prompts`."""
-
-    id: str
-    category: str
-    turns: Sequence[str]
-
-
-Ids = Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]  # (user turns, replies so far) -> prompt token ids
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """What is measured on what.
 
     Args:
         target: the model.
-        contenders: by name.
+        decoders: by name, called with prompts, max_new_tokens and prompt_numbers as `generate` is.
         questions: prompts, of one or more turns.
-        prompt_ids: makes the token ids of a conversation.
-        work: length, sampling, batch size.
+        prompt_ids: (user turns, replies so far) -> the token ids of the conversation.
+        max_new_tokens: most tokens of a reply.
+        batch_size: rows decoded together.
     """
 
     target: TargetModel
-    contenders: dict[str, Contender]
+    decoders: Mapping[str, Callable[..., list[Generation]]]
     questions: Sequence[Question]
-    prompt_ids: Ids
-    work: Work
+    prompt_ids: Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
+    max_new_tokens: int
+    batch_size: int = 1
+
+    def run(self, file: Path) -> list[QuestionRow]:
+        """Measure what `file` lacks, append it row by row, and return all rows."""
+        asked = {(question.id, name) for question in self.questions for name in self.decoders}
+        rows = [row for row in answered(file) if (row.question_id, row.method) in asked]
+        done = {(row.question_id, row.method) for row in rows}
+        if done:
+            log.info("%d of %d answers are measured already", len(done), len(asked))
+        if asked - done:
+            self.warm_up()
+        # Errors of an earlier run are tried again: the file keeps what was answered.
+        write_lines(file, map(vars, rows))
+        try:
+            with file.open("a") as out:
+                for row in shown(self.rows(done), len(asked - done)):
+                    out.write(json.dumps(vars(row)) + "\n")
+                    out.flush()
+                    rows.append(row)
+        except KeyboardInterrupt:
+            print(f"interrupted with {len(rows)} answers in {file}; run the same command to resume", file=sys.stderr)
+            raise SystemExit(130) from None
+        return rows
 
     def warm_up(self) -> None:
-        """Every contender decodes the first question for a few tokens; errors are left to the measurement."""
-        short = dataclasses.replace(self.work, max_new_tokens=min(WARM_UP_TOKENS, self.work.max_new_tokens))
-        for name in self.contenders:
-            self._decode(name, self.questions[:1], [0], short)
+        """Let everybody decode the first question for a few tokens; errors are left to the measurement."""
+        for name in self.decoders:
+            self._answer(name, [0], min(WARM_UP_TOKENS, self.max_new_tokens))
 
     def rows(self, done: set[tuple[str, str]]) -> Iterator[list[QuestionRow]]:
-        """Measures what is missing. Yields the rows of one group and contender after another.
+        """Measure what is missing. Yields the rows of one group and method after another.
 
         Args:
-            done: (question id, contender) that are measured already.
+            done: (question id, method) that are measured already.
         """
-        size = self.work.batch_size
-        group_size = 1 if size == 1 else GROUPS_OF_BATCH * size
-        names = list(self.contenders)
+        group_size = 1 if self.batch_size == 1 else GROUPS_OF_BATCH * self.batch_size
+        names = list(self.decoders)
         for turn, start in enumerate(range(0, len(self.questions), group_size)):
-            group = self.questions[start : start + group_size]
+            group = range(start, min(start + group_size, len(self.questions)))
             # Another begins each time: whoever comes first after a slower one finds other caches and clocks.
             order = names[turn % len(names) :] + names[: turn % len(names)]
             for name in order:
-                numbers = [n for n, q in enumerate(group, start) if (q.id, name) not in done]
+                numbers = [n for n in group if (self.questions[n].id, name) not in done]
                 if numbers:
-                    yield self._decode(name, [self.questions[n] for n in numbers], numbers, self.work)
+                    yield self._answer(name, numbers, self.max_new_tokens)
 
-    def _decode(
-        self, name: str, questions: Sequence[Question], numbers: Sequence[int], work: Work
-    ) -> list[QuestionRow]:
-        """The rows of a group. What goes wrong is recorded and the run goes on: a night is not lost to a question."""
+    def _answer(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:
+        """Answer a group. Errors are recorded and the run goes on: a night is not lost to one question."""
         try:
-            return self._play(name, questions, numbers, work)
+            return self._play(name, numbers, max_new_tokens)
         except Exception as error:
-            others = f" and {len(questions) - 1} more" if len(questions) > 1 else ""
-            log.warning("%s failed on %s%s: %s", name, questions[0].id, others, error)
+            others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+            log.warning("%s failed on %s%s: %s", name, self.questions[numbers[0]].id, others, error)
             log.debug("", exc_info=error)
-            return [_failed(q, name, error) for q in questions]
+            return [self._row(name, n, error) for n in numbers]
 
-    def _play(self, name: str, questions: Sequence[Question], numbers: Sequence[int], work: Work) -> list[QuestionRow]:
-        """All turns of a few questions, turn by turn; who has no more turns, or does not fit any more, sits out."""
-        plays = [_Play(question, number) for question, number in zip(questions, numbers, strict=True)]
-        self._forget_peak()
-        for turn in range(max(len(q.turns) for q in questions)):
-            playing, prompts = [], []
-            for play in plays:
-                if play.error is None and turn < len(play.question.turns):
-                    replies = [g.tokens for g in play.generations]
-                    prompt = self.prompt_ids(play.question.turns[: turn + 1], replies)
-                    try:
-                        check_prompt(self.target, prompt, work.max_new_tokens)
-                    except UserError as error:
-                        play.error = error
-                        continue
-                    playing.append(play)
-                    prompts.append(prompt)
-            if not playing:
-                break
-            found = self.contenders[name].decode(prompts, [p.number * MAX_TURNS + turn for p in playing], work)
-            for play, prompt, generation in zip(playing, prompts, found, strict=True):
-                play.generations.append(generation)
-                play.prompt_tokens.append(len(prompt))
-        peak_bytes = self._peak_bytes()
-        return [_failed(p.question, name, p.error) if p.error else self._row(p, name, peak_bytes) for p in plays]
-
-    def _row(self, play: _Play, name: str, peak_bytes: int) -> QuestionRow:
-        question = play.question
-        text = [self.target.tokenizer.decode(g.tokens) for g in play.generations]
-        return question_row(
-            question.id, question.category, name, play.generations, play.prompt_tokens, text, peak_bytes
-        )
-
-    def _forget_peak(self) -> None:
-        if self.target.device.type == "cuda":
+    def _play(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:
+        """Play all turns of a few questions, turn by turn. Whoever has no more turns, or does not fit, sits out."""
+        rows = {n: self._row(name, n) for n in numbers}
+        on_gpu = self.target.device.type == "cuda"
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.target.device)
+        for turn in range(max(len(self.questions[n].turns) for n in numbers)):
+            prompts: dict[int, list[int]] = {}
+            for n, row in rows.items():
+                turns = self.questions[n].turns
+                if row.error is not None or turn >= len(turns):
+                    continue
+                prompt = self.prompt_ids(turns[: turn + 1], row.replies)
+                try:
+                    check_prompt(self.target, prompt, max_new_tokens)
+                    prompts[n] = prompt
+                except UserError as error:  # only this question fails, not its batch
+                    rows[n] = self._row(name, n, error)
+            if prompts:
+                seeds = [n * MAX_TURNS + turn for n in prompts]
+                found = self.decoders[name](list(prompts.values()), max_new_tokens, prompt_numbers=seeds)
+                for (n, prompt), generation in zip(prompts.items(), found, strict=True):
+                    rows[n].add_turn(len(prompt), generation, self.target.tokenizer.decode(generation.tokens))
+        peak_bytes = torch.cuda.max_memory_allocated(self.target.device) if on_gpu else resident_bytes()
+        for row in rows.values():
+            row.peak_memory_bytes = 0 if row.error else peak_bytes
+        return list(rows.values())
 
-    def _peak_bytes(self) -> int:
-        """Of the GPU since `_forget_peak`; on the CPU what the process holds now (its peak cannot be set back)."""
-        if self.target.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.target.device)
+    def _row(self, name: str, number: int, error: Exception | None = None) -> QuestionRow:
+        question = self.questions[number]
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        return QuestionRow(question.id, question.category, name, reason)
+
+
+def resident_bytes() -> int:
+    """What the process holds now, on the CPU, where a peak cannot be set back."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def answered(file: Path) -> Iterator[QuestionRow]:
+    """The answered questions of an interrupted run, without a line that was cut off and without errors."""
+    for values in read_lines(file):
         try:
-            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:
-            return 0
+            row = QuestionRow(**values)
+        except TypeError:
+            continue
+        if row.error is None:
+            yield row
 
 
-@dataclass
-class _Play:
-    """A question being answered."""
-
-    question: Question
-    number: int
-    generations: list[Generation] = field(default_factory=list)  # of each turn
-    prompt_tokens: list[int] = field(default_factory=list)
-    error: UserError | None = None
-
-
-def _failed(question: Question, name: str, error: Exception) -> QuestionRow:
-    return QuestionRow(question.id, question.category, name, error=f"{type(error).__name__}: {error}")
+def shown(groups: Iterator[Sequence[QuestionRow]], todo: int) -> Iterator[QuestionRow]:
+    """Pass rows on with a progress bar; where the output is no terminal, log a line now and then."""
+    columns = (
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("answers", total=todo)
+        n_done = 0
+        for group in groups:
+            progress.update(task, description=group[0].method.ljust(16), advance=len(group))
+            before, n_done = n_done, n_done + len(group)
+            if not sys.stderr.isatty() and n_done * 10 // todo > before * 10 // todo:
+                log.info("%d of %d answers", n_done, todo)
+            yield from group

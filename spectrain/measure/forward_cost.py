@@ -1,7 +1,4 @@
-"""What a forward of the target costs on this machine, and the roofline that explains it (SSSD, section 3.2).
-
-    cost = measure_forward(target, nodes=(1, 8, 64), batch_sizes=(1, 8), contexts=(64, 512), repeats=5)
-    roofline = fit_roofline(cost)
+"""Measure what a forward of the target costs on this machine, and fit the roofline behind it (SSSD, section 3.2).
 
 Letters: n nodes of a tree, b rows, c committed tokens of each row.
 """
@@ -9,114 +6,114 @@ Letters: n nodes of a tree, b rows, c committed tokens of each row.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from scipy.optimize import minimize, nnls
 
 from spectrain.decoding import DraftTree, KVCache, Source, TargetModel
 from spectrain.decoding.budget import ForwardCost, Roofline
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.memory import is_out_of_memory
+from spectrain.stores.folder import read_json, write_json
 
-BREAKPOINTS = 64  # of the roofline's two corners, tried on a grid before one is refined
-
-Cell = tuple[int, int, int]  # n, b, c
+BREAKPOINTS = 64  # places tried for each of the roofline's two corners before the best is refined
 
 
-def check_grid(target: TargetModel, nodes: Sequence[int], batch_sizes: Sequence[int], contexts: Sequence[int]) -> None:
-    """Raises UserError where a size is no whole number of at least 1, or a context leaves the target no position."""
-    for name, values in (("nodes", nodes), ("batch_sizes", batch_sizes), ("contexts", contexts)):
-        if not values:
-            raise UserError(f"{name}=[] is empty; give at least one number")
-        for value in values:
-            check_whole(name, value, 1)
-    if max(contexts) >= target.max_positions:
-        raise UserError(
-            f"contexts={max(contexts)} leaves no position for a draft: the target's context holds "
-            f"{target.max_positions}; lower contexts"
-        )
+@dataclass(frozen=True)
+class Grid:
+    """The sizes of the timed forwards. Raises UserError where a list is empty or a number is out of range."""
+
+    nodes: tuple[int, ...]  # of a row's tree
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]  # committed tokens of the longest row
+    repeats: int  # timed rounds; one more warms up
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "batch_sizes", "contexts"):
+            if not getattr(self, name):
+                raise UserError(f"{name}=[] is empty; give at least one number")
+            for value in getattr(self, name):
+                check_whole(name, value, 1)
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+        check_whole("repeats", self.repeats, 1)
+
+    def check(self, target: TargetModel) -> None:
+        """Raise UserError where a context leaves the target no position."""
+        if self.contexts[-1] >= target.max_positions:
+            raise UserError(
+                f"contexts={self.contexts[-1]} leaves no position for a draft: the target's context holds "
+                f"{target.max_positions}; lower contexts"
+            )
+
+
+def forward_cost(target: TargetModel, grid: Grid, file: Path, seed: int = 0) -> ForwardCost:
+    """Time forwards of 1 and the grid's nodes and add the fit. The file keeps raw medians for an interrupted run."""
+    if file.is_file():
+        return steadied(ForwardCost.from_json(read_json(file)), grid.repeats)
+    cost = measure_forward(target, replace(grid, nodes=(1, *grid.nodes)), seed)
+    write_json(file, cost)
+    return steadied(cost, grid.repeats)
 
 
 @torch.inference_mode()
-def measure_forward(
-    target: TargetModel,
-    nodes: Sequence[int],
-    batch_sizes: Sequence[int],
-    contexts: Sequence[int],
-    repeats: int,
-    seed: int = 0,
-    on_round: Callable[[int], None] = lambda done: None,
-) -> ForwardCost:
-    """Times `TargetModel.score` on every cell of the grid; a round goes over all cells in another order.
+def measure_forward(target: TargetModel, grid: Grid, seed: int = 0) -> ForwardCost:
+    """Time `TargetModel.score` on every cell of the grid; each round visits all cells in another order.
 
-    Trees are binary, of random tokens. The rows of a batch differ in length by a token, as those of a real batch do:
-    equal lengths would take a faster way through the cache.
-
-    Args:
-        target: what is timed.
-        nodes: of a row's tree.
-        batch_sizes: rows.
-        contexts: committed tokens of the longest row.
-        repeats: timed rounds; one more warms up.
-        seed: of tokens and order.
-        on_round: called with the rounds done.
+    Trees are binary, of random tokens. The rows of a batch differ in length by one token, as in a real batch: equal
+    lengths would take a faster way through the cache.
 
     Returns:
         Medians with their spread, without a roofline.
 
     Raises:
-        UserError: the grid is out of range, or memory is too small for it.
+        UserError: memory is too small for the grid.
     """
-    check_grid(target, nodes, batch_sizes, contexts)
-    check_whole("repeats", repeats, 1)
-    nodes, batch_sizes, contexts = (tuple(sorted(set(values))) for values in (nodes, batch_sizes, contexts))
+    sizes = grid.nodes, grid.batch_sizes, grid.contexts
     generator = torch.Generator().manual_seed(seed)
+    cells = list(product(*sizes))
+    seconds: dict[tuple[int, int, int], list[float]] = {cell: [] for cell in cells}
+    order = Random(seed)
     try:
-        caches = {b: _filled_cache(target, b, contexts[-1], generator) for b in batch_sizes}
-        trees = {(n, b): _random_tree(target, n, b, generator) for n, b in product(nodes, batch_sizes)}
-        cells = list(product(nodes, batch_sizes, contexts))
-        seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
-        order = Random(seed)
-        for i in range(repeats + 1):
+        caches = {b: _filled_cache(target, b, grid.contexts[-1], generator) for b in grid.batch_sizes}
+        trees = {(n, b): _random_tree(target, n, b, generator) for n, b in product(*sizes[:2])}
+        for i in track(range(grid.repeats + 1), "forwards", console=Console(stderr=True)):
             for n, b, c in order.sample(cells, len(cells)):
                 elapsed_s = _timed(target, trees[n, b], caches[b], [max(1, c - row) for row in range(b)])
                 if i:
                     seconds[n, b, c].append(elapsed_s)
-            on_round(i)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"memory is too small for {batch_sizes[-1]} rows of {contexts[-1]} tokens; lower batch_sizes or contexts"
+            f"memory is too small for {grid.batch_sizes[-1]} rows of {grid.contexts[-1]} tokens; lower batch_sizes or "
+            "contexts"
         ) from error
-    median = {cell: float(np.median(values)) for cell, values in seconds.items()}
-    spread = {
-        cell: float(np.subtract(*np.quantile(values, [0.75, 0.25]))) / median[cell] for cell, values in seconds.items()
-    }
-    grid = [
-        tuple(tuple(tuple(f[n, b, c] for c in contexts) for b in batch_sizes) for n in nodes) for f in (median, spread)
-    ]
-    return ForwardCost(nodes, batch_sizes, contexts, *grid)
+    shape = [len(values) for values in sizes]
+    low, median, high = np.quantile(list(seconds.values()), [0.25, 0.5, 0.75], axis=1).reshape(3, *shape)
+    return ForwardCost(*sizes, _as_tuples(median), _as_tuples((high - low) / median))
+
+
+def _as_tuples(grid: np.ndarray) -> tuple:
+    return tuple(tuple(map(tuple, plane)) for plane in grid.tolist())
 
 
 def _timed(target: TargetModel, tree: DraftTree, cache: KVCache, lengths: list[int]) -> float:
     """Seconds of one forward. Nothing is committed, so the cache may be set to any length again."""
     cache.lengths = lengths
-    _wait(target.device)
+    wait = torch.cuda.synchronize if target.device.type == "cuda" else lambda device: None
+    wait(target.device)
     start = time.perf_counter()
     target.score(tree, cache)
-    _wait(target.device)
+    wait(target.device)
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _filled_cache(target: TargetModel, n_rows: int, n_tokens: int, generator: torch.Generator) -> KVCache:
@@ -127,28 +124,27 @@ def _filled_cache(target: TargetModel, n_rows: int, n_tokens: int, generator: to
 
 
 def _random_tree(target: TargetModel, n_nodes: int, n_rows: int, generator: torch.Generator) -> DraftTree:
-    """A binary tree a row: no chain, which would take a faster mask."""
+    """A binary tree per row: not a chain, which would take a faster mask."""
     tokens = torch.randint(target.vocab_size, (n_rows, n_nodes), generator=generator).to(target.device)
     if n_nodes == 1:
         return DraftTree.root_only(tokens[:, 0])
     parents = (torch.arange(n_nodes, device=target.device) - 1).div(2, rounding_mode="floor")  # -1 at the root
     source = torch.full_like(tokens, int(Source.INPUT))
     tree = DraftTree(tokens, parents.expand(n_rows, -1), source, max_depth=n_nodes.bit_length() - 1)
-    _ = tree.depth, tree.ancestors  # lazily made; they are the draft's cost
+    _ = tree.depth, tree.ancestors  # made on first use, and part of drafting
     return tree
 
 
 def fit_roofline(cost: ForwardCost) -> Roofline:
-    """Fits SSSD's form to a grid by least relative squares, all parameters >= 0.
+    """Fit SSSD's form to a grid by least relative squares, with all parameters >= 0.
 
-    With the two corners x = weights / node and y = read / attend fixed the form is linear in what is left,
+    With the two corners x = weights / node and y = read / attend fixed, the form is linear in the other parameters,
 
         t = t0 + node max(x, b n) + attend b c max(y, n),
 
-    so a non-negative least-squares fit is exact for each pair of corners, and only they are searched for.
+    so non-negative least squares is exact for each pair of corners, and only the corners are searched for.
     """
-    cells = np.array(list(product(cost.nodes, cost.batch_sizes, cost.contexts)), dtype=np.float64)
-    n, b, c = cells.T
+    n, b, c = np.array(list(product(cost.nodes, cost.batch_sizes, cost.contexts)), dtype=np.float64).T
     seconds = np.array(cost.seconds).ravel()
 
     def fitted(corners: Sequence[float]) -> tuple[np.ndarray, float]:
@@ -159,7 +155,7 @@ def fit_roofline(cost: ForwardCost) -> Roofline:
         parameters, residual = nnls(scaled / scale, np.ones_like(seconds))
         return parameters / scale, residual
 
-    # Past the largest b n (n) a corner changes nothing that was measured.
+    # Beyond the largest b n (n) a corner changes nothing that was measured.
     x_grid = np.linspace(np.log((b * n).min()), np.log((b * n).max()), BREAKPOINTS)
     y_grid = np.linspace(0, np.log(n.max()), BREAKPOINTS // 2)
     best = min(product(x_grid, y_grid), key=lambda corners: fitted(corners)[1])
@@ -169,25 +165,25 @@ def fit_roofline(cost: ForwardCost) -> Roofline:
     (t0, node_s, attend_s), _ = fitted(corners)
     x, y = np.exp(corners)
     found = Roofline(float(t0), float(node_s * x), float(node_s), float(attend_s * y), float(attend_s), 0.0)
-    errors = [abs(found.seconds(*cell) / t - 1) for cell, t in zip(cells, seconds, strict=True)]
-    return Roofline(
-        found.overhead_s, found.weights_s, found.node_s, found.read_s, found.attend_s, float(np.median(errors))
-    )
+    return replace(found, error=float(np.median(abs(_fitted_seconds(cost, found).ravel() / seconds - 1))))
+
+
+def _fitted_seconds(cost: ForwardCost, roofline: Roofline) -> np.ndarray:
+    """The roofline's seconds of each cell, shaped as `cost.seconds`."""
+    cells = product(cost.nodes, cost.batch_sizes, cost.contexts)
+    return np.reshape([roofline.seconds(*cell) for cell in cells], np.shape(cost.seconds))
 
 
 def steadied(cost: ForwardCost, repeats: int) -> ForwardCost:
-    """The grid with its fit, each cell drawn towards the fit by as much as its own median is uncertain.
+    """Add the fit, and draw each cell towards it by as much as its own median is uncertain.
 
-    On a quiet machine the medians stay; where other work disturbed it, a lucky cell would else win every comparison.
-    The weights are those of two independent estimates: the median's standard error, from the spread, and the fit's.
+    On a quiet machine the medians stay. Where other work disturbed it, a lucky cell would otherwise win every
+    comparison. Medians and fit are weighted as independent estimates, by their standard errors.
     """
     roofline = fit_roofline(cost)
-    seconds = np.array(cost.seconds)
-    fitted = np.reshape(
-        [roofline.seconds(*cell) for cell in product(cost.nodes, cost.batch_sizes, cost.contexts)], seconds.shape
-    )
+    seconds, fitted = np.array(cost.seconds), _fitted_seconds(cost, roofline)
     of_median = 0.93 * np.array(cost.spread) / np.sqrt(repeats)  # 1.25 sigma / sqrt(R), sigma = IQR / 1.35
     of_fit = 1.48 * roofline.error  # a normal's sigma from its median deviation
     trust = of_fit**2 / np.maximum(of_fit**2 + of_median**2, 1e-12)
     drawn = np.exp(trust * np.log(seconds) + (1 - trust) * np.log(fitted)) if of_fit > 0 else seconds
-    return replace(cost, seconds=tuple(tuple(map(tuple, plane)) for plane in drawn.tolist()), roofline=roofline)
+    return replace(cost, seconds=_as_tuples(drawn), roofline=roofline)

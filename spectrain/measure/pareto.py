@@ -1,13 +1,13 @@
-"""Verification rate against discard rate (SpecDec++, section 5.1 and Figure 3): fronts, and the areas under them.
+"""Compare families of settings by verification rate against discard rate (SpecDec++, section 5.1 and Figure 3).
 
-Both rates are a token that was emitted, the first of a text, which prefill draws, left out; lower is better. A random
-choice between two settings, a prompt at a time, attains every point of the line between them: so the front of a family
-of settings is the lower convex hull of their points, and stays level behind the setting that discards least. Families
-are compared by the area under their fronts over the verification rates that all of them reach.
+Both rates are per emitted token; lower is better. The first token of each text is left out, because prefill draws it.
+A random choice between two settings, prompt by prompt, attains every point of the line between them. So the front of a
+family is the lower convex hull of its points, and stays level behind the setting that discards least. Families are
+compared by the area under their fronts over the verification rates that all of them reach.
 
-A family with more settings finds a lower front by chance alone. So areas come in two kinds: in sample, and held out:
-the settings on the front are chosen on every other text and told on the rest, whether they lie on a front there or not,
-both ways round, and averaged.
+A family with more settings finds a lower front by chance alone. So areas come in two kinds: in sample, and held out.
+For the held-out area, the settings on the front are chosen on every other text and their rates are taken from the
+rest, whether they form a front there or not; both ways round, averaged.
 
 Letters: Q texts, S settings, F families, B bootstrap resamples.
 """
@@ -20,50 +20,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spectrain.measure.statistics import Estimate
+from spectrain.measure.statistics import Estimate, bootstrap_samples
+from spectrain.measure.stop_simulation import Counts
 
 GRID = 1001  # places where fronts are compared point by point
 
 
-@dataclass(frozen=True)
-class Table:
-    """What each text cost under each setting."""
-
-    tokens: np.ndarray  # [Q]
-    discarded: np.ndarray  # [S, Q]
-    target_calls: np.ndarray  # [S, Q]
-    draft_forwards: np.ndarray  # [S, Q]
-
-    def rates(self, weights: np.ndarray) -> np.ndarray:
-        """[3, S] float64: target calls, discarded tokens and drafter's forwards a token, texts weighted by [Q]."""
-        sums = np.stack([counts @ weights for counts in (self.target_calls, self.discarded, self.draft_forwards)])
-        return sums / (self.tokens @ weights)
-
-    def only(self, settings: Sequence[int]) -> Table:
-        """The same of some settings."""
-        rows = list(settings)
-        return Table(self.tokens, self.discarded[rows], self.target_calls[rows], self.draft_forwards[rows])
-
-
-@dataclass(frozen=True)
-class Area:
-    """The area under the fronts of some families, over the verification rates that all of them reach."""
-
-    low: float  # verification rates
-    high: float
-    areas: dict[str, float]  # nan where there are no such rates
-
-    def heights(self) -> dict[str, float]:
-        """Mean discard rate along each front: its area over the width."""
-        width = self.high - self.low
-        return {name: area / width if width > 0 else math.nan for name, area in self.areas.items()}
-
-
 def front(points: np.ndarray) -> list[int]:
-    """Indices of the points [2, S] (verification, discard) on the front, verification rates rising."""
+    """Indices of the points [2, S] (verification, discard) on the front, in order of rising verification rates."""
     order = np.lexsort((points[1], points[0]))
     least = np.minimum.accumulate(points[1, order])
-    better = np.append(True, points[1, order][1:] < least[:-1])  # what no point to its left undercuts
+    better = np.append(True, points[1, order][1:] < least[:-1])  # points that no point to their left undercuts
     hull: list[int] = []
     for i in order[better].tolist():
         while len(hull) > 1 and _turn(*(points[:, j] for j in (*hull[-2:], i))) <= 0:
@@ -84,99 +51,104 @@ def area_below(corners: np.ndarray, low: float, high: float) -> float:
     return float(np.trapezoid(np.interp(places, verification, discard), places))
 
 
-def areas(families: Mapping[str, np.ndarray]) -> Area:
-    """Areas under the fronts of families, each given by its points [2, S], over what all of them span."""
-    spans = [(float(points[0].min()), float(points[0].max())) for points in families.values()]
-    return _areas_below({name: points[:, front(points)] for name, points in families.items()}, spans)
+@dataclass(frozen=True)
+class Fronts:
+    """The fronts of some families, and the areas under them over the verification rates that all families reach."""
 
+    low: float  # verification rates
+    high: float
+    lines: dict[str, np.ndarray]  # corners [2, S] of each front
+    areas: dict[str, float]  # nan where no rates are common
 
-def _areas_below(lines: Mapping[str, np.ndarray], spans: Sequence[tuple[float, float]]) -> Area:
-    low, high = max(span[0] for span in spans), min(span[1] for span in spans)
-    if not low < high:
-        return Area(low, high, dict.fromkeys(lines, math.nan))
-    return Area(low, high, {name: area_below(corners, low, high) for name, corners in lines.items()})
+    @classmethod
+    def of(
+        cls, families: Mapping[str, Sequence[int]], rates: np.ndarray, chosen_by: np.ndarray | None = None
+    ) -> Fronts:
+        """The fronts of families, given by the numbers of their settings.
+
+        Args:
+            families: of the settings.
+            rates: [2, S] verification and discard rates.
+            chosen_by: the rates by which settings are chosen; None: the same.
+        """
+        lines, lows, highs = {}, [], []
+        for name, numbers in families.items():
+            own = np.array(numbers)
+            line = rates[:, own[front((rates if chosen_by is None else chosen_by)[:, own])]]
+            lines[name] = line[:, np.argsort(line[0], kind="stable")]
+            lows.append(float(line[0].min()))
+            highs.append(float(rates[0, own].max()))
+        low, high = max(lows), min(highs)
+        areas = {name: area_below(line, low, high) if low < high else math.nan for name, line in lines.items()}
+        return cls(low, high, lines, areas)
+
+    @property
+    def heights(self) -> dict[str, float]:
+        """The mean discard rate along each front: its area over the width."""
+        width = self.high - self.low
+        return {name: area / width if width > 0 else math.nan for name, area in self.areas.items()}
+
+    def shares_below(self) -> dict[str, float]:
+        """The share of the common rates at which each front is on or below the first one."""
+        if not self.low < self.high:
+            return dict.fromkeys(self.lines, math.nan)
+        places = np.linspace(self.low, self.high, GRID)
+        heights = {name: np.interp(places, *line) for name, line in self.lines.items()}
+        first = next(iter(heights.values()))
+        return {name: float(np.mean(own <= first + 1e-12)) for name, own in heights.items()}
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Mean discard rates along fronts over their common verification rates, with 95 % intervals."""
+class FrontComparison:
+    """Mean discard rates along fronts over their common verification rates, with 95 % intervals, by family."""
 
-    low: float
-    high: float
-    areas: dict[str, float]
+    fronts: Fronts  # of all texts
     heights: dict[str, Estimate]  # in sample
     held_out: dict[str, Estimate]
     differences: dict[str, Estimate]  # from the first family's height, in sample; below 0: it is undercut
     held_out_differences: dict[str, Estimate]
-    share_below: dict[str, float]  # of those rates, where a family's front is on or below the first's, in sample
 
 
-def compare(table: Table, families: Mapping[str, Sequence[int]], n_resamples: int = 2000, seed: int = 0) -> Comparison:
-    """Compares the fronts of families, given by the numbers of their settings.
+def compare(
+    counts: Counts, families: Mapping[str, Sequence[int]], n_resamples: int = 2000, seed: int = 0
+) -> FrontComparison:
+    """Compare the fronts of families, given by the numbers of their settings.
 
-    The intervals are percentile bootstraps over texts, all families on the same resamples; in each resample fronts
-    and common rates are found anew. With fewer than four texts they, and what is held out, are nan.
+    The intervals are percentile bootstraps over texts, all families on the same resamples. In each resample fronts and
+    common rates are found anew. With fewer than four texts the intervals, and what is held out, are nan.
     """
-    n_texts = len(table.tokens)
+    n_texts = len(counts.tokens)
     even = np.arange(n_texts) % 2 == 0
-    whole = np.ones(n_texts)
-    plain = _areas(table, families, whole, whole)
-    found = [_both(table, families, whole, even)]
+    calls = np.stack([counts.target_calls, counts.discarded]).astype(float)  # [2, S, Q]
+
+    def fronts(weights: np.ndarray, chosen_by: np.ndarray | None = None) -> Fronts:
+        """Of the rates of texts weighted by [Q], and chosen by texts weighted otherwise."""
+        rates, chosen = (None if own is None else calls @ own / (counts.tokens @ own) for own in (weights, chosen_by))
+        return Fronts.of(families, rates, chosen)
+
+    def heights(weights: np.ndarray) -> np.ndarray:
+        """In sample and held out, [2, F]."""
+        halves = weights * even, weights * ~even
+        crossed = np.full((1, len(families)), math.nan)
+        if all(counts.tokens @ half for half in halves):
+            crossed = [list(fronts(*pair).heights.values()) for pair in (halves[::-1], halves)]
+        return np.array([list(fronts(weights).heights.values()), np.mean(crossed, axis=0)])
+
+    def of_resamples(picks: np.ndarray, axis: int) -> np.ndarray:
+        return np.stack([heights(np.bincount(pick.astype(int), minlength=n_texts)) for pick in picks], axis=-1)
+
+    values, samples = heights(np.ones(n_texts)), np.empty((2, len(families), 0))
     if n_texts >= 4:
-        picks = np.random.default_rng(seed).integers(n_texts, size=(n_resamples, n_texts))
-        found += [_both(table, families, np.bincount(p, minlength=n_texts).astype(float), even) for p in picks]
-    values = np.array(found)  # [1 + B, 2, F]
-    differences = values - values[:, :, :1]
+        samples = bootstrap_samples(of_resamples, np.arange(n_texts), n_resamples=n_resamples, seed=seed)
 
-    def estimates(samples: np.ndarray) -> dict[str, Estimate]:
-        return {name: _estimate(samples[:, i]) for i, name in enumerate(families)}
+    def estimates(values: np.ndarray, samples: np.ndarray) -> list[dict[str, Estimate]]:
+        return [
+            {name: Estimate.of_samples(values[kind, i], samples[kind, i]) for i, name in enumerate(families)}
+            for kind in (0, 1)
+        ]
 
-    return Comparison(
-        *(plain.low, plain.high, plain.areas),
-        *(estimates(values[:, 0]), estimates(values[:, 1])),
-        *(estimates(differences[:, 0]), estimates(differences[:, 1])),
-        _shares_below(table.rates(whole)[:2], families, plain),
+    return FrontComparison(
+        fronts(np.ones(n_texts)),
+        *estimates(values, samples),
+        *estimates(values - values[:, :1], samples - samples[:, :1]),
     )
-
-
-def _shares_below(rates: np.ndarray, families: Mapping[str, Sequence[int]], plain: Area) -> dict[str, float]:
-    if not plain.low < plain.high:
-        return dict.fromkeys(families, math.nan)
-    places = np.linspace(plain.low, plain.high, GRID)
-    heights = {}
-    for name, numbers in families.items():
-        own = rates[:, list(numbers)]
-        heights[name] = np.interp(places, *own[:, front(own)])
-    first = next(iter(heights.values()))
-    return {name: float(np.mean(own <= first + 1e-12)) for name, own in heights.items()}
-
-
-def _both(table: Table, families: Mapping[str, Sequence[int]], weights: np.ndarray, even: np.ndarray) -> np.ndarray:
-    """Heights in sample and held out, [2, F]."""
-    plain = list(_areas(table, families, weights, weights).heights().values())
-    halves = [weights * even, weights * ~even]
-    if any(table.tokens @ half == 0 for half in halves):
-        return np.array([plain, [math.nan] * len(plain)])
-    crossed = [_areas(table, families, *pair).heights().values() for pair in (halves, halves[::-1])]
-    return np.array([plain, np.mean([list(one) for one in crossed], axis=0)])
-
-
-def _areas(table: Table, families: Mapping[str, Sequence[int]], choose: np.ndarray, tell: np.ndarray) -> Area:
-    """Areas under the settings on the fronts of texts weighted by `choose`, as texts weighted by `tell` say."""
-    told = table.rates(tell)[:2]
-    if choose is tell:
-        return areas({name: told[:, list(numbers)] for name, numbers in families.items()})
-    chosen = table.rates(choose)[:2]
-    lines, spans = {}, []
-    for name, numbers in families.items():
-        kept = told[:, np.array(numbers)[front(chosen[:, list(numbers)])]]
-        lines[name] = kept[:, np.argsort(kept[0], kind="stable")]
-        spans.append((float(kept[0].min()), float(told[0, list(numbers)].max())))
-    return _areas_below(lines, spans)
-
-
-def _estimate(samples: np.ndarray) -> Estimate:
-    """The first sample is the value, the others its bootstrap."""
-    rest = samples[1:][~np.isnan(samples[1:])]
-    low, high = np.quantile(rest, [0.025, 0.975]) if len(rest) else (math.nan, math.nan)
-    return Estimate(float(samples[0]), float(low), float(high))

@@ -1,13 +1,12 @@
-"""Acceptance by draft position from three sides under one definition (methods.md section 10), so that they can differ
-only where something is wrong: counted in the real loop, computed teacher forced as validation does, and counted in
-transformers' assisted generation.
+"""Acceptance by draft position from several sides under one definition: they differ only if something is wrong.
 
-A step is full where its drafter was free to draft gamma tokens: whether it was is known when it begins, so leaving the
+It is counted in the real loop, computed teacher forced as validation does, and counted in transformers' assisted
+generation. A step is full if its drafter was free to draft gamma tokens: that is known when it begins, so leaving the
 others out selects nothing. At position j, acceptance is
 
     (full steps whose first j draft tokens were accepted) / (full steps whose first j - 1 were)
 
-and tau = 1 + the mean number accepted. Behind the root of a step the loop's text is drawn from p, whatever the drafter
+and tau = 1 + the mean number accepted. After the root of a step the loop's text is drawn from p, whatever the drafter
 does, so teacher forcing predicts the counts from that text alone: with x_i its tokens,
 
     P(first j accepted) = E_p[ prod_{i < j} min(1, q_i(x_i) / p_i(x_i)) * sum_v min(p_j(v), q_j(v)) ]
@@ -19,20 +18,36 @@ Letters: T texts, S full steps of a text, k = gamma, L tokens of a text, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Generation, Sampling
-from spectrain.measure.statistics import Estimate
+from spectrain.decoding import Drafter, Generation, Sampling, TargetModel
+from spectrain.measure.baselines import build_baseline
+from spectrain.measure.statistics import Estimate, of_sums
+from spectrain.measure.tau import Setting, continue_rows
+from spectrain.methods.speculative import Speculative
+from spectrain.methods.spire import Spire
+from spectrain.models.rollout import rollout
+
+log = logging.getLogger(__name__)
 
 N_RESAMPLES = 4000
 LEAST_STEPS = 100  # that came to a position, for a bootstrap of its acceptance to mean anything
+
+# The sides
+LOGGED = "validation"  # on the data's text
+EVERYWHERE = "computed, all text"  # at every position of what the loop wrote
+AT_STEPS = "computed, steps"  # at the steps that the loop took
+LOOP = "the loop"
+ASSISTED = "assisted (HF)"
+
 # (tokens [L], positions [S, k]) -> logits [S, k, V] after the tokens at these positions. Row s holds the root of a step
-# and the draft tokens behind it: what the drafter reads in that step.
+# and the draft tokens after it: what the drafter reads in that step.
 Logits = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,7 +63,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How far drafts get: of each text how many full steps there were, and whose first 1, 2, .. k tokens were accepted.
+    """How far drafts get: in each text the number of full steps, and of those whose first 1, 2, .. k tokens were kept.
 
     Args:
         counts: [T, k + 1] float64; expected counts where acceptance is computed.
@@ -63,40 +78,124 @@ class Acceptance:
         return Acceptance(self.counts, other.counts)
 
     def rates(self) -> list[Estimate]:
-        """Of each position, with a percentile bootstrap over texts; nan where no step came so far."""
+        """Acceptance at each position; nan where no step came so far."""
         return [self._estimate(position) for position in range(1, self.counts.shape[1])]
 
     def tau(self) -> Estimate:
-        """Tokens a full step, the bonus included."""
+        """Tokens per full step, the bonus included."""
         return self._estimate(None)
 
     def apart(self) -> list[int]:
-        """Of a difference: positions whose interval lies off 0; all intervals together hold at 95 % (Bonferroni)."""
+        """Of a difference: positions whose interval excludes 0; all intervals together hold at 95 % (Bonferroni)."""
         positions = range(1, self.counts.shape[1])
         reached = np.minimum(self.counts.sum(0), self.other.sum(0))[:-1]
         level = 1 - 0.05 / len(positions)
-        estimates = {position: self._estimate(position, level) for position in positions}
-        return [i for i, e in estimates.items() if reached[i - 1] >= LEAST_STEPS and (e.low > 0 or e.high < 0)]
+        return [i for i in positions if reached[i - 1] >= LEAST_STEPS and self._estimate(i, level).resolved]
+
+    def as_json(self) -> dict:
+        return {
+            "acceptance": [estimate.as_json() for estimate in self.rates()],
+            "tau": self.tau().as_json(),
+            "steps": int(self.counts[:, 0].sum()),
+        }
 
     def _estimate(self, position: int | None, level: float = 0.95) -> Estimate:
-        n_texts = len(self.counts)
-        picks = np.random.default_rng(0).integers(n_texts, size=(N_RESAMPLES, n_texts))
-        value, drawn = (
-            _ratio(self.counts[rows].sum(-2), position)
-            - (0 if self.other is None else _ratio(self.other[rows].sum(-2), position))
-            for rows in (slice(None), picks)
-        )
-        if n_texts < 2 or np.isnan(value):
-            return Estimate(float(value), float("nan"), float("nan"))
-        low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-        return Estimate(float(value), float(low), float(high))
+        width = self.counts.shape[1]
+
+        def rate(*sums: np.ndarray) -> np.ndarray:
+            return sum(sums) / sums[0] if position is None else sums[position] / sums[position - 1]
+
+        def difference(*sums: np.ndarray) -> np.ndarray:
+            return rate(*sums[:width]) - rate(*sums[width:])
+
+        columns = self.counts.T if self.other is None else [*self.counts.T, *self.other.T]
+        return of_sums(rate if self.other is None else difference, *columns, n_resamples=N_RESAMPLES, level=level)
 
 
-def _ratio(sums: np.ndarray, position: int | None) -> np.ndarray:
-    """The rate of a position, or tau (None), of counts [..., k + 1] summed over texts."""
-    above = sums.sum(-1) if position is None else sums[..., position]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return above / sums[..., 0 if position is None else position - 1]
+@dataclass(frozen=True)
+class Logged:
+    """What validation said about the exported weights: acceptance wherever the data's text puts a draft token."""
+
+    rates: list[float]
+    tau: float  # expected of drafts whose positions are accepted independently
+
+
+@dataclass(frozen=True)
+class Parity:
+    """One drafter from all sides."""
+
+    run: str
+    drafter_kind: str
+    gamma: int
+    contexts: int
+    context_tokens: int
+    new_tokens: int
+    logged: Logged | None
+    sides: Mapping[Setting, Mapping[str, Acceptance]]  # one setting per temperature
+
+    def differences(self) -> Iterator[tuple[Setting, str, Acceptance]]:
+        """What should be nothing but chance: each side less the loop."""
+        for setting, sides in self.sides.items():
+            for name in (AT_STEPS, ASSISTED):
+                if name in sides:
+                    yield setting, name, sides[name].minus(sides[LOOP])
+
+    def as_json(self) -> dict:
+        """Plain values, without the figure."""
+        rows = {}
+        if self.logged:
+            values = [{"value": value, "low": None, "high": None} for value in (*self.logged.rates, self.logged.tau)]
+            rows[f"T=1, {LOGGED}"] = {"acceptance": values[:-1], "tau": values[-1]}
+        for setting, sides in self.sides.items():
+            rows |= {f"{setting.sampling}, {name}": acceptance.as_json() for name, acceptance in sides.items()}
+        return {
+            "run": self.run,
+            "drafter_kind": self.drafter_kind,
+            "positions": list(range(1, self.gamma + 1)),
+            "contexts": self.contexts,
+            "context_tokens": self.context_tokens,
+            "new_tokens": self.new_tokens,
+            "rows": rows,
+            "differences": {f"{s.sampling}, {name} less the loop": d.as_json() for s, name, d in self.differences()},
+        }
+
+
+def measure_sides(
+    target: TargetModel,
+    method: Drafter,
+    contexts: Sequence[list[int]],
+    setting: Setting,
+    new_tokens: int,
+    batch_size: int,
+    seed: int = 0,
+    assisted: bool = True,
+) -> dict[str, Acceptance]:
+    """Measure acceptance as each side has it, on the same contexts.
+
+    Args:
+        target: what is decoded.
+        method: Spire or Speculative.
+        contexts: token ids.
+        setting: its temperature is that of all sides.
+        new_tokens: after each context; an end of text does not end it.
+        batch_size, seed: of the loop.
+        assisted: whether transformers' assisted generation is measured too, for a vanilla drafter.
+    """
+    gamma, sampling = method.gamma, Sampling(temperature=setting.temperature)
+    log.info("%s: the loop continues %d contexts", setting.sampling, len(contexts))
+    written = continue_rows(target, method, contexts, setting, new_tokens, batch_size, seed=seed)
+    steps = [full_steps(context, one, gamma) for context, one in zip(contexts, written, strict=True)]
+    everywhere, at_steps = computed(steps, gamma, draft_logits(method, target), logits_of(target), sampling)
+    found = {EVERYWHERE: everywhere, AT_STEPS: at_steps, LOOP: counted(steps, gamma)}
+    if assisted and isinstance(method, Speculative):
+        log.info("%s: transformers' assisted generation", setting.sampling)
+        # It drafts from the context's last token on, our loop from the first token that it drew.
+        begun = [[*context, one.tokens[0]] for context, one in zip(contexts, written, strict=True)]
+        baseline = build_baseline("hf_assisted", target, speculative=method)
+        theirs = baseline(begun, new_tokens - 1, sampling, seed=seed, stop_token_ids=())
+        steps = [full_steps(c, one, gamma, of_context=True) for c, one in zip(begun, theirs, strict=True)]
+        found[ASSISTED] = counted(steps, gamma)
+    return found
 
 
 def full_steps(context: Sequence[int], generation: Generation, gamma: int, of_context: bool = False) -> Steps:
@@ -124,17 +223,11 @@ def counted(texts: Sequence[Steps], gamma: int) -> Acceptance:
     return Acceptance(np.array(reached, dtype=np.float64))
 
 
-@dataclass(frozen=True)
-class Computed:
-    """What the loop should do on average, teacher forced."""
-
-    everywhere: Acceptance  # as if a draft began at each position of what was written
-    at_steps: Acceptance  # at the loop's own steps
-
-
 @torch.inference_mode()
-def computed(texts: Sequence[Steps], gamma: int, draft: Logits, target: Logits, sampling: Sampling) -> Computed:
-    """Acceptance from the two models' logits, at all positions of a text at once.
+def computed(
+    texts: Sequence[Steps], gamma: int, draft: Logits, target: Logits, sampling: Sampling
+) -> tuple[Acceptance, Acceptance]:
+    """Compute acceptance from the two models' logits, at all positions of a text at once.
 
     Args:
         texts: written under `sampling`.
@@ -142,6 +235,9 @@ def computed(texts: Sequence[Steps], gamma: int, draft: Logits, target: Logits, 
         draft: the drafter's logits, as training computes them.
         target: the target's, by one plain forward.
         sampling: how both are warped.
+
+    Returns:
+        As if a draft began at each position of what was written; and at the loop's own steps.
     """
     everywhere, at_steps = np.zeros((len(texts), gamma + 1)), np.zeros((len(texts), gamma + 1))
     for row, text in enumerate(texts):
@@ -151,7 +247,7 @@ def computed(texts: Sequence[Steps], gamma: int, draft: Logits, target: Logits, 
         reached = _reached(torch.tensor(text.tokens), torch.from_numpy(roots), gamma, draft, target, sampling)
         everywhere[row] = reached.sum(0)
         at_steps[row] = reached[np.isin(roots, text.roots)].sum(0)
-    return Computed(Acceptance(everywhere), Acceptance(at_steps))
+    return Acceptance(everywhere), Acceptance(at_steps)
 
 
 def _reached(
@@ -165,3 +261,35 @@ def _reached(
     kept = (q.gather(-1, written) / p.gather(-1, written))[..., 0].clamp_max(1).double()
     before = torch.nn.functional.pad(kept.cumprod(1)[:, :-1], (1, 0), value=1.0)
     return torch.nn.functional.pad(before * overlap, (1, 0), value=1.0).numpy()
+
+
+def logits_of(model: TargetModel) -> Logits:
+    """Logits by one plain forward over a text; they do not depend on where drafts begin."""
+
+    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
+        return model.forward(tokens[None].to(model.device)).logits[0][positions.to(model.device)]
+
+    return logits
+
+
+def draft_logits(method: Drafter, target: TargetModel) -> Logits:
+    """The logits of a vanilla or SPIRe drafter as training computes them."""
+    if isinstance(method, Speculative):
+        return logits_of(method.draft_model)
+    assert isinstance(method, Spire), method
+    drafter = method.drafter.to(device=target.device, dtype=target.dtype).eval()
+    reading = target.with_capture(drafter.config.captured_layers)
+
+    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
+        """The training rollout, once for each place of a block's root modulo k."""
+        tokens, positions = tokens[None].to(target.device), positions.to(target.device)
+        captured = reading.features(tokens).captured
+        roots = positions[:, 0] % method.gamma
+        states = {  # [L, D]
+            root: rollout(drafter, tokens, captured, block_tokens=method.gamma, first_root=root)[0]
+            for root in roots.unique().tolist()
+        }
+        hidden = torch.stack([states[root][row] for root, row in zip(roots.tolist(), positions, strict=True)])
+        return drafter.lm_head(hidden)
+
+    return logits

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
-from spectrain.stores.prompts import Question, read_prompts
+from spectrain.decoding.loop import check_prompt
+from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
 STDLIB_QUESTIONS = 20
@@ -36,6 +38,17 @@ def name_of(prompts: str | None) -> str:
 def digest(questions: Sequence[Question]) -> str:
     """A hash of the questions: a resumed run must have the same."""
     return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()[:16]
+
+
+def prompt_ids(
+    questions: Sequence[Question], target: TargetModel, chat: str | bool, max_new_tokens: int
+) -> dict[str, list[int]]:
+    """The token ids of each question's first turn, by its id. Raises UserError where one does not fit the target."""
+    chat, found = use_chat(chat, target.tokenizer), {}
+    for question in questions:
+        found[question.id] = conversation_ids(target.tokenizer, question.turns[:1], [], chat)
+        check_prompt(target, found[question.id], max_new_tokens, f"prompt {question.id}")
+    return found
 
 
 def use_chat(chat: str | bool, tokenizer: PreTrainedTokenizerBase) -> bool | None:

@@ -1,9 +1,9 @@
-"""What decoding of known texts would have cost under any stop rule, from the drafts of `draft_paths.py`.
+"""Compute what decoding of known texts would have cost under any stop rule, from the drafts of `draft_paths.py`.
 
-A rule says how long the draft behind each root gets; the walk from root to root then follows: of L drafted tokens a are
+A rule says how long the draft behind each root gets. The walk from root to root then follows: of L drafted tokens a are
 emitted, L - a are discarded, and the target's own token behind them is the next root. No model runs.
 
-Letters: n tokens of a text, R = n - 1 roots, g draft length, S settings.
+Letters: n tokens of a text, R = n - 1 roots, g draft length, S settings, Q texts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from spectrain.methods.stopping import (
 )
 from spectrain.models.head import AcceptanceHead
 
-RULES = ("gamma", "confidence", "entropy", "head")
+FIXED, HEAD = "fixed gamma", "specdecpp"
+FAMILIES = {"gamma": FIXED, "confidence": "confidence", "entropy": "entropy", "head": HEAD}  # by rule
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Setting:
     """A stop rule with its options.
 
     Args:
-        rule: one of `RULES`; "gamma" is a fixed draft length.
+        rule: "confidence", "entropy", "head", or "gamma" for a fixed draft length.
         value: the draft length, or the rule's threshold.
         head: the head's name where the rule is "head".
         judge: "current" or "previous" where the rule is "head"; see `HeadStop`.
 
     Raises:
-        UserError: a value makes no sense.
+        UserError: a value is out of range.
     """
 
     rule: str
@@ -49,7 +50,6 @@ class Setting:
     judge: str | None = None
 
     def __post_init__(self) -> None:
-        assert self.rule in RULES, self.rule
         assert (self.head is not None) == (self.rule == "head") == (self.judge is not None), self
         if self.rule == "gamma":
             check_whole("stopping.gammas", self.value, 1)
@@ -61,9 +61,11 @@ class Setting:
                 raise UserError(f"stopping.judge={self.judge} must be one of {', '.join(JUDGED)}")
 
     def __str__(self) -> str:
-        if self.rule == "head":
-            return f"{self.head} {self.value:g} {self.judge}"
-        return f"{self.rule} {self.value:g}"
+        return f"{self.head} {self.value:g} {self.judge}" if self.rule == "head" else f"{self.rule} {self.value:g}"
+
+    @property
+    def family(self) -> str:
+        return FAMILIES[self.rule]
 
     def stop(self, heads: Mapping[str, AcceptanceHead], min_candidates: int = 1) -> StopRule:
         """The rule as decoding runs it. A fixed length has none: see `gamma_within`."""
@@ -79,25 +81,39 @@ class Setting:
 
 @dataclass(frozen=True)
 class Counts:
-    """What decoding of one text costs under each setting, prefill and the first token, which it draws, left out."""
+    """The cost of texts under each setting. Prefill and the first token, which it draws, do not count.
 
-    tokens: int  # n - 1
-    discarded: np.ndarray  # [S] int64: drafted, but not emitted
-    target_calls: np.ndarray  # [S] int64
-    draft_forwards: np.ndarray  # [S] int64
+    A Counts of one text has no last axis.
+    """
+
+    tokens: np.ndarray  # [Q] int64: n - 1
+    target_calls: np.ndarray  # [S, Q] int64
+    discarded: np.ndarray  # [S, Q] int64: drafted, but not emitted
+    draft_forwards: np.ndarray  # [S, Q] int64
+
+    @classmethod
+    def stack(cls, texts: Sequence[Counts]) -> Counts:
+        names = ("tokens", "target_calls", "discarded", "draft_forwards")
+        return cls(*(np.stack([getattr(one, name) for one in texts], axis=-1) for name in names))
+
+    @property
+    def rates(self) -> np.ndarray:
+        """Target calls, discarded tokens and drafter's forwards per token of all texts, [3, S] float64."""
+        sums = np.stack([self.target_calls, self.discarded, self.draft_forwards]).sum(axis=-1)
+        return sums / self.tokens.sum()
 
 
 def simulate_stops(
     paths: DraftPaths, settings: Sequence[Setting], heads: Sequence[str], max_candidates: int, min_candidates: int = 1
 ) -> Counts:
-    """Decodes one text under every setting.
+    """Decode one text under every setting.
 
     Args:
         paths: its drafts, of at least max_candidates tokens where the text has room for them.
         settings: rules; a fixed length may be max_candidates at most.
         heads: names of the heads of `paths`, in their order.
         max_candidates: most tokens of a draft.
-        min_candidates: tokens that a rule does not stop before.
+        min_candidates: tokens that a rule drafts in any case.
     """
     lengths, forwards = zip(
         *(_drafts(paths, setting, heads, max_candidates, min_candidates) for setting in settings), strict=True
@@ -106,7 +122,7 @@ def simulate_stops(
 
 
 def simulate_oracle(paths: DraftPaths, gamma: int | None = None) -> Counts:
-    """Greedy decoding that ends each draft right before its first rejection and leaves the last token to the target.
+    """Decode greedily, ending each draft right before its first rejection and leaving the last token to the target.
 
     Args:
         paths: greedy ones.
@@ -114,31 +130,14 @@ def simulate_oracle(paths: DraftPaths, gamma: int | None = None) -> Counts:
             does not depend on the root (Theorem 4.1).
     """
     room = _room(paths)
-    roots = np.arange(len(room))
-    agreed = paths.accepted if gamma is not None else _runs(paths.accepted > 0)
-    lengths = np.minimum(agreed, paths.n_tokens - 2 - roots)
+    agreed = paths.accepted
+    if gamma is None:
+        places = np.arange(len(room))
+        misses = np.where(agreed == 0, places, len(room))
+        agreed = np.minimum.accumulate(misses[::-1])[::-1] - places  # tokens up to the next one that was missed
     left = room if gamma is None else np.minimum(room, gamma)
-    lengths = np.minimum(lengths, left)
+    lengths = np.minimum.reduce([agreed, paths.n_tokens - 2 - np.arange(len(room)), left])
     return _walk(paths, lengths[None], (lengths + (lengths < left))[None], accepted=lengths)
-
-
-def disagreements(paths: DraftPaths) -> int:
-    """|S| of Theorem 4.1: tokens, from the second on, that the drafter's greedy guess missed."""
-    return int((paths.accepted == 0).sum())
-
-
-def misses_last(paths: DraftPaths) -> bool:
-    """Whether the text's last token is in S."""
-    return bool(paths.accepted[-1] == 0)
-
-
-def _runs(agrees: np.ndarray) -> np.ndarray:
-    """How many entries from each on are true without a gap, [R] int64."""
-    runs, run = np.zeros(len(agrees), dtype=np.int64), 0
-    for t in range(len(agrees) - 1, -1, -1):
-        run = run + 1 if agrees[t] else 0
-        runs[t] = run
-    return runs
 
 
 def _room(paths: DraftPaths) -> np.ndarray:
@@ -151,8 +150,8 @@ def _drafts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens drafted and forwards of the drafter behind each root, [R] int64 both.
 
-    The first forward reads the root, each further one a drafted token; the last token is read where a rule then ended
-    the draft: the head to judge that very token, the others to see what would be drawn next.
+    The first forward reads the root, each further one a drafted token. The last token is read where a rule then ended
+    the draft: the head judges that very token, the others look at the distribution of the next.
     """
     left = np.minimum(_room(paths), setting.gamma_within(max_candidates))
     if setting.rule == "gamma":
@@ -173,16 +172,16 @@ def _drafts(
 
 
 def _first(found: np.ndarray, start: int) -> np.ndarray:
-    """The first true column from `start` on, of [R, g] bool; where there is none, one past all."""
+    """The first true column from `start` on, of [R, g] bool; where there is none, one beyond all."""
     found = np.pad(found[:, start:], ((0, 0), (0, 1)))
     return np.where(found.any(1), found.argmax(1) + start, np.iinfo(np.int32).max)
 
 
 def _walk(paths: DraftPaths, lengths: np.ndarray, forwards: np.ndarray, accepted: np.ndarray | None = None) -> Counts:
-    """From root to root, for all settings at once; lengths and forwards are [S, R]."""
+    """Go from root to root, for all settings at once; lengths and forwards are [S, R]."""
     emitted = np.minimum(lengths, paths.accepted if accepted is None else accepted)
     n_settings, n_roots = lengths.shape
-    discarded, calls, drafted = (np.zeros(n_settings, dtype=np.int64) for _ in range(3))
+    calls, discarded, drafted = (np.zeros(n_settings, dtype=np.int64) for _ in range(3))
     going, roots = np.arange(n_settings), np.zeros(n_settings, dtype=np.int64)
     while len(going):
         cells = going, roots[going]
@@ -191,4 +190,4 @@ def _walk(paths: DraftPaths, lengths: np.ndarray, forwards: np.ndarray, accepted
         drafted[going] += forwards[cells]
         roots[going] += emitted[cells] + 1
         going = going[roots[going] < n_roots]
-    return Counts(paths.n_tokens - 1, discarded, calls, drafted)
+    return Counts(np.array(paths.n_tokens - 1), calls, discarded, drafted)

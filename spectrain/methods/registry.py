@@ -9,6 +9,7 @@ of the method's `build(target, ...)`, which `_target_` names, and what others mu
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -127,6 +128,14 @@ def drafts_trees(method: DictConfig) -> bool:
     return "max_nodes" in method and not any(length in method for length in ("gamma", "max_candidates"))
 
 
+def budgets_digest(methods: Mapping[str, DictConfig]) -> dict[str, str]:
+    """A digest of the tables that `max_nodes=auto` reads, for the identity of a run; empty where no method does."""
+    if not any(options.get("max_nodes") == AUTO for options in methods.values()):
+        return {}
+    files = sorted(CHECKPOINTS.glob("budget-*.json"))
+    return {"budgets": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
+
+
 def names(value: str | ListConfig | Sequence[str] | None) -> list[str]:
     """The values of an option that takes one name or a list of them."""
     return [value] if isinstance(value, str) else list(value or [])
@@ -217,6 +226,30 @@ def build_method(
         drafter = build(target, folder or find_artifact(kind, target), **options)
     drafter.target = target
     return drafter
+
+
+def build_methods(
+    cfg: DictConfig, methods: Mapping[str, DictConfig], target: TargetModel, sampling: Sampling
+) -> tuple[dict[str, Drafter], dict[str, str]]:
+    """Build the methods of `method_configs` with the artifacts that the command was given.
+
+    Returns:
+        The methods by name; and what `methods=all` leaves out for want of an artifact, with the reason.
+
+    Raises:
+        UserError: a method that was named has no artifact for this target, or an option is wrong.
+    """
+    given, built, skipped = given_artifacts(cfg), {}, {}
+    for name, options in methods.items():
+        kind = options.get("_artifact_")
+        try:
+            built[name] = build_method(options, target, given, sampling)
+        except UserError as error:
+            if not takes_all(cfg) or kind is None or kind in given:
+                raise UserError(f"{name}: {error}") from error
+            skipped[name] = str(error)
+    check_taken(given, methods, built.values(), by_baselines=["vanilla"] if cfg.peers else [])
+    return built, skipped
 
 
 def _build_with_head(

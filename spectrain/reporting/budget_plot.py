@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from spectrain.decoding.budget import NodeBudget
 from spectrain.reporting.budget_report import plain_tokens_per_s
 from spectrain.reporting.svg import COLOURS, DASHES
-from spectrain.stores.budget_table import BudgetTable, CurveEntry, sampling_name
+from spectrain.stores.budget_table import BudgetTable, CurveEntry
 
 ORANGE, BLUE, GREEN = "#e69f00", "#0072b2", "#009e73"  # Okabe and Ito's, in the roles of the paper's figure
 PANEL_IN = (2.7, 2.3)
@@ -45,7 +45,7 @@ def draw_acceptance(table: BudgetTable, file: Path | IO[bytes]) -> None:
         ax = figure.subplots()
         by_gain = sorted(table.entries, key=lambda entry: -entry.curve.tau[-1])
         for i, entry in enumerate(by_gain):
-            label = entry.name + (f", {sampling}" if (sampling := sampling_name(entry.sampling)) != "greedy" else "")
+            label = entry.name + (f", {sampling}" if (sampling := entry.sampling.describe()) != "greedy" else "")
             dashes = DASHES[i // 8 % len(DASHES)]
             ax.plot(entry.curve.nodes, entry.curve.tau, "o", ls=dashes, color=COLOURS[i % 16], ms=4, label=label)
         ax.set_xscale("log", base=2)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.table import Table
 
 from spectrain.decoding.budget import ForwardCost, NodeBudget, Rate
+from spectrain.measure.statistics import Estimate
 from spectrain.stores.budget_table import BudgetTable, CurveEntry
 
 
@@ -72,3 +75,13 @@ def chosen(table: BudgetTable, entry: CurveEntry, batch_size: int, context: int)
 def plain_tokens_per_s(table: BudgetTable, entry: CurveEntry, batch_size: int, context: int) -> float:
     outside_s = min(entry.curve.outside_s(n, batch_size) for n in entry.curve.nodes)
     return batch_size / (table.cost.at(1, batch_size, context) + outside_s)
+
+
+def discount_table(taus: Mapping[str, Estimate], chosen: str, n_texts: int) -> Table:
+    """Acceptance length of SSSD's options; the chosen ones are bold."""
+    title = f"sssd, simulated on {n_texts} responses that nothing was chosen on"
+    table = Table("options", "tau", "95 %", title=title)
+    for name, tau in taus.items():
+        interval = f"\\[{tau.low:.3f}, {tau.high:.3f}]"
+        table.add_row(name, f"{tau.value:.3f}", interval, style="bold" if name == chosen else "")
+    return table

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -13,14 +14,15 @@ from matplotlib.patches import Rectangle
 
 from spectrain.decoding.budget import NodeBudget
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
-from spectrain.measure.stopping_results import FIXED, HEAD
+from spectrain.measure.stop_simulation import FIXED, HEAD
+from spectrain.reporting import drawing
 from spectrain.reporting.budget_report import plain_tokens_per_s
 from spectrain.reporting.cost_tables import compact
-from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, DASHES, draw_cells, grid_of, line_panels, styled
-from spectrain.stores.budget_table import BudgetTable, CurveEntry, sampling_name
+from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, line, line_panels
+from spectrain.stores.budget_table import BudgetTable, CurveEntry
 
 COLOUR_OF = dict(zip(("vanilla", "magicdec", "spire", "spire_dense"), COLOURS, strict=False))
-MAP_POINTS = 240  # of the break-even map, in each direction
+MAP_POINTS = 240  # of the map of the fastest methods, in each direction
 BLUE, GREEN, ORANGE = "#0072b2", "#009e73", "#e69f00"
 RULES = {  # stop rules differ in shades and markers as well as in colours, for readers in grayscale
     FIXED: {"color": BLUE, "marker": "s", "linestyle": "--"},
@@ -28,6 +30,7 @@ RULES = {  # stop rules differ in shades and markers as well as in colours, for 
     "entropy": {"color": GREEN, "marker": "v", "linestyle": "-."},
 }
 HEADROOM = 1.15  # of the largest fixed length's discard rate; what lies above is cut off
+NODES_AXIS = "nodes of a tree, root included"
 
 # The throughput model
 
@@ -36,8 +39,13 @@ def multipliers(found: CostGrid) -> Figure:
     """SPIRe, Figure 4: one heat map per method, white where it is as fast as autoregressive decoding."""
     panels = {f"{m.name} (tau = {m.tau:.3f}, k = {m.k})": np.log2(found.multiplier(m)) for m in found.methods}
     reach = max(0.1, *(float(np.abs(log).max()) for log in panels.values()))
-    heading = f"{found.title}: throughput relative to autoregressive decoding"
-    return heat_maps(found, heading, panels, TwoSlopeNorm(0.0, -reach, reach), "RdBu", lambda log: f"{2**log:.2f}x")
+    figure = heat_maps(found, panels, TwoSlopeNorm(0.0, -reach, reach), "RdBu", lambda log: f"{2**log:.2f}x")
+    figure.suptitle(f"{found.title}: throughput relative to autoregressive decoding", fontsize=9)
+    if found.spot[0] in found.batch and found.spot[1] in found.context_tokens:  # the cell of the cost analysis
+        corner = (found.context_tokens.index(found.spot[1]) - 0.5, found.batch.index(found.spot[0]) - 0.5)
+        for ax in figure.axes:
+            ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec="black", lw=1.4))
+    return figure
 
 
 def times(found: CostGrid) -> Figure:
@@ -47,30 +55,22 @@ def times(found: CostGrid) -> Figure:
     panels = {f"{AUTOREGRESSIVE}: 1 token per step": hardware.milliseconds(next(iter(steps.values())).target)}
     panels |= {f"{m.name}: {m.tau:.2f} tokens per step": hardware.milliseconds(step.step) for m, step in steps.items()}
     low, high = (pick(pick(ms.flat) for ms in panels.values()) for pick in (min, max))
-    heading = f"{found.title}: ms per step on {hardware.name}"
-    return heat_maps(
-        found, heading, panels, LogNorm(low, max(high, 1.01 * low)), "YlGnBu", lambda ms: f"{ms:.3g}", False
-    )
+    figure = heat_maps(found, panels, LogNorm(low, max(high, 1.01 * low)), "YlGnBu", lambda ms: f"{ms:.3g}")
+    figure.suptitle(f"{found.title}: ms per step on {hardware.name}", fontsize=9)
+    return figure
 
 
-@styled
+@drawing.styled
 def heat_maps(
-    found: CostGrid, heading: str, panels: Mapping[str, np.ndarray], norm: Normalize, colours: str, text, spot=True
+    found: CostGrid, panels: Mapping[str, np.ndarray], norm: Normalize, colours: str, text: Callable[[float], str]
 ) -> Figure:
-    """One panel per name, below one another as in the paper. The cell of the cost analysis is framed if `spot`."""
-    batch, contexts = found.batch, found.context_tokens
-    width = max(5.2, 1.6 + 0.62 * len(contexts))
-    figure, axes = grid_of(len(panels), 1, (width, 0.65 + 0.25 * len(batch)))
-    figure.suptitle(heading, fontsize=9)
+    """One panel per name, below one another as in the paper."""
+    size = (max(5.2, 1.6 + 0.62 * len(found.context_tokens)), 0.65 + 0.25 * len(found.batch))
+    figure, axes = drawing.grid_of(len(panels), 1, size)
     for ax, (name, cells) in zip(axes, panels.items(), strict=True):
-        draw_cells(ax, cells, norm, colours, text)
+        drawing.draw_cells(ax, cells, norm, colours, text, [compact(context) for context in found.context_tokens])
+        drawing.name_rows(ax, [str(batch) for batch in found.batch])
         ax.set(title=name, ylabel="batch size")
-        ax.set_xticks(range(len(contexts)), map(compact, contexts))
-        ax.set_yticks(range(len(batch)), batch)
-        ax.set_ylim(len(batch) - 0.5, -0.5)
-        if spot and found.spot[0] in batch and found.spot[1] in contexts:
-            corner = (contexts.index(found.spot[1]) - 0.5, batch.index(found.spot[0]) - 0.5)
-            ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec="black", lw=1.4))
     axes[-1].set_xlabel("context (tokens)")
     return figure
 
@@ -78,57 +78,33 @@ def heat_maps(
 def throughput_curves(found: CostGrid) -> Figure:
     """SPIRe, Figures 1 and 6: throughput over the context length at the batch size of the cost analysis."""
     batch, contexts = found.spot[0], found.context_tokens
-    plain = {"points": [(c, 1) for c in contexts], "color": BASELINE_COLOUR, "ls": "--", "label": AUTOREGRESSIVE}
-    lines = [
-        {
-            "points": list(zip(contexts, found.model.multiplier(m, [batch], contexts)[0], strict=True)),
-            "color": COLOUR_OF[m.name],
-            "marker": "o",
-            "label": f"{m.name} (tau = {m.tau:.3f})",
-        }
-        for m in found.methods
-    ]
-    return line_panels(
-        {f"{found.title}: batch size {batch}": [plain, *lines]},
-        "context (tokens)",
-        "throughput relative to\nautoregressive decoding",
-        panel_in=(6.4, 3.4),
-        log_ticks={c: compact(c) for c in contexts},
-        ylim=(0, None),
-    )
+    lines = [line([(c, 1) for c in contexts], color=BASELINE_COLOUR, ls="--", label=AUTOREGRESSIVE)]
+    for m in found.methods:
+        points = zip(contexts, found.model.multiplier(m, [batch], contexts)[0], strict=True)
+        lines.append(line(points, color=COLOUR_OF[m.name], marker="o", label=f"{m.name} (tau = {m.tau:.3f})"))
+    labels = ("context (tokens)", "throughput relative to\nautoregressive decoding")
+    ticks = {context: compact(context) for context in contexts}
+    title = f"{found.title}: batch size {batch}"
+    return line_panels({title: lines}, *labels, panel_in=(6.4, 3.4), log_ticks=ticks, ylim=(0, None))
 
 
 def intensity(found: CostGrid) -> Figure:
     """SPIRe, Figure 3: operational intensity of verification by tokens verified together, one line per context."""
-    k, contexts = found.methods[0].k, found.context_tokens
+    k, contexts, limit = found.methods[0].k, found.context_tokens, found.model.hardware.operational_intensity
     tokens = [k * batch for batch in found.batch]
-    limit = found.model.hardware.operational_intensity
-    bound = {"points": [(t, limit) for t in tokens], "color": "black", "ls": "--"}
-    lines = [bound | {"label": f"compute-bound above {limit:.0f}"}]
+    lines = [line([(t, limit) for t in tokens], color="black", ls="--", label=f"compute-bound above {limit:.0f}")]
     shades = matplotlib.colormaps["viridis_r"](np.linspace(0.12, 1, len(contexts)))
     for column, context, shade in zip(found.model.intensity(found.batch, contexts, k).T, contexts, shades, strict=True):
-        points = list(zip(tokens, column, strict=True))
-        lines.append({"points": points, "marker": "o", "color": shade, "label": f"context {compact(context)}"})
-    figure = line_panels(
-        {f"{found.title}: operational intensity of verification": lines},
-        f"tokens verified together: batch size times k = {k}",
-        "FLOPs per byte",
-        panel_in=(6.8, 3.8),
-        log_ticks={t: compact(t) for t in tokens},
-    )
+        points = zip(tokens, column, strict=True)
+        lines.append(line(points, marker="o", color=shade, label=f"context {compact(context)}"))
+    labels = (f"tokens verified together: batch size times k = {k}", "FLOPs per byte")
+    title, ticks = f"{found.title}: operational intensity of verification", {t: compact(t) for t in tokens}
+    figure = line_panels({title: lines}, *labels, panel_in=(6.8, 3.8), log_ticks=ticks)
     log_y(figure.axes[0])
     return figure
 
 
-def log_y(ax, ticks: Sequence[int] | None = None) -> None:
-    ax.set_yscale("log", base=2)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if ticks:
-        ax.set_yticks(ticks)
-    ax.minorticks_off()
-
-
-@styled
+@drawing.styled
 def fastest(found: CostGrid) -> Figure:
     """The fastest method at every batch size and context, with lines where each equals autoregressive decoding."""
     model, methods = found.model, found.methods
@@ -142,18 +118,24 @@ def fastest(found: CostGrid) -> Figure:
     ax = figure.subplots()
     norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names))
     ax.pcolormesh(contexts, batches, best, cmap=ListedColormap(hues), norm=norm, alpha=0.35, shading="nearest")
-    for method in methods:
+    for name, colour, method in zip(names[1:], hues[1:], methods, strict=True):
         values = model.multiplier(method, batches, contexts)
         if values.min() < 1 < values.max():
-            colour = COLOUR_OF[method.name]
             ax.contour(contexts, batches, values, levels=[1.0], colors=[colour], linewidths=2)
-            handles[f"{method.name} = {AUTOREGRESSIVE}"] = Line2D([], [], color=colour, lw=2)
+            handles[f"{name} as fast as {AUTOREGRESSIVE}"] = Line2D([], [], color=colour, lw=2)
     ax.set_xscale("log", base=2)
     ax.set_xticks(found.context_tokens, map(compact, found.context_tokens))
-    log_y(ax, found.batch)
+    log_y(ax)
+    ax.set_yticks(found.batch)
     ax.set(title=f"{found.title}: the fastest method", xlabel="context (tokens)", ylabel="batch size")
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=2)
     return figure
+
+
+def log_y(ax: Axes) -> None:
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.minorticks_off()
 
 
 # Node budgets
@@ -161,53 +143,36 @@ def fastest(found: CostGrid) -> Figure:
 
 def budgets(table: BudgetTable) -> Figure:
     """SSSD, Figure 2: what nodes gain and cost. One row of panels per method, one column per batch size."""
-    sizes = table.cost.batch_sizes
-    panels = {
-        f"{entry.name}, batch size {size}\n(context {entry.curve.context_tokens})": budget_lines(table, entry, size)
-        for entry in table.entries
-        for size in sizes
-    }
-    figure = line_panels(
-        panels,
-        "nodes of a tree, root included",
-        "relative to a step of one node",
-        n_columns=len(sizes),
-        panel_in=(2.8, 2.4),
-        log_ticks=node_ticks(table),
-    )
-    for ax, lines, entry in zip(figure.axes, panels.values(), np.repeat(table.entries, len(sizes)), strict=False):
-        ((nodes, speedup),) = lines[-1]["points"]
+    cells = [(entry, size) for entry in table.entries for size in table.cost.batch_sizes]
+    titles = [f"{e.name}, batch size {size}\n(context {e.curve.context_tokens})" for e, size in cells]
+    panels = {title: budget_lines(table, *cell) for title, cell in zip(titles, cells, strict=True)}
+    size = {"n_columns": len(table.cost.batch_sizes), "panel_in": (2.8, 2.4)}
+    figure = line_panels(panels, NODES_AXIS, "relative to a step of one node", log_ticks=node_ticks(table), **size)
+    for ax, lines, (entry, _) in zip(figure.axes, panels.values(), cells, strict=True):
+        ((nodes, speedup),) = lines[-1].points
         text = {"transform": ax.transAxes, "va": "top", "color": GREEN, "fontweight": "bold"}
         ax.text(0.03, 0.98, f"{nodes} nodes: {speedup:.2f}×", **text)
-        ax.axhline(1, color="#bbbbbb", linewidth=0.7, zorder=0)
         # A forward pass costs far more than is gained in the end; the interesting part is near the gain.
         ax.set_ylim(0, 1.35 * max(entry.curve.tau))
     return figure
 
 
-def budget_lines(table: BudgetTable, entry: CurveEntry, batch_size: int) -> list[dict]:
+def budget_lines(table: BudgetTable, entry: CurveEntry, batch_size: int) -> list[Line]:
     """Acceptance length, cost of a forward pass and speedup, relative to a step of one node; the last is the best."""
     curve, context = entry.curve, entry.curve.context_tokens
     rates = NodeBudget(cost=table.cost, curve=curve).rates(batch_size, context)
     plain, one_s = plain_tokens_per_s(table, entry, batch_size, context), table.cost.at(1, batch_size, context)
-    tau = {"points": [(rate.nodes, rate.tau) for rate in rates], "color": ORANGE, "label": "acceptance length (tau)"}
-    cost = {
-        "points": [(rate.nodes, table.cost.at(rate.nodes, batch_size, context) / one_s) for rate in rates],
-        "color": BLUE,
-        "label": "cost of a full forward pass (one node = 1)",
-    }
+    tau = [(rate.nodes, rate.tau) for rate in rates]
+    cost = [(rate.nodes, table.cost.at(rate.nodes, batch_size, context) / one_s) for rate in rates]
     speedup = [(rate.nodes, rate.tokens_per_s / plain) for rate in rates]
-    measured = [(tau, curve.nodes), (cost, table.cost.nodes)]
+    tau_measured = [i for i, rate in enumerate(rates) if rate.nodes in curve.nodes]
+    cost_measured = [i for i, rate in enumerate(rates) if rate.nodes in table.cost.nodes]
     best = max(speedup, key=lambda point: point[1])
     return [
-        tau | {"markevery": []},
-        cost,
-        *(
-            {"points": [p for p in line["points"] if p[0] in nodes], "color": line["color"], "marker": "o", "ls": ""}
-            for line, nodes in measured
-        ),
-        {"points": speedup, "color": GREEN, "lw": 2, "label": "expected speedup"},
-        {"points": [best], "color": GREEN, "marker": "*", "ms": 11, "ls": "", "label": "chosen by max_nodes=auto"},
+        line(tau, color=ORANGE, marker="o", markevery=tau_measured, label="acceptance length (tau)"),
+        line(cost, color=BLUE, marker="o", markevery=cost_measured, label="cost of a full forward pass (one node = 1)"),
+        line(speedup, color=GREEN, lw=2, label="expected speedup"),
+        line([best], color=GREEN, marker="*", ms=11, ls="", label="chosen by max_nodes=auto"),
     ]
 
 
@@ -215,21 +180,15 @@ def budget_acceptance(table: BudgetTable) -> Figure:
     """SSSD, Figure 4: acceptance length of every method over the nodes that it may use."""
     lines = []
     for i, entry in enumerate(sorted(table.entries, key=lambda entry: -entry.curve.tau[-1])):
-        label = entry.name + (f", {sampling}" if (sampling := sampling_name(entry.sampling)) != "greedy" else "")
-        style = {"marker": "o", "linestyle": DASHES[i // 8 % 3], "color": COLOURS[i % 16], "label": label}
-        lines.append({"points": list(zip(entry.curve.nodes, entry.curve.tau, strict=True)), **style})
-    return line_panels(
-        {"": lines},
-        "nodes of a tree, root included",
-        "acceptance length tau\n(tokens per target forward pass)",
-        panel_in=(6.4, 3.6),
-        log_ticks=node_ticks(table),
-        ylim=(1, None),
-    )
+        label = entry.name + (f", {sampling}" if (sampling := entry.sampling.describe()) != "greedy" else "")
+        style = {"marker": "o", "linestyle": drawing.DASHES[i // 8 % 2], "color": COLOURS[i % 16], "label": label}
+        lines.append(line(zip(entry.curve.nodes, entry.curve.tau, strict=True), **style))
+    labels = (NODES_AXIS, "acceptance length tau\n(tokens per target forward pass)")
+    return line_panels({"": lines}, *labels, panel_in=(6.4, 3.6), log_ticks=node_ticks(table), ylim=(1, None))
 
 
 def node_ticks(table: BudgetTable) -> dict[int, str]:
-    return {n: str(n) for n in sorted({n for entry in table.entries for n in entry.curve.nodes})}
+    return {n: str(n) for n in sorted({1, *(n for entry in table.entries for n in entry.curve.nodes)})}
 
 
 # Stop rules
@@ -237,37 +196,32 @@ def node_ticks(table: BudgetTable) -> dict[int, str]:
 
 def stopping_fronts(results: Mapping) -> Figure:
     """SpecDec++, Figure 3: discard rate over verification rate of every setting, and the front of all heads."""
-    settings, lines = results["settings"], []
+    settings = results["settings"]
     own = [one for one in settings if one["family"] == HEAD]
-    for judge, marker in (("current", "o"), ("previous", "x")):
-        points = rates_of(one for one in own if one["judge"] == judge)
-        if points:
-            label = f"{HEAD}, {judge}: each head"
-            lines.append({"points": points, "marker": marker, "ls": "", "color": "#b0b0b0", "ms": 3, "label": label})
-    front = rates_of(one for one in own if one["name"] in set(results["fronts"][HEAD]))
-    style = {"marker": "o", "color": "#882255", "lw": 2.4, "zorder": 4, "label": f"{HEAD}: front"}
-    lines.append({"points": sorted(front), **style})
+    fixed = [one for one in settings if one["family"] == FIXED]
+    points = {"marker": "o", "ls": "", "color": "#b0b0b0", "ms": 3}
+    lines = [
+        line(rates_of(one for one in own if one["judge"] == judge), label=f"{HEAD}, {judge}: each head", **style)
+        for judge, style in (("current", points), ("previous", points | {"marker": "x"}))
+    ]
+    front = sorted(rates_of(one for one in own if one["name"] in results["fronts"][HEAD]))
+    lines.append(line(front, marker="o", color="#882255", lw=2.4, zorder=4, label=f"{HEAD}: front"))
     for family, style in RULES.items():
         members = sorted((one for one in settings if one["family"] == family), key=lambda one: one["value"])
-        if members:
-            lines.append({"points": rates_of(members), "label": family, "lw": 1.2, **style})
+        lines.append(line(rates_of(members), label=family, lw=1.2, **style))
     if results["oracle"] is not None:
-        star = {"marker": "*", "color": "black", "ms": 13, "ls": "", "clip_on": False, "zorder": 5, "label": "oracle"}
-        lines.append({"points": [(results["oracle"]["verification_rate"], 0)], **star})
-    fixed = [one for one in settings if one["family"] == FIXED]
+        star = {"marker": "*", "color": "black", "ms": 13, "ls": "", "clip_on": False, "zorder": 5}
+        lines.append(line([(results["oracle"]["verification_rate"], 0)], label="oracle", **star))
     facts = f"{results['texts']} texts, {results['sampling']}, {results['drafter']['kind']} drafter"
-    figure = line_panels(
-        {f"{results['prompts']}\n{facts}": [line for line in lines if line["points"]]},
-        "verification rate (target calls per token)",
-        "discard rate (discarded tokens per token)",
-        panel_in=(7.6, 4.2),
-        ylim=(0, max(HEADROOM * max(one["discard_rate"] for one in fixed), 0.1)),
-    )
+    labels = ("verification rate (target calls per token)", "discard rate (discarded tokens per token)")
+    top = max(HEADROOM * max(one["discard_rate"] for one in fixed), 0.1)
+    panels = {f"{results['prompts']}\n{facts}": [one for one in lines if one.points]}
+    figure = line_panels(panels, *labels, panel_in=(7.6, 4.2), ylim=(0, top))
     beside = {"xytext": (4, 4), "textcoords": "offset points", "color": BLUE, "fontsize": 8}
     for one, point in zip(fixed, rates_of(fixed), strict=True):
         figure.axes[0].annotate(f"{one['value']:g}", point, **beside)
     return figure
 
 
-def rates_of(settings) -> list[tuple[float, float]]:
+def rates_of(settings: Iterable[Mapping]) -> list[tuple[float, float]]:
     return [(one["verification_rate"], one["discard_rate"]) for one in settings]

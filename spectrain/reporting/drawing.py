@@ -1,14 +1,14 @@
-"""How every figure looks, panels of bars and of lines, and how a figure gets into a page or a file."""
+"""How every figure looks, panels of bars, of lines and of cells, and how a figure gets into a page or a file."""
 
 from __future__ import annotations
 
 import io
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -16,16 +16,15 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 BASELINE_COLOUR, GREY, INK = "#777777", "#c4c4c4", "#222222"
 COLOURS = (  # for colour-blind readers: Okabe and Ito's without yellow and black, then Tol's muted ones
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#332288", "#882255"),
     *("#999933", "#44aa99", "#aa4499", "#117733", "#cc6677", "#661100", "#88ccee", "#ddcc77"),
 )
-DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))  # of lines 1 to 8, 9 to 16, ...
-WIDTH_IN, ROW_IN, PNG_DPI = 10.4, 0.21, 130
-LABEL_CHARACTERS = 26
+DASHES = ("-", (0, (4, 1.5)))  # of the first eight colours and of the others
+WIDTH_IN, ROW_IN = 10.4, 0.21  # of a page, and of a bar
+LABEL_CHARACTERS, TITLE_CHARACTERS = 26, 70
 MAX_POINTS = 400  # of a line
 
 # Every figure is drawn and saved in this style. As a decorator it leaves matplotlib's own settings as they were.
@@ -35,13 +34,14 @@ styled = matplotlib.rc_context(
         "svg.hashsalt": "spectrain",  # the same figure gives the same ids
         "text.parse_math": False,  # a `$` in a name starts no formula
         "figure.constrained_layout.use": True,
+        "figure.constrained_layout.h_pad": 0.08,
+        "savefig.dpi": 130,
         "font.size": 8.5,
         "axes.titlesize": 9,
         "axes.titlelocation": "left",
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
-        "axes.prop_cycle": matplotlib.cycler(color=COLOURS),
         "grid.color": "#e5e5e5",
         "grid.linewidth": 0.6,
         "hatch.linewidth": 0.6,
@@ -63,10 +63,16 @@ class Plot:
     svg: Markup
 
 
-def plots_of(figures: Mapping[str, Figure | None], explanations: Mapping[str, str], prefix: str) -> list[Plot]:
-    """Figures with their titles as plots for a page; None is left out. The prefix is that of the ids within them."""
-    found = {title: figure for title, figure in figures.items() if figure is not None}
-    return [Plot(t, explanations[t], inline_svg(f, f"{prefix}p{i}-")) for i, (t, f) in enumerate(found.items())]
+class Line(NamedTuple):
+    """Points (x, y) of a line, its style, and the whiskers (low, high) of the points or None."""
+
+    points: Sequence[tuple[float, float]]
+    style: Mapping
+    whiskers: Sequence[tuple[float, float] | None]
+
+
+def line(points: Iterable[tuple[float, float]], whiskers: Sequence = (), **style: object) -> Line:
+    return Line(list(points), style, whiskers)
 
 
 @styled
@@ -89,7 +95,13 @@ def inline_svg(figure: Figure, prefix: str = "") -> Markup:
 @styled
 def write_png(figure: Figure, file: Path | IO[bytes]) -> None:
     """Write the figure as a PNG."""
-    figure.savefig(file, format="png", dpi=PNG_DPI)
+    figure.savefig(file, format="png")
+
+
+def plots_of(figures: Mapping[str, tuple[str, Figure | None]], prefix: str) -> list[Plot]:
+    """Title -> (explanation, figure) as plots whose ids start with the prefix; those without a figure are left out."""
+    found = [(title, *one) for title, one in figures.items() if one[1] is not None]
+    return [Plot(title, text, inline_svg(figure, f"{prefix}p{i}-")) for i, (title, text, figure) in enumerate(found)]
 
 
 def shortened(name: str, characters: int = LABEL_CHARACTERS) -> str:
@@ -101,18 +113,11 @@ def thinned(values: Sequence) -> list:
     return [values[int(i)] for i in np.linspace(0, len(values) - 1, min(len(values), MAX_POINTS))]
 
 
-def ink_on(colour: object) -> str:
-    """Dark or white, whichever can be read on this colour."""
-    red, green, blue = to_rgb(colour)
-    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-
-
-def grid_of(n: int, n_columns: int, panel_in: tuple[float, float], **share: object) -> tuple[Figure, list[Axes]]:
+def grid_of(n: int, n_columns: int, panel_in: tuple[float, float], **share: bool) -> tuple[Figure, list[Axes]]:
     """A figure with n panels in rows; unused places of the grid stay empty."""
     n_columns = min(n_columns, n)
     n_rows = -(-n // n_columns)
     figure = Figure((panel_in[0] * n_columns, panel_in[1] * n_rows + 0.3))
-    figure.get_layout_engine().set(h_pad=0.08)
     axes = list(figure.subplots(n_rows, n_columns, squeeze=False, **share).flat)
     for i, ax in enumerate(axes):
         ax.set_visible(i < n)
@@ -124,20 +129,40 @@ def name_rows(ax: Axes, labels: Sequence[str]) -> None:
     """Label the rows 0, 1, ... at the left, the first one on top."""
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.5, -0.5)
-    ax.tick_params(axis="y", length=0)
 
 
-def draw_cells(ax: Axes, cells: np.ndarray, norm: Normalize, colours: str, text: Callable[[float], str]) -> None:
-    """Draw a heat map whose cells say their number; cells that are nan stay empty."""
-    cmap, (height, width) = matplotlib.colormaps[colours], cells.shape
-    edges = np.arange(width + 1) - 0.5, np.arange(height + 1) - 0.5
+def draw_cells(
+    ax: Axes, cells: np.ndarray, norm: Normalize, colours: str, text: Callable[[float], str], columns: Sequence[str]
+) -> None:
+    """Draw a heat map whose cells say their number in dark or white; cells that are nan stay empty."""
+    edges = [np.arange(n + 1) - 0.5 for n in cells.shape[::-1]]
+    cmap = matplotlib.colormaps[colours]
     ax.pcolormesh(*edges, np.ma.masked_invalid(cells), norm=norm, cmap=cmap, edgecolors="white", linewidth=1.0)
     for (y, x), cell in np.ndenumerate(cells):
         if not np.isnan(cell):
-            colour = ink_on(cmap(float(norm(cell))))
-            ax.text(x, y, text(cell), ha="center", va="center", color=colour, fontsize=7.5)
+            is_light = np.dot(to_rgb(cmap(float(norm(cell)))), (0.299, 0.587, 0.114)) > 0.5
+            ax.text(x, y, text(cell), ha="center", va="center", fontsize=7.5, color=INK if is_light else "white")
+    ax.set_xticks(range(len(columns)), columns)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+
+
+@styled
+def share_table(
+    rows: Mapping[str, Sequence[float | None]], columns: Sequence[str], xlabel: str = "", digits: int = 0
+) -> Figure | None:
+    """A heat map of shares in per cent: name -> share in each column."""
+    if not rows:
+        return None
+    cells = np.full((len(rows), len(columns)), np.nan)
+    for y, row in enumerate(rows.values()):
+        cells[y, : len(row)] = [np.nan if share is None else share for share in row[: len(columns)]]
+    figure = Figure((WIDTH_IN, ROW_IN * 1.25 * len(rows) + 0.75))
+    ax = figure.subplots()
+    draw_cells(ax, cells, Normalize(0, 1.1), "Blues", lambda share: f"{100 * share:.{digits}f} %", columns)
+    ax.set(xlim=(-0.5, max(len(columns), 5) - 0.5), xlabel=xlabel)  # few columns do not become wide ones
+    name_rows(ax, [shortened(name) for name in rows])
+    return figure
 
 
 @styled
@@ -145,68 +170,66 @@ def bar_panels(
     panels: Mapping[str, Sequence[tuple]],
     rows: Sequence[tuple[str, Mapping]],
     axis_label: str | None = None,
-    *,
     n_columns: int = 2,
-    plain_decoding: float | None = 1.0,
-    marks: Mapping[str, Sequence[float | None]] | None = None,
-    mark_label: str = "",
+    marks: tuple[str, Mapping[str, Sequence[float | None]]] | None = None,
 ) -> Figure | None:
     """Horizontal bars with 95 % intervals and numbers; None without any value.
 
     Args:
         panels: title -> (value or None, bounds or None) of each row, and the bar's text where it is not the value.
         rows: label and style of each, the same in every panel.
-        axis_label: below all panels, which then have one scale; without, the titles are the labels of the axes.
+        axis_label: of all panels, which then have one scale and a dashed line at 1, plain decoding; without it each
+            title is the label of its panel's own axis.
         n_columns: of the grid of panels.
-        plain_decoding: where a dashed line is drawn.
-        marks: title -> values of the rows that are drawn as diamonds.
-        mark_label: what the diamonds are.
+        marks: what diamonds mean, and title -> their values in the rows.
     """
-    if not any(value is not None for panel in panels.values() for value, *_ in panel):
+    panels = {title: [(*one, None)[:3] for one in panel] for title, panel in panels.items()}
+    if all(value is None for panel in panels.values() for value, *_ in panel):
         return None
-    share = {"sharex": axis_label is not None, "sharey": True}
-    figure, axes = grid_of(
-        len(panels), n_columns, (WIDTH_IN / min(n_columns, len(panels)), ROW_IN * len(rows) + 0.6), **share
-    )
-    limits = [limit_of(panel) for panel in panels.values()]
-    for ax, (title, panel), limit in zip(axes, panels.items(), limits, strict=True):
-        limit = max(limits) if axis_label else limit
-        for y, ((value, bounds, *text), (_, style)) in enumerate(zip(panel, rows, strict=True)):
+    mark_label, places = marks or ("", {})
+    size = (WIDTH_IN / min(n_columns, len(panels)), ROW_IN * len(rows) + 0.6)
+    figure, axes = grid_of(len(panels), n_columns, size, sharex=axis_label is not None, sharey=True)
+    limits = dict(zip(panels, map(_limit, panels.values()), strict=True))
+    for ax, (title, panel) in zip(axes, panels.items(), strict=True):
+        limit = max(limits.values()) if axis_label else limits[title]
+        diamonds = places.get(title) or [None] * len(rows)
+        for y, ((value, bounds, text), (_, style), mark) in enumerate(zip(panel, rows, diamonds, strict=True)):
             ax.barh(y, value or 0.0, 0.72, edgecolor="white", **style)
             if value is not None and bounds:
                 ax.plot(bounds, (y, y), color=INK, linewidth=1.0, solid_capstyle="butt", zorder=3)
-            mark = (marks or {}).get(title, [None] * len(rows))[y] or 0.0
-            end = max(value or 0.0, mark, min(bounds[1], limit) if value is not None and bounds else 0.0)
+            if mark is not None:
+                handle = ax.plot(mark, y, "D", color="black", markersize=4, zorder=5)
+            end = max(value or 0.0, mark or 0.0, min(bounds[1], limit) if value is not None and bounds else 0.0)
+            text = text or ("not measured" if value is None else f"{value:.2f}")
+            text += f" (paper {mark:.2f})" if mark is not None else ""
             paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # hides the dashed line
-            text = text[0] if text else "not measured" if value is None else f"{value:.2f}"
             ax.text(end + 0.025 * limit, y, text, va="center", fontsize=7.5, zorder=4, bbox=paper)
-            if mark:
-                ax.plot(mark, y, "D", color="black", markersize=4, zorder=5)
-        if plain_decoding is not None:
-            ax.axvline(plain_decoding, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-        ax.set(xlim=(0, 1.2 * limit), **{"title" if axis_label else "xlabel": shortened(title, 70)})
+        if axis_label:
+            ax.axvline(1.0, color="#333333", linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
+        ax.set(
+            xlim=(0, (1.4 if places else 1.2) * limit),
+            **{"title" if axis_label else "xlabel": shortened(title, TITLE_CHARACTERS)},
+        )
         ax.tick_params(axis="y", length=0)
     figure.supxlabel(axis_label or "", fontsize=8.5)
     name_rows(axes[0], [label for label, _ in rows])
-    if marks:
-        handle = Line2D([], [], color="black", marker="D", linestyle="", markersize=4)
-        figure.legend([handle], [mark_label], loc="outside upper right")
+    if places:
+        figure.legend(handle, [mark_label], loc="outside upper right")
     return figure
 
 
-def limit_of(panel: Sequence[tuple]) -> float:
+def _limit(panel: Sequence[tuple]) -> float:
     """The end of a panel's longest bar or interval; an interval far beyond all bars is cut off."""
-    values = [value for value, *_ in panel if value is not None]
-    highs = [bounds[1] for _, bounds, *_ in panel if bounds]
-    return max(0.1, *values, min(max(highs, default=0.0), 1.5 * max(values, default=0.0)))
+    longest = max([value for value, *_ in panel if value is not None], default=0.0)
+    highs = [bounds[1] for _, bounds, _ in panel if bounds]
+    return max(0.1, longest, min(max(highs, default=0.0), 1.5 * longest))
 
 
 @styled
 def line_panels(
-    panels: Mapping[str, Sequence[Mapping]],
+    panels: Mapping[str, Sequence[Line]],
     xlabel: str,
     ylabel: str = "",
-    *,
     n_columns: int = 3,
     panel_in: tuple[float, float] = (WIDTH_IN / 2, 2.6),
     log_ticks: Mapping[float, str] | None = None,
@@ -215,7 +238,7 @@ def line_panels(
     """Lines with markers and whiskers, and one legend below all panels; None without any line.
 
     Args:
-        panels: title -> lines: `points` (x, y), `bounds` of the points where they are known, and a style.
+        panels: title -> lines.
         xlabel, ylabel: of the axes.
         n_columns: of the grid of panels.
         panel_in: width and height of each.
@@ -227,22 +250,19 @@ def line_panels(
     figure, axes = grid_of(len(panels), n_columns, panel_in)
     handles = {}
     for ax, (title, lines) in zip(axes, panels.items(), strict=True):
-        for line in lines:
-            style = {key: value for key, value in line.items() if key not in ("points", "bounds")}
-            (handle,) = ax.plot(*zip(*line["points"], strict=True), **style)
-            for (x, _), bounds in zip(line["points"], line.get("bounds", ()), strict=False):
+        for points, style, whiskers in lines:
+            (handle,) = ax.plot(*zip(*points, strict=True), **style)
+            handles.setdefault(style.get("label"), handle)
+            for (x, _), bounds in zip(points, whiskers, strict=False):
                 if bounds:
                     ax.plot((x, x), bounds, color=handle.get_color(), linewidth=1.0)
-            if "label" in style:
-                handles.setdefault(style["label"], handle)
         if log_ticks:
             ax.set_xscale("log", base=2)
             ax.set_xticks(list(log_ticks), log_ticks.values())
             ax.minorticks_off()
-        ax.set(title=title, xlabel=xlabel, **limits)
+        ax.set(title=title, xlabel=xlabel, ylabel=ylabel if ax.get_subplotspec().is_first_col() else "", **limits)
         ax.grid()
-        if ax.get_subplotspec().is_first_col():
-            ax.set_ylabel(ylabel)
+    handles.pop(None, None)
     if handles:  # the figure grows by what its legend takes
         width, height = figure.get_size_inches()
         n_columns = max(1, min(len(handles), 4, int(width / (0.068 * max(map(len, handles)) + 0.55))))

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spectrain.measure.stopping_results import FIXED, HEAD
+from spectrain.measure.stop_simulation import FIXED, HEAD
 
 # Shades and shapes differ as well as colours: the plot is read in grayscale, too.
 STYLES = {

@@ -1,8 +1,8 @@
-"""Measurements that node budgets are chosen by, at rest: a JSON file for each target and machine.
+"""The measurements that max_nodes=auto goes by: one JSON file per target and machine.
 
-    checkpoints/budget-<target's fingerprint>-<hash of device, dtype and threads>.json
+    checkpoints/budget-<fingerprint of the target>-<hash of device, dtype and threads>.json
 
-Seconds of another device, dtype or thread count say nothing, so such a file is refused with a sentence that names both.
+Seconds measured with another device, dtype or thread count say nothing, so such a file is refused.
 """
 
 from __future__ import annotations
@@ -20,45 +20,38 @@ import torch
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.budget import ForwardCost, MethodCurve, NodeBudget
 from spectrain.decoding.errors import UserError
+from spectrain.stores.folder import read_json, write_json
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 1
 COMMAND = "python -m spectrain.tune budget=true"
-NO_OPTIONS = ("max_nodes", "datastore")  # what the curve is over, and where a file lies
+NO_OPTIONS = ("max_nodes", "datastore")  # the curve's own axis, and the place of a file
 
 
 def machine_of(target: TargetModel) -> dict:
-    """What seconds depend on: device, dtype, threads."""
+    """The device, dtype and number of threads, on which seconds depend."""
     device = target.device
     if device.type == "cuda":
         n_devices = len({p.device for p in target.model.parameters()})
         name, threads = f"{n_devices} x {torch.cuda.get_device_name(device)}", None
     else:
-        name, threads = f"{_processor()} ({device.type})", torch.get_num_threads()
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+        models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        processor = next(models, platform.processor() or platform.machine())
+        name, threads = f"{processor} ({device.type})", torch.get_num_threads()
     return {"device": name, "dtype": str(target.dtype).removeprefix("torch."), "threads": threads}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
 
 
 @dataclass(frozen=True)
 class CurveEntry:
-    """A curve and what it was measured of."""
+    """The curve of one method or variant under one sampling."""
 
     name: str  # of the method or variant
     options: dict  # its yaml, `_target_` included, without max_nodes
-    sampling: dict
+    sampling: Sampling
     curve: MethodCurve
-
-    def key(self) -> str:
-        return json.dumps([self.name, self.options, self.sampling], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -71,40 +64,37 @@ class BudgetTable:
     entries: tuple[CurveEntry, ...] = ()
     facts: dict = field(default_factory=dict)  # target, date, prompts: for the reader
 
-    @property
-    def file_name(self) -> str:
-        return file_name(self.target_fingerprint, self.machine)
-
     def save(self, folder: Path) -> Path:
-        """Writes the file, by renaming. Curves of other methods and samplings that stand there already are kept."""
-        file = folder / self.file_name
-        measured = {entry.key(): entry for entry in self.entries}
+        """Write the file whole. Curves of other methods and samplings that it holds already are kept."""
+        file = folder / file_name(self.target_fingerprint, self.machine)
         before = BudgetTable.load(file).entries if file.is_file() else ()
-        entries = [*(entry for entry in before if entry.key() not in measured), *self.entries]
+        measured = [(entry.name, entry.options, entry.sampling) for entry in self.entries]
+        kept = [entry for entry in before if (entry.name, entry.options, entry.sampling) not in measured]
         values = {
             "kind": "budget",
             "schema": SCHEMA,
             "target_fingerprint": self.target_fingerprint,
             "machine": self.machine,
             "facts": self.facts,
-            "cost": self.cost.as_json(),
-            "curves": [asdict(entry) for entry in entries],
+            "cost": asdict(self.cost),
+            "curves": [asdict(entry) for entry in (*kept, *self.entries)],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values, indent=1) + "\n")
-        temporary.rename(file)
+        write_json(file, values)
         return file
 
     @classmethod
     def load(cls, file: Path) -> BudgetTable:
-        """Raises UserError where the file is no table of this version."""
+        """Read a file. Raises UserError where it is not a table of this version."""
         try:
-            values = json.loads(file.read_text())
+            values = read_json(file)
             if values["kind"] != "budget" or values["schema"] != SCHEMA:
                 raise ValueError(f"schema {values['schema']}")
             entries = tuple(
-                CurveEntry(**{**entry, "curve": MethodCurve.from_json(entry["curve"])}) for entry in values["curves"]
+                CurveEntry(
+                    one["name"], one["options"], Sampling(**one["sampling"]), MethodCurve.from_json(one["curve"])
+                )
+                for one in values["curves"]
             )
             cost = ForwardCost.from_json(values["cost"])
             return cls(values["target_fingerprint"], values["machine"], cost, entries, values["facts"])
@@ -125,23 +115,27 @@ class BudgetTable:
         """
         method = options["_target_"].split(".")[-2]
         own = [entry for entry in self.entries if entry.options["_target_"] == options["_target_"]]
-        fitting = [entry for entry in own if entry.sampling == asdict(sampling)]
+        fitting = [entry for entry in own if entry.sampling == sampling]
         if not fitting:
-            wanted = sampling_name(asdict(sampling))
-            known = sorted({sampling_name(entry.sampling) for entry in own})
-            under = f"under {wanted}, only under {'; '.join(known)}" if known else "on this machine"
+            known = "; ".join(sorted({entry.sampling.describe() for entry in own}))
+            under = f"under {sampling.describe()}, only under {known}" if known else "on this machine"
             raise UserError(
                 f"max_nodes=auto: {method} was not measured {under}; run {COMMAND} methods=[{method}] "
                 "with this target and sampling"
             )
-        differing = {id(entry): _differing(entry.options, options) for entry in fitting}
-        best = min(fitting, key=lambda entry: len(differing[id(entry)]))
-        if differing[id(best)]:
+        differing = [_differing(entry.options, options) for entry in fitting]
+        best = min(range(len(fitting)), key=lambda i: len(differing[i]))
+        if differing[best]:
             log.warning(
                 "max_nodes=auto: %s was measured with other %s; tune it as a variant for its own budget",
-                *(best.name, ", ".join(differing[id(best)])),
+                *(fitting[best].name, ", ".join(differing[best])),
             )
-        return NodeBudget(cost=self.cost, curve=best.curve)
+        return NodeBudget(cost=self.cost, curve=fitting[best].curve)
+
+
+def _differing(measured: Mapping, options: Mapping) -> list[str]:
+    keys = sorted((measured.keys() | options.keys()) - set(NO_OPTIONS))
+    return [key for key in keys if measured.get(key) != options.get(key)]
 
 
 def file_name(target_fingerprint: str, machine: dict) -> str:
@@ -153,7 +147,7 @@ def find_table(folder: Path, target: TargetModel) -> BudgetTable:
     """The table of this target on this machine.
 
     Raises:
-        UserError: there is none; says what the ones that are there were measured on.
+        UserError: there is none; the sentence says what the tables in the folder were measured on.
     """
     prints, machine = fingerprint(target.model, target.tokenizer), machine_of(target)
     file = folder / file_name(prints, machine)
@@ -161,26 +155,10 @@ def find_table(folder: Path, target: TargetModel) -> BudgetTable:
         return BudgetTable.load(file)
     others = [BudgetTable.load(other).machine for other in sorted(folder.glob(f"budget-{prints}-*.json"))]
     if others:
-        differing = (key for key in machine if machine[key] != others[0].get(key))
-        name = next(differing, "device")
-        here, there = machine[name], others[0].get(name)
-        why = f"{folder} holds measurements of this target with {name} {there}, not {here}"
+        name = next((key for key in machine if machine[key] != others[0].get(key)), "device")
+        why = f"{folder} holds measurements of this target with {name} {others[0].get(name)}, not {machine[name]}"
     else:
         targets = sorted({other.name.split("-")[1] for other in folder.glob("budget-*.json")})
         held = f", only of {', '.join(targets)}" if targets else ""
         why = f"{folder} holds no measurements of target {prints}{held}"
     raise UserError(f"max_nodes=auto: {why}; run {COMMAND} with this target, device and number of threads")
-
-
-def _differing(measured: Mapping, options: Mapping) -> list[str]:
-    return [
-        key
-        for key in sorted(measured.keys() | options.keys())
-        if key not in NO_OPTIONS and measured.get(key) != options.get(key)
-    ]
-
-
-def sampling_name(sampling: dict) -> str:
-    if not sampling["temperature"]:
-        return "greedy"
-    return ", ".join(f"{name} {value}" for name, value in sampling.items() if value != getattr(Sampling(), name))

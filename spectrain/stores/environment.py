@@ -32,6 +32,24 @@ def environment(ranks: int) -> dict[str, object]:
     }
 
 
+def provenance(versions: dict[str, object] | None = None) -> dict[str, object]:
+    """What results say about their origin: the command as typed, the date, and versions (None: the main ones)."""
+    if versions is None:
+        versions = {name: version_of(name) for name in ("spectrain", "torch", "transformers")}
+        versions["python"] = platform.python_version()
+    return {"command": TYPED_COMMAND.get(), "date": date_of(), "versions": versions}
+
+
+def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+    """The device, threads and dtype that seconds were measured with."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    return {
+        "device": f"{device} ({name})",
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def date_of(seconds: float | None = None) -> str:
     """A moment, in seconds since 1970, as results tell it: to the minute, UTC. None: now."""
     moment = datetime.datetime.now(datetime.UTC)

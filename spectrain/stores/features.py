@@ -28,9 +28,6 @@ from torch import Tensor
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import StoreKind, sha256, to_disk
 
-VERSION = 1
-KIND = "activations"
-BUILT_BY = "python -m data_prep.activations"
 DTYPES = ("bfloat16", "int8")
 OPEN_SHARDS = 256  # mapped at once: a process may hold only so many maps
 INT8_MAX = 127
@@ -40,8 +37,8 @@ INT8_MAX = 127
 class FeatureManifest:
     """What `manifest.json` says."""
 
-    version: int = VERSION
-    kind: str = KIND
+    version: int = 1
+    kind: str = "activations"
     target: str  # folder or id
     target_fingerprint: str
     tokenizer_fingerprint: str
@@ -57,7 +54,7 @@ class FeatureManifest:
     files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}
 
 
-FEATURES = StoreKind(KIND, VERSION, FeatureManifest, option="data.path", built_by=BUILT_BY)
+ACTIVATIONS = StoreKind("activations", 1, FeatureManifest, option="data.path")
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def dequantise(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def write_shard(file: Path, shard: Shard) -> dict:
-    """Writes a shard so that it appears whole or not at all, and is on disk. Returns its bytes and sha256."""
+    """Write a shard so that it appears whole or not at all, and is on disk. Returns its bytes and sha256."""
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.touch()
     mode = temporary.stat().st_mode  # safetensors makes files for the user alone
@@ -139,10 +136,7 @@ class FeatureStore:
         self.lengths = np.concatenate([np.diff(shard.offsets) for shard in shards])
         self.held_out = np.concatenate([shard.held_out for shard in shards])
         if len(self.lengths) != manifest.counts["rows"]:
-            raise UserError(
-                f"data.path={folder} does not hold the rows that its manifest says; run {BUILT_BY} again with "
-                "fresh=true"
-            )
+            raise ACTIVATIONS.damaged(f"data.path={folder}", "it does not hold the rows that its manifest says")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -172,14 +166,10 @@ class FeatureStore:
         shard, place = self._place(row)
         if n_tokens is not None:
             place = slice(place.start, min(place.stop, place.start + n_tokens))
-        kept = self._kept(layers)
+        stored = self.manifest.layers
+        kept = None if layers is None or list(layers) == stored else [stored.index(layer) for layer in layers]
         captured = None if kept == [] else shard.vectors("captured", "captured_scale", place, kept)
         return FeatureRow(shard["tokens"][place], captured, shard.vectors("final_hidden", "hidden_scale", place))
-
-    def _kept(self, layers: Sequence[int] | None) -> list[int] | None:
-        """Where `layers` stand among the stored ones; None: they are the stored ones."""
-        stored = self.manifest.layers
-        return None if layers is None or list(layers) == stored else [stored.index(layer) for layer in layers]
 
     def check_fits(self, target_fingerprint: str, name: str) -> None:
         """Raises UserError where the features are of another target than `name`."""
@@ -187,7 +177,7 @@ class FeatureStore:
             raise UserError(
                 f"the activations in {self.folder} are of the target {self.manifest.target} "
                 f"({self.manifest.target_fingerprint}), not of {name} ({target_fingerprint}); give that target, or "
-                f"capture those of this one with {BUILT_BY} target={name}"
+                f"capture those of this one with {ACTIVATIONS.built_by} target={name}"
             )
 
     def check_layers(self, layers: Sequence[int]) -> None:
@@ -195,7 +185,7 @@ class FeatureStore:
         if not set(layers) <= set(self.manifest.layers):
             raise UserError(
                 f"the activations in {self.folder} are of the target's blocks {self.manifest.layers}, but the drafter "
-                f"reads {list(layers)}; capture them with {BUILT_BY} layers={_compact(layers)}"
+                f"reads {list(layers)}; capture them with {ACTIVATIONS.built_by} layers={_compact(layers)}"
             )
 
 
@@ -208,9 +198,7 @@ class _OpenShard:
             self.offsets = self._file.get_tensor("offsets").numpy().copy()
             self.held_out = self._file.get_tensor("held_out").numpy().copy()
         except Exception as error:  # safetensors, torch and the system each raise their own types here
-            raise UserError(
-                f"{file} is damaged ({type(error).__name__}); run {BUILT_BY} again with fresh=true"
-            ) from error
+            raise ACTIVATIONS.damaged(file, type(error).__name__) from error
 
     def __getitem__(self, name: str):
         return self._file.get_slice(name)
@@ -229,7 +217,7 @@ def _compact(layers: Sequence[int]) -> str:
 
 
 def open_features(folder: str | Path, verify: bool = True, rank: int = 0, world_size: int = 1) -> FeatureStore:
-    """Opens a store. That all shards are there, in their whole size, is always checked.
+    """Open a store. That all shards are there, in their whole size, is always checked.
 
     Args:
         folder: what the user gave.
@@ -240,28 +228,22 @@ def open_features(folder: str | Path, verify: bool = True, rank: int = 0, world_
         UserError: there is no store of activations in the folder, it is of another version, or it is damaged.
     """
     folder = Path(folder)
-    manifest = FEATURES.read_manifest(folder)
-    FEATURES.check_sizes(folder, manifest.files)
+    manifest = ACTIVATIONS.read_manifest(folder)
+    ACTIVATIONS.check_sizes(folder, manifest.files)
     if verify:
         share = sorted(manifest.files)[rank::world_size]
-        FEATURES.check_contents(folder, {name: manifest.files[name] for name in share})
+        ACTIVATIONS.check_contents(folder, {name: manifest.files[name] for name in share})
     return FeatureStore(folder, manifest)
 
 
 def newest_features(root: Path, target_fingerprint: str, layers: Sequence[int]) -> Path:
-    """The newest store below `root` of this target with these layers.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The newest store below `root` of this target with these layers. Raises UserError where there is none."""
+    otherwise = (
+        f"activations of this target's blocks {list(layers)}; capture them with {ACTIVATIONS.built_by} "
+        f"target=... layers={_compact(layers)}, or give data.path=<folder>"
+    )
 
     def fits(one: FeatureManifest) -> bool:
         return one.target_fingerprint == target_fingerprint and set(layers) <= set(one.layers)
 
-    found = FEATURES.newest(root, fits)
-    if found is None:
-        raise UserError(
-            f"{root}/ holds no activations of this target's blocks {list(layers)}; capture them with {BUILT_BY} "
-            f"target=... layers={_compact(layers)}, or give data.path=<folder>"
-        )
-    return found
+    return ACTIVATIONS.newest(root, fits, otherwise)

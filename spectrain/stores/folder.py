@@ -1,6 +1,7 @@
 """Folders that a command builds once and others read: files, and a `manifest.json` beside them, written last.
 
-The manifest says what kind of store it is, of which version, and the bytes and sha256 of each file.
+The manifest says what kind of store it is, of which version, and the bytes and sha256 of each file. All JSON of the
+project is written here: strict (no NaN, no Infinity), and each file whole, by renaming.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ HASHED_BYTES = 2**24  # read at once
 HASHING_THREADS = 4  # hashing leaves the GIL alone
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
+Row = TypeVar("Row")  # a dataclass
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
 
 
 @dataclass(frozen=True)
 class StoreKind(Generic[M]):
-    """What tells stores of one kind from others, and what messages say of them."""
+    """The stores that `data_prep.<name>` writes, and what messages say of them."""
 
     name: str  # `kind` of its manifests
     version: int  # of its format
     manifest: type[M]
     option: str  # by which a user gives such a folder
-    built_by: str  # the command that makes one
+
+    @property
+    def built_by(self) -> str:
+        return f"python -m data_prep.{self.name}"
 
     def read_manifest(self, folder: Path) -> M:
         """Raises UserError where the folder is missing, or is no store of this kind and version."""
@@ -56,42 +61,43 @@ class StoreKind(Generic[M]):
             if (kind, version) == (self.name, self.version):
                 return self.manifest(**values)
         except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{file} cannot be read ({error}); run {self.built_by} again with fresh=true") from error
+            raise UserError(f"{file} cannot be read ({error}); {self._again}") from error
         raise UserError(
             f"{self.option}={folder} is a store of {kind!r} of format version {version!r}, not of {self.name!r} of "
             f"version {self.version}; give a folder that {self.built_by} wrote"
         )
-
-    def check_files(self, folder: Path, files: Mapping[str, Mapping]) -> None:
-        """Reads every file that a manifest lists. Raises UserError where one is missing or is another."""
-        self.check_sizes(folder, files)
-        self.check_contents(folder, files)
 
     def check_sizes(self, folder: Path, files: Mapping[str, Mapping]) -> None:
         """Raises UserError where a file that a manifest lists is missing or is of another size; reads none."""
         for name, facts in files.items():
             file = folder / name
             if not file.is_file():
-                raise UserError(f"{self.option}={folder} lacks {name}; run {self.built_by} again with fresh=true")
+                raise UserError(f"{self.option}={folder} lacks {name}; {self._again}")
             if file.stat().st_size != facts["bytes"]:
-                raise self._damaged(file)
+                raise self.damaged(file, "it is not what the manifest says")
 
     def check_contents(self, folder: Path, files: Mapping[str, Mapping]) -> None:
-        """Reads the files, a few at a time. Raises UserError where one is another."""
+        """Read the files, a few at a time. Raises UserError where one is another."""
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             found = pool.map(lambda name: sha256(folder / name), files)
             for (name, facts), digest in zip(files.items(), found, strict=True):
                 if digest != facts["sha256"]:
                     pool.shutdown(cancel_futures=True)
-                    raise self._damaged(folder / name)
+                    raise self.damaged(folder / name, "it is not what the manifest says")
 
-    def _damaged(self, file: Path) -> UserError:
-        return UserError(
-            f"{file} is damaged: it is not what the manifest says; run {self.built_by} again with fresh=true"
-        )
+    def damaged(self, what: object, why: object) -> UserError:
+        return UserError(f"{what} is damaged: {why}; {self._again}")
 
-    def newest(self, root: Path, fits: Callable[[M], bool]) -> Path | None:
-        """The newest store of this kind below `root` whose manifest fits; None where there is none."""
+    @property
+    def _again(self) -> str:
+        return f"run {self.built_by} again with fresh=true"
+
+    def newest(self, root: Path, fits: Callable[[M], bool], otherwise: str) -> Path:
+        """The newest store of this kind below `root` whose manifest fits.
+
+        Raises:
+            UserError: there is none; `otherwise` says of what, and what to do.
+        """
         fitting = []
         for file in root.glob(f"[!.]*/{MANIFEST}"):
             if kind_of(file) not in (self.name, None):
@@ -103,16 +109,15 @@ class StoreKind(Generic[M]):
                 continue
             if fits(manifest):
                 fitting.append((file.stat().st_mtime, file.parent))
-        return max(fitting)[1] if fitting else None
+        if not fitting:
+            raise UserError(f"{root}/ holds no {otherwise}")
+        return max(fitting)[1]
 
 
 def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] | None = None) -> None:
-    """Writes the dataclass, its `files` filled in, so that it appears whole or not at all.
+    """Write the dataclass with its `files` filled in: bytes and sha256 of each, by name.
 
-    Args:
-        folder: of the store.
-        manifest: a dataclass.
-        files: bytes and sha256 of each, by name; None: of all that stand in the folder, which are read.
+    Without `files` they are those that stand in the folder, which are read.
     """
     if files is None:
         files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
@@ -120,13 +125,7 @@ def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] 
 
 
 def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
-    """Write strict JSON so that the file appears whole, in place of an older one, and is on disk.
-
-    Args:
-        file: is made or replaced by renaming.
-        value: plain values or dataclasses; see `strict`.
-        sort_keys: whether the keys of each object are sorted.
-    """
+    """Write plain values or a dataclass as strict JSON, on disk and whole, in place of an older file; see `strict`."""
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.write_text(json.dumps(strict(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
     to_disk(temporary)
@@ -210,6 +209,27 @@ def read_lines(file: Path) -> list[dict]:
     return list(each_line(file))
 
 
+class RowFile(Generic[Row]):
+    """The rows of a measurement, each a dataclass, in a JSON-lines file that an interrupted run continues.
+
+    `rows` are those that the file holds. Lines that were cut off, or that have other fields, are dropped.
+    """
+
+    def __init__(self, file: Path, row_type: type[Row]) -> None:
+        self.file, self.rows = file, []
+        for values in each_line(file):
+            try:
+                self.rows.append(row_type(**values))
+            except TypeError:
+                continue
+        write_lines(file, map(dataclasses.asdict, self.rows))
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+        with self.file.open("a") as out:
+            out.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
 def end_last_line(file: Path) -> None:
     """Close a line that a kill cut off, so that the next row that is appended does not join it."""
     if not file.is_file() or not file.stat().st_size:
@@ -243,7 +263,7 @@ def sha256(file: Path) -> str:
 
 
 def to_disk(file: Path) -> None:
-    """Makes sure that what was written outlives the machine, not only the process."""
+    """Make sure that what was written outlives the machine, not only the process."""
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -253,15 +273,12 @@ def to_disk(file: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, by: str, otherwise: str = "") -> Iterator[None]:
-    """Keeps other processes out of a folder. A killed process's lock goes with it.
+    """Keep other processes out of a folder that exists. A killed process's lock goes with it.
 
-    Args:
-        folder: exists. It is locked itself: a file inside would go with its content.
-        by: what another process that holds it is called.
-        otherwise: what else than waiting can be done, ends the sentence.
+    The folder is locked itself: a file inside would go with its content.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it, which is called `by`; `otherwise` is what else than waiting can be done.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -278,14 +295,9 @@ def locked(folder: Path, by: str, otherwise: str = "") -> Iterator[None]:
 
 @contextmanager
 def naming_a_full_disk(folder: Path, again: str = "") -> Iterator[None]:
-    """Says of what is written below `folder` that the disk is full.
+    """Raises UserError, in place of the error of whoever wrote, where the disk of `folder` is full.
 
-    Args:
-        folder: on that disk, named to the user.
-        again: what the same command then does, or what else can be done; ends the sentence.
-
-    Raises:
-        UserError: in place of the error of whoever wrote.
+    `again` is what the same command then does, or what else can be done.
     """
     try:
         yield

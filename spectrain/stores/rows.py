@@ -1,79 +1,233 @@
-"""Stores of rows: what `Dataset.save_to_disk` writes, with a `manifest.json` beside its files (`store_folder.py`)."""
+"""Stores of rows: responses of a target, and acceptance labels (docs/data.md).
+
+    store = open_responses("checkpoints/responses-1f0c93ab")
+    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l")
+    store.rows[0]["prompt"], store.rows[0]["response"]
+
+    store = open_acceptance("checkpoints/acceptance-1f0c93ab")
+    store.rows[0]["response"], store.rows[0]["drafts"][0], store.rows[0]["labels"][0]
+
+A folder is what `Dataset.save_to_disk` writes, with `manifest.json` beside its files.
+
+At position i of a response X a token Y_i is drawn from q(. | prompt, X_<i); its label is min(1, p(Y_i) / q(Y_i)). A
+SPIRe drafter is rolled out in blocks of `rollout_tokens` positions of the text, prompt included; the first of a block
+is a root, which is the target's own token and never a draft. Roots have no draft: their q is 0, and so are their draft,
+p and label. They are never trained on. Neither is a text's very first token, where the prompt is empty.
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
-from datasets import Dataset, Features
+import numpy as np
+from datasets import Dataset, Features, List, Value
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import M, StoreKind, write_manifest
+from spectrain.stores.folder import M, StoreKind, write_folder, write_manifest
+
+RESPONSE_COLUMNS = Features(
+    {
+        "id": Value("string"),  # of the prompt, unique
+        "category": Value("string"),
+        "prompt": List(Value("int32")),  # token ids as the target read them, chat template applied
+        "response": List(Value("int32")),  # token ids; ends with the EOS where one was drawn
+        "finish_reason": Value("string"),  # eos | stop | length
+        "sampling": {
+            "temperature": Value("float32"),
+            "top_k": Value("int32"),
+            "top_p": Value("float32"),
+            "min_p": Value("float32"),
+        },
+        "seed": Value("int64"),  # (seed, number) seeds the row's generator
+        "number": Value("int64"),  # of the prompt in its file
+    }
+)
+LABEL_COLUMNS = Features(
+    {
+        "id": Value("string"),  # of the prompt, unique
+        "prompt": List(Value("int32")),
+        "response": List(Value("int32")),  # X
+        # [draws][positions of the response]
+        "drafts": List(List(Value("int32"))),  # Y
+        "p": List(List(Value("float32"))),  # the target's probability of each draft, warped
+        "q": List(List(Value("float32"))),  # the drafter's; 0: no draft at this position
+        "labels": List(List(Value("float32"))),  # min(1, p / q)
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseManifest:
+    """What `manifest.json` of a store of responses says."""
+
+    version: int = 1
+    kind: str = "responses"
+    target: str  # folder or id
+    target_fingerprint: str
+    tokenizer_fingerprint: str
+    sampling: dict  # temperature, top_k, top_p, min_p
+    max_new_tokens: int
+    config: dict  # resolved
+    counts: dict  # prompts, responses, failed, tokens (of the responses)
+    failed: list[dict] = field(default_factory=list)  # {"id", "reason"} of each prompt that has no response
+    files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}; writing fills it in
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceManifest:
+    """What `manifest.json` of a store of acceptance labels says."""
+
+    version: int = 1
+    kind: str = "acceptance"
+    target: str  # folder or id
+    target_fingerprint: str
+    drafter: dict  # kind, path, fingerprint
+    rollout_tokens: int | None  # of a SPIRe drafter's blocks; None: an ordinary draft model
+    sampling: dict  # by which p and q are warped: temperature, top_k, top_p, min_p
+    draws: int  # drafts per position
+    responses: str  # name of the store they stand beside
+    config: dict  # resolved
+    counts: dict  # rows, positions (with a draft), tokens (of prompts and responses), mean_label, below_half
+    skipped: list[dict] = field(default_factory=list)  # {"id", "tokens"} of responses longer than a model's context
+    files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}; writing fills it in
+
+
+RESPONSES = StoreKind("responses", 1, ResponseManifest, option="responses")
+ACCEPTANCE = StoreKind("acceptance", 1, AcceptanceManifest, option="data.path")
+
+
+@dataclass(frozen=True)
+class ResponseStore:
+    """An open store. `rows` is memory-mapped, in the order of the prompt file, with RESPONSE_COLUMNS."""
+
+    folder: Path
+    manifest: ResponseManifest
+    rows: Dataset
+
+    def check_fits(self, target_fingerprint: str, name: str) -> None:
+        """Raises UserError where another target than `name` wrote these responses."""
+        if self.manifest.target_fingerprint != target_fingerprint:
+            raise UserError(
+                f"responses={self.folder} were written by {self.manifest.target} "
+                f"({self.manifest.target_fingerprint}), not by {name} ({target_fingerprint}); let it answer with "
+                f"{RESPONSES.built_by} target={name}"
+            )
+
+
+@dataclass(frozen=True)
+class AcceptanceStore:
+    """An open store. `rows` is memory-mapped, in the order of the responses, with LABEL_COLUMNS."""
+
+    folder: Path
+    manifest: AcceptanceManifest
+    rows: Dataset
+
+    def check_fits(self, target_fingerprint: str, drafter_fingerprint: str, rollout_tokens: int | None) -> None:
+        """Raises UserError where the labels are of another target, another drafter, or other rollouts of it."""
+        manifest, drafter = self.manifest, self.manifest.drafter
+        others = f"or make others with {ACCEPTANCE.built_by}"
+        if manifest.target_fingerprint != target_fingerprint:
+            raise UserError(
+                f"the labels in {self.folder} are of the target {manifest.target} ({manifest.target_fingerprint}), not "
+                f"of this one ({target_fingerprint}); give that target, {others} target=..."
+            )
+        if drafter["fingerprint"] != drafter_fingerprint:
+            raise UserError(
+                f"the labels in {self.folder} are of the {drafter['kind']} drafter {drafter['path']} "
+                f"({drafter['fingerprint']}), not of this one ({drafter_fingerprint}); give drafter={drafter['path']}, "
+                f"{others} drafter=..."
+            )
+        if manifest.rollout_tokens != rollout_tokens:
+            raise UserError(
+                f"the labels in {self.folder} are of rollouts of {manifest.rollout_tokens} tokens, not of "
+                f"{rollout_tokens}; give rollout_tokens={manifest.rollout_tokens}, {others} "
+                f"rollout_tokens={rollout_tokens}"
+            )
+
+
+def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: ResponseManifest) -> None:
+    """Write a store of rows with RESPONSE_COLUMNS so that it appears whole or not at all.
+
+    Raises:
+        UserError: `folder` exists, or there are no rows.
+    """
+    columns: dict[str, list] = {name: [] for name in RESPONSE_COLUMNS}
+    for row in rows:
+        for name, column in columns.items():
+            value = row[name]
+            column.append(np.asarray(value, dtype=np.int32) if name in ("prompt", "response") else value)
+    if not columns["id"]:
+        raise UserError(f"there is no response to write to {folder}; give prompts that can be answered")
+    save_rows(Path(folder), Dataset.from_dict(columns, features=RESPONSE_COLUMNS), manifest)
+
+
+def open_responses(folder: str | Path) -> ResponseStore:
+    """Raises UserError where the folder holds no whole store of responses, or one of another version."""
+    return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder), RESPONSE_COLUMNS, "responses"))
+
+
+def open_acceptance(folder: str | Path) -> AcceptanceStore:
+    """Raises UserError where the folder holds no whole store of acceptance labels, or one of another version."""
+    return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder), LABEL_COLUMNS, "rows"))
+
+
+def newest_responses(root: Path, target_fingerprint: str) -> Path:
+    """The newest store below `root` that this target wrote. Raises UserError where there is none."""
+    otherwise = f"responses of this target; run {RESPONSES.built_by} target=..., or give responses=<folder>"
+    return RESPONSES.newest(root, lambda one: one.target_fingerprint == target_fingerprint, otherwise)
+
+
+def newest_acceptance(root: Path, target_fingerprint: str, drafter_fingerprint: str) -> Path:
+    """The newest store below `root` of this target and drafter. Raises UserError where there is none."""
+    prints = target_fingerprint, drafter_fingerprint
+    otherwise = f"acceptance labels of this target and drafter; make some with {ACCEPTANCE.built_by} drafter=..."
+    return ACCEPTANCE.newest(
+        root, lambda one: (one.target_fingerprint, one.drafter.get("fingerprint")) == prints, otherwise
+    )
 
 
 def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> None:
-    """Writes rows so that the folder appears whole or not at all, and replaces none.
+    """Write rows so that the folder appears whole or not at all; see `write_folder`.
 
-    Args:
-        folder: is made.
-        rows: what it holds.
-        manifest: a dataclass, whose `files` are filled in; None: a part of a store, which has none.
+    `manifest`: a dataclass, whose `files` are filled in; None: a part of a store, which has none.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with _no_bars():
+
+    def write(temporary: Path) -> None:
+        bars = not datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        try:
             rows.save_to_disk(temporary)
+        finally:
+            if bars:
+                datasets.enable_progress_bars()
         if manifest is not None:
             write_manifest(temporary, manifest)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    write_folder(folder, write)
 
 
 def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str) -> tuple[M, Dataset]:
-    """Opens a store; every file is read and compared with the manifest.
-
-    Args:
-        kind: of the store.
-        folder: what the user gave.
-        features: columns and their types.
-        counted: entry of the manifest's `counts` that says how many rows there are.
+    """Read every file of a store and compare it with the manifest, whose `counts[counted]` is the number of rows.
 
     Returns:
-        The manifest, and the rows, memory-mapped.
+        The manifest, and the rows with these columns, memory-mapped.
 
     Raises:
         UserError: there is no store of this kind and version in the folder, or it is damaged.
     """
     manifest = kind.read_manifest(folder)
     try:
-        kind.check_files(folder, manifest.files)
+        kind.check_sizes(folder, manifest.files)
+        kind.check_contents(folder, manifest.files)
         rows = datasets.load_from_disk(str(folder))
-        if not isinstance(rows, Dataset) or rows.features != features or len(rows) != manifest.counts[counted]:
-            raise UserError(
-                f"{kind.option}={folder} does not hold what its manifest says; run {kind.built_by} again with "
-                "fresh=true"
-            )
+        whole = isinstance(rows, Dataset) and rows.features == features and len(rows) == manifest.counts[counted]
     except UserError:
         raise
     except Exception as error:  # datasets and arrow each raise their own types here
-        raise UserError(
-            f"{kind.option}={folder} is damaged ({type(error).__name__}: {error}); run {kind.built_by} again with "
-            "fresh=true"
-        ) from error
+        raise kind.damaged(f"{kind.option}={folder}", f"{type(error).__name__}: {error}") from error
+    if not whole:
+        raise kind.damaged(f"{kind.option}={folder}", "it does not hold what its manifest says")
     return manifest, rows
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

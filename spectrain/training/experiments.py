@@ -27,9 +27,15 @@ from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.features import newest_features, open_features
 from spectrain.stores.folder import digest, write_folder
-from spectrain.stores.labels import AcceptanceStore, newest_acceptance, open_acceptance
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.responses import ResponseStore, newest_responses, open_responses
+from spectrain.stores.rows import (
+    AcceptanceStore,
+    ResponseStore,
+    newest_acceptance,
+    newest_responses,
+    open_acceptance,
+    open_responses,
+)
 from spectrain.stores.texts import Document, is_held_out, pack, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
 from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows

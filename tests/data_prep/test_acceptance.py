@@ -25,8 +25,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.draft_states import ModelStates
 from spectrain.models.labels import label_texts
-from spectrain.stores.labels import FEATURES, AcceptanceStore, open_acceptance
-from spectrain.stores.responses import ResponseManifest, write_responses
+from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceStore, ResponseManifest, open_acceptance, write_responses
 from spectrain.stores.texts import train_tokenizer
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.data_prep.conftest import caller, contents
@@ -140,7 +139,7 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     code, out, err = label(*asked, f"drafter={ready / kind}", "rollout_tokens=5", "seed=3", "out=a")
     assert code == 0, err
     store = open_acceptance("a")
-    assert store.rows.features == FEATURES
+    assert store.rows.features == LABEL_COLUMNS
     target = load_target(made / "target", device="cpu")
     drafter = open_drafter(target, "vanilla" if kind == "draft" else "spire", str(ready / kind), 5)
     target = target.with_capture(drafter.states.capture_layers)
@@ -244,10 +243,10 @@ def test_a_cut_build_goes_on_to_the_same_bytes(label, asked, monkeypatch):
     assert sorted(p.name for p in Path(".cut.partial").iterdir()) == ["part-00000", "part-00001", "work.json"]
     made = []
     save_rows = labels.save_rows
-    monkeypatch.setattr(labels, "save_rows", lambda folder, rows: (made.append(folder.name), save_rows(folder, rows)))
+    monkeypatch.setattr(labels, "save_rows", lambda folder, *rest: (made.append(folder.name), save_rows(folder, *rest)))
     code, _, err = label(*asked, "out=cut")
     assert code == 0, err
-    assert made == ["part-00002", "part-00003", "part-00004"]
+    assert made == ["part-00002", "part-00003", "part-00004", "store"]
     assert "2 of 5 parts are labelled already" in err
     assert contents("cut") == contents("whole")
     assert sorted(os.listdir()) == ["cut", "whole"]
@@ -347,7 +346,7 @@ def test_too_little_disk_is_said_before_the_work(label, asked, monkeypatch):
     monkeypatch.setattr("data_prep.pipeline.shutil.disk_usage", lambda folder: usage)
     code, _, err = label(*asked, "out=a")
     assert code == 2
-    assert "100 B free, but this build needs about" in err
+    assert "100 bytes free, but this build needs about" in err
     assert "free some, lower draws, or give out=" in err
     assert not os.listdir()
 
@@ -383,7 +382,7 @@ BAD = {
     "damaged": (["responses=damaged"], "is damaged: it is not what the manifest says"),
     "target": (["target=other"], "were written by the tiny target ("),
     "spire's target": (["target=other", "drafter=spire"], "were written by the tiny target ("),
-    "out": (["out=taken"], "out=taken exists and is no store of acceptance labels"),
+    "out": (["out=taken"], "out=taken exists and was not written by data_prep.acceptance"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out below a file": (["out=taken/file/a"], "cannot be made (Not a directory)"),
 }

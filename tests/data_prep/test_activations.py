@@ -19,14 +19,13 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from data_prep import activations
-from data_prep import capture as capturing
-from data_prep.capture import TokenRows, rows_of_responses, shard_bounds
+from data_prep.capture import ShardParts, TokenRows, rows_of_responses, shard_bounds
 from spectrain import train
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
-from spectrain.stores.responses import open_responses
+from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out, pack, read_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import caller, contents
@@ -156,7 +155,7 @@ def test_shards_hold_whole_rows():
 
 def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
     """Leaves a build after so many shards."""
-    capture_shard, made = capturing.capture_shard, []
+    capture_shard, made = ShardParts.capture, []
 
     def capture_some(*inputs):
         if len(made) == shards:
@@ -165,7 +164,7 @@ def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
         return capture_shard(*inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(capturing, "capture_shard", capture_some)
+        patch.setattr(ShardParts, "capture", capture_some)
         assert capture(*arguments)[0] == 130
 
 
@@ -321,7 +320,7 @@ BAD = {
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
     "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
     "target": (["responses=responses", "target=other"], "were written by the tiny target ("),
-    "out": (["out=taken"], "out=taken exists and is no store of activations"),
+    "out": (["out=taken"], "out=taken exists and was not written by data_prep.activations"),
     "out without a name": (["out=."], "out=. has no name of its own"),
 }
 

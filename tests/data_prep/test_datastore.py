@@ -135,7 +135,7 @@ def test_what_is_not_utf8_is_named_and_counted(run, small, tmp_path):
     files(tmp_path / "files")
     code, out, err = run(*small, "corpus=files", "out=store")
     assert code == 0, err
-    assert err.count("left out, not UTF-8: files/latin.txt") == 1
+    assert err.count("left out, not UTF-8: latin.txt") == 1
     assert "1: latin.txt" in out
     assert Datastore("store").manifest.build["counts"]["not_utf8_files"] == ["latin.txt"]
 
@@ -149,7 +149,7 @@ def test_names_that_are_no_utf8_and_halves_of_characters_are_kept_readable(run, 
     code, out, err = run(*small, "corpus=files", "out=store", "keep=null", "corpus.held_out_share=0")
     assert code == 0, err
     assert r"2: gr\xf6.txt, latin.txt" in out
-    assert r"left out, not UTF-8: files/gr\xf6.txt" in err
+    assert r"left out, not UTF-8: gr\xf6.txt" in err
     assert [name for name in kept_ids("store") if "gr" in name] == [r"gr\xf6\xdfe.py"]
     assert {"rows.jsonl:1", "rows.jsonl:2"} <= set(kept_ids("store"))
 
@@ -341,7 +341,7 @@ BAD = {
     "held out": (["corpus.held_out_share=1"], "corpus.held_out_share=1 must be a number in [0, 1)"),
     "shards": (["shard_tokens=0"], "shard_tokens=0 must be a whole number"),
     "fields": (["corpus.fields=[n]"], "line 1 of corpus.jsonl has no text field 'n'"),
-    "out": (["out=taken"], "out=taken exists and is no datastore"),
+    "out": (["out=taken"], "out=taken exists and was not written by data_prep.datastore"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out above": (["out=.."], "out=.. has no name of its own"),
     "out below a file": (["out=taken/file/store"], "taken/file/.store.partial cannot be made (Not a directory)"),

@@ -258,7 +258,7 @@ def test_what_came_to_stand_in_the_way_is_not_removed(run, small, scored, monkey
         patch.setattr(documents, "write_manifest", and_occupy)
         code, _, err = run(*small, "out=store")
     assert code == 2
-    assert "out=store exists and is no datastore; give another out" in err
+    assert "out=store exists and was not written by data_prep.datastore; give another out" in err
     Path("store/mine").rename("mine")
     assert run(*small, "out=store")[0] == 0
     assert len(scored) == 6

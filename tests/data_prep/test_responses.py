@@ -18,7 +18,7 @@ from data_prep.responses import check_options
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import build_method, method_config
-from spectrain.stores.responses import open_responses
+from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import contents
@@ -265,7 +265,7 @@ def test_a_finished_store_is_replaced_only_when_asked(respond, asked, tmp_path):
     (other / "manifest.json").write_text('{"kind": "datastore"}')
     code, _, err = respond(*asked, "out=other", "fresh=true")
     assert code == 2
-    assert "out=other exists and is no store of responses" in err
+    assert "out=other exists and was not written by data_prep.responses" in err
 
 
 def test_later_turns_are_named(respond, asked, tmp_path):
@@ -345,7 +345,7 @@ BAD_INPUT = {
     "missing prompts": (["prompts=/no/such.jsonl"], "prompts=/no/such.jsonl does not exist"),
     "chat without template": (["chat=true"], "has no chat template"),
     "no address": (["source=server", "base_url=x"], "base_url=x is no address"),
-    "out": (["out=taken"], "out=taken exists and is no store of responses"),
+    "out": (["out=taken"], "out=taken exists and was not written by data_prep.responses"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out below a file": (["out=taken/file/r"], "taken/file/.r.partial cannot be made (Not a directory)"),
     "target": (["target=/no/such/target"], "target folder /no/such/target does not exist"),

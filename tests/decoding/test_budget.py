@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import product
 from math import log
 
@@ -61,7 +62,8 @@ def test_grid_points_are_exact_and_what_lies_between_is_linear():
 def test_outside_the_grid_the_fit_says_by_what_it_grows():
     for wanted in ((128, 1, 64), (4, 64, 256), (4, 8, 4096), (128, 64, 4096)):
         assert cost_of().at(*wanted) == pytest.approx(ROOFLINE.seconds(*wanted))
-    assert cost_of().over_nodes(64, 4096) == pytest.approx([ROOFLINE.seconds(n, 64, 4096) for n in NODES])
+    for n in NODES:
+        assert cost_of().of_nodes(64, 4096)(n) == pytest.approx(ROOFLINE.seconds(n, 64, 4096))
 
 
 def test_a_larger_batch_never_gets_more_nodes():
@@ -107,8 +109,8 @@ def test_a_fixed_budget_is_that_number():
 
 def test_json_gives_back_the_same():
     cost, curve = cost_of(), curve_of(full=False)
-    assert ForwardCost.from_json(json.loads(json.dumps(cost.as_json()))) == cost
-    assert MethodCurve.from_json(json.loads(json.dumps(curve.as_json()))) == curve
+    assert ForwardCost.from_json(json.loads(json.dumps(asdict(cost)))) == cost
+    assert MethodCurve.from_json(json.loads(json.dumps(asdict(curve)))) == curve
 
 
 class Restless(NodeBudget):

@@ -1,38 +1,27 @@
-"""Contenders take turns on each question; turns of a conversation follow one another; failures stay where they are."""
-
-from dataclasses import dataclass
+"""Methods take turns on each question; turns of a conversation follow one another; failures stay where they are."""
 
 import pytest
 
-from spectrain.decoding import Sampling, TargetModel
+from spectrain.decoding import TargetModel, generate
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.contenders import Contender, Method, Work
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.stores.prompts import Question
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
 
 
-@dataclass(frozen=True)
-class Question:
-    id: str
-    turns: tuple[str, ...]
-    category: str = "any"
-
-
-class Recorder(Contender):
+class Recorder:
     """Answers as autoregressive decoding does, and keeps what it was asked; fails on a prompt that holds `poison`."""
 
-    kind = "method"
+    def __init__(self, name: str, calls: list, target: TargetModel, poison: int | None = None, batch_size: int = 1):
+        self.name, self.calls, self.target, self.poison, self.batch_size = name, calls, target, poison, batch_size
 
-    def __init__(self, name: str, calls: list, target: TargetModel, poison: int | None = None):
-        self.name, self.calls, self.poison = name, calls, poison
-        self.method = Method(target, Autoregressive())
-
-    def decode(self, prompts, numbers, work):
+    def __call__(self, prompts, max_new_tokens, *, prompt_numbers):
         if any(self.poison in prompt for prompt in prompts):
             raise RuntimeError("poison")
-        self.calls.append((self.name, list(numbers), work.max_new_tokens))
-        return self.method.decode(prompts, numbers, work)
+        self.calls.append((self.name, list(prompt_numbers), max_new_tokens))
+        options = {"prompt_numbers": prompt_numbers, "batch_size": self.batch_size}
+        return generate(self.target, Autoregressive(), prompts, max_new_tokens, **options)
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +37,19 @@ def ids(turns, replies) -> list[int]:
     return tokens
 
 
-def benchmark(target, questions, contenders, batch_size=1, n_new=4):
-    return Benchmark(target, contenders, questions, ids, Work(n_new, Sampling(), batch_size))
+def benchmark(target, questions, decoders, batch_size=1, n_new=4):
+    return Benchmark(target, decoders, questions, ids, n_new, batch_size)
+
+
+def question(name: str, *turns: str) -> Question:
+    return Question(name, "any", turns)
 
 
 def questions(n: int) -> list[Question]:
-    return [Question(f"q{i}", (str(5 + i),)) for i in range(n)]
+    return [question(f"q{i}", str(5 + i)) for i in range(n)]
 
 
-def test_contenders_take_turns_and_begin_in_turn(target):
+def test_methods_take_turns_and_begin_in_turn(target):
     calls = []
     three = {name: Recorder(name, calls, target) for name in "abc"}
     rows = [row for group in benchmark(target, questions(3), three).rows(set()) for row in group]
@@ -80,9 +73,9 @@ def test_what_is_measured_is_not_measured_again(target):
 
 def test_turns_are_played_with_the_replies_before_them(target):
     calls = []
-    asked = [Question("two", ("7", "9")), Question("one", ("8",))]
-    contender = {"a": Recorder("a", calls, target)}
-    ((two, one),) = benchmark(target, asked, contender, batch_size=2).rows(set())
+    asked = [question("two", "7", "9"), question("one", "8")]
+    decoder = {"a": Recorder("a", calls, target)}
+    ((two, one),) = benchmark(target, asked, decoder, batch_size=2).rows(set())
     assert [numbers for _, numbers, _ in calls] == [[0, 64], [1]]
     assert (two.turns, one.turns) == (2, 1)
     assert two.prompt_tokens == [1, 2 + len(two.replies[0])]
@@ -97,8 +90,8 @@ def test_batches_are_filled_from_groups_of_several(target):
 
 def test_a_question_that_fails_is_recorded_and_the_others_are_answered(target):
     calls = []
-    contenders = {"a": Recorder("a", calls, target, poison=6), "b": Recorder("b", calls, target)}
-    rows = [row for group in benchmark(target, questions(3), contenders).rows(set()) for row in group]
+    decoders = {"a": Recorder("a", calls, target, poison=6), "b": Recorder("b", calls, target)}
+    rows = [row for group in benchmark(target, questions(3), decoders).rows(set()) for row in group]
     errors = {(row.question_id, row.method): row.error for row in rows}
     assert errors.pop(("q1", "a")) == "RuntimeError: poison"
     assert set(errors.values()) == {None}
@@ -107,13 +100,13 @@ def test_a_question_that_fails_is_recorded_and_the_others_are_answered(target):
 
 def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
     calls = []
-    asked = [Question("short", ("5",)), Question("grows", ("6", "7")), Question("long", ("8",))]
+    asked = [question("short", "5"), question("grows", "6", "7"), question("long", "8")]
 
     def long_ids(turns, replies) -> list[int]:
         return [8] * 300 if "8" in turns or len(turns) == 2 else [int(turns[0])]
 
-    contenders = {"a": Recorder("a", calls, target)}
-    bench = Benchmark(target, contenders, asked, long_ids, Work(4, Sampling(), batch_size=4))
+    decoders = {"a": Recorder("a", calls, target)}
+    bench = Benchmark(target, decoders, asked, long_ids, 4, batch_size=4)
     ((short, grows, long),) = bench.rows(set())
     assert calls == [("a", [0, 64], 4)]  # one call for all that fit
     assert short.error is None
@@ -123,8 +116,8 @@ def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
 
 
 def test_what_fails_in_a_batch_fails_for_its_group(target):
-    contenders = {"a": Recorder("a", [], target, poison=6)}
-    (rows,) = benchmark(target, questions(3), contenders, batch_size=3).rows(set())
+    decoders = {"a": Recorder("a", [], target, poison=6)}
+    (rows,) = benchmark(target, questions(3), decoders, batch_size=3).rows(set())
     assert [row.error for row in rows] == ["RuntimeError: poison"] * 3
 
 

@@ -10,14 +10,8 @@ import torch
 
 from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.measure.draft_paths import DraftPaths, draft_paths
-from spectrain.measure.stop_simulation import (
-    Counts,
-    Setting,
-    disagreements,
-    misses_last,
-    simulate_oracle,
-    simulate_stops,
-)
+from spectrain.measure.simulation import Text
+from spectrain.measure.stop_simulation import Counts, Setting, simulate_oracle, simulate_stops
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.methods.stopping import CountingStop, OracleStop
@@ -59,19 +53,19 @@ def real(target, drafter_of, prompt, max_new_tokens, rule, sampling=None, **opti
     counting = CountingStop(rule)
     (generation,) = generate(target, drafter_of(counting), [prompt], max_new_tokens, sampling, **options)
     discarded = sum(generation.drafted) - sum(generation.accepted)
-    counts = (np.array([n]) for n in (discarded, generation.target_forwards, counting.draft_forwards))
-    return Counts(len(generation.tokens) - 1, *counts), generation.tokens
+    counts = (np.array([n]) for n in (generation.target_forwards, discarded, counting.draft_forwards))
+    return Counts(np.array(len(generation.tokens) - 1), *counts), generation.tokens
 
 
 def paths_of(target, drafter, heads, prompt, text, max_new_tokens, sampling, seed=0, rows=5) -> DraftPaths:
     return draft_paths(
-        *(target, drafter, heads, prompt, text, MAX_CANDIDATES, max_new_tokens, sampling),
+        *(target, drafter, heads, Text(prompt, text), MAX_CANDIDATES, max_new_tokens, sampling),
         *(np.random.default_rng(seed), rows),
     )
 
 
 def numbers(counts: Counts, i: int = 0) -> tuple[int, ...]:
-    return counts.tokens, int(counts.discarded[i]), int(counts.target_calls[i]), int(counts.draft_forwards[i])
+    return int(counts.tokens), int(counts.discarded[i]), int(counts.target_calls[i]), int(counts.draft_forwards[i])
 
 
 def greedy_texts(target, stop_early: bool, n_tokens: int = 26) -> list[tuple[list[int], list[int], int, list[int]]]:
@@ -118,7 +112,7 @@ def test_the_oracle_discards_nothing_and_calls_the_target_as_often_as_theorem_4_
         in_s = bool(wrong) and wrong[-1] == len(text) - 1
         missing_last.add(in_s)
         paths = paths_of(target, drafter, [], prompt, text, max_new_tokens, Sampling())
-        assert (disagreements(paths), misses_last(paths)) == (len(wrong), in_s)
+        assert [i + 1 for i, accepted in enumerate(paths.accepted) if accepted == 0] == wrong
         oracle = OracleStop({tuple(prompt): text})
         expected, written = real(
             *(target, partial(drafter.with_stop, max_new_tokens), prompt, max_new_tokens, oracle), stop_token_ids=stops

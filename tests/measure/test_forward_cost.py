@@ -10,7 +10,7 @@ import pytest
 
 from spectrain.decoding.budget import ForwardCost, Roofline
 from spectrain.decoding.errors import UserError
-from spectrain.measure.forward_cost import fit_roofline, measure_forward, steadied
+from spectrain.measure.forward_cost import Grid, fit_roofline, measure_forward, steadied
 
 NODES, BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8), (64, 512, 2048)
 TRUE = Roofline(1e-3, 5e-3, 1e-4, 4e-7, 1e-8, 0.0)  # free up to b n = 50
@@ -45,12 +45,10 @@ def test_times_that_only_grow_leave_nothing_free():
 
 
 def test_every_cell_is_timed(llama_target):
-    rounds = []
-    cost = measure_forward(llama_target, (4, 1), (2, 1), (8, 40), repeats=3, on_round=rounds.append)
+    cost = measure_forward(llama_target, Grid((4, 1), (2, 1), (8, 40), repeats=3))
     assert (cost.nodes, cost.batch_sizes, cost.contexts) == ((1, 4), (1, 2), (8, 40))
     assert np.array(cost.seconds).shape == np.array(cost.spread).shape == (2, 2, 2)
     assert (np.array(cost.seconds) > 0).all()
-    assert rounds == [0, 1, 2, 3]
     assert cost.roofline is None
 
 
@@ -67,7 +65,7 @@ def test_every_cell_is_timed(llama_target):
 def test_a_wrong_grid_is_refused(llama_target, wrong, says):
     grid = {"nodes": (1, 2), "batch_sizes": (1,), "contexts": (8,), "repeats": 1} | wrong
     with pytest.raises(UserError) as error:
-        measure_forward(llama_target, **grid)
+        Grid(**grid).check(llama_target)
     assert says in str(error.value)
 
 

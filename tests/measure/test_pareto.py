@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from spectrain.measure.pareto import Table, area_below, areas, compare, front
+from spectrain.measure.pareto import Fronts, area_below, compare, front
+from spectrain.measure.stop_simulation import Counts
 
 
 def points(*pairs: tuple[float, float]) -> np.ndarray:
@@ -28,33 +29,35 @@ def test_the_area_is_that_under_straight_lines_and_level_behind_the_last_point()
 
 
 def test_families_are_compared_over_the_rates_that_all_of_them_reach():
-    found = areas({"a": points((0.2, 4.0), (0.6, 0.0)), "b": points((0.4, 3.0), (0.8, 1.0))})
+    families = {"a": range(2), "b": range(2, 4)}
+    found = Fronts.of(families, points((0.2, 4.0), (0.6, 0.0), (0.4, 3.0), (0.8, 1.0)))
     assert (found.low, found.high) == (0.4, 0.6)
     assert found.areas == pytest.approx({"a": 0.2 * 1.0, "b": 0.2 * 2.5})
-    assert found.heights() == pytest.approx({"a": 1.0, "b": 2.5})
-    apart = areas({"a": points((0.2, 4.0), (0.3, 0.0)), "b": points((0.4, 3.0), (0.8, 1.0))})
+    assert found.heights == pytest.approx({"a": 1.0, "b": 2.5})
+    apart = Fronts.of(families, points((0.2, 4.0), (0.3, 0.0), (0.4, 3.0), (0.8, 1.0)))
     assert all(map(math.isnan, apart.areas.values()))
 
 
-def random_table(n_texts: int, lower: int, seed: int = 0) -> Table:
+def random_counts(n_texts: int, lower: int, seed: int = 0) -> Counts:
     """Three settings of a family, and the same again with `lower` of 100 discarded tokens fewer."""
     rng = np.random.default_rng(seed)
     noise = rng.integers(-5, 6, n_texts)
     calls = np.array([20, 40, 60])[:, None] + noise
     discarded = np.array([90, 50, 30])[:, None] + rng.integers(-10, 11, (3, n_texts))
     both = np.concatenate([discarded, discarded - lower])
-    return Table(np.full(n_texts, 100), both, np.concatenate([calls, calls]), np.zeros((6, n_texts)))
+    return Counts(np.full(n_texts, 100), np.concatenate([calls, calls]), both, np.zeros((6, n_texts)))
 
 
 def test_a_family_that_is_better_by_a_constant_differs_by_it():
-    found = compare(random_table(30, 10), {"a": range(3), "b": range(3, 6)}, n_resamples=200)
+    found = compare(random_counts(30, 10), {"a": range(3), "b": range(3, 6)}, n_resamples=200)
     for differences in (found.differences, found.held_out_differences):
         estimate = differences["b"]
         assert estimate.value == pytest.approx(-0.1)
         assert (estimate.low, estimate.high) == pytest.approx((-0.1, -0.1))  # paired: texts vary, the difference not
     assert found.heights["a"].low < found.heights["a"].value < found.heights["a"].high
-    assert found.share_below == {"a": 1.0, "b": 1.0}
-    assert compare(random_table(30, -10), {"a": range(3), "b": range(3, 6)}, n_resamples=2).share_below["b"] == 0.0
+    assert found.fronts.shares_below() == {"a": 1.0, "b": 1.0}
+    worse = compare(random_counts(30, -10), {"a": range(3), "b": range(3, 6)}, n_resamples=2)
+    assert worse.fronts.shares_below()["b"] == 0.0
 
 
 def test_chance_lowers_a_front_of_many_settings_in_sample_but_not_held_out():
@@ -64,15 +67,14 @@ def test_chance_lowers_a_front_of_many_settings_in_sample_but_not_held_out():
     ends = np.array([[90.0] * n_texts, [10.0] * n_texts])
     middle = 50 + rng.normal(0, 20, (n_copies, n_texts))
     calls = np.repeat([[20.0], [60.0]], n_texts, axis=1), np.full((n_copies, n_texts), 40.0)
-    table = Table(
-        np.full(n_texts, 100.0), np.concatenate([ends, middle]), np.concatenate(calls), np.zeros((42, n_texts))
-    )
-    found = compare(table, {"ends": range(2), "many": range(42)}, n_resamples=2)
+    discarded, nothing = np.concatenate([ends, middle]), np.zeros((42, n_texts))
+    counts = Counts(np.full(n_texts, 100.0), np.concatenate(calls), discarded, nothing)
+    found = compare(counts, {"ends": range(2), "many": range(42)}, n_resamples=2)
     assert found.differences["many"].value < -0.025
     assert abs(found.held_out_differences["many"].value) < 0.012
 
 
 def test_few_texts_have_no_interval():
-    found = compare(random_table(3, 10), {"a": range(3), "b": range(3, 6)})
+    found = compare(random_counts(3, 10), {"a": range(3), "b": range(3, 6)})
     assert found.differences["b"].value == pytest.approx(-0.1)
     assert math.isnan(found.differences["b"].low)

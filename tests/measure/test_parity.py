@@ -6,40 +6,39 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import Sampling, TargetModel
-from spectrain.measure.contenders import Method, Work, build_peer
-from spectrain.measure.parity import Acceptance, Steps, computed, counted, full_steps
+from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.measure.baselines import build_baseline
+from spectrain.measure.parity import Acceptance, Steps, computed, counted, draft_logits, full_steps, logits_of
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
-from spectrain.parity import logits_of, spire_logits, vanilla_logits
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.models.test_spire import make
 
 GREEDY, T1 = Sampling(), Sampling(temperature=1.0)
 
 
-def work(sampling: Sampling, new_tokens: int) -> Work:
-    return Work(new_tokens, sampling, batch_size=8, stop_token_ids=())
+def write(target, method, contexts, sampling, new_tokens):
+    return generate(target, method, contexts, new_tokens, sampling, batch_size=8, stop_token_ids=())
 
 
 def both_sides(target, method, draft, contexts, sampling, new_tokens=20):
     """What is computed at the loop's steps, and what the loop counts."""
-    written = Method(target, method).decode(contexts, list(range(len(contexts))), work(sampling, new_tokens))
+    written = write(target, method, contexts, sampling, new_tokens)
     steps = [full_steps(c, one, method.gamma) for c, one in zip(contexts, written, strict=True)]
-    found = computed(steps, method.gamma, draft, logits_of(target), sampling)
-    return found.at_steps, counted(steps, method.gamma)
+    _, at_steps = computed(steps, method.gamma, draft, logits_of(target), sampling)
+    return at_steps, counted(steps, method.gamma)
 
 
 def vanilla(gamma: int = 3, scale: float = 0.05):
     target = TargetModel(tiny_model("llama"))
     method = Speculative(TargetModel(noisy_copy(target.model, scale)), gamma)
-    return target, method, vanilla_logits(method, target)
+    return target, method, draft_logits(method, target)
 
 
 def spire(**options):
     target, drafter = make(n_target_layers=4, k=3, window_tokens=6, **options)
     method = Spire(drafter)
-    return target, method, spire_logits(method, target)
+    return target, method, draft_logits(method, target)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_sampled_acceptance_is_equal_on_average(drafter, sampling):
 
 def test_another_drafter_s_computation_does_not_pass():
     target, method, _ = vanilla(scale=0.05)
-    other = vanilla_logits(Speculative(TargetModel(noisy_copy(target.model, 0.4)), 3), target)
+    other = draft_logits(Speculative(TargetModel(noisy_copy(target.model, 0.4)), 3), target)
     ours, loop = both_sides(target, method, other, random_prompts([12] * 64), T1)
     assert not ours.minus(loop).tau().low <= 0 <= ours.minus(loop).tau().high
     assert ours.minus(loop).apart()
@@ -78,10 +77,9 @@ def test_another_drafter_s_computation_does_not_pass():
 def test_assisted_generation_takes_the_loop_s_steps_under_greedy_decoding():
     target, method, _ = vanilla(gamma=3)
     contexts = random_prompts([9, 21, 14])
-    written = Method(target, method).decode(contexts, [0, 1, 2], work(GREEDY, 24))
+    written = write(target, method, contexts, GREEDY, 24)
     begun = [[*context, one.tokens[0]] for context, one in zip(contexts, written, strict=True)]
-    peer = build_peer("hf_assisted", target, {}, method)
-    theirs = peer.decode(begun, [0, 1, 2], Work(23, GREEDY, stop_token_ids=()))
+    theirs = build_baseline("hf_assisted", target, speculative=method)(begun, 23, GREEDY, stop_token_ids=())
     for context, own, first, other in zip(contexts, written, begun, theirs, strict=True):
         assert full_steps(context, own, 3) == full_steps(first, other, 3, of_context=True)
         assert own.drafted == other.drafted
@@ -90,7 +88,7 @@ def test_assisted_generation_takes_the_loop_s_steps_under_greedy_decoding():
 
 def test_steps_cut_short_by_the_end_are_left_out():
     target, method, _ = vanilla(gamma=3)
-    (generation,) = Method(target, method).decode(random_prompts([9]), [0], work(GREEDY, 10))
+    (generation,) = write(target, method, random_prompts([9]), GREEDY, 10)
     steps = full_steps([4] * 9, generation, 3)
     assert steps.begins == 9
     assert all(root <= 9 + 10 - 1 - 4 for root in steps.roots)  # room for three drafts and the bonus behind the root
@@ -102,13 +100,13 @@ def test_expected_counts_by_hand():
     p, q = torch.tensor([0.8, 0.2]).log(), torch.tensor([0.5, 0.5]).log()
     logits = lambda value: lambda tokens, positions: value.expand(*positions.shape, 2)  # noqa: E731
     text = Steps(tokens=[0, 0, 1, 0], begins=1, roots=[1], accepted=[2])
-    found = computed([text], 2, logits(q), logits(p), T1)
+    _, at_steps = computed([text], 2, logits(q), logits(p), T1)
     # sum min(p, q) = 0.5 + 0.2; the first written token is 1: kept with min(1, 0.5 / 0.2) = 1
-    np.testing.assert_allclose(found.at_steps.counts, [[1, 0.7, 0.7]], atol=1e-6)
+    np.testing.assert_allclose(at_steps.counts, [[1, 0.7, 0.7]], atol=1e-6)
     other = Steps(tokens=[0, 0, 0, 0], begins=1, roots=[1], accepted=[2])
-    found = computed([other], 2, logits(q), logits(p), T1)
+    _, at_steps = computed([other], 2, logits(q), logits(p), T1)
     # the first written token is 0: kept with 0.5 / 0.8
-    np.testing.assert_allclose(found.at_steps.counts, [[1, 0.7, 0.625 * 0.7]], atol=1e-6)
+    np.testing.assert_allclose(at_steps.counts, [[1, 0.7, 0.625 * 0.7]], atol=1e-6)
 
 
 def test_rates_are_of_the_steps_that_came_so_far():

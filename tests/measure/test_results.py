@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spectrain.decoding import Generation, Source
-from spectrain.measure.results import BASELINE, QuestionRow, question_row, summarise
+from spectrain.measure.results import BASELINE, QuestionRow, summarise
 
 ROOT, INPUT, LOGITS = int(Source.ROOT), int(Source.INPUT), int(Source.LOGITS)
 KINDS = {BASELINE: "method", "lookup": "method", "hf_generate": "peer"}
@@ -39,7 +39,10 @@ def turn(**changes) -> Generation:
 
 
 def row(method: str, question: str, *turns: Generation, category: str = "maths") -> QuestionRow:
-    return question_row(question, category, method, turns, [7] * len(turns), ["text"] * len(turns), 1000)
+    one = QuestionRow(question, category, method, peak_memory_bytes=1000)
+    for generation in turns:
+        one.add_turn(7, generation, "text")
+    return one
 
 
 def plain(tokens: list[int], seconds: float) -> Generation:

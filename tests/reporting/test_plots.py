@@ -39,7 +39,8 @@ def test_every_plot_names_what_it_shows():
     assert "80 % 50 % 25 %" in texts["Acceptance by draft position"]
     assert "25 % of 800" in texts["Acceptance by source"]
     assert "0.40" in texts["Acceptance by source"]  # 200 accepted in 500 steps
-    assert "25.0 % outside the forward pass" in texts["Where the time goes"]
+    assert "outside the forward pass" in texts["Where the time goes"]
+    assert texts["Where the time goes"].count("75.0 % 15.0 % 5.0 % 3.0 % 2.0 % 25.0 %") == 4
 
 
 def test_methods_that_a_category_lacks_keep_their_row():
@@ -142,3 +143,74 @@ def test_drawing_leaves_matplotlib_as_it_was():
         before = dict(matplotlib.rcParams)
         drawn(fake_results(["autoregressive", "spire"]))
         assert dict(matplotlib.rcParams) == before
+
+
+def test_the_same_figure_is_the_same_text_without_a_date_and_names_stay_text():
+    name = '<script>alert("x")</script>'
+    first, again = (benchmark_plots(fake_results(["autoregressive", name]), []) for _ in range(2))
+    assert first == again
+    for plot in first:
+        assert "script" not in Page(plot.svg).tags
+        assert "date" not in plot.svg.lower()
+        assert drawing.shortened(name) in Page(plot.svg).text
+    ids = [value for plot in first for name, value in Page(plot.svg).attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("ends", [(1.9, 2.1), (float("nan"), float("nan")), (2.0 + 1e-15, 2.1)])
+def test_a_curve_is_drawn_with_any_interval(tmp_path, ends):
+    """With one context the interval is no number, and rounding may put an end beyond the value."""
+    low, high = ends
+    measured = {"eval/loss": 1.0, "eval/tau": 2.0, "eval/tau_low": low, "eval/tau_high": high}
+    found = plots.training_pictures({1: {"train/loss": 1.5}, 3: measured})
+    assert list(found) == ["curve"]
+    drawing.write_png(found["curve"], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 5000
+    titles = [ax.get_title("left") for ax in found["curve"].axes if ax.get_visible()]
+    assert titles == [plots.METRICS[name] for name in ("train/loss", "eval/loss", "eval/tau")]
+
+
+def test_validations_are_drawn_by_position_and_the_last_is_the_darkest():
+    rows = {step: {f"eval/alpha_step_{i}": (step + i) / 20 for i in (2, 1)} for step in (1, 4, 9)}
+    (ax,) = plots.training_pictures(rows | {2: {"train/loss": 1.0}})["acceptance"].axes
+    assert [list(line.get_ydata()) for line in ax.lines] == [[0.1, 0.15], [0.25, 0.3], [0.5, 0.55]]
+    assert [line.get_alpha() for line in ax.lines] == sorted(line.get_alpha() for line in ax.lines)
+    assert [text.get_text() for text in ax.figure.legends[0].get_texts()] == ["step 2", "step 10"]
+
+
+def test_a_weighted_loss_has_an_optimum_of_its_own_beside_the_diagonal():
+    bins = {
+        "head": [{"positions": 3, "predicted": 0.2, "label": 0.4}, {"positions": 1, "predicted": 0.6, "label": 0.8}]
+    }
+    above, beside = plots.calibration(bins, {"head": {"label": "head"}}, w_rej=3.0).axes
+    diagonal, aim, head = above.lines
+    assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
+    assert (aim.get_xdata()[50], aim.get_ydata()[50]) == pytest.approx((0.25, 0.5))  # 0.5 / (0.5 + 3 x 0.5)
+    assert (list(head.get_xdata()), list(head.get_ydata())) == ([0.2, 0.6], [0.4, 0.8])
+    assert list(beside.lines[0].get_ydata()) == [0.75, 0.25]
+    assert len(plots.calibration(bins, {"head": {}}).axes[0].lines) == 2
+    assert plots.calibration({"head": [{"positions": 0}]}, {}) is None
+
+
+def test_drafters_stand_beside_what_the_paper_reports_of_them():
+    def tau(value: float) -> dict:
+        one = {"value": value, "low": value - 0.1, "high": value + 0.1}
+        return {"tau": {"64 tokens, greedy": one, "64 tokens, T=1": one}}
+
+    ours = {"drafters": {"spire": tau(3.0), "vanilla": tau(2.0)}}
+    greedy, sampled = plots.drafters(ours).axes
+    assert [text.get_text() for text in greedy.texts] == ["3.00", "2.00"]
+    assert [text.get_text() for text in sampled.texts] == ["3.00 (paper 3.40)", "2.00 (paper 2.65)"]
+    throughput = [ax for ax in plots.drafters(ours, {"spire": ({"value": 2.5}, 2.78)}).axes if ax.get_visible()][2]
+    assert [text.get_text() for text in throughput.texts] == ["2.50 (paper 2.78)", "not measured"]
+    alone = plots.drafters({"drafters": {"spire": tau(3.0), "mine": tau(2.0)}})  # one name tells nothing
+    assert not alone.legends
+
+
+def test_sides_of_parity_are_drawn_for_each_sampling():
+    rates = [{"value": 0.75, "low": 0.7, "high": 0.8}, {"value": None, "low": None, "high": None}]
+    rows = {name: {"acceptance": rates} for name in ("T=1, validation", "greedy, the loop", "T=1, the loop")}
+    figure = plots.parity({"positions": [1, 2], "rows": rows})
+    assert [ax.get_title("left") for ax in figure.axes] == ["T=1", "greedy"]
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[0.75], [0.7, 0.8]] * 2  # whiskers
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["validation", "the loop"]

@@ -165,7 +165,7 @@ def test_what_is_no_store_is_said(tmp_path, folder):
 def test_a_header_that_is_no_header_is_damage_without_verification(folder):
     file = folder / shard_name(0)
     file.write_bytes(b"\xff" * file.stat().st_size)
-    assert "store/shard-00000.safetensors is damaged (" in open_or_sentence(folder, verify=False)
+    assert "store/shard-00000.safetensors is damaged: " in open_or_sentence(folder, verify=False)
 
 
 def test_another_target_and_missing_layers_are_refused(folder):

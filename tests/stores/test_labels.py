@@ -13,12 +13,12 @@ from datasets import Dataset
 
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import newest_datastore
-from spectrain.stores.labels import (
-    FEATURES,
+from spectrain.stores.rows import (
+    LABEL_COLUMNS,
     AcceptanceManifest,
     newest_acceptance,
     open_acceptance,
-    write_acceptance,
+    save_rows,
 )
 from tests.retrieval.reference import make_store
 
@@ -54,7 +54,7 @@ def manifest(**changes) -> AcceptanceManifest:
 
 
 def write(folder: Path, **changes) -> Path:
-    write_acceptance(folder, Dataset.from_list(ROWS, features=FEATURES), manifest(**changes))
+    save_rows(folder, Dataset.from_list(ROWS, features=LABEL_COLUMNS), manifest(**changes))
     return folder
 
 
@@ -66,7 +66,7 @@ def folder(tmp_path) -> Path:
 def test_what_is_written_is_read(folder, tmp_path):
     store = open_acceptance(str(folder))
     assert store.rows.to_list() == ROWS
-    assert datasets.load_from_disk(str(folder)).features == FEATURES
+    assert datasets.load_from_disk(str(folder)).features == LABEL_COLUMNS
     assert dataclasses.replace(store.manifest, files={}) == manifest()
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     assert not any(file.name.endswith(".tmp") for file in folder.iterdir())

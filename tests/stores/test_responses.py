@@ -12,8 +12,8 @@ import pytest
 
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import newest_datastore
-from spectrain.stores.responses import (
-    FEATURES,
+from spectrain.stores.rows import (
+    RESPONSE_COLUMNS,
     ResponseManifest,
     newest_responses,
     open_responses,
@@ -60,8 +60,8 @@ def folder(tmp_path) -> Path:
 def test_what_is_written_is_read(folder, tmp_path):
     store = open_responses(str(folder))
     assert store.rows.to_list() == ROWS
-    assert store.rows.features == FEATURES
-    assert datasets.load_from_disk(str(folder)).features == FEATURES
+    assert store.rows.features == RESPONSE_COLUMNS
+    assert datasets.load_from_disk(str(folder)).features == RESPONSE_COLUMNS
     assert dataclasses.replace(store.manifest, files={}) == manifest()
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 

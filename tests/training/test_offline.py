@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning import Callback, Trainer
 
-from data_prep.capture import Capturing, TokenRows, autocast, capture_shard
+from data_prep.capture import ShardParts, TokenRows, autocast
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.models.pruned_init import new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
@@ -39,9 +39,10 @@ def token_rows(lengths: list[int]) -> TokenRows:
 
 def captured_store(folder, target: TargetModel, lengths: list[int], precision: str, dtype: str = "bfloat16"):
     """A store of two shards, in batches unlike those of training."""
-    rows, capturing = token_rows(lengths), Capturing(precision, dtype, batch_tokens=70)
-    target = target.with_capture(LAYERS)
-    shards = [capture_shard(target, rows, span, capturing) for span in (range(8), range(8, len(rows)))]
+    rows, target = token_rows(lengths), target.with_capture(LAYERS)
+    parts = ShardParts(rows, target, precision, dtype, batch_tokens=70, shard_tokens=sum(lengths[:8]), facts={})
+    assert len(parts.sizes) == 2
+    shards = [parts.capture(index) for index in range(2)]
     write_store(folder, shards, layers=list(LAYERS), hidden_size=32, dtype=dtype, precision=precision)
     return open_features(folder)
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spectrain.measure.stopping_times import TimedRow, fit_times, measured_rate, predicted_rate, speedup
+from spectrain.measure.stop_times import TimedRow, fit_times, measured_rate, speedup
 
 DRAFT_S = {"fixed gamma": 0.002, "specdecpp": 0.0025}
 
@@ -52,7 +52,7 @@ def test_plain_decoding_has_a_time_of_the_target_alone():
 
 def test_predicted_and_measured_rates_are_tokens_over_seconds():
     times = fit_times(rows(0.0))
-    predicted = predicted_rate(times, "specdecpp", np.array([60, 60]), np.array([80, 120]), np.array([10, 10]))
+    predicted = times.predicted_rate("specdecpp", np.array([60, 60]), np.array([80, 120]), np.array([10, 10]))
     assert predicted.value == pytest.approx(120 / (0.0025 * 200 + 0.01 * 20))
     assert predicted.low <= predicted.value <= predicted.high
     fast, slow = ([row(q, "fixed gamma", calls * (q + 1), 0) for q in range(3)] for calls in (10, 20))

@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 from spectrain import report
 from spectrain.cli import command
 from spectrain.decoding import Sampling, TargetModel, fingerprint, load_target
-from spectrain.measure import tune_specdecpp
+from spectrain.decoding.errors import UserError
+from spectrain.measure import stopping
+from spectrain.measure.answers import read_answers
 from spectrain.methods.registry import method_config, with_tuned
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.artifacts import Artifact, write_manifest
@@ -40,10 +42,14 @@ def export_head(folder: Path, target: TargetModel, kind: str, drafter: Path, n_b
 
 
 @pytest.fixture(scope="module")
-def exported(shared, tmp_path_factory) -> Path:
+def target(shared) -> TargetModel:
+    return load_target(shared / "target", "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def exported(target, tmp_path_factory) -> Path:
     """Drafters `vanilla`, `other` and `spire` of the tiny target, two heads of the first and one of the last."""
     root = tmp_path_factory.mktemp("exports")
-    target = load_target(shared / "target", "float32", "cpu")
     for seed, name in enumerate(("vanilla", "other")):
         noisy_copy(target.model, 0.3, seed).save_pretrained(root / name)
         target.tokenizer.save_pretrained(root / name)
@@ -128,20 +134,20 @@ def check_page(found: dict) -> None:
 def test_an_interrupted_run_goes_on_and_a_spire_drafter_samples(run, asked, monkeypatch):
     heads = f"stopping.heads={asked}/on_sp*"
     command = ("tune", *SMALL, heads, "stopping.judge=[current]", "sampling=t1", "out=t")
-    measure = tune_specdecpp.measure
+    time_drafters = stopping.time_drafters
 
     def interrupted(*arguments):
-        rows = measure(*arguments)
-        if arguments[-2] == "best":
+        rows = time_drafters(*arguments)
+        if "best" in arguments:
             raise KeyboardInterrupt
         return rows
 
-    monkeypatch.setattr(tune_specdecpp, "measure", interrupted)
+    monkeypatch.setattr(stopping, "time_drafters", interrupted)
     code, _, err = run(*command)
     assert code == 130
-    assert "the same command goes on in t" in err
+    assert "run the same command to continue in t" in err
     kept = {name: Path("t", name).read_text() for name in ("responses.jsonl", "timed.jsonl")}
-    monkeypatch.setattr(tune_specdecpp, "measure", measure)
+    monkeypatch.setattr(stopping, "time_drafters", time_drafters)
     code, out, err = run(*command)
     assert code == 0, err
     assert kept == {name: Path("t", name).read_text() for name in kept}  # nothing was measured again
@@ -164,47 +170,89 @@ def test_methods_of_one_module_have_options_of_their_own(tmp_path):
         assert with_tuned(method_config(name), str(file)).threshold == threshold
 
 
+VALUES = {"gammas": [1, 4], "confidence": [0.1], "entropy": [5.0], "thresholds": [0.3], "judge": ["current"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"thresholds": [0.5, 1.0]}, "stopping.thresholds=1.0 must lie strictly between 0 and 1"),
+        ({"confidence": [0]}, "stopping.confidence=0 must lie strictly between 0 and 1"),
+        ({"entropy": [-1]}, "stopping.entropy=-1 must be an entropy above 0"),
+        ({"gammas": [2.5]}, "stopping.gammas=2.5 must be a whole number"),
+        ({"gammas": [7]}, "stopping.gammas has 7, more than method.max_candidates=6"),
+        ({"gammas": []}, "stopping.gammas is empty"),
+        ({"judge": ["next"]}, "stopping.judge=next must be one of current, previous"),
+        ({"min_candidates": 7}, "method.min_candidates has 7, more than method.max_candidates=6"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, reason):
+    values = {"min_candidates": 1, **VALUES, **changes}
+    with pytest.raises(UserError) as error:
+        stopping.settings_of(values, ["a"], values["min_candidates"], 6, "method.max_candidates")
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafters", "reason"),
+    [
+        (["nowhere*"], {}, "stopping.heads=nowhere* matches no folder"),
+        (["nowhere"], {}, "head=nowhere does not exist"),
+        (["{e}/vanilla"], {}, "vanilla drafter; give one made by"),
+        (["{e}/linear"], {"vanilla": "{e}/other"}, "was trained on the vanilla drafter"),
+        ([], {"vanilla": "{e}/other"}, "holds no acceptance head for the drafter"),
+        ([], {}, "head for this target; train one with python -m spectrain.train +exp=specdecpp"),
+        ([], {"vanilla": "{e}/vanilla", "spire": "{e}/spire"}, "names two drafters"),
+    ],
+)
+def test_heads_and_drafters_that_do_not_belong_together_are_refused(
+    target, exported, tmp_path, monkeypatch, heads, drafters, reason
+):
+    monkeypatch.chdir(tmp_path)
+    heads = [folder.replace("{e}", str(exported)) for folder in heads]
+    drafters = {kind: folder.replace("{e}", str(exported)) for kind, folder in drafters.items()}
+    with pytest.raises(UserError) as error:
+        stopping.open_heads(target, heads, drafters, Sampling())
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (None, "does not exist"),
+        ({"sampling": "temperature 1"}, "was written with sampling temperature 1, not"),
+        ({"target": "ffff"}, "was written with target ffff, not"),
+        ({}, "give the max_new_tokens that it was written with"),
+        ({"response": [7]}, "give more prompts"),
+    ],
+)
+def test_responses_of_something_else_are_refused(target, tmp_path, row, reason):
+    file = tmp_path / "responses.jsonl"
+    if row is not None:
+        file.write_text(json.dumps({"id": "a", "prompt": [5, 6], "response": [7, 8, 9], **row}) + "\n")
+    with pytest.raises(UserError) as error:
+        read_answers(file, target, Sampling(), 14)
+    assert reason in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["stopping.thresholds=[0.5,1.0]"], "stopping.thresholds=1.0 must lie strictly between 0 and 1"),
-        (["stopping.confidence=[0]"], "stopping.confidence=0 must lie strictly between 0 and 1"),
-        (["stopping.entropy=[-1]"], "stopping.entropy=-1 must be an entropy above 0"),
-        (["stopping.gammas=[2.5]"], "stopping.gammas=2.5 must be a whole number"),
-        (["stopping.gammas=[7]"], "more than method.max_candidates=6"),
-        (["stopping.gammas=[]"], "stopping.gammas is empty"),
-        (["stopping.judge=[next]"], "stopping.judge=next must be one of current, previous"),
         (["stopping.gammas=null"], "stopping.gammas is empty"),
         (["seed=-1"], "seed=-1 must be a whole number"),
         (["stopping.timed=0"], "stopping.timed=0 must be a whole number"),
         (["stopping.rows=0"], "stopping.rows=0 must be a whole number"),
-        (["method.min_candidates=7"], "method.min_candidates=7 must not exceed"),
         (["max_new_tokens=2"], "max_new_tokens=2 must be a whole number of at least 3"),
-        (["stopping.heads=[nowhere*]"], "stopping.heads=nowhere* matches no folder"),
-        (["stopping.heads=[nowhere]"], "head=nowhere does not exist"),
-        (["stopping.heads=[{e}/vanilla]"], "vanilla drafter; give one made by +exp=specdecpp"),
-        (["stopping.heads=[{e}/linear]", "drafter={e}/other"], "was trained on the vanilla drafter"),
-        (["drafter={e}/other"], "holds no acceptance head for this drafter"),
-        ([], "holds no acceptance head for this target; train one with python -m spectrain.train +exp=specdecpp"),
         (["drafter=[{e}/vanilla,{e}/spire]"], "names two drafters"),
         (
             ["stopping.heads=[{e}/on_spire]", "method.max_candidates=9", "stopping.gammas=[9]"],
-            "this drafter's 8 tokens",
+            "stopping.gammas has 9, more than this drafter's window_tokens=8",
         ),
         (["responses=nowhere.jsonl", "stopping.heads=[{e}/linear]"], "responses=nowhere.jsonl does not exist"),
-        (
-            ["responses=sampled.jsonl", "stopping.heads=[{e}/linear]"],
-            "was written with sampling temperature 1, not",
-        ),
-        (["responses=foreign.jsonl", "stopping.heads=[{e}/linear]"], "was written with target ffff, not"),
-        (["responses=short.jsonl", "stopping.heads=[{e}/linear]"], "give the max_new_tokens that it was written with"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_requests_are_one_sentence(run, asked, arguments, reason):
-    row = {"id": "a", "prompt": [5, 6], "response": [7, 8, 9]}
-    for name, facts in (("short", {}), ("sampled", {"sampling": "temperature 1"}), ("foreign", {"target": "ffff"})):
-        Path(f"{name}.jsonl").write_text(json.dumps(row | facts) + "\n")
     code, _, err = run("tune", *SMALL, *(argument.replace("{e}", str(asked)) for argument in arguments), "out=t")
     assert code == 2, err
     assert reason in err

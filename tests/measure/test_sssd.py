@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from spectrain.measure import tune_sssd
+from spectrain import tune
+from spectrain.measure import answers
 
 GRID = (
     *("grid.input_scale=[0.5,1.0]", "grid.input_prefix_decay=[0.5]", "grid.input_depth_decay=[1.0]"),
@@ -48,7 +49,7 @@ def test_the_choice_is_written_and_loaded_by_bench(run, command, stored):
 
 def test_stored_responses_need_no_decoding_and_give_the_same(run, command, monkeypatch):
     assert run(*command, "out=t")[0] == 0
-    monkeypatch.setattr(tune_sssd, "generate", None)
+    monkeypatch.setattr(answers, "generate", None)
     code, _, err = run(*command, "out=u", "responses=t/responses.jsonl")
     assert code == 0, err
     first, second = (json.loads(Path(f"{run}/result.json").read_text()) for run in "tu")
@@ -56,15 +57,15 @@ def test_stored_responses_need_no_decoding_and_give_the_same(run, command, monke
 
 
 def test_an_interrupted_run_keeps_its_responses(run, command, monkeypatch):
-    search = tune_sssd.search
-    monkeypatch.setattr(tune_sssd, "search", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    search = tune.choose_options
+    monkeypatch.setattr(tune, "choose_options", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, err = run(*command, "out=t")
     assert code == 130
-    assert "the same command goes on in t" in err
+    assert "run the same command to continue in t" in err
     file = Path("t/responses.jsonl")
     kept = file.read_text().splitlines(keepends=True)
     file.write_text("".join(kept[:3]) + kept[3][:20])  # killed while it wrote
-    monkeypatch.setattr(tune_sssd, "search", search)
+    monkeypatch.setattr(tune, "choose_options", search)
     assert run(*command, "out=t")[0] == 0
     assert file.read_text().splitlines(keepends=True) == kept
 
@@ -72,13 +73,11 @@ def test_an_interrupted_run_keeps_its_responses(run, command, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["responses=nowhere.jsonl"], "responses=nowhere.jsonl does not exist"),
         (["responses=asked.jsonl"], "row 1 has no prompt and response as token ids"),
         (["+grid.inputscale=[1]"], "grid.inputscale is no option of sssd"),
         (["grid.input_scale=[-1]"], "input_scale=-1 must be a number above 0"),
         (["method.last_logits=true"], "cannot be simulated without the target"),
         (["limit=1"], "give more prompts"),
-        (["datastore=nowhere"], "does not exist; build one"),
         (["max_new_tokens=1"], "max_new_tokens=1"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

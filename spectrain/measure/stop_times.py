@@ -1,0 +1,175 @@
+"""Time speculative decoding and explain its seconds as a sum over forwards (SpecDec++, equation 3.1 and section 5.2).
+
+    T = t_target N_target + t_draft N_draft
+
+is fitted by least squares, without intercept, to real runs: one row per question and setting, prefill left out.
+Families of settings share t_target. Each has its own t_draft, which holds the price of its stop rule per token and of
+one more token in the target's forward.
+
+Letters: K families, Q questions, B bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from spectrain.decoding import Drafter, Sampling, TargetModel, generate
+from spectrain.measure.simulation import Text
+from spectrain.measure.statistics import Estimate, ratio_of_sums
+from spectrain.measure.statistics import speedup as speedup_of
+from spectrain.stores.folder import RowFile
+
+N_RESAMPLES = 2000
+WARM_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class TimedRow:
+    """One question answered under one setting, without prefill and the token it draws: a line of `timed.jsonl`."""
+
+    stage: str  # "regression" | "best"
+    question: int  # number of the prompt
+    setting: str
+    family: str
+    tokens: int
+    discarded: int
+    target_calls: int
+    draft_forwards: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TimedDrafter:
+    """A drafter to be timed. Where its `stop` is a CountingStop, the drafter's forwards are counted."""
+
+    name: str  # of the setting
+    family: str
+    drafter: Drafter
+
+
+def time_drafters(
+    target: TargetModel,
+    texts: Sequence[Text],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    file: Path,
+    stage: str,
+    drafters: Sequence[TimedDrafter],
+) -> list[TimedRow]:
+    """Decode the prompts with every drafter, question by question, each time beginning with another drafter.
+
+    Rows that the file holds are not measured again. Returns the rows of this stage.
+    """
+    rows = RowFile(file, TimedRow)
+    done = {(row.stage, row.question, row.setting) for row in rows.rows}
+    asked = [(i, drafters[(i + turn) % len(drafters)]) for i in range(len(texts)) for turn in range(len(drafters))]
+    todo = [(i, one) for i, one in asked if (stage, i, one.name) not in done]
+
+    def decode(one: TimedDrafter, question: int, max_new_tokens: int) -> TimedRow:
+        stop, prompt = getattr(one.drafter, "stop", None), texts[question].prompt
+        if stop is not None:
+            stop.draft_forwards = 0
+        options = {"seed": seed, "prompt_numbers": [question]}
+        (generation,) = generate(target, one.drafter, [prompt], max_new_tokens, sampling, **options)
+        return TimedRow(
+            *(stage, question, one.name, one.family),
+            tokens=len(generation.tokens) - 1,
+            discarded=sum(generation.drafted) - sum(generation.accepted),
+            target_calls=generation.target_forwards,
+            draft_forwards=stop.draft_forwards if stop is not None else 0,
+            seconds=sum(generation.time_s.values()),
+        )
+
+    for one in drafters if todo else ():
+        decode(one, 0, WARM_TOKENS)
+    for question, one in track(todo, f"seconds, {stage}", console=Console(stderr=True)):
+        rows.append(decode(one, question, max_new_tokens))
+    names = {one.name for one in drafters}
+    return [row for row in rows.rows if row.stage == stage and row.setting in names]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a forward."""
+
+    target_s: float
+    draft_s: dict[str, float]  # by family
+    r2: float  # 1 - residual / centred sum of squares; nan where all rows took equally many forwards
+    r2_uncentred: float  # 1 - residual / sum of squares, as regressions without intercept often have it
+    samples: np.ndarray  # [B, 1 + K] the same of resampled questions: target, then the families in order
+
+    def seconds(self, family: str, draft_forwards: float, target_calls: float) -> float:
+        return self.target_s * target_calls + self.draft_s[family] * draft_forwards
+
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """The 95 % interval of each time: "target" and the families."""
+        low, high = np.quantile(self.samples, [0.025, 0.975], axis=0).tolist()
+        return dict(zip(("target", *self.draft_s), zip(low, high, strict=True), strict=True))
+
+    def predicted_rate(
+        self, family: str, tokens: np.ndarray, draft_forwards: np.ndarray, target_calls: np.ndarray, seed: int = 0
+    ) -> Estimate:
+        """Tokens per second of texts with these counts, [Q] each.
+
+        The interval is a bootstrap over texts and, independently, over the questions of the regression.
+        """
+        counts = np.stack([tokens, draft_forwards, target_calls], axis=1).astype(float)
+        value = counts[:, 0].sum() / self.seconds(family, counts[:, 1].sum(), counts[:, 2].sum())
+        picks = np.random.default_rng(seed + 1).integers(len(counts), size=(len(self.samples), len(counts)))
+        sums = counts[picks].sum(axis=1)  # [B, 3]
+        draft_s = self.samples[:, 1 + list(self.draft_s).index(family)]
+        rates = sums[:, 0] / (self.samples[:, 0] * sums[:, 2] + draft_s * sums[:, 1])
+        return Estimate(float(value), *np.quantile(rates, [0.025, 0.975]).tolist())
+
+
+def fit_times(rows: Sequence[TimedRow], seed: int = 0) -> Times:
+    """Fit the regression and its bootstrap over questions. A family that never drafted has a t_draft of nan."""
+    families = list(dict.fromkeys(row.family for row in rows))
+    facts = np.zeros((len(rows), 1 + len(families)))
+    for i, row in enumerate(rows):
+        facts[i, 0], facts[i, 1 + families.index(row.family)] = row.target_calls, row.draft_forwards
+    seconds = np.array([row.seconds for row in rows])
+    questions = np.array([row.question for row in rows])
+    # The normal equations of each question: a resample adds up those that it drew.
+    own = [questions == q for q in np.unique(questions)]
+    squares = np.stack([facts[rows_of].T @ facts[rows_of] for rows_of in own])
+    products = np.stack([facts[rows_of].T @ seconds[rows_of] for rows_of in own])
+    picks = np.random.default_rng(seed).integers(len(own), size=(N_RESAMPLES, len(own)))
+    found = _solve(squares.sum(0), products.sum(0))
+    samples = np.stack([_solve(squares[p].sum(0), products[p].sum(0)) for p in picks])
+    residual = float(((seconds - facts @ np.nan_to_num(found)) ** 2).sum())
+    spread = float(((seconds - seconds.mean()) ** 2).sum()) if np.ptp(facts, axis=0).any() else 0.0
+    r2 = [1 - residual / whole if whole else math.nan for whole in (spread, float((seconds**2).sum()))]
+    return Times(float(found[0]), dict(zip(families, found[1:].tolist(), strict=True)), *r2, samples)
+
+
+def _solve(squares: np.ndarray, products: np.ndarray) -> np.ndarray:
+    """Least squares; a column that is all zero has no coefficient."""
+    used = np.diag(squares) > 0
+    found = np.full(len(products), math.nan)
+    found[used] = np.linalg.lstsq(squares[np.ix_(used, used)], products[used], rcond=None)[0]
+    return found
+
+
+def measured_rate(rows: Sequence[TimedRow]) -> Estimate:
+    """Tokens per second of measured rows."""
+    return ratio_of_sums([row.tokens for row in rows], [row.seconds for row in rows])
+
+
+def speedup(rows: Sequence[TimedRow], baseline: Sequence[TimedRow]) -> Estimate:
+    """The ratio of both rates on the questions that both have answered."""
+    pairs: Mapping[int, TimedRow] = {row.question: row for row in baseline}
+    own = [row for row in rows if row.question in pairs]
+    theirs = [pairs[row.question] for row in own]
+    return speedup_of(
+        *([row.tokens for row in own], [row.seconds for row in own]),
+        *([row.tokens for row in theirs], [row.seconds for row in theirs]),
+    )

@@ -1,0 +1,276 @@
+"""Compare stop rules on one drafter and the same texts: acceptance heads, heuristics and fixed draft lengths.
+
+The drafter is rolled out once from every token of every text. What each setting would have cost follows exactly. Real
+runs of a few prompts say what a forward costs, which predicts the speed of every setting. The best setting of each
+family is then timed itself (SpecDec++, sections 4.3 and 5).
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from spectrain.decoding import Sampling, TargetModel, fingerprint
+from spectrain.decoding.errors import UserError
+from spectrain.measure.draft_paths import DraftPaths, draft_paths
+from spectrain.measure.simulation import Text
+from spectrain.measure.stop_results import ORACLE, StopMeasurements, grouped
+from spectrain.measure.stop_simulation import FIXED, HEAD, Counts, Setting, simulate_oracle, simulate_stops
+from spectrain.measure.stop_times import TimedDrafter, TimedRow, Times, fit_times, time_drafters
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.registry import BASELINE, find_artifact
+from spectrain.methods.specdecpp import OpenDrafter, open_drafter
+from spectrain.methods.stopping import CountingStop, OracleStop
+from spectrain.models.artifacts import MANIFEST, read_manifest
+from spectrain.models.head import AcceptanceHead, HeadFacts, read_head_facts
+from spectrain.stores.locations import CHECKPOINTS
+
+log = logging.getLogger(__name__)
+
+COIN_STREAM = 0xC01  # tells the coins' random numbers from all others of this seed
+
+
+@dataclass(frozen=True)
+class OpenHead:
+    """An acceptance head with its weights."""
+
+    folder: Path
+    facts: HeadFacts
+    module: AcceptanceHead
+
+    def described(self) -> dict:
+        return {
+            "folder": str(self.folder),
+            "w_rej": self.facts.w_rej,
+            "n_blocks": self.facts.head.n_blocks,
+            "mixing_share": self.facts.mixing_share,
+            "trained_for": self.facts.sampling.describe(),
+            "trained": read_manifest(self.folder, "head").trained,
+        }
+
+
+def open_heads(
+    target: TargetModel, patterns: Sequence[str], drafters: Mapping[str, str], sampling: Sampling
+) -> tuple[OpenDrafter, dict[str, OpenHead]]:
+    """Open a drafter and the acceptance heads that were trained on it.
+
+    Args:
+        target: of both.
+        patterns: folders or globs of heads; none: all below `checkpoints/` that belong to this target and drafter.
+        drafters: the drafter's folder by its kind; empty: the drafter that the first (or newest) head names.
+        sampling: of the decoding to come; a head that was trained for another one gives a warning.
+
+    Raises:
+        UserError: they do not fit one another or the target, a pattern matches nothing, or there is no head.
+    """
+    prints = fingerprint(target.model, target.tokenizer)
+    folders: list[Path] = []
+    for pattern in patterns:
+        matches = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
+        if not matches:
+            raise UserError(f"stopping.heads={pattern} matches no folder; give folders of +exp=specdecpp")
+        folders += [Path(match) for match in matches if Path(match) not in folders]
+    if not drafters:
+        known = read_head_facts(folders[0] if folders else Path(find_artifact("head", target)), prints).drafter
+        drafters = {known.kind: known.path if Path(known.path).exists() else find_artifact(known.kind, target)}
+    if len(drafters) > 1:
+        raise UserError(
+            f"drafter=[{','.join(drafters.values())}] names two drafters; give the one that the heads were trained on"
+        )
+    opened = open_drafter(target, *next(iter(drafters.items())))
+    heads: dict[str, OpenHead] = {}
+    for folder in folders or _fitting_heads(prints, opened):
+        facts = read_head_facts(folder, prints)
+        name = folder.name if folder.name not in heads else str(folder)
+        heads[name] = OpenHead(folder, facts, opened.open_head(folder, facts))
+        if warning := facts.why_off(folder, sampling):
+            log.warning("%s", warning)
+    return opened, heads
+
+
+def _fitting_heads(prints: str, opened: OpenDrafter) -> list[Path]:
+    """All heads below `checkpoints/` of this target and drafter, by name."""
+    found = []
+    for file in sorted(CHECKPOINTS.glob(f"*/{MANIFEST}")):
+        try:
+            is_head = read_manifest(file.parent, "head").kind == "head"
+            if is_head and read_head_facts(file.parent, prints).drafter.fingerprint == opened.facts.fingerprint:
+                found.append(file.parent)
+        except UserError as error:
+            log.info("passed over: %s", error)
+    if not found:
+        raise UserError(
+            f"{CHECKPOINTS}/ holds no acceptance head for the drafter {opened.facts.path}; train one with python -m "
+            "spectrain.train +exp=specdecpp, or give stopping.heads=[<folder>]"
+        )
+    return found
+
+
+def settings_of(
+    values: Mapping[str, Sequence], heads: Sequence[str], min_candidates: int, longest: int, limit: str
+) -> tuple[Setting, ...]:
+    """Every setting, fixed lengths first.
+
+    Args:
+        values: `gammas`, and thresholds of the rules: `confidence`, `entropy`, and `thresholds` of heads, with each
+            `judge`.
+        heads: their names.
+        min_candidates: tokens that a rule drafts in any case.
+        longest: most tokens of a draft.
+        limit: what `longest` is called.
+
+    Raises:
+        UserError: a value is out of range, or a list that is needed is empty.
+    """
+    for name in ("gammas", "thresholds", "judge"):
+        if not values[name]:
+            raise UserError(f"stopping.{name} is empty; give at least one value")
+    fixed = [Setting("gamma", gamma) for gamma in values["gammas"]]
+    for name, value in (("stopping.gammas", max(values["gammas"])), ("method.min_candidates", min_candidates)):
+        if value > longest:
+            raise UserError(f"{name} has {value}, more than {limit}={longest}; lower it")
+    return (
+        *fixed,
+        *(Setting(rule, threshold) for rule in ("confidence", "entropy") for threshold in values[rule]),
+        *(
+            Setting("head", threshold, head, judge)
+            for head, judge, threshold in product(heads, values["judge"], values["thresholds"])
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class StopSearch:
+    """What is compared, and how texts are decoded."""
+
+    opened: OpenDrafter
+    heads: dict[str, OpenHead]
+    settings: tuple[Setting, ...]
+    min_candidates: int
+    max_candidates: int
+    timed: int  # prompts
+    rows: int  # roots drafted from at a time
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+
+    @property
+    def modules(self) -> dict[str, AcceptanceHead]:
+        return {name: head.module for name, head in self.heads.items()}
+
+    def timed_drafter(self, setting: Setting) -> TimedDrafter:
+        stop = CountingStop(setting.stop(self.modules, self.min_candidates))
+        drafter = self.opened.with_stop(setting.gamma_within(self.max_candidates), stop)
+        return TimedDrafter(str(setting), setting.family, drafter)
+
+    def tuned_options(self, best: Mapping[str, int]) -> dict[str, dict]:
+        """The best setting of each family as options of the methods that can run with this drafter."""
+        limits = {"min_candidates": self.min_candidates, "max_candidates": self.max_candidates}
+        chosen = {family: self.settings[i] for family, i in best.items()}
+        spire, head = self.opened.facts.kind == "spire", chosen[HEAD]
+        tuned: dict[str, dict] = {"spire" if spire else "speculative": {"gamma": chosen[FIXED].value}}
+        tuned["specdecpp"] = {"head": str(self.heads[head.head].folder), "threshold": head.value}
+        tuned["specdecpp"] |= {**limits, "judge": head.judge}
+        for family in ("confidence", "entropy"):
+            if family in chosen and not spire:  # these methods take an ordinary draft model
+                tuned[f"{family}_stop"] = {"threshold": chosen[family].value, **limits}
+        return tuned
+
+
+def compare_stop_rules(target: TargetModel, search: StopSearch, texts: Sequence[Text], file: Path) -> StopMeasurements:
+    """Simulate all settings, time some, and time the best of each family.
+
+    Args:
+        target: wrote the texts.
+        search: what to compare.
+        texts: answers of at least two tokens.
+        file: keeps the timed rows of an interrupted run.
+
+    Raises:
+        UserError: every timed text ended with its first token.
+    """
+    paths = []
+    for number, text in enumerate(track(texts, "drafts", console=Console(stderr=True))):
+        coins = np.random.default_rng((search.seed, number, COIN_STREAM))
+        limits = search.max_candidates, search.max_new_tokens, search.sampling, coins, search.rows
+        paths.append(draft_paths(target, search.opened, list(search.modules.values()), text, *limits))
+    limits = search.max_candidates, search.min_candidates
+    counts = Counts.stack([simulate_stops(one, search.settings, list(search.heads), *limits) for one in paths])
+    timed = texts[: search.timed]
+    time = partial(time_drafters, target, timed, search.max_new_tokens, search.sampling, search.seed, file)
+    plain = TimedDrafter(BASELINE, BASELINE, Autoregressive())
+    regression = time("regression", [plain, *map(search.timed_drafter, regression_settings(search.settings, counts))])
+    drafted = [row for row in regression if row.draft_forwards]
+    if not drafted:
+        raise UserError("every timed text ended with its first token; give other prompts")
+    times = fit_times(drafted, search.seed)
+    best = fastest_settings(search.settings, counts, times)
+    last = [plain, *(search.timed_drafter(search.settings[i]) for i in best.values())]
+    oracle = None
+    if search.sampling.greedy:
+        # A SPIRe drafter's guess depends on the root, so its oracle's drafts are limited.
+        gamma = None if search.opened.facts.kind == "vanilla" else search.max_candidates
+        stop = CountingStop(OracleStop({tuple(text.prompt): text.response for text in timed}))
+        last.append(TimedDrafter(ORACLE, ORACLE, search.opened.with_stop(gamma or search.max_new_tokens, stop)))
+    measured = time("best", last)
+    if search.sampling.greedy:
+        oracle = {"longest_draft": gamma, "texts": oracle_rows(paths, gamma, measured)}
+    return StopMeasurements(search.settings, counts, regression, times, best, measured, oracle)
+
+
+def regression_settings(settings: Sequence[Setting], counts: Counts) -> list[Setting]:
+    """A few settings of each rule, far apart: four lengths, three thresholds of one head, two of each heuristic.
+
+    The head is the one whose least sum of both rates is lowest.
+    """
+    sums = counts.rates[0] + counts.rates[1]
+    head = settings[min((i for i, s in enumerate(settings) if s.head), key=lambda i: sums[i])].head
+    found: list[Setting] = []
+    for rule, count in (("gamma", 4), ("head", 3), ("confidence", 2), ("entropy", 2)):
+        own = [s for s in settings if s.rule == rule and s.head in (None, head)]
+        own = [s for s in own if s.judge == own[0].judge]
+        if rule == "gamma":
+            preferred = [s for s in own if s.value in (2, 4, 8, 14)]
+            own = preferred if len(preferred) == count else own
+        places = [(2 * i + 1) * len(own) // (2 * count) for i in range(count)]
+        found += dict.fromkeys(own[place] for place in places if own)
+    return found
+
+
+def fastest_settings(settings: Sequence[Setting], counts: Counts, times: Times) -> dict[str, int]:
+    """The setting of each family that is predicted to be the fastest."""
+    totals = zip(settings, counts.draft_forwards.sum(1), counts.target_calls.sum(1), strict=True)
+    seconds = [times.seconds(setting.family, forwards, calls) for setting, forwards, calls in totals]
+    seconds = [s if math.isfinite(s) else math.inf for s in seconds]
+    return {family: min(own, key=seconds.__getitem__) for family, own in grouped(settings, "family").items()}
+
+
+def oracle_rows(paths: Sequence[DraftPaths], gamma: int | None, measured: Sequence[TimedRow]) -> list[dict]:
+    """What Theorem 4.1 says of each text, and what the loop did on those that were timed."""
+    real = {row.question: row for row in measured if row.setting == ORACLE}
+    rows = []
+    for number, one in enumerate(paths):
+        count, missed = simulate_oracle(one, gamma), one.accepted == 0  # |S| of the theorem: tokens that were missed
+        rows.append(
+            {
+                "question": number,
+                "tokens": int(count.tokens),
+                "disagreements": int(missed.sum()) if gamma is None else None,
+                "last_token_disagrees": bool(missed[-1]) if gamma is None else None,
+                "target_calls": int(count.target_calls[0]),
+                "draft_forwards": int(count.draft_forwards[0]),
+                "measured_target_calls": real[number].target_calls if number in real else None,
+                "measured_discarded": real[number].discarded if number in real else None,
+            }
+        )
+    return rows

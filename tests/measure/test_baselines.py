@@ -1,0 +1,68 @@
+"""Our loop and Hugging Face's own generation are called alike, with equal greedy texts."""
+
+import copy
+
+import pytest
+import torch
+
+from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.decoding.errors import UserError
+from spectrain.measure.baselines import BASELINES, build_baseline
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.pld import PromptLookup
+from spectrain.methods.speculative import Speculative
+from tests.conftest import noisy_copy, random_prompts, tiny_model
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    model = tiny_model("llama")
+    model.generation_config.repetition_penalty = 1.5  # must not reach the comparison
+    return TargetModel(model)
+
+
+def baseline(name: str, target: TargetModel):
+    speculative = Speculative(TargetModel(noisy_copy(target.model)), gamma=3)
+    return build_baseline(name, target, PromptLookup(draft_tokens=5), speculative)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_write_the_greedy_text_of_our_loop(target, name):
+    prompts = random_prompts([9, 30])
+    ours = generate(target, Autoregressive(), prompts, 20)
+    theirs = baseline(name, target)(prompts, 20)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
+        assert b.prefill_s == b.elapsed_s > 0
+        assert 0 < b.target_forwards <= a.target_forwards
+    if name == "hf_generate":
+        assert [g.target_forwards for g in theirs] == [g.target_forwards for g in ours]
+    assert target.model.generation_config.repetition_penalty == 1.5
+
+
+def test_the_draft_length_reaches_the_assistant(target):
+    speculative = Speculative(TargetModel(copy.deepcopy(target.model)), gamma=3)
+    (generation,) = build_baseline("hf_assisted", target, None, speculative)(random_prompts([9]), 20)
+    # Every draft is right: a forward gives three tokens and one more, the one that reads the prompt too.
+    assert generation.target_forwards == -(-len(generation.tokens) // 4)
+    assert (len(generation.tokens) - 1) / generation.target_forwards <= 4
+
+
+def test_the_options_of_our_lookup_reach_prompt_lookup(target):
+    for lookup, longest in ((PromptLookup(draft_tokens=5), 5), (PromptLookup(draft_tokens=5, max_nodes=3), 2)):
+        decode = build_baseline("hf_prompt_lookup", target, lookup)
+        assert decode.keywords["options"] == {"prompt_lookup_num_tokens": longest, "max_matching_ngram_size": 3}
+
+
+def test_baselines_sample_reproducibly_and_leave_the_global_generator_alone(target):
+    sampling = Sampling(temperature=1.0, top_k=20)
+    before, prompts = torch.get_rng_state(), random_prompts([9])
+    decode = baseline("hf_generate", target)
+    texts = [decode(prompts, 20, sampling, prompt_numbers=[n])[0].tokens for n in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_is_no_baseline_is_one_sentence(target):
+    with pytest.raises(UserError, match="peers=x is unknown; choose among hf_generate"):
+        build_baseline("x", target)
