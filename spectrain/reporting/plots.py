@@ -52,23 +52,18 @@ def categories_of(methods: Mapping[str, Mapping]) -> list[str]:
 
 
 def benchmark_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "") -> list[Plot]:
-    """The plots of a benchmark; those that would be empty are left out.
+    """The plots of a benchmark from `results.json` and the rows of `questions.jsonl`; empty ones are left out.
 
-    Args:
-        results: the content of `results.json`.
-        rows: the lines of `questions.jsonl`.
-        prefix: of the ids within the plots, where a page shows several benchmarks.
+    `prefix` is that of the ids within the plots, where a page shows several benchmarks.
     """
     methods = results.get("methods") or {}
     figures = {
         "Speedup": (
-            "How many times as fast as autoregressive decoding (dashed line) each method answered the same questions, "
-            "with 95 % intervals.",
+            "Speed relative to autoregressive decoding (dashed line) on the same questions, with 95 % intervals.",
             by_category(methods, "speedup", "speedup over autoregressive decoding"),
         ),
         "Acceptance length (tau)": (
-            "Tokens produced per target forward pass, the target's own token included, with 95 % intervals. "
-            "Autoregressive decoding has 1 (dashed line).",
+            "Tokens per target forward pass, its own token included. Autoregressive decoding has 1 (dashed line).",
             by_category(methods, "mean_accepted", TAU_AXIS),
         ),
         "Acceptance by draft position": (
@@ -77,8 +72,7 @@ def benchmark_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "")
             by_position(methods),
         ),
         "Acceptance by source": (
-            "Left: the share of each source's drafted tokens that the target accepted. Right: how many accepted tokens "
-            "the source adds per step.",
+            "Left: accepted share of the tokens drafted from each source. Right: accepted tokens it adds per step.",
             by_source(methods),
         ),
         "Accepted drafted tokens over steps": (
@@ -87,8 +81,7 @@ def benchmark_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "")
             cumulative(methods, rows),
         ),
         "Where the time goes": (
-            "Share of the decoding time after the prompt was read. Everything outside the target's forward pass is the "
-            "price of speculation and of the loop.",
+            "Share of the time after the prompt. All but the target's forward pass is the price of speculation.",
             time_share(methods),
         ),
     }
@@ -202,8 +195,7 @@ def training_plots(runs: Sequence[Training], prefix: str = "") -> list[Plot]:
             curves(curve_of, axis),
         ),
         "Acceptance by position in the draft": (
-            "Mean probability that the target accepts the drafted token at this position, on held-out rows, for the "
-            "exported weights or the last validation so far. Higher is better.",
+            "Mean on held-out rows, for the exported weights or the last validation so far. Higher is better.",
             positions([(run.metrics, styles[run.name]) for run in runs]),
         ),
         "tau after training": (
@@ -249,11 +241,9 @@ def run_styles(runs: Sequence[Training]) -> dict[str, dict]:
 
 
 def curves(runs: Sequence[tuple[Mapping, float, Mapping]], axis: str = "optimizer steps") -> Figure | None:
-    """What trainings logged, over their steps: one panel for each metric, those first that have several points.
+    """What trainings logged: one panel for each metric, those first that have several points.
 
-    Args:
-        runs: (curve, width of a step on the axis, line style) of each.
-        axis: label of the x-axis.
+    `runs` are (curve, width of a step on the x-axis, line style) of each.
     """
     panels: dict[str, list[Line]] = {}
     for metric, title in METRICS.items():
@@ -303,9 +293,8 @@ def calibration(
 ) -> Figure | None:
     """Reliability diagram of acceptance heads: mean label by mean prediction, and beside it the share of positions.
 
-    The loss with weights w_rej, w_acc is least not at the prediction f = a but at f = w_acc a / (w_acc a + w_rej (1 -
-    a)). That curve is drawn where the weights differ. `bins` and `styles` are by head, each bin with its number of
-    `positions` and the means `predicted` and `label`.
+    `bins` and `styles` are by head; a bin has `positions`, `predicted` and `label` (means). The loss of acceptance a is
+    least at the prediction w_acc a / (w_acc a + w_rej (1 - a)), a curve that is drawn where the weights differ.
     """
     lines, shares = [line([(0, 0), (1, 1)], color="#333333", linestyle="--", label="calibrated")], []
     if w_rej != w_acc:
@@ -332,9 +321,7 @@ def calibration(
 def drafters(content: Mapping, modelled: Mapping[str, tuple[Mapping, float]] | None = None) -> Figure | None:
     """tau of each drafter in each setting, as `drafters.json` holds it; the SPIRe paper's values are diamonds.
 
-    Args:
-        content: of the file.
-        modelled: drafter -> throughput by the paper's cost model, with this tau and with the paper's own.
+    `modelled` is the throughput of drafters by the paper's cost model, with their tau and with the paper's own.
     """
     found = content["drafters"]
     rows = [(shortened(name), {"color": COLOURS[i % 16]}) for i, name in enumerate(found)]

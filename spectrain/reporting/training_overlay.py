@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from spectrain.reporting.formats import bounds_of, number
 from spectrain.reporting.found_runs import Training, differences, option_text
+from spectrain.reporting.plots import STEP_METRIC
 from spectrain.reporting.svg import COLOURS, DASHES, MAX_POINTS, WIDTH_IN, Plot, drawn, name_rows
-from spectrain.reporting.training_plot import STEP_METRIC
 
 NAMED = 16  # runs that keep a colour
 GREY = "#c4c4c4"
