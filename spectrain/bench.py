@@ -39,8 +39,7 @@ from spectrain.methods.registry import (
     names,
 )
 from spectrain.methods.speculative import Speculative
-from spectrain.reporting.bench_page import write_report
-from spectrain.reporting.bench_table import render_table
+from spectrain.reporting.benchmarks import terminal_table, write_report
 from spectrain.stores.environment import provenance
 from spectrain.stores.folder import MANIFEST, read_json, sha256, write_json
 from spectrain.stores.prompts import conversation_ids
@@ -89,7 +88,7 @@ def main(cfg: DictConfig) -> None:
     write_report(run.path / "report.html", results, list(map(vars, rows)))
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
-    console.print(render_table(results))
+    console.print(terminal_table(results))
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
 
 

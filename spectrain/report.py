@@ -9,7 +9,6 @@ drafters, parity). The page holds its style and pictures and loads nothing. See 
 
 from __future__ import annotations
 
-import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -18,37 +17,29 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command
 from spectrain.decoding.errors import UserError
-from spectrain.reporting.collect import Finder
-from spectrain.reporting.found_runs import Found
-from spectrain.reporting.runs_page import GENERATOR, About, render_page
-from spectrain.stores.environment import date_of
+from spectrain.reporting.collect import Collection
+from spectrain.reporting.runs_page import GENERATOR, render_page
+from spectrain.stores.environment import TYPED_COMMAND, date_of
 from spectrain.stores.folder import naming_a_full_disk
 
 HEAD_CHARACTERS = 400  # of a page: within them it says what wrote it
 
 
 def main(cfg: DictConfig) -> None:
-    roots, out = folders(cfg.runs), Path(str(cfg.out))
+    given = cfg.runs if OmegaConf.is_list(cfg.runs) else [] if cfg.runs is None else [cfg.runs]
+    roots, out = [Path(str(name)) for name in given], Path(str(cfg.out))
     refuse_foreign(out, cfg.fresh)
-    found = find(roots)
-    more = f" and {len(roots) - 1} other folders" if len(roots) > 2 else f" and {roots[1]}" if len(roots) > 1 else ""
-    title = str(cfg.title or f"Runs in {roots[0]}{more}")
-    date = date_of()
-    typed = shlex.join(["python", "-m", "spectrain.report", *sys.argv[1:]])
-    html = render_page(found, About(title, [str(root) for root in roots], date, typed))
-    write_whole_text(out, html)
-    print(f"{out}: {len(found.all())} runs and measurements, {len(html) / 2**20:.1f} MiB")
-    for path, reason in found.unreadable.items():
+    collection = find(roots)
+    others = {1: "", 2: f" and {roots[-1]}"}.get(len(roots), f" and {len(roots) - 1} other folders")
+    title = str(cfg.title or f"Runs in {roots[0]}{others}")
+    html = render_page(collection, title, [str(root) for root in roots], date_of(), TYPED_COMMAND.get())
+    write_page(out, html)
+    print(f"{out}: {len(collection.runs)} runs and measurements, {len(html) / 2**20:.1f} MiB")
+    for path, reason in collection.unreadable.items():
         print(f"left out: {path}: {reason}", file=sys.stderr)
 
 
-def folders(runs: object) -> list[Path]:
-    """One folder or a list of them."""
-    given = runs if OmegaConf.is_list(runs) else [] if runs is None else [runs]
-    return [Path(str(name)) for name in given]
-
-
-def find(roots: list[Path]) -> Found:
+def find(roots: list[Path]) -> Collection:
     """Everything that can be shown.
 
     Raises:
@@ -59,13 +50,14 @@ def find(roots: list[Path]) -> Found:
     for root in roots:
         if not root.is_dir():
             raise UserError(f"runs={root} is no folder; give the folder that holds runs")
-    found = Finder().found(roots)
-    if not found.all():
-        where = ", ".join(map(str, roots))
-        damaged = next(iter(found.unreadable.items()), None)
-        why = f"; {damaged[0]} cannot be read: {damaged[1]}" if damaged else ""
-        raise UserError(f"runs={where} holds no run or measurement that could be shown{why}; give another folder")
-    return found
+    collection = Collection.of(roots)
+    if not collection.runs:
+        damaged = [f"; {path} cannot be read: {reason}" for path, reason in collection.unreadable.items()]
+        where = f"runs={', '.join(map(str, roots))}"
+        raise UserError(
+            f"{where} holds no run or measurement that could be shown{''.join(damaged[:1])}; give another folder"
+        )
+    return collection
 
 
 def refuse_foreign(out: Path, fresh: bool) -> None:
@@ -79,8 +71,8 @@ def refuse_foreign(out: Path, fresh: bool) -> None:
             raise UserError(f"out={out} exists and is no page of this command; give another out or fresh=true")
 
 
-def write_whole_text(out: Path, text: str) -> None:
-    """The file appears whole, in place of an older one, or not at all.
+def write_page(out: Path, html: str) -> None:
+    """Write the page so that it appears whole, in place of an older one, or not at all.
 
     Raises:
         UserError: it cannot be written.
@@ -89,7 +81,7 @@ def write_whole_text(out: Path, text: str) -> None:
     try:
         with naming_a_full_disk(out.parent):
             out.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(html, encoding="utf-8")
             temporary.replace(out)
     except OSError as error:
         raise UserError(f"out={out} cannot be written ({error.strerror}); give another out") from error

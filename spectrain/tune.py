@@ -28,10 +28,10 @@ from spectrain.measure.baselines import BASELINES
 from spectrain.measure.forward_cost import Grid, forward_cost
 from spectrain.measure.sssd import choose_options
 from spectrain.methods import registry
-from spectrain.reporting.budget_report import budget_tables, discount_table, forward_table, roofline_line
 from spectrain.reporting.cost_plots import budget_acceptance, budgets, stopping_fronts
 from spectrain.reporting.drawing import write_png
-from spectrain.reporting.stopping_report import stopping_tables
+from spectrain.reporting.tables import show
+from spectrain.reporting.tuning import budget_parts, discount_parts, stopping_parts
 from spectrain.stores.budget_table import BudgetTable, machine_of
 from spectrain.stores.environment import date_of, device_facts, provenance
 from spectrain.stores.folder import sha256
@@ -81,7 +81,7 @@ def tune_budget(cfg: DictConfig) -> None:
     write_png(budgets(table), run.path / "budget.png")
     write_png(budget_acceptance(table), run.path / "accepted.png")
     run.finish({"budget_table": str(file), "machine": machine})
-    show([forward_table(cost), roofline_line(cost), *budget_tables(table)], f"{file}, {run.path}/budget.png", 110)
+    show(budget_parts(table), 110, f"{file}, {run.path}/budget.png")
 
 
 def tree_methods(cfg: DictConfig) -> dict[str, DictConfig]:
@@ -120,8 +120,8 @@ def tune_sssd(cfg: DictConfig) -> None:
     output = write_tuned({"sssd": changed}, run.path / "sssd.yaml", "sssd")
     tau = {name: [one.value, one.low, one.high] for name, one in found["tau"].items()}
     run.finish({"tau": tau, "chosen": changed, "tried": found["tried"], "responses": found["responses"]})
-    table = discount_table(found["tau"], found["winner"], found["responses"][1])
-    show([table], f"{output}: python -m spectrain.bench tuned={output} ...", 100)
+    parts = discount_parts(tau, found["responses"][1], found["winner"])
+    show(parts, 100, f"{output}: python -m spectrain.bench tuned={output} ...")
 
 
 def tune_specdecpp(cfg: DictConfig) -> None:
@@ -158,7 +158,7 @@ def tune_specdecpp(cfg: DictConfig) -> None:
     write_png(stopping_fronts(results), run.path / "pareto.png")
     write_tuned(search.tuned_options(found.best), run.path / "tuned.yaml", "specdecpp")
     run.finish(results)
-    show(stopping_tables(results), f"{run.path}/results.json, pareto.png, tuned.yaml", 150)
+    show(stopping_parts(results), 150, f"{run.path}/results.json, pareto.png, tuned.yaml")
 
 
 def facts(cfg: DictConfig, target: TargetModel, search: stopping.StopSearch, n_texts: int) -> dict:
@@ -221,13 +221,6 @@ def write_tuned(options: Mapping[str, Mapping], file: Path, method: str) -> Path
     file.write_text(header + OmegaConf.to_yaml(OmegaConf.create(options)))
     return file
 
-
-def show(parts: Iterable, files: str, columns: int) -> None:
-    """Print tables and sentences, `columns` wide where the output is not a terminal; then where the files are."""
-    console = Console(width=None if sys.stdout.isatty() else columns)
-    for part in parts:
-        console.print(part)
-    Console(stderr=True).print(files, style="dim", soft_wrap=True)
 
 
 if __name__ == "__main__":

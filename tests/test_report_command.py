@@ -12,8 +12,8 @@ import pytest
 
 from spectrain import bench, train, tune
 from spectrain.cli import command
-from spectrain.reporting.formats import estimate, fixed
-from tests.reporting.test_bench_page import Page
+from spectrain.reporting.formats import fixed, interval
+from tests.reporting.test_benchmarks import Page
 from tests.reporting.test_runs_page import COST, DRAFTERS, PARITY
 
 SMALL = [
@@ -67,7 +67,7 @@ def reported(typed):
     return partial(typed, "report")
 
 
-def test_the_page_holds_the_numbers_of_all_runs(runs, reported):
+def test_the_page_holds_the_numbers_of_all_runs(runs, reported, shared):
     code, out, err = reported("runs=runs", "out=report.html")
     assert code == 0, err
     assert out.startswith("report.html: 5 runs and measurements")
@@ -76,13 +76,14 @@ def test_the_page_holds_the_numbers_of_all_runs(runs, reported):
         result = json.loads((runs / name / "result.json").read_text())
         assert fixed(result["metrics"]["eval/loss"], 3) in page.text
         assert f"{fixed(result['selected']['step'], 0)} {tau_of(result['selected'])}" in page.text
-        taus = [estimate(one, 2) for one in result["tau"][method].values()]
+        taus = [interval(one, 2) for one in result["tau"][method].values()]
         rates = result["tokens_per_s"]
         speedup = rates[method]["value"] / rates["autoregressive"]["value"]
-        assert f"{name} {' '.join(taus)} 3 {estimate(rates[method], 1)} {fixed(speedup, 2)}" in page.text
+        assert f"{name} {' '.join(taus)} 3 {interval(rates[method], 1)} {fixed(speedup, 2)}" in page.text
         assert json.loads((runs / name / "run.json").read_text())["target_fingerprint"] in page.text
     assert "hard SPIRe drafter target loss=hard 6 768" in page.text
-    assert "python -m spectrain.train +exp=spire" in page.text
+    for kind in ("spire", "vanilla"):
+        assert f"python -m spectrain.train target={shared / 'target'} +exp={kind}" in page.text
     results = json.loads((runs / "b/results.json").read_text())
     for one in results["methods"].values():
         assert fixed(one["mean_accepted"], 2) in page.text
@@ -94,7 +95,7 @@ def test_the_page_holds_the_numbers_of_all_runs(runs, reported):
 
 
 def tau_of(selected: dict) -> str:
-    return estimate({"value": selected["tau"]} | selected, 2)
+    return interval({"value": selected["tau"]} | selected, 2)
 
 
 def test_the_page_runs_nothing_and_loads_nothing(runs, reported):
@@ -138,7 +139,7 @@ def test_damaged_files_are_named_with_the_reason_and_the_rest_is_shown(runs, rep
     for name, reason in {
         "hard/result.json": "Unterminated string",
         "whole/run.json": "it holds no JSON object",
-        "b/results.json": "it holds no methods",
+        "b/results.json": "it holds no methods as commands write them",
         "tuned/config.yaml": "while parsing a flow sequence",
         "cost.json": "Expecting value",
         "other": "config.yaml has kind=painting, which this page does not show",
@@ -147,7 +148,7 @@ def test_damaged_files_are_named_with_the_reason_and_the_rest_is_shown(runs, rep
         assert f"runs/{name} {reason}" in text
     assert "runs/parity.json its results are not as expected (KeyError: 'positions')" in text
     result = json.loads((runs / "whole/result.json").read_text())
-    assert estimate(result["tau"]["spire"]["16 tokens, greedy"], 2) in text
+    assert interval(result["tau"]["spire"]["16 tokens, greedy"], 2) in text
 
 
 def test_measurements_and_their_pictures_are_found_beside_runs(runs, reported):

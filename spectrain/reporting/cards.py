@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from spectrain.reporting.formats import estimate
+from spectrain.reporting.formats import interval
 
 TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
@@ -51,9 +51,9 @@ def trained_card(
         data=data,
         corpus=config.get("corpus") or {},
         trained=trained,
-        taus={name: {s: estimate(one, 2) for s, one in row.items()} for name, row in taus.items()},
+        taus={name: {s: interval(one, 2) for s, one in row.items()} for name, row in taus.items()},
         settings=list(next(iter(taus.values()), {})),
-        selected_tau=estimate(selected | {"value": selected["tau"]}, 2) if selected.get("tau") is not None else None,
+        selected_tau=interval(selected | {"value": selected["tau"]}, 2) if selected.get("tau") is not None else None,
         options={name: _plain(value) for name, value in options.items() if value is not None},
         attempts=attempts,
     )

@@ -16,9 +16,9 @@ from spectrain.decoding.budget import NodeBudget
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
 from spectrain.measure.stop_simulation import FIXED, HEAD
 from spectrain.reporting import drawing
-from spectrain.reporting.budget_report import plain_tokens_per_s
 from spectrain.reporting.cost_tables import compact
 from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, line, line_panels
+from spectrain.reporting.tuning import plain_tokens_per_s
 from spectrain.stores.budget_table import BudgetTable, CurveEntry
 
 COLOUR_OF = dict(zip(("vanilla", "magicdec", "spire", "spire_dense"), COLOURS, strict=False))

@@ -1,4 +1,4 @@
-"""Numbers as readers see them in tables; what is missing, null or not finite is a dash."""
+"""Numbers and intervals as readers see them. What is missing, null or not finite is a dash."""
 
 from __future__ import annotations
 
@@ -22,38 +22,14 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def fixed(value: object, digits: int, unit: str = "") -> str:
+def fixed(value: object, digits: int, sign: str = "") -> str:
     value = number(value)
-    return MISSING if value is None else f"{value:,.{digits}f}{unit}"
+    return MISSING if value is None else f"{value:{sign},.{digits}f}"
 
 
 def percent(value: object, digits: int = 1) -> str:
     value = number(value)
     return MISSING if value is None else f"{100 * value:.{digits}f} %"
-
-
-def bounds_of(interval: Sequence[object] | None) -> tuple[float, float] | None:
-    """Both ends of an interval, where it has two finite ones."""
-    bounds = [number(bound) for bound in interval or ()]
-    return (bounds[0], bounds[1]) if len(bounds) == 2 and None not in bounds else None
-
-
-def with_half_width(one: Mapping, measure: str, digits: int, unit: str = "") -> str:
-    """A measure and half the width of its interval, "2.50 ± 0.10"."""
-    bounds = bounds_of(one.get(f"{measure}_ci95"))
-    text = fixed(one.get(measure), digits, unit)
-    if bounds is None or text == MISSING:
-        return text
-    return f"{text} ± {(bounds[1] - bounds[0]) / 2:.{digits}f}"
-
-
-def estimate(one: Mapping | None, digits: int) -> str:
-    """A value with its interval, "2.50 [2.40, 2.61]"; without where it has none."""
-    one = one or {}
-    text, bounds = fixed(one.get("value"), digits), bounds_of((one.get("low"), one.get("high")))
-    if bounds is None or text == MISSING:
-        return text
-    return f"{text} [{fixed(bounds[0], digits)}, {fixed(bounds[1], digits)}]"
 
 
 def size(value: object) -> str:
@@ -62,3 +38,40 @@ def size(value: object) -> str:
     if not value:
         return MISSING
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def bounds_of(interval: Sequence[object] | None) -> tuple[float, float] | None:
+    """Both ends of an interval, where it has two finite ones."""
+    bounds = [number(bound) for bound in interval or ()]
+    return (bounds[0], bounds[1]) if len(bounds) == 2 and None not in bounds else None
+
+
+def measured(one: Mapping, measure: str) -> Mapping:
+    """A measure of results and its interval, as value, low and high, whichever way results keep them."""
+    value = one.get(measure)
+    low, high = bounds_of(one.get(f"{measure}_ci95")) or (None, None)
+    return value if isinstance(value, Mapping) else {"value": value, "low": low, "high": high}
+
+
+def interval(one: Mapping | None, digits: int, sign: str = "") -> str:
+    """A value and its 95 % interval, "2.50 [2.40, 2.61]"; only the value where the interval is unknown.
+
+    Args:
+        one: value, low and high.
+        digits: behind the point.
+        sign: "+" writes it before positive values, too.
+    """
+    one = one or {}
+    text, bounds = fixed(one.get("value"), digits, sign), bounds_of((one.get("low"), one.get("high")))
+    if bounds is None or text == MISSING:
+        return text
+    return f"{text} [{fixed(bounds[0], digits, sign)}, {fixed(bounds[1], digits, sign)}]"
+
+
+def plus_minus(one: Mapping | None, digits: int, sign: str = "") -> str:
+    """A value and half the width of its 95 % interval, "2.50 ± 0.10"; arguments as of `interval`."""
+    one = one or {}
+    text, bounds = fixed(one.get("value"), digits, sign), bounds_of((one.get("low"), one.get("high")))
+    if bounds is None or text == MISSING:
+        return text
+    return f"{text} ± {(bounds[1] - bounds[0]) / 2:.{digits}f}"

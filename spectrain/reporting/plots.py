@@ -19,7 +19,7 @@ from spectrain.measure.spire_paper import paper_tau
 from spectrain.reporting import drawing
 from spectrain.reporting.drawing import COLOURS, DASHES, Line, Plot, bar_panels, line, line_panels, plots_of, shortened
 from spectrain.reporting.formats import bounds_of, number
-from spectrain.reporting.found_runs import Training, differences, option_text
+from spectrain.reporting.runs import Training, differences, option_text
 
 MAX_POSITIONS = 16
 NAMED_RUNS = 16  # runs that keep a colour of their own; the others are grey

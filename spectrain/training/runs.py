@@ -222,6 +222,12 @@ class RunFolder:
         return CheckpointFolder(self.path / "checkpoints")
 
     @property
+    def checkpoint_step(self) -> int:
+        """Of the newest checkpoint, 0 without one."""
+        newest = self.checkpoints.newest()
+        return step_of(newest) if newest else 0
+
+    @property
     def best(self) -> BestFolder:
         """The weights that are exported: the best by tau, or the last."""
         return BestFolder(self.path / "checkpoints" / "best")

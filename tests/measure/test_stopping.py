@@ -22,7 +22,7 @@ from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_head
 from tests.conftest import noisy_copy
 from tests.models.test_artifacts import export_spire
-from tests.reporting.test_bench_page import Page
+from tests.reporting.test_benchmarks import Page
 
 SMALL = (
     *("method=specdecpp", "prompts=asked.jsonl", "max_new_tokens=14", "stopping.timed=2", "stopping.rows=5"),
@@ -118,7 +118,7 @@ def check_page(found: dict) -> None:
         command("report")(report.main)()
     page = Page(Path("page.html").read_text(encoding="utf-8"))
     assert "t: when drafts should end" in page.text
-    assert "target calls a token (fewer is faster)" in page.text
+    assert "target calls per token (fewer is faster)" in page.text
     assert f"asked.jsonl ({found['texts']} texts, {found['timed']} of them timed)" in page.text
     for family, one in found["best"].items():
         if "tau" in one:

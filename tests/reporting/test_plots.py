@@ -8,7 +8,7 @@ import pytest
 
 from spectrain.reporting import drawing, plots
 from spectrain.reporting.plots import benchmark_plots, cumulative_accepted, ordered
-from tests.reporting.test_bench_page import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
+from tests.reporting.test_benchmarks import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
 
 ALL = ["Speedup", "Acceptance length (tau)", "Acceptance by draft position", "Acceptance by source"]
 ALL += ["Accepted drafted tokens over steps", "Where the time goes"]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
-from spectrain.reporting.found_runs import Benchmark, Found, Measurement, Training, Tuning
-from spectrain.reporting.measurement_report import _shade
-from spectrain.reporting.runs_page import WORDS, About, render_page
-from spectrain.reporting.training_overlay import NAMED, Look, training_plots
-from spectrain.reporting.training_report import OTHER_SCALES
-from tests.reporting.test_bench_page import NAMES, Page, emptied, fake_results, fake_rows
-from tests.reporting.test_found_runs import CONFIG
+from spectrain.reporting.collect import Collection
+from spectrain.reporting.plots import NAMED_RUNS, run_styles, training_plots
+from spectrain.reporting.runs import Run, Training
+from spectrain.reporting.runs_page import render_page
+from tests.reporting.test_benchmarks import NAMES, Page, emptied, fake_results, fake_rows
+from tests.reporting.test_runs import CONFIG
 
-ABOUT = About("Runs in <here>", ["runs"], "2026-11-21 23:00 UTC", "python -m spectrain.report")
+ABOUT = ("Runs in <here>", ["runs"], "2026-11-21 23:00 UTC", "python -m spectrain.report")
+OTHER_SCALES = "Losses of different kinds or objectives (options loss, omega, w_rej) are not on one scale."
+WORDS = ("target", "drafter", "draft", "tau", "alpha", "lossless", "speedup", "interval", "held-out", "n")
 COMMON = {"command": "python -m spectrain.x <y>", "date": "2026-11-20 01:02 UTC", "versions": {"torch": "2.13.0"}}
 ATTEMPT = {
     "started": "2026-11-21T21:07:53+00:00",
@@ -47,14 +49,16 @@ def trained(i: int = 0, name: str | None = None, **changes) -> Training:
         "settings": {"contexts": 24},
     }
     curve = {9: {"train/loss": 3.0}, 19: {"train/loss": 2.0, "eval/loss": 2.5}, 39: {"eval/loss": 1.125}}
-    known = {"target_fingerprint": "f" * 16, "attempts": [ATTEMPT], "options": {"k": 4, "seed": i}, "curve": curve}
-    known |= {"result": result, "command": "python -m spectrain.train +exp=spire", "seen": "2026-11-21 22:00 UTC"}
+    command = changes.pop("command", "python -m spectrain.train +exp=spire")
+    begun = {"target_fingerprint": "f" * 16, "attempts": changes.pop("attempts", [ATTEMPT]), "command": command}
+    config = changes.pop("config", CONFIG) | changes.pop("options", {"k": 4, "seed": i})
+    known = {"begun": begun, "curve": curve, "result": result, "seen": "2026-11-21 22:00 UTC"} | changes
     name = name or f"run_{i}"
-    return Training(**{"name": name, "folder": Path("runs") / name, "config": CONFIG, **known, **changes})
+    return Training(name, config["kind"], Path("runs") / name, config, **known)
 
 
-def measured(kind: str, **content) -> Measurement:
-    return Measurement(kind, Path("runs") / kind, {}, content={"kind": kind, **COMMON, **content})
+def measured(kind: str, **content) -> Run:
+    return Run(kind, kind, Path("runs") / kind, result={"kind": kind, **COMMON, **content})
 
 
 COST = {
@@ -103,26 +107,35 @@ PARITY = {
 }
 
 
-def text_of(**found) -> str:
-    return Page(render_page(Found(**found), ABOUT)).text
+def html_of(*runs: Run, unreadable: dict | None = None) -> str:
+    return render_page(Collection(runs, unreadable), *ABOUT)
+
+
+def text_of(*runs: Run) -> str:
+    return Page(html_of(*runs)).text
 
 
 def test_the_top_says_what_the_page_is_and_what_its_words_mean():
-    text = text_of(trainings=[trained(), trained(1, result=None)], benchmarks=[bench()])
+    text = text_of(trained(), trained(1, result=None), bench())
     assert text.count("Runs in <here>") == 2  # title and heading
     assert "2 trainings (1 unfinished), 1 benchmark, found on 2026-11-21 23:00 UTC in runs." in text
-    for word, meaning in WORDS.items():
-        assert f"{word} {meaning}" in text
+    for word in WORDS:
+        assert re.search(rf" {word} [a-z[]", text), word
 
 
-def bench(name: str = "bench_a", **changes) -> Benchmark:
+def bench(name: str = "bench_a", **changes) -> Run:
     results = fake_results()
-    known = {"results": results, "rows": fake_rows(results), "command": results["command"]} | changes
-    return Benchmark(name, Path("runs") / name, {"kind": "bench", "target": {"path": "pystdlib-8l"}}, **known)
+    known = {"result": results, "rows": fake_rows(results)} | changes
+    return Run(name, "bench", Path("runs") / name, {"kind": "bench", "target": {"path": "pystdlib-8l"}}, **known)
+
+
+def tuned(name: str, search: str, result: dict | None = None) -> Run:
+    config = {"kind": "tune", "method": {"_target_": f"spectrain.methods.{search}.build"}}
+    return Run(name, "tune", Path("runs") / name, config, result=result)
 
 
 def test_numbers_of_a_training_stand_with_their_intervals_and_n():
-    text = text_of(trainings=[trained()])
+    text = text_of(trained())
     for part in (
         "40 20,480 1.125 2.00 [1.75, 2.25] 16 tokens, greedy, n = 24 2026-11-21 21:07",  # overview
         "40 20,480 30 1.88 [1.50, 2.25] 1.125 0.625",  # selected step and its tau, loss, alpha
@@ -137,18 +150,18 @@ def test_numbers_of_a_training_stand_with_their_intervals_and_n():
 
 
 def test_the_best_is_told_and_whether_the_next_is_told_apart():
-    apart = text_of(trainings=[trained(0), trained(1)])
-    assert "Highest tau (16 tokens, greedy): run run_1 with 3.00 [2.75, 3.25] tokens a target forward." in apart
+    apart = text_of(trained(0), trained(1))
+    assert "Highest tau (16 tokens, greedy): run run_1 with 3.00 [2.75, 3.25] tokens per target forward pass." in apart
     assert "overlaps" not in apart
     near = trained(1)
     near.result["tau"]["spire"]["16 tokens, greedy"] = interval(2.25)
-    assert "Its interval overlaps that of the next" in text_of(trainings=[trained(0), near])
+    assert "Its interval overlaps that of the next" in text_of(trained(0), near)
 
 
 def test_losses_of_different_objectives_are_not_ranked():
     def heads(**other):
         made = [trained(i, options={"w_rej": 6, "lr": i} | (other if i else {})) for i in (0, 1)]
-        return text_of(trainings=[as_head(run) for run in made])
+        return text_of(*map(as_head, made))
 
     assert "Lowest loss on held-out rows: run run_0 with 1.125." in heads()
     assert OTHER_SCALES not in heads()
@@ -160,11 +173,11 @@ def as_head(run: Training) -> Training:
     values = {name: getattr(run, name) for name in run.__dataclass_fields__}
     bins = [{"positions": 4, "predicted": 0.25, "label": 0.5}]
     result = {"steps": 9, "metrics": run.result["metrics"], "reliability": bins}
-    return Training(**values | {"config": CONFIG | {"kind": "specdecpp"}, "result": result})
+    return Training(**values | {"kind": "specdecpp", "config": run.config | {"kind": "specdecpp"}, "result": result})
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_got():
-    text = text_of(trainings=[trained(0, result=None, curve={9: {"train/loss": 3.0, "eval/loss": 2.0}})])
+    text = text_of(trained(0, result=None, curve={9: {"train/loss": 3.0, "eval/loss": 2.0}}))
     assert "run_0 unfinished SPIRe drafter lab-8l – 10 of 100 5,120 2.000 – 2026-11-21 21:07" in text
     assert "unfinished: 10 of 100 steps; last written 2026-11-21 22:00 UTC" in text
 
@@ -175,20 +188,18 @@ def test_names_and_values_are_shown_as_they_are_not_run_as_markup():
     other = trained(1, "other", options={"k": "</pre><i>", "<b>": 2}, result=None)
     results = fake_results([*NAMES[:2], name])
     drafters = {name: DRAFTERS["drafters"]["full"], "b": DRAFTERS["drafters"]["less"]}
-    found = Found(
-        [evil, other],
-        [bench(name, results=results, rows=fake_rows(results)), bench("b2", results=None)],
-        [Tuning("<em>", Path("<em>"), {"kind": "tune"}, search="<q>", result=None)],
-        [
-            measured("drafters", **DRAFTERS | {"first": "<q>", "drafters": drafters}),
-            measured("cost", **COST | {"title": "<h6>", "hardware": {"<var>": "<kbd>"}}),
-            measured("parity", **PARITY | {"run": "<dfn>", "rows": {"<cite>": PARITY["rows"]["T=1, the loop"]}}),
-        ],
-        {"<del>": "<ins>"},
-    )
-    page = Page(render_page(found, ABOUT))
-    given = {"script", "i", "u", "s", "em", "q", "h6", "var", "kbd", "dfn", "cite", "del", "ins", "here", "img"}
+    runs = [
+        *(evil, other),
+        *(bench(name, result=results, rows=fake_rows(results)), bench("b2", result=None)),
+        tuned("<em>", "<q>"),
+        measured("drafters", **DRAFTERS | {"first": "<q>", "drafters": drafters}),
+        measured("cost", **COST | {"title": "<h6>", "hardware": {"<var>": "<kbd>"}}),
+        measured("parity", **PARITY | {"run": "<dfn>", "rows": {"<cite>": PARITY["rows"]["T=1, the loop"]}}),
+    ]
+    page = Page(html_of(*runs, unreadable={"<del>": "<ins>"}))
+    given = {"script", "i", "u", "s", "em", "q", "h6", "var", "kbd", "dfn", "cite", "del", "ins", "here"}
     assert given & set(page.tags) == set()
+    assert ("src", "x") not in page.attributes
     assert page.tags.count("b") == 1  # the benchmark's own opening
     assert page.text.count(name) > 10
     assert page.open == []
@@ -196,8 +207,8 @@ def test_names_and_values_are_shown_as_they_are_not_run_as_markup():
 
 def test_nothing_is_loaded_from_elsewhere():
     picture = {"figures": [{"file": "a.png", "caption": "what it shows"}]}
-    cost = Measurement("c", Path("c"), {}, content={"kind": "cost", **COST, **picture}, pictures={"a.png": b"png"})
-    page = Page(render_page(Found([trained()], [bench()], [], [cost]), ABOUT))
+    cost = Run("c", "cost", Path("c"), result={"kind": "cost", **COST, **picture}, pictures={"a.png": b"png"})
+    page = Page(html_of(trained(), bench(), cost))
     wanted = [value for name, value in page.attributes if name in ("src", "href", "xlink:href")]
     assert len(wanted) > 10
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in wanted)
@@ -206,55 +217,50 @@ def test_nothing_is_loaded_from_elsewhere():
 
 
 def test_every_link_has_its_place_and_no_id_stands_twice():
-    found = Found(
-        [trained(i) for i in range(3)],
-        [bench(), bench("bench_b")],
-        [Tuning("t", Path("t"), {"kind": "tune"}, search="sssd", result=None)],
-        [measured("drafters", **DRAFTERS), measured("cost", **COST), measured("parity", **PARITY)],
-    )
-    page = Page(render_page(found, ABOUT))
+    runs = [
+        *(trained(i) for i in range(3)),
+        *(bench(), bench("bench_b"), tuned("t", "sssd")),
+        *(measured("drafters", **DRAFTERS), measured("cost", **COST), measured("parity", **PARITY)),
+    ]
+    page = Page(html_of(*runs))
     ids = [value for name, value in page.attributes if name == "id"]
     targets = {value[1:] for name, value in page.attributes if name == "href"}
     assert len(ids) == len(set(ids))
     assert targets - set(ids) == set()
-    assert {run.anchor for run in found.all()} <= targets
+    assert {run.anchor for run in runs} <= targets
 
 
 def test_benchmarks_stand_side_by_side_and_each_by_itself():
     slower = fake_results(sampling={"temperature": 0.8})
     slower["methods"] = {name: slower["methods"][name] for name in NAMES[:2]}
     slower["methods"]["logitspec"] |= {"lossless": False, "greedy_mismatches": 1}
-    html = render_page(Found(benchmarks=[bench(), bench("bench_b", results=slower, rows=[])]), ABOUT)
+    html = html_of(bench(), bench("bench_b", result=slower, rows=[]))
     text = Page(html).text
-    assert "method bench_a greedy (temperature 0) bench_b temperature 0.8" in text
+    assert "method bench_a greedy bench_b temperature 0.8" in text
     assert "spire 1.75 ± 0.05 tau 2.50 –" in text
     assert '<td class="bad">1.25 ± 0.05<small>tau 1.50</small></td>' in html
     for part in ("Acceptance by draft position", "Acceptance by source", "25 % of 800", "Where the time goes"):
         assert part in text
-    assert "unfinished, 10 answers so far" in text_of(benchmarks=[bench(results=None)]).lower()
+    assert "unfinished, 10 answers so far" in text_of(bench(result=None)).lower()
 
 
 def test_a_heat_map_holds_its_numbers_and_colours_around_one():
-    html = render_page(Found(measurements=[measured("cost", **COST)]), ABOUT)
+    html = html_of(measured("cost", **COST))
     assert "batch 512 8K 1 0.84 1.46 64 2.78 3.00" in Page(html).text
     assert "spire; tau 3.40" in html
-    assert _shade(1.0) == "background:rgba(213,94,0,0.00)"
-    assert _shade(1.5) == "background:rgba(0,114,178,0.38)"  # half way to twice the speed, of 0.75
-    assert _shade(0.5) == _shade(0.1) == "background:rgba(213,94,0,0.75);color:#fff"
-    assert _shade(None) == _shade(0) == ""
 
 
 def test_drafters_whose_difference_holds_zero_are_unresolved():
-    text = text_of(measurements=[measured("drafters", **DRAFTERS)])
-    assert "less spire 2.50 [2.25, 2.75] -0.25 [-0.75, 0.25] unresolved" in text
-    assert "least spire 1.50 [1.25, 1.75] -1.25 [-1.75, -0.75] " in text
+    text = text_of(measured("drafters", **DRAFTERS))
+    assert "less spire 2.50 [2.25, 2.75] less - full -0.25 [-0.75, +0.25] unresolved" in text
+    assert "least spire 1.50 [1.25, 1.75] least - full -1.25 [-1.75, -0.75] " in text
     assert "-0.75] unresolved" not in text
     assert "256 tokens, T=1 n = 128" in text
     assert "highest tau (256 tokens, T=1): full 2.75 [2.50, 3.00]" in text
 
 
 def test_parity_stands_by_position():
-    text = text_of(measurements=[measured("parity", **PARITY)])
+    text = text_of(measured("parity", **PARITY))
     assert "T=1, validation 0.710 0.710 2.700 –" in text
     assert "T=1, the loop 0.720 [0.710, 0.730] 0.700 [0.690, 0.710] 2.710 [2.690, 2.730] 1,234" in text
 
@@ -266,8 +272,7 @@ def test_discounts_of_sssd_tell_what_was_chosen():
         "tried": [{}, {}],
         "responses": [3, 4],
     }
-    run = Tuning("t", Path("t"), {"kind": "tune"}, search="sssd", result=result)
-    text = text_of(tunings=[run])
+    text = text_of(tuned("t", "sssd", result))
     assert "simulated on 4 responses" in text
     assert "2 combinations tried on 3" in text
     assert "defaults 4.500 [4.000, 5.000]" in text
@@ -276,9 +281,9 @@ def test_discounts_of_sssd_tell_what_was_chosen():
 
 def test_a_hundred_runs_stay_readable():
     runs = [trained(i % 7, f"spire-{i:08x}", options={"k": i}) for i in range(120)]
-    html = render_page(Found(runs), ABOUT)
+    html = html_of(*runs)
     page = Page(html)
-    assert f"{120 - NAMED} others" in page.text
+    assert f"{120 - NAMED_RUNS} others" in page.text
     assert "Each of the 120 runs" in page.text
     assert page.tags.count("details") > 120
     assert len(html) < 3 * 2**20
@@ -286,11 +291,11 @@ def test_a_hundred_runs_stay_readable():
 
 def test_of_many_runs_the_best_keep_a_colour_of_their_own():
     runs = [trained(i % 30, f"r{i}") for i in range(40)]
-    look = Look.of(runs)
-    named = {name for name, colour in look.colours.items() if colour != "#c4c4c4"}
+    styles = run_styles(runs)
+    named = {name for name, style in styles.items() if style["color"] != "#c4c4c4"}
     assert named == {f"r{i}" for i in range(14, 30)}  # tau 16 to 31
-    assert look.n_grey == 24
-    assert len({(look.colours[name], str(look.dashes[name])) for name in named}) == NAMED
+    assert [style["label"] for style in styles.values() if "others" in style.get("label", "")] == ["24 others"]
+    assert len({(styles[name]["color"], str(styles[name]["linestyle"])) for name in named}) == NAMED_RUNS
 
 
 def test_curves_over_tokens_where_steps_differ_in_size():
@@ -304,17 +309,14 @@ def test_curves_over_tokens_where_steps_differ_in_size():
 def test_missing_numbers_are_dashes(blank):
     run = trained()
     emptied_result = emptied(run.result, blank) | {"metrics": {"eval/loss": blank}}
-    text = text_of(trainings=[trained(result=emptied_result), trained(1, curve={}, attempts=[], options={})])
+    text = text_of(trained(result=emptied_result), trained(1, curve={}, attempts=[], options={}))
     assert "nan" not in text.lower().split()
     assert "run_0" in text
 
 
 def test_results_of_another_shape_are_listed_and_the_rest_is_shown():
     odd = {**DRAFTERS, "drafters": ["not", "a", "mapping"]}
-    found = Found(
-        [trained()], [bench(results={"methods": {"x": {"by_category": 3}}})], [], [measured("drafters", **odd)]
-    )
-    page = Page(render_page(found, ABOUT))
+    page = Page(html_of(trained(), bench(result={"methods": {"x": {"by_category": 3}}}), measured("drafters", **odd)))
     assert "Files left out" in page.text
     assert "its results are not as expected (AttributeError" in page.text
     assert "2.00 [1.75, 2.25]" in page.text

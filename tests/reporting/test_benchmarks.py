@@ -7,13 +7,31 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from rich.console import Console
 
-from spectrain.reporting.bench_page import GLOSSARY, describe_sampling, render_html, write_report
-from spectrain.reporting.bench_table import render_table
+from spectrain.reporting.benchmarks import terminal_table, write_report
+from spectrain.reporting.render import sampling_text
 
+GLOSSARY = (
+    *(
+        "target",
+        "drafter",
+        "step",
+        "autoregressive",
+        "baseline",
+        "answers",
+        "mean accepted",
+        "±",
+        "tokens/s",
+        "speedup",
+    ),
+    *("outside forward", "accepted / drafted", "retrieval hits", "lossless", "discarded per token"),
+    *("forwards per token", "peak memory", "draft, forward, verify, commit, other", "source"),
+)
 NAMES = ["autoregressive", "logitspec", "spectra_core", "spire", "hf_prompt_lookup"]
 CATEGORIES = ["writing", "coding"]
 STAGES = ("draft", "forward", "verify", "commit", "other")
@@ -128,10 +146,17 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", " ".join(self.texts))
 
 
+def rendered(results: dict, rows: list[dict]) -> str:
+    """The HTML of report.html."""
+    with TemporaryDirectory() as folder:
+        write_report(Path(folder) / "report.html", results, rows)
+        return (Path(folder) / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def page() -> Page:
     results = fake_results()
-    return Page(render_html(results, fake_rows(results)))
+    return Page(rendered(results, fake_rows(results)))
 
 
 def test_the_page_asks_for_nothing_from_elsewhere(page):
@@ -159,7 +184,7 @@ def test_the_page_says_what_was_measured_and_how(page):
         "questions.jsonl (80 questions)",
         "cpu (x86_64 CPU)",
         "float32",
-        "greedy (temperature 0)",
+        "sampling greedy",
         "at most 128 tokens",
         "token by token",
         "torch 2.13.0",
@@ -170,7 +195,7 @@ def test_the_page_says_what_was_measured_and_how(page):
         "Every one of them wrote the same text",
         *NAMES,
         *CATEGORIES,
-        "peak memory hf_prompt_lookup (peer) 80",  # first line of the main table
+        "peak memory hf_prompt_lookup (baseline) 80",  # first line of the main table
         "specdecpp no acceptance head fits [this target]; train one",
         "2.50 ± 0.10",
         "12,348.6 ± 100.0",
@@ -187,7 +212,7 @@ def test_names_are_shown_as_they_are_not_run_as_markup():
     for one in results["methods"].values():
         one["by_category"] = {category: measures(1), "other": measures(1)}
     rows = [{"question_id": "q", "category": category, "method": name, "error": "<u>broken</u>", "accepted": []}]
-    page = Page(render_html(results, rows))
+    page = Page(rendered(results, rows))
     assert not {"script", "img", "i", "one", "u"} & set(page.tags)
     assert page.tags.count("b") == 1  # the opening's own
     assert page.text.count(name) >= 4  # opening or tables, and plots
@@ -206,9 +231,9 @@ def test_failures_and_differing_texts_stand_out():
         "error": "UserError: too long",
         "accepted": [],
     }
-    html = render_html(results, [*fake_rows(results), error, error | {"question_id": "q9"}])
+    html = rendered(results, [*fake_rows(results), error, error | {"question_id": "q9"}])
     assert '<td class="bad">78/80</td>' in html
-    assert '<td class="bad">no (3)</td>' in html
+    assert '<td class="left bad">no (3)</td>' in html
     text = Page(html).text
     assert "Questions whose text differed from autoregressive decoding: logitspec (3)." in text
     assert "spire 2 UserError: too long" in text
@@ -220,23 +245,23 @@ def test_half_precision_names_differing_texts_without_judging_them():
     for one in results["methods"].values():
         one["lossless"] = None
     results["methods"]["spire"]["greedy_mismatches"] = 5
-    text = Page(render_html(results, [])).text
-    assert "rounding alone can explain: spire 5." in text
+    text = Page(rendered(results, [])).text
+    assert "rounding alone can explain in this dtype: spire 5." in text
     assert "the same text" not in text
     assert "Questions whose text differed" not in text
 
 
 def test_sampling_is_told_in_words():
-    assert describe_sampling({"temperature": 0.0, "top_k": 5}) == "greedy (temperature 0)"
-    options = {"temperature": 0.7, "top_k": 50, "top_p": 1.0, "min_p": 0.05}
-    assert describe_sampling(options) == "temperature 0.7, top-k 50, min-p 0.05"
+    assert sampling_text({"sampling": {"temperature": 0.0, "top_k": 5}}) == sampling_text({}) == "greedy"
+    options = {"temperature": 0.7, "top_k": 50, "top_p": None, "min_p": 0.05}
+    assert sampling_text({"sampling": options}) == "temperature 0.7, top_k 50, min_p 0.05"
 
 
 @pytest.mark.parametrize("blank", [None, math.nan], ids=["null", "nan"])
 def test_missing_numbers_are_dashes(blank):
     results = fake_results()
     results["methods"] = {name: emptied(one, blank) for name, one in results["methods"].items()}
-    page = Page(render_html(results, fake_rows(results)))
+    page = Page(rendered(results, fake_rows(results)))
     assert "nan" not in page.text.lower().split()
     assert "None" not in page.text
     assert page.tags.count("svg") == 0  # without a number there is nothing to draw
@@ -257,7 +282,7 @@ def test_one_method_or_none_makes_a_report(names, tmp_path):
 
 def terminal(results: dict, width: int = 100) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=width).print(render_table(results))
+    Console(file=out, width=width).print(terminal_table(results))
     return out.getvalue().splitlines()
 
 
@@ -267,11 +292,11 @@ def test_the_terminal_table_keeps_numbers_whole_in_100_columns():
     lines = terminal(results)
     assert max(map(len, lines)) <= 100
     (spire,) = (line for line in lines if line.startswith("spire "))
-    assert " ".join(spire.split()) == "spire 460/480 2.50 ±0.10 12,348.6 1.75x 25.0 % 25.0 % 98 % no(460)"
-    (peer,) = (line for line in lines if line.startswith("hf_prompt_lookup* "))
-    assert " ".join(peer.split()) == "hf_prompt_lookup* 80 3.00 ±0.10 12,349.6 2.00x – – – yes"
+    assert " ".join(spire.split()) == "spire 460/480 2.50 ± 0.10 12,348.6 1.75 25.0 % 25.0 % 98.0 % no (460)"
+    (baseline,) = (line for line in lines if line.startswith("hf_prompt_lookup* "))
+    assert " ".join(baseline.split()) == "hf_prompt_lookup* 80 3.00 ± 0.10 12,349.6 2.00 – – – yes"
     text = " ".join(" ".join(lines).split())
-    assert "* peer: Hugging Face's own generation" in text
+    assert "* baseline: Hugging Face's own generation" in text
     assert "spire: 20 questions failed" in text
     assert "skipped specdecpp: no acceptance head fits [this target]; train one" in text
     folded = "".join(line.split(" ")[0] for line in lines)
@@ -290,8 +315,8 @@ def test_the_page_names_datastores_and_what_auto_chose():
     results = fake_results(max_nodes="auto", datastores=stores)
     results["methods"]["logitspec"]["max_nodes"] = {"auto": {"1": 16, "2": 11, "8": 4}}
     results["methods"]["spire"]["max_nodes"] = 5
-    page = render_html(results, fake_rows(results))
+    page = rendered(results, fake_rows(results))
     assert "auto: logitspec 4<" in page
     assert "a/store (logitspec, spectra_core); b (spire)" in page
-    plain = render_html(fake_results(), fake_rows(fake_results()))
+    plain = rendered(fake_results(), fake_rows(fake_results()))
     assert "datastores" not in plain

@@ -1,0 +1,81 @@
+"""Trainings of one kind for one target, side by side: what came out, and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spectrain.reporting.formats import bounds_of, number
+from spectrain.reporting.plots import training_plots
+from spectrain.reporting.runs import Training, differences, option_text
+
+KINDS = {"spire": "SPIRe drafter", "vanilla": "vanilla drafter", "specdecpp": "acceptance head", "target": "target"}
+METRICS = {  # of validation -> head of its column
+    "eval/loss": "held-out loss",
+    "eval/alpha": "alpha",
+    "eval/tau_expected": "tau expected\nfrom alpha",
+    "eval/kl_binary": "KL to labels\nnats",
+    "eval/predicted": "mean\nprediction",
+    "eval/label": "mean label",
+    "eval/calibration_error": "calibration\nerror",
+}
+OPTIONS_SHOWN = 6
+OBJECTIVE = ("loss", "omega", "w_rej", "w_acc")  # where these differ, losses are on different scales
+
+
+def training_parts(runs: Sequence[Training], prefix: str) -> dict:
+    """What the template shows of trainings that can be compared.
+
+    Args:
+        runs: of one kind, for one target.
+        prefix: of the ids within their plots.
+    """
+    first = runs[0].options
+    return {
+        "runs": runs,
+        **outcome(runs),
+        "metrics": {
+            m: head for m, head in METRICS.items() if any(number(run.metrics.get(m)) is not None for run in runs)
+        },
+        "settings": list(dict.fromkeys(name for run in runs for name in run.tau)),
+        "plots": training_plots(runs, prefix),
+        "shared": {k: v for k, v in first.items() if len(runs) > 1 and all(r.options.get(k, ...) == v for r in runs)},
+        "different": different(runs),
+    }
+
+
+def title_of(runs: Sequence[Training]) -> str:
+    kind = KINDS[runs[0].kind]
+    name = f"{kind[0].upper()}{kind[1:]}" if len(runs) == 1 else f"{len(runs)} {kind}s"
+    return f"{name} for {runs[0].target}" if runs[0].target else name
+
+
+def outcome(runs: Sequence[Training]) -> dict:
+    """The best run: by tau in the first setting that was measured, or else by loss where losses can be compared."""
+    known = [(s, run, one) for run in runs for s, one in run.tau.items() if number(one.get("value")) is not None]
+    if known:
+        setting = known[0][0]
+        ranked = sorted((k for k in known if k[0] == setting), key=lambda k: -k[2]["value"])
+        bounds = [bounds_of((one.get("low"), one.get("high"))) for _, _, one in ranked[:2]]
+        overlaps = len(bounds) == 2 and None not in bounds and bounds[0][0] <= bounds[1][1]
+        return {"best": ranked[0][1], "setting": setting, "ranked": len(ranked), "overlaps": overlaps}
+    losses = {run.name: loss for run in runs if (loss := number(run.metrics.get("eval/loss"))) is not None}
+    if len(runs) < 2 or not losses or not on_one_scale(runs):
+        return {}
+    return {"lowest": min(losses, key=losses.__getitem__), "loss": min(losses.values())}
+
+
+def on_one_scale(runs: Sequence[Training]) -> bool:
+    """Whether the losses of these runs can be compared."""
+    return len({tuple(repr(run.options.get(key)) for key in OBJECTIVE) for run in runs}) < 2
+
+
+def different(runs: Sequence[Training]) -> dict[str, str]:
+    """Run -> in what it differs from most of the others."""
+    return {name: options_text(options) for name, options in differences(runs).items()}
+
+
+def options_text(options: Mapping[str, object]) -> str:
+    """Options as they are typed; the last ones are only counted where there are many."""
+    told = [option_text(key, value) for key, value in options.items()]
+    more = f", and {len(told) - OPTIONS_SHOWN} more" if len(told) > OPTIONS_SHOWN else ""
+    return ", ".join(told[:OPTIONS_SHOWN]) + more

@@ -1,0 +1,179 @@
+"""What `spectrain.tune` found, as tables for the terminal and the page: node budgets, and when drafts should end.
+
+Each part is a title and its table, or a text and None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pandas import DataFrame
+
+from spectrain.decoding.budget import ForwardCost, NodeBudget
+from spectrain.measure.results import BASELINE
+from spectrain.reporting.formats import MISSING, interval, measured, number, percent
+from spectrain.reporting.tables import table_of
+from spectrain.stores.budget_table import BudgetTable, CurveEntry
+
+HEADS_SHOWN = 10  # of acceptance heads
+# Columns of tables: head -> key of the results, digits, and the factor of another unit.
+RATES = {"discard rate": ("discard_rate", 3), "verification rate": ("verification_rate", 3)}
+SPEED = {"predicted tokens/s": ("predicted_tokens_per_s", 0)}
+BEST = {
+    **RATES,
+    "tau": ("tau", 2),
+    **SPEED,
+    "measured": ("measured_tokens_per_s", 0),
+    "speedup": ("speedup", 2),
+    "/ fixed gamma": ("over_best_fixed_gamma", 2),
+}
+AREAS = {"area": ("area", 4), "in sample": ("mean_discard_rate", 3), "held out": ("held_out_mean_discard_rate", 3)}
+DIFFERENCES = {"in sample": ("mean_discard_rate_difference", 3), "held out": ("held_out", 3)}
+TOGETHER = {"t_draft": ("draft_s", 2, 1e3), "t_target": ("target_s", 2, 1e3)}
+ALONE = {
+    "alone: t_draft": ("draft_s", 2, 1e3),
+    "alone: t_target": ("target_s", 2, 1e3),
+    "R2": ("r2", 4),
+    "uncentred": ("r2_uncentred", 4),
+}
+
+Part = tuple[str, DataFrame | None]
+
+
+def budget_parts(table: BudgetTable) -> list[Part]:
+    """Milliseconds of a forward pass, and the budget of each method by batch and context."""
+    cost, forwards, chosen = table.cost, [], []
+    for j, context in enumerate(cost.contexts):
+        for i, nodes in enumerate(cost.nodes):
+            cells = zip(cost.batch_sizes, cost.seconds[i], cost.spread[i], strict=True)
+            row = {f"batch {n}": f"{1e3 * s[j]:.2f} ({100 * spread[j]:.0f})" for n, s, spread in cells}
+            forwards.append({"context": str(context), "nodes": str(nodes)} | row)
+    for entry in table.entries:
+        for batch_size in cost.batch_sizes:
+            for context in cost.contexts:
+                rates = NodeBudget(cost=cost, curve=entry.curve).rates(batch_size, context)
+                best = max(rates, key=lambda rate: rate.tokens_per_s)
+                gain = best.tokens_per_s / plain_tokens_per_s(table, entry, batch_size, context)
+                row = {"method": entry.name, "batch": str(batch_size), "context": str(context)}
+                row |= {"nodes": str(best.nodes), "tau": f"{best.tau:.2f}", "tokens/s": f"{best.tokens_per_s:.0f}"}
+                chosen.append(row | {"speedup over one node": f"{gain:.2f}"})
+    title = "ms per forward pass of the target: median, in brackets the interquartile range in % of it"
+    return [
+        (title, table_of(forwards)),
+        (roofline_text(cost), None),
+        ("Nodes that max_nodes=auto takes, with the rate expected of them", table_of(chosen)),
+    ]
+
+
+def plain_tokens_per_s(table: BudgetTable, entry: CurveEntry, batch_size: int, context: int) -> float:
+    """Tokens/s of one node: a forward pass and the least that a step costs around it."""
+    outside_s = min(entry.curve.outside_s(n, batch_size) for n in entry.curve.nodes)
+    return batch_size / (table.cost.at(1, batch_size, context) + outside_s)
+
+
+def roofline_text(cost: ForwardCost) -> str:
+    """The fit of the forward pass's time, and how many nodes it verifies for free."""
+    fit = cost.roofline
+    least, most = cost.nodes[0] * cost.batch_sizes[0], cost.nodes[-1] * cost.batch_sizes[-1]
+    if fit.free_nodes <= least:
+        # The overhead and the time to read the weights cannot be told apart then: only a constant and a slope are seen.
+        worth = fit.overhead_s / fit.node_s if fit.node_s > 0 else float("inf")
+        free = f"none, each extra node adds time; the fixed overhead equals the cost of {worth:.0f} nodes"
+    elif fit.free_nodes >= most:
+        free = f"{most} nodes or more; everything that was measured waits for memory"
+    else:
+        free = f"{fit.free_nodes:.0f} nodes in the whole batch (b x s_q)"
+    return (
+        f"roofline: {1e3 * fit.overhead_s:.2f} ms + max({1e3 * fit.weights_s:.2f} ms, {1e6 * fit.node_s:.1f} us b n)"
+        f" + b max({1e9 * fit.read_s:.1f} ns c, {1e9 * fit.attend_s:.1f} ns n c); "
+        f"median error {100 * fit.error:.0f} %\nfree speculation budget: {free}"
+    )
+
+
+def discount_parts(taus: Mapping[str, Sequence[float]], n_texts: int, chosen: str) -> list[Part]:
+    """Acceptance length of SSSD's options, as value, low, high."""
+    rows = [
+        {"options": name + (" (chosen)" if name == chosen else ""), "tau": interval(estimate, 3)}
+        for name, values in taus.items()
+        if (estimate := dict(zip(("value", "low", "high"), values, strict=True)))
+    ]
+    return [(f"SSSD, simulated on {n_texts} responses that nothing was chosen on", table_of(rows))]
+
+
+def stopping_parts(results: Mapping) -> list[Part]:
+    """Stop rules, as in SpecDec++: its Tables 3 and 2, areas under the fronts, each head, the oracle of Theorem 4.1."""
+    fit, (low, high) = results["times"], results["areas"]["verification_rates"]
+    best = [
+        {"family": family, "setting": one["name"] if "tau" in one else MISSING} | cells(one, BEST)
+        for family, one in results["best"].items()
+    ]
+    areas = [{"family": family} | cells(one, AREAS) for family, one in results["areas"]["families"].items()]
+    fronts = [
+        {"fronts": f"{one['family']} - {one['minus']}", "verification rates": reach(*one["verification_rates"])}
+        | cells(one, DIFFERENCES)
+        | {"on or below": percent(one["share_on_or_below"], 0)}
+        for one in results["differences"]
+    ]
+    heads = [
+        {"head": one["head"], "w_rej": f"{facts['w_rej']:g}", "blocks": str(facts["n_blocks"]), "judge": one["judge"]}
+        | {"h": f"{one['best']['value']:g}"}
+        | cells(one["best"], RATES | SPEED)
+        | cells(one["difference"], {"front, held out": ("held_out", 3)})
+        for one in sorted(results["single_heads"], key=_held_out)
+        if (facts := results["heads"][one["head"]])
+    ]
+    times = [
+        {"family": family} | cells(fit | one, TOGETHER) | cells(one["by_itself"], ALONE)
+        for family, one in fit["families"].items()
+    ]
+    r2 = cells(fit, {"R2": ("r2", 4), "uncentred": ("r2_uncentred", 4)})
+    more = f" ({len(heads) - HEADS_SHOWN} more in results.json)" if len(heads) > HEADS_SHOWN else ""
+    titles = (
+        f"Fastest setting of each family ({results['texts']} texts simulated, {results['timed']} timed after prefill)",
+        f"Discard rate along the front, mean over the verification rates that all families reach: {reach(low, high)}",
+        "Discard rate along one front minus that along another; below 0 the first is better",
+        f"Each head at its fastest threshold, and its front minus that of fixed gamma{more}",
+        "T = t_draft N_draft + t_target N_target in ms, fitted with one t_target for all families (R2 "
+        f"{r2['R2']}, uncentred {r2['uncentred']}), and to each family alone",
+    )
+    times.append({"family": BASELINE} | cells(fit["stand_alone"], ALONE))
+    tables = (best, areas if low < high else None, fronts, heads[:HEADS_SHOWN], times)
+    parts = [(title, rows and table_of(rows)) for title, rows in zip(titles, tables, strict=True)]
+    return parts + ([(oracle_text(results["oracle"]), None)] if results["oracle"] is not None else [])
+
+
+def cells(one: Mapping, columns: Mapping[str, tuple]) -> dict[str, str]:
+    """Numbers of a result with their intervals; `columns`: head -> key, digits, and the unit's factor."""
+    found = {}
+    for head, (key, digits, *factor) in columns.items():
+        values = {name: number(value) for name, value in measured(one, key).items()}
+        scale = factor[0] if factor else 1.0
+        found[head] = interval({name: v if v is None else scale * v for name, v in values.items()}, digits)
+    return found
+
+
+def reach(low: float, high: float) -> str:
+    return f"{low:.3f} to {high:.3f}" if low < high else "none in common"
+
+
+def _held_out(one: Mapping) -> float:
+    value = number(one["difference"]["held_out"]["value"])
+    return math.inf if value is None else value
+
+
+def oracle_text(oracle: Mapping) -> str:
+    """SpecDec++, Theorem 4.1, in words."""
+    calls, tokens = (sum(text[name] for text in oracle["texts"]) for name in ("target_calls", "tokens"))
+    known = oracle["longest_draft"] is None
+    disagreements = f", |S| = {sum(text['disagreements'] for text in oracle['texts'])}" if known else ""
+    rates = [oracle[key] for key in ("theorem_tokens_per_s", "predicted_tokens_per_s", "measured_tokens_per_s")]
+    theorem, looking, timed = (interval(rate, 0) for rate in rates)
+    equal = "as predicted, text by text" if oracle["equal"] else "NOT the calls that were predicted"
+    return (
+        f"oracle (Theorem 4.1): {calls} target calls for {tokens} tokens (verification rate "
+        f"{oracle['verification_rate']:.3f}){disagreements}\n  predicted {theorem} tokens/s, with a look at each "
+        f"next token {looking}; measured on {oracle['timed']} texts: {timed} tokens/s, "
+        f"{interval(oracle['speedup'], 2)} times autoregressive\n"
+        f"  measured: {oracle['measured_discarded']} tokens discarded; {equal}"
+    )
