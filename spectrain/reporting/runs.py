@@ -13,8 +13,7 @@ from pathlib import Path
 
 from spectrain.reporting.formats import MISSING, number
 from spectrain.stores.budget_table import BudgetTable
-from spectrain.training.runs import Curve
-from spectrain.training.runs import NOT_HASHED, NOT_HASHED_OF_TRAINER
+from spectrain.training.runs import NOT_HASHED, NOT_HASHED_OF_TRAINER, Curve
 
 OWN_METHOD = {"spire": "spire", "vanilla": "speculative"}  # kind of training -> its drafter's name in a table of tau
 TRAININGS = ("spire", "vanilla", "specdecpp", "target")  # kinds of run folders
