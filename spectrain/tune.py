@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.console import Console
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
@@ -220,7 +219,6 @@ def write_tuned(options: Mapping[str, Mapping], file: Path, method: str) -> Path
     header = f"# python -m spectrain.bench tuned={file} ...   (written by spectrain.tune method={method})\n"
     file.write_text(header + OmegaConf.to_yaml(OmegaConf.create(options)))
     return file
-
 
 
 if __name__ == "__main__":
