@@ -28,7 +28,7 @@ from data_prep.tokenise import Corpus
 from spectrain.cli import command, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.retrieval.datastore import Datastore, Manifest, read_manifest
+from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import bundled_folder
@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
                 manifest = partial(Manifest, target=cfg.target.path, **prints, vocab_size=target.vocab_size)
                 decided(fabric, partial(parts.write_store, counts, manifest))
     if fabric.is_global_zero:
-        made = read_manifest(out)
+        made = DATASTORES.read_manifest(out)
         target = target_override(made.build["config"]["target"]["path"])
         command_line = f"python -m spectrain.bench methods=all datastore={out}{target}"
         show_facts("datastore", store_facts(out, made), command_line)

@@ -279,7 +279,7 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         (["drafter=nowhere", "methods=[pld]"], "drafter=nowhere is a vanilla drafter, which none of the methods takes"),
         (["peers=[hf_assisted]", "methods=[pld]"], "holds no vanilla drafter"),
         (["methods=[rest]"], "holds no datastore for this target"),
-        (["methods=[rest]", "datastore=nowhere"], "datastore=nowhere does not exist; build one"),
+        (["methods=[rest]", "datastore=nowhere"], "datastore=nowhere does not exist; make one"),
         (["methods=[pld]", "datastore=nowhere"], "datastore=nowhere is a datastore, which none of the methods takes"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

@@ -304,7 +304,7 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
     shutil.copytree(stored, other)
     file = next(other.glob("tokens*"))
     file.write_bytes(file.read_bytes()[:-2] + b"\0\0")
-    assert "its sha256 differs" in refused(*lookup(shared, other))
+    assert "is damaged: it is not what the manifest says" in refused(*lookup(shared, other))
     assert "does not exist" in refused(*lookup(shared, tmp_path / "nowhere"))
 
 

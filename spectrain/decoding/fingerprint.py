@@ -1,4 +1,4 @@
-"""A short name for a target and its tokenizer, so that a drafter or a store made for another one is refused."""
+"""Short names for a target and its tokenizer, by which a drafter or a store made for another one is refused."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ import hashlib
 import json
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SAMPLES = 256  # values read of each parameter
 SHAPE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "rope_parameters",
-    "hidden_act",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+    *("rms_norm_eps", "layer_norm_eps", "rope_parameters", "hidden_act"),
 )
 SMALLEST = 2.0**-14  # below it float16 has fewer bits than bfloat16
 
@@ -37,23 +27,15 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     attention implementation do not count.
     """
     config = model.config.get_text_config()
-    digest = _weights([config.model_type, {key: getattr(config, key, None) for key in SHAPE_KEYS}], model)
+    digest = _digest([config.model_type, {key: getattr(config, key, None) for key in SHAPE_KEYS}], model)
     if tokenizer is not None:
         digest.update(_vocabulary(tokenizer))
     return digest.hexdigest()[:16]
 
 
 def module_fingerprint(module: nn.Module, config: object) -> str:
-    """16 hex digits over a dataclass that fixes a module's computation, and its weights, compared likewise."""
-    return _weights(dataclasses.asdict(config), module).hexdigest()[:16]
-
-
-def _weights(description: object, module: nn.Module) -> hashlib._Hash:
-    digest = hashlib.sha256(_canonical(description))
-    for name, parameter in sorted(module.named_parameters()):
-        digest.update(_canonical([name, list(parameter.shape)]))
-        digest.update(_sample(parameter).tobytes())
-    return digest
+    """16 hex digits over the dataclass that fixes a module's computation, and over its weights, as in `fingerprint`."""
+    return _digest(dataclasses.asdict(config), module).hexdigest()[:16]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -61,24 +43,25 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(_vocabulary(tokenizer)).hexdigest()[:16]
 
 
+def _digest(description: object, module: nn.Module) -> hashlib._Hash:
+    """Hash a description, and the names, shapes and sampled values of the module's parameters."""
+    digest = hashlib.sha256(_canonical(description))
+    for name, parameter in sorted(module.named_parameters()):
+        flat = parameter.detach().reshape(-1)
+        values = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].to("cpu", torch.bfloat16)
+        values = torch.where(values.abs() < SMALLEST, 0.0, values).to(torch.bfloat16) + 0.0  # and -0 as 0
+        digest.update(_canonical([name, list(parameter.shape)]))
+        digest.update(values.view(torch.int16).numpy().astype("<i2").tobytes())
+    return digest
+
+
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    return _canonical([sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), _merges(tokenizer)])
-
-
-def _sample(parameter: Tensor):
-    flat = parameter.detach().reshape(-1)
-    stride = max(1, flat.numel() // SAMPLES)
-    values = flat[::stride][:SAMPLES].to("cpu", torch.bfloat16)
-    values = torch.where(values.abs() < SMALLEST, 0.0, values).to(torch.bfloat16) + 0.0  # and -0 as 0
-    return values.view(torch.int16).numpy().astype("<i2")
-
-
-def _merges(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The merge rules of a BPE tokenizer, each as "left right"; file formats differ in how they write the pair."""
+    """Tokens by id, and the merge rules of a BPE tokenizer as "left right": file formats write the pair differently."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     merges = json.loads(backend.to_str())["model"].get("merges", []) if backend is not None else []
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    return _canonical([sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]), merges])
 
 
-def _canonical(value) -> bytes:
+def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()

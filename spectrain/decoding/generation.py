@@ -1,4 +1,4 @@
-"""One prompt's continuation: what is kept while it grows, when it ends, what it cost."""
+"""One prompt's continuation: its state while it grows, when it ends, what it cost."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOKED_UP = (Source.FORWARD, Source.BACKWARD, Source.INPUT, Source.DATASTORE)  #
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt's continuation and what it cost.
+    """One prompt's continuation and what it cost, in wall seconds.
 
-    Times are wall seconds. `elapsed_s` runs from joining the batch to leaving it. `prefill_s` and `time_s` are the
-    row's share, 1/n of what its batch of n spent: over all rows they add up to the time of the whole run.
+    `elapsed_s` runs from joining the batch to leaving it. `prefill_s` and `time_s` are the row's share of the batch's
+    time, 1/n for a batch of n rows, so that they add up to the time of the whole run.
     """
 
     tokens: list[int]  # without the prompt; ends with the EOS where one was drawn
@@ -28,7 +28,7 @@ class Generation:
     target_forwards: int  # after prefill
     accepted: list[int]  # drafted tokens emitted in each step; tokens cut by EOS or length are not counted
     drafted: list[int]  # nodes drafted in each step: no root, no probe
-    drafted_by_source: list[int]  # the same nodes, by Source
+    drafted_by_source: list[int]  # the same nodes, counted by Source
     steps_by_depth: list[int]  # [d - 1]: steps that drafted a node at depth d
     retrieval_hits: int  # steps that drafted a node of a source in LOOKED_UP
     sources: list[int]  # Source of each token
@@ -39,7 +39,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Ending:
-    """What ends a text besides its length."""
+    """The tokens and strings that end a text before its maximum length."""
 
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
@@ -47,7 +47,7 @@ class Ending:
     tokenizer: PreTrainedTokenizerBase | None
 
     def cut(self, before: list[int], new: list[int]) -> tuple[list[int], str | None]:
-        """Cuts new tokens behind the first that ends the text. Returns them and the reason, None to go on."""
+        """Cut the new tokens after the first one that ends the text. Return them and the reason, or None to go on."""
         end, reason = len(new), None
         for i, token in enumerate(new):
             if token in self.stop_ids:
@@ -66,9 +66,9 @@ class Ending:
 
 
 class Clock:
-    """Shares time among the rows of a batch: what passes between two laps belongs to the active rows in equal parts.
+    """Divides time among the rows of a batch: the time between two laps is shared equally by the active rows.
 
-    A GPU works on after a call returns; it is waited for at each lap, or a stage would pay for the one before it.
+    A GPU keeps working after a call returns. Each lap waits for it, or a stage would pay for the one before it.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -77,11 +77,11 @@ class Clock:
         self.now = time.perf_counter()
 
     def lap(self, stage: str, n_rows: int) -> None:
-        """Gives the time since the last lap to a stage, shared by the n active rows."""
+        """Add the time since the last lap to a stage, shared by n active rows."""
         self.shares[stage] += self.restart() / n_rows
 
     def restart(self) -> float:
-        """Seconds since the last lap, which the caller accounts for."""
+        """Return the seconds since the last lap without adding them to a stage."""
         if self.gpu is not None:
             torch.cuda.synchronize(self.gpu)
         before, self.now = self.now, time.perf_counter()
@@ -90,7 +90,7 @@ class Clock:
 
 @dataclass
 class Row:
-    """A prompt being continued."""
+    """A prompt that is being continued."""
 
     prompt_index: int
     joined_s: float
@@ -106,7 +106,7 @@ class Row:
     finish_reason: str | None = None
 
     def count_drafted(self, by_source: Sequence[int], by_depth: Sequence[int]) -> None:
-        """Adds a step's drafted nodes: by Source, and by depth from 0 on."""
+        """Add a step's drafted nodes, counted by Source and by depth (from 0)."""
         self.drafted.append(sum(by_source))
         for source, count in enumerate(by_source):
             if count:

@@ -1,8 +1,8 @@
-"""Keys and values of every block, preallocated, with a length of its own for each row.
+"""A preallocated KV cache in which every row has its own length.
 
-Rows are dense: the active ones are 0..n-1. The nodes of a forward are written behind the row's committed tokens, node i
-at slot length + i; `commit` moves the accepted ones down, which is right because RoPE was applied at position = depth.
-The model's attention calls `update`, which receives no positions: the step's slots are set beforehand by `begin`.
+Rows are dense: 0..n-1 are active. The nodes of a forward are written after the row's committed tokens, node i at slot
+length + i. `commit` moves the accepted ones down, which is correct because RoPE was applied at position = depth. The
+model's attention calls `update`, which receives no positions, so `begin` sets the slots of each step beforehand.
 
 Letters: n active rows, R rows of a forward, H key/value heads, S slots, N nodes, A path entries, D_head.
 """
@@ -20,16 +20,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 @dataclass
 class _Step:
-    """Where the present forward writes; shared by the layers of a cache."""
+    """Where the current forward writes; shared by the layers of a cache."""
 
     max_rows: int
     capacity: int = 0  # slots of a row
     rows: range = range(0)
-    starts: Sequence[int] = ()  # first slot written, a row
-    common_start: int | None = None  # when all rows start alike: a slice copy then replaces the scatter
+    starts: Sequence[int] = ()  # first slot written in each row
+    common_start: int | None = None  # where all rows start at the same slot: a slice copy then replaces the scatter
     n_nodes: int = 0
     used: int = 0  # slots that attention reads
-    slots: Tensor | None = None  # [R, N] int64, made when first needed
+    slots: Tensor | None = None  # [R, N] int64, computed when first needed
 
     def slots_like(self, states: Tensor) -> Tensor:
         """The slots of each node, expanded to `states` [R, H, N, D_head] for a scatter."""
@@ -47,7 +47,7 @@ class SlotLayer(CacheLayerMixin):
         self._step = step
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates with the heads, width, dtype and device of the first states [R, H, N, D_head]."""
+        """Allocate buffers with the heads, width, dtype and device of the first states [R, H, N, D_head]."""
         rows, slots = self._step.max_rows, self._step.capacity
         # Zeros, not empty: a masked slot has weight 0, but 0 * NaN of uninitialised memory is NaN.
         self.keys = key_states.new_zeros(rows, key_states.shape[1], slots, key_states.shape[3])
@@ -55,19 +55,19 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def grow(self, capacity: int) -> None:
-        """Extends each row to `capacity` slots."""
+        """Extend each row to `capacity` slots."""
         missing = capacity - self.keys.shape[2]
         self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, missing))
         self.values = torch.nn.functional.pad(self.values, (0, 0, 0, missing))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes the step's K and V [R, H, N, D_head]; returns all the slots that it may read, [R, H, used, D_head]."""
+        """Write the step's K and V [R, H, N, D_head]. Return all slots that it may read, [R, H, used, D_head]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step, first, n_rows = self._step, self._step.rows.start, len(self._step.rows)
         whole = n_rows == step.max_rows
         written = []
-        # `narrow` rather than slicing: this runs twice a layer, and a Python slice costs as much as the copy.
+        # `narrow` rather than slicing: this runs twice per layer, and a Python slice costs as much as the copy.
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             rows = buffer if whole else buffer.narrow(0, first, n_rows)
             if step.common_start is not None:
@@ -88,11 +88,11 @@ class SlotLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """A slot cache for ragged rows and trees; Hugging Face models use it as any other `past_key_values`.
+    """A slot cache for ragged rows and trees; Hugging Face models use it like any other `past_key_values`.
 
     Args:
         max_rows: rows to allocate for.
-        block_tokens: a row's room grows by multiples of this.
+        block_tokens: the slots of a row grow in multiples of this.
     """
 
     def __init__(self, max_rows: int, block_tokens: int = 256):
@@ -111,7 +111,7 @@ class KVCache(Cache):
 
     @property
     def capacity(self) -> int:
-        """Slots of a row."""
+        """Slots per row."""
         return self._step.capacity
 
     @property
@@ -119,7 +119,7 @@ class KVCache(Cache):
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
     def begin(self, rows: range, starts: Sequence[int], n_nodes: int) -> int:
-        """Says where the next forward writes: row rows[r] from slot starts[r] on. Returns the slots it will read."""
+        """Set where the next forward writes: row rows[r] from slot starts[r] on. Return how many slots it will read."""
         step = self._step
         assert len(starts) == len(rows), (rows, starts)
         assert rows.stop <= step.max_rows, (rows, step.max_rows)
@@ -141,7 +141,7 @@ class KVCache(Cache):
         return self.layers[layer_idx].update(key_states, value_states)
 
     def commit(self, path: Tensor | None, counts: Sequence[int]) -> None:
-        """Keeps the accepted nodes of the last forward, in place, and forgets the rest.
+        """Keep the accepted nodes of the last forward, in place, and forget the rest.
 
         Args:
             path: [n, A] int64, the accepted nodes of each row in order, root first; entries past counts[b] are ignored.
@@ -149,24 +149,22 @@ class KVCache(Cache):
             counts: accepted nodes of each row, root included.
         """
         if path is not None:
-            self._compact(path[:, : max(counts)], counts)
+            path = path[:, : max(counts)]
+            n_rows, width = path.shape
+            starts = torch.tensor(self.lengths, device=path.device)[:, None]
+            places = torch.arange(width, device=path.device)
+            accepted = places < torch.tensor(counts, device=path.device)[:, None]
+            read = starts + torch.where(accepted, path, places)  # past the end a node is written onto itself
+            write = starts + places
+            for layer in self.layers:
+                for states in (layer.keys[:n_rows], layer.values[:n_rows]):
+                    shape = (n_rows, states.shape[1], width, states.shape[3])
+                    moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
+                    states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def _compact(self, path: Tensor, counts: Sequence[int]) -> None:
-        n_rows, width = path.shape
-        starts = torch.tensor(self.lengths, device=path.device)[:, None]
-        places = torch.arange(width, device=path.device)
-        accepted = places < torch.tensor(counts, device=path.device)[:, None]
-        read = starts + torch.where(accepted, path, places)  # past the end a node is written onto itself
-        write = starts + places
-        for layer in self.layers:
-            for states in (layer.keys[:n_rows], layer.values[:n_rows]):
-                shape = (n_rows, states.shape[1], width, states.shape[3])
-                moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
-                states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
-
     def free(self, row: int) -> None:
-        """Ends a row: the last row moves into its place."""
+        """Remove a row: the last row moves into its place."""
         last, length = self.n_rows - 1, self.lengths[-1]
         if row != last:
             for layer in self.layers:
@@ -176,12 +174,12 @@ class KVCache(Cache):
         self.lengths.pop()
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forgets each row's tokens past lengths[b], for instance rejected drafts."""
+        """Forget each row's tokens past lengths[b], for example rejected drafts."""
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), (lengths, self.lengths)
         self.lengths = list(lengths)
 
     def read(self, layer_idx: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies chosen slots [n, K] int64 of one layer. Returns keys and values [n, H, K, D_head]."""
+        """Copy the slots [n, K] int64 of one layer. Return keys and values [n, H, K, D_head]."""
         layer = self.layers[layer_idx]
         slots = slots.to(layer.keys.device)[:, None, :, None]
         keys, values = layer.keys[: slots.shape[0]], layer.values[: slots.shape[0]]
@@ -191,9 +189,9 @@ class KVCache(Cache):
         )
 
     def fill(self, layer_idx: int, keys: Tensor, values: Tensor, lengths: Sequence[int]) -> None:
-        """Replaces what one layer holds: row b's first lengths[b] tokens are keys and values [n, H, K, D_head].
+        """Replace one layer's content: the first lengths[b] tokens of row b are keys and values [n, H, K, D_head].
 
-        After the same call for every layer the cache has n rows of these lengths, as if it had read them.
+        After one such call per layer the cache has n rows of these lengths, as if the model had read them.
         """
         n_rows, n_tokens = keys.shape[0], keys.shape[2]
         assert len(lengths) == n_rows, (lengths, n_rows)

@@ -1,18 +1,15 @@
-"""Loads a target from a folder or the Hugging Face hub; what goes wrong becomes one sentence for the user."""
+"""Load a target from a folder or the Hugging Face hub; what goes wrong becomes one sentence for the user."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel, unsupported_layer_type
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PARALLEL = {"none": {}, "device_map": {"device_map": "auto"}, "tp": {"tp_plan": "auto"}}
@@ -25,17 +22,17 @@ def load_target(
     parallel: str = "none",
     capture_layers: Sequence[int] = (),
 ) -> TargetModel:
-    """Loads model and tokenizer, ready to decode.
+    """Load model and tokenizer, ready to decode.
 
     Args:
         path_or_id: a Hugging Face folder, or an id on the hub.
         dtype: float32, bfloat16 or float16.
-        device: "auto" takes a GPU where there is one; not read unless parallel is "none".
+        device: "auto" takes a GPU where there is one; ignored unless parallel is "none".
         parallel: "device_map" spreads the layers over the visible devices, "tp" the weights over torchrun's ranks.
         capture_layers: see `TargetModel`.
 
     Raises:
-        UserError: says in a sentence what is missing or unsupported.
+        UserError: the target is missing, damaged or unsupported.
     """
     name = str(path_or_id)
     if dtype not in DTYPES:
@@ -60,7 +57,12 @@ def load_target(
     except Exception as error:
         raise UserError(f"target {name} has no tokenizer that transformers can read ({_first_line(error)})") from error
     if parallel == "none":
-        model = _place(model, device)
+        try:
+            model = model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(
+                f"target.device={device} cannot be used ({_first_line(error)}); give target.device=cpu"
+            ) from error
     target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
     if not _is_causal(target):
         raise UserError(
@@ -70,25 +72,15 @@ def load_target(
     return target
 
 
-def _place(model: PreTrainedModel, device: str) -> PreTrainedModel:
-    try:
-        return model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"target.device={device} cannot be used ({_first_line(error)}); give target.device=cpu"
-        ) from error
-
-
 @torch.inference_mode()
 def _is_causal(target: TargetModel) -> bool:
-    """Encoders load as causal models too (BERT does): two texts that differ in the last token tell them apart."""
-    first = torch.tensor([[0, 1]], device=target.device)
-    second = torch.tensor([[0, 2]], device=target.device)
-    before, after = (target.forward(tokens).logits[0, 0] for tokens in (first, second))
+    """Whether a token's logits ignore what follows it. Encoders such as BERT load as causal models, too."""
+    texts = (torch.tensor([[0, last]], device=target.device) for last in (1, 2))
+    before, after = (target.forward(tokens).logits[0, 0] for tokens in texts)
     return torch.allclose(before.float(), after.float(), atol=1e-3, rtol=1e-3)
 
 
-def _load_config(name: str):
+def _load_config(name: str) -> PretrainedConfig:
     folder = Path(name)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -108,7 +100,7 @@ def _load_config(name: str):
         ) from error
 
 
-def _why_no_model(name: str, config, error: Exception) -> str:
+def _why_no_model(name: str, config: PretrainedConfig, error: Exception) -> str:
     line = _first_line(error)
     if "Unrecognized configuration class" in line or "for this kind of AutoModel" in line:
         return f"target {name} ({config.model_type}) is no causal language model; choose a decoder-only model"
@@ -118,4 +110,4 @@ def _why_no_model(name: str, config, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

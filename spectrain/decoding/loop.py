@@ -2,13 +2,13 @@
 
     generations = generate(load_target("checkpoints/pystdlib-8l"), Speculative(draft), prompts, max_new_tokens=64)
 
-Continuous batching: `batch_size` slots are kept filled from the list of prompts; a row that ends leaves at once.
+Batching is continuous: `batch_size` slots are kept filled from the list of prompts, and a row that ends leaves at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -50,29 +50,35 @@ def generate(
         target: the model whose text this is.
         drafter: the method.
         prompts: token ids.
-        max_new_tokens: most tokens of a continuation.
+        max_new_tokens: maximum length of a continuation.
         sampling: None is greedy.
         seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch.
         prompt_numbers: the numbers i; None: 0, 1, ...
         batch_size: rows decoded together; None: all prompts.
-        stop_token_ids: end a text; None: the target's EOS ids, (): nothing does.
-        stop_strings: end a text with the token that completes one; needs the target's tokenizer.
-        verification: how drafts that were drawn from a q are judged, "token" by token or as a "block".
-        on_tokens: called after each step, for each row.
-        on_finished: called as each row ends.
-        cache_block_tokens: the caches grow by this many.
+        stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
+        stop_strings: a text ends with the token that completes one of them; needs the target's tokenizer.
+        verification: "token" or "block": how drafts that were drawn from a q are verified; see `verify`.
+        on_tokens: called for each row after each step.
+        on_finished: called for each row when it ends.
+        cache_block_tokens: the caches grow in multiples of this.
 
     Returns:
-        One Generation a prompt, in the order of the prompts.
+        One Generation per prompt, in the order of the prompts.
 
     Raises:
-        UserError: a prompt is empty, too long for the target, or no text of its vocabulary; memory is too small for
-            the batch.
+        UserError: a prompt is empty, too long for the target, or holds tokens outside its vocabulary; or the batch
+            does not fit in memory.
     """
-    _check(target, prompts, max_new_tokens, batch_size, stop_strings)
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1; raise max_new_tokens")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size={batch_size} must be at least 1; raise batch_size")
+    if stop_strings and target.tokenizer is None:
+        raise UserError("stop_strings need the target's tokenizer; load the target with one, or use stop_token_ids")
+    for index, prompt in enumerate(prompts):
+        check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
     if not prompts:
         return []
-    sampling = sampling or Sampling()
     n_slots = min(batch_size or len(prompts), len(prompts))
     ending = Ending(
         eos_ids=frozenset(target.eos_ids),
@@ -82,7 +88,8 @@ def generate(
     )
     target = target.with_capture(drafter.capture_layers)
     free_before = free_bytes(target.device)
-    cache, context = KVCache(n_slots, cache_block_tokens), Context(sampling, target.device, n_slots)
+    cache = KVCache(n_slots, cache_block_tokens)
+    context = Context(sampling or Sampling(), target.device, n_slots)
     batch = _Batch(target, drafter, cache, context, ending, verification, on_tokens)
     try:
         drafter.start(target, cache)
@@ -120,19 +127,8 @@ def _run(
     return generations
 
 
-def _check(target: TargetModel, prompts, max_new_tokens: int, batch_size: int | None, stop_strings) -> None:
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1; raise max_new_tokens")
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size={batch_size} must be at least 1; raise batch_size")
-    if stop_strings and target.tokenizer is None:
-        raise UserError("stop_strings need the target's tokenizer; load the target with one, or use stop_token_ids")
-    for index, prompt in enumerate(prompts):
-        check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
-
-
 def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
-    """Raises UserError where the target cannot continue these token ids by max_new_tokens."""
+    """Raise UserError unless the target can continue these token ids by max_new_tokens."""
     if not len(prompt):
         raise UserError(f"{name} is empty; give at least one token")
     wrong = [token for token in (min(prompt), max(prompt)) if not 0 <= token < target.vocab_size]
@@ -148,23 +144,21 @@ def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int
         )
 
 
+@dataclass(eq=False)
 class _Batch:
-    """The active rows. Cache, context, drafter and `rows` agree on the order; all of them free a row by swapping."""
+    """The active rows. Cache, context, drafter and `rows` keep the same order; all of them free a row by swapping."""
 
-    def __init__(
-        self,
-        target: TargetModel,
-        drafter: Drafter,
-        cache: KVCache,
-        context: Context,
-        ending: Ending,
-        verification: str,
-        on_tokens: OnTokens | None,
-    ):
-        self.target, self.drafter, self.cache, self.context = target, drafter, cache, context
-        self.ending, self.verification, self.on_tokens = ending, verification, on_tokens
-        self.rows: list[Row] = []
-        self.clock = Clock(target.device)
+    target: TargetModel
+    drafter: Drafter
+    cache: KVCache
+    context: Context
+    ending: Ending
+    verification: str
+    on_tokens: OnTokens | None
+    rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.target.device)
 
     def join(
         self,
@@ -173,7 +167,7 @@ class _Batch:
         generators: Sequence[torch.Generator],
         max_new_tokens: int,
     ) -> list[Row]:
-        """Reads prompts into new rows at the end and draws their first tokens. Returns the rows that ended there."""
+        """Read prompts into new rows at the end and draw their first tokens. Return the rows that ended with these."""
         joined_s = self.clock.now
         context, first = self.context, len(self.rows)
         new = range(first, first + len(prompts))
@@ -196,11 +190,11 @@ class _Batch:
         return self._emit(new, [[token] for token in roots.tolist()], [[int(Source.ROOT)]] * len(prompts))
 
     def step(self) -> list[Row]:
-        """One step for all rows. Returns the rows that ended."""
+        """Run one step for all rows. Return the rows that ended."""
         context, clock, n_rows = self.context, self.clock, len(self.rows)
         tree = self.drafter.propose(context)
         if not tree.is_chain:
-            _ = tree.depth, tree.ancestors  # lazily made; they are the draft's cost, not the forward's
+            _ = tree.depth, tree.ancestors  # computed on first use; their time belongs to the draft, not the forward
         clock.lap("draft", n_rows)
         output = self.target.score(tree, self.cache)
         clock.lap("forward", n_rows)
@@ -217,7 +211,7 @@ class _Batch:
         return self._emit(range(n_rows), step.emitted, step.sources)
 
     def _emit(self, rows: range, emitted: list[list[int]], sources: list[list[int]]) -> list[Row]:
-        """Gives each row its new tokens, cut where its text ends, and lets the ended rows go."""
+        """Give each row its new tokens, cut where its text ends, and remove the rows that ended."""
         ended = []
         for index, tokens, origins in zip(rows, emitted, sources, strict=True):
             row = self.rows[index]
@@ -233,17 +227,15 @@ class _Batch:
                 self.on_tokens(row.prompt_index, kept, origins[: len(kept)])
             if row.finish_reason is not None:
                 ended.append(index)
-        left = [self._leave(index) for index in reversed(ended)]
+        left = []
+        for index in reversed(ended):
+            for part in (self.cache, self.context, self.drafter):
+                part.free(index)
+            left.append(self.rows[index])
+            self.rows[index] = self.rows[-1]
+            self.rows.pop()
         self.clock.lap("other", max(1, len(self.rows) + len(left)))
         return left
-
-    def _leave(self, index: int) -> Row:
-        for part in (self.cache, self.context, self.drafter):
-            part.free(index)
-        row = self.rows[index]
-        self.rows[index] = self.rows[-1]
-        self.rows.pop()
-        return row
 
 
 @dataclass(frozen=True)
@@ -258,7 +250,7 @@ class _Step:
 
 
 def _read_back(tree: DraftTree, verified: Verified) -> _Step:
-    """Brings a step to the host in one transfer."""
+    """Copy a step to the host in one transfer."""
     n_rows, n_nodes = tree.shape
     none_drafted = [[0] * len(Source)] * n_rows
     if n_nodes == 1:

@@ -1,4 +1,4 @@
-"""What to say when memory runs out: the largest batch that fits."""
+"""Turn an out-of-memory error into advice: the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -24,30 +24,37 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that the process may still take on a device; None where the system does not say."""
+    """Bytes that the process may still allocate on a device; None where the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What torch has reserved but not handed out is free to us.
+        # What torch has reserved but not handed out can be allocated, too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None
     try:
-        limits = [_meminfo_bytes("MemAvailable"), _address_space_left()]
-    except (OSError, ValueError, KeyError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        import resource  # Unix only
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
+        if limit == resource.RLIM_INFINITY:
+            return available
+        used_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        return min(available, max(0, limit - used_pages * os.sysconf("SC_PAGE_SIZE")))
+    except (OSError, ValueError, IndexError, StopIteration):
         return None
-    return min(limit for limit in limits if limit is not None)
 
 
 def out_of_memory_advice(
     target: TargetModel, cache: KVCache, batch_size: int, row_tokens: int, free: int | None
 ) -> str:
-    """One sentence for the user.
+    """Return one sentence for the user.
 
     Args:
         target: the model that was decoding.
         cache: its cache, as far as it was allocated.
         batch_size: rows that did not fit.
-        row_tokens: most tokens of a row, prompt and continuation.
+        row_tokens: tokens of the longest row, prompt and continuation.
         free: bytes that were free before the cache was allocated.
     """
     if batch_size == 1:
@@ -62,10 +69,9 @@ def out_of_memory_advice(
         fitting = int(free * USABLE_SHARE / row_bytes)
         if fitting >= batch_size:  # something else took the memory: logits, a draft model's cache
             fitting = batch_size // 2
-    fitting = max(1, fitting)
     return (
         f"out of memory with batch_size={batch_size} rows of up to {row_tokens} tokens on {target.device}; the largest "
-        f"batch that fits is about {fitting}, lower batch_size"
+        f"batch that fits is about {max(1, fitting)}, lower batch_size"
     )
 
 
@@ -74,20 +80,4 @@ def slot_bytes(target: TargetModel) -> int:
     config = target.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * target.n_layer * heads * width * torch.empty(0, dtype=target.dtype).element_size()
-
-
-def _meminfo_bytes(name: str) -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def _address_space_left() -> int | None:
-    """What `ulimit -v` leaves; None without a limit."""
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    used_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return max(0, limit - used_pages * os.sysconf("SC_PAGE_SIZE"))
+    return 2 * target.n_layer * heads * width * target.dtype.itemsize

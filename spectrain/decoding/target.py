@@ -1,7 +1,7 @@
 """A Hugging Face causal LM as the loop uses it: prefill, tree scoring, and captured block inputs.
 
-Any full-attention decoder of transformers works unmodified: it takes a ready 4-D mask, explicit position ids and our
-`KVCache`. Loading is in `loading.py`.
+Any full-attention decoder of transformers works unmodified: it takes a complete 4-D mask, explicit position ids and our
+`KVCache`. See `loading.py` for loading one.
 
 Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C captured layers, D hidden size.
 """
@@ -25,33 +25,31 @@ from spectrain.decoding.tree import DraftTree
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one forward of the target gives."""
+    """The result of one forward, or of a prefill (shapes in parentheses), in the model's dtype."""
 
-    logits: Tensor  # [B, N, V] in the model's dtype; after a prefill [R, 1, V], of each prompt's last token
-    captured: (
-        Tensor | None
-    )  # [B, N, C, D], likewise, inputs of the blocks `capture_layers`; after a prefill [R, T, C, D]
-    positions: Tensor  # [B, N] int64 position ids; after a prefill [R, T]
-    hidden: Tensor | None = None  # [B, N, D] what the unembedding took, of a model that keeps it; none of a prefill
+    logits: Tensor  # [B, N, V] ([R, 1, V], of each prompt's last token)
+    captured: Tensor | None  # [B, N, C, D] ([R, T, C, D]) inputs of the blocks `capture_layers`
+    positions: Tensor  # [B, N] ([R, T]) int64 position ids
+    hidden: Tensor | None = None  # [B, N, D] inputs of the unembedding, if the model keeps them; None after a prefill
 
 
 @dataclass(frozen=True)
 class Features:
-    """What training reads of the target, without logits."""
+    """What training reads from the target: hidden states without logits."""
 
     captured: Tensor | None  # [B, T, C, D] inputs of the blocks `capture_layers`
-    final_hidden: Tensor  # [B, T, D] what the unembedding takes: the last block's output after the final norm
+    final_hidden: Tensor  # [B, T, D] inputs of the unembedding: the last block's output after the final norm
 
 
 class TargetModel:
-    """A causal LM behind the three calls that decoding and training need.
+    """A causal LM with the calls that decoding and training need.
 
     Args:
         model: any full-attention Hugging Face causal LM, loaded with `attn_implementation="sdpa"`.
-        tokenizer: its tokenizer, where text is read or written.
+        tokenizer: its tokenizer; needed only where text is read or written.
         capture_layers: indices of the blocks whose inputs every forward returns.
-        prefill_chunk: prompt tokens of one forward; bounds the memory of long prompts.
-        keeps_hidden: `score` returns the final hidden states too.
+        prefill_chunk: prompt tokens per forward; bounds the memory of long prompts.
+        keeps_hidden: whether `score` returns the final hidden states, too.
 
     Raises:
         UserError: the model has other than full attention, or takes no position ids.
@@ -66,11 +64,8 @@ class TargetModel:
         keeps_hidden: bool = False,
     ):
         check_supported(model)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.capture_layers = tuple(capture_layers)
-        self.prefill_chunk = prefill_chunk
-        self.keeps_hidden = keeps_hidden
+        self.model, self.tokenizer, self.capture_layers = model, tokenizer, tuple(capture_layers)
+        self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
         self._blocks = find_blocks(model)
         self._splits = keeps_hidden and self._is_body_and_unembedding()
         for layer in self.capture_layers:
@@ -91,7 +86,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def _is_body_and_unembedding(self) -> bool:
-        """Whether a forward is the body's last state and `logits_of` it, as in nearly every model; tried out once."""
+        """Test once whether the logits are `logits_of` the body's last state, as in nearly every model."""
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         states = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         if states.shape[-1] != self.unembedding.shape[-1]:
@@ -113,12 +108,12 @@ class TargetModel:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence in tokens; models without a limit give a number no one reaches."""
+        """Tokens of the longest sequence; a very large number for models without a limit."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a text, of the generation config where it has any."""
+        """Token ids that end a text, from the generation config where it has any."""
         for config in (self.model.generation_config, self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
@@ -135,23 +130,23 @@ class TargetModel:
         return self.model.dtype
 
     def forward(self, tokens: Tensor) -> TargetOutput:
-        """Plain causal forward without a cache, for training and teacher forcing. tokens: [B, T] int64.
+        """Run a plain causal forward over tokens [B, T] int64 without a cache, for training and teacher forcing.
 
         Returns logits [B, T, V] and captured [B, T, C, D]. The caller decides about gradients. No mask is built: sdpa
-        runs with `is_causal`, memory linear in T.
+        runs with `is_causal`, so memory is linear in T.
         """
         logits, captured = self._run(tokens, use_cache=False)
         return TargetOutput(logits, captured, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
 
     def features(self, tokens: Tensor) -> Features:
-        """Plain causal forward of tokens [B, T] int64 that stops short of the logits (one position's are formed)."""
+        """Run a plain causal forward over tokens [B, T] int64 that computes the logits of one position only."""
         final: list[Tensor] = []
-        with _removing(self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 1))):
+        with self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 1)):
             _, captured = self._run(tokens, use_cache=False)
         return Features(captured, final[0])
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of final hidden states [..., D], as a forward gives them."""
+        """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""
         logits = self._unembed(hidden)
         soft_cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
         return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
@@ -166,17 +161,17 @@ class TargetModel:
         return self._unembed.weight
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range) -> TargetOutput:
-        """Reads prompts into the rows `rows` of the cache, new rows at its end.
+        """Read prompts into new rows at the end of the cache.
 
         Args:
             tokens: [R, T] int64, padded on the right with any valid id.
             lengths: tokens of each prompt.
             cache: its other rows stay as they are.
-            rows: where the prompts go; starts at `cache.n_rows`.
+            rows: the new rows; starts at `cache.n_rows`.
 
         Returns:
             Logits [R, 1, V] of each prompt's last token ([R, T, V] is never formed) and captured [R, T, C, D], whose
-            entries past a row's length mean nothing.
+            entries past a row's length are meaningless.
         """
         assert rows.start == cache.n_rows, (rows, cache.n_rows)
         assert len(rows) == len(lengths) == tokens.shape[0]
@@ -187,7 +182,7 @@ class TargetModel:
         for start in range(0, n_tokens, self.prefill_chunk):
             stop = min(start + self.prefill_chunk, n_tokens)
             cache.begin(rows, [start] * n_rows, stop - start)
-            # In the first chunk plain causality holds, so sdpa needs no mask; padding is to the right of every token.
+            # The first chunk is plainly causal, so sdpa needs no mask; padding is to the right of every token.
             mask = None if start == 0 else _causal_mask(stop - start, stop, tokens.device)
             piece, states = self._run(
                 tokens[:, start:stop],
@@ -204,59 +199,52 @@ class TargetModel:
         return TargetOutput(logits, torch.cat(captured, dim=1) if self.capture_layers else None, positions)
 
     def score(self, tree: DraftTree, cache: KVCache, positions: Tensor | None = None) -> TargetOutput:
-        """Scores every node of every row's tree in one forward, behind the row's committed tokens.
+        """Score every node of every row's tree in one forward, after the row's committed tokens.
 
         The nodes' K and V are left in the cache for `cache.commit`. Returns logits [B, N, V], captured [B, N, C, D].
 
         Args:
             tree: what to score.
             cache: the rows' committed tokens.
-            positions: [B, N] int64 position ids; None: a node's depth behind the row's cached tokens. A cache that
-                holds a part of the text may be read at the text's positions.
+            positions: [B, N] int64 position ids; None: the row's cached tokens plus the node's depth. A cache that
+                holds a part of the text can be given the text's positions here.
         """
         n_rows, n_nodes = tree.shape
         starts = cache.lengths
         used = cache.begin(range(n_rows), starts, n_nodes)
         if positions is None:
             positions = torch.tensor(starts, device=tree.tokens.device)[:, None]
-            if n_nodes > 1:  # a drafter that ignores `room` may guess past the context; those are cut on emission
+            if n_nodes > 1:  # a drafter that ignores `room` may draft past the context; such tokens are never emitted
                 positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
         inputs = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if not self.keeps_hidden:
             logits, captured = self._run(tree.tokens, **inputs)
             return TargetOutput(logits, captured, positions)
-        if self._splits and not self.capture_layers:  # no hook, which would cost a draft step a few per cent
+        if self._splits and not self.capture_layers:  # without a hook, which would cost a draft step a few per cent
             hidden = self.model.base_model(input_ids=tree.tokens, **inputs).last_hidden_state
             return TargetOutput(self.logits_of(hidden), None, positions, hidden)
         final: list[Tensor] = []
-        with _removing(self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 0))):
+        with self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 0)):
             logits, captured = self._run(tree.tokens, **inputs)
         return TargetOutput(logits, captured, positions, final[0])
 
     def _run(self, tokens: Tensor, keep: Tensor | None = None, **inputs) -> tuple[Tensor, Tensor | None]:
-        """One call of the model. `keep` [B]: the only position of each row to compute logits for.
+        """Call the model. `keep` [B] is the only position of each row to compute logits for; None: all.
 
-        Hooks live for this call only, so the user's model carries nothing of ours.
+        Hooks exist during this call only, so the user's model stays unchanged.
         """
         found: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for layer in self.capture_layers:
                 hook = partial(_capture, found, layer)
-                hooks.enter_context(_removing(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True)))
+                hooks.enter_context(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
             if keep is not None:
-                hook = partial(_keep_position, keep)
-                hooks.enter_context(_removing(self._unembed.register_forward_pre_hook(hook)))
+                hooks.enter_context(self._unembed.register_forward_pre_hook(partial(_keep_position, keep)))
             logits = self.model(input_ids=tokens, **inputs).logits
         if not self.capture_layers:
             return logits, None
         return logits, torch.stack([found[layer].to(tokens.device) for layer in self.capture_layers], dim=2)
-
-
-def _removing(handle) -> ExitStack:
-    stack = ExitStack()
-    stack.callback(handle.remove)
-    return stack
 
 
 def _capture(found: dict[int, Tensor], layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -264,7 +252,7 @@ def _capture(found: dict[int, Tensor], layer: int, module: nn.Module, args: tupl
 
 
 def _take_hidden(final: list[Tensor], keep: int, module: nn.Module, args: tuple) -> tuple | None:
-    """Remembers what the unembedding takes; of `keep` positions logits are formed, 0: of all."""
+    """Store the input of the unembedding; logits are computed for `keep` positions, 0: for all."""
     final.append(args[0])
     return (args[0][:, :keep], *args[1:]) if keep else None
 
@@ -282,15 +270,12 @@ def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
 
 
 def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
-    """What each node attends to: the row's committed tokens, its ancestors and itself.
+    """Return [B, 1, N, used] bool: each node attends to the row's committed tokens, its ancestors and itself.
 
     Args:
-        tree: nodes stand at slots starts[b] + i.
+        tree: node i of row b is at slot starts[b] + i.
         starts: committed tokens of each row.
         used: slots that attention reads.
-
-    Returns:
-        [B, 1, N, used] bool.
     """
     n_rows, n_nodes = tree.shape
     device = tree.tokens.device
@@ -307,7 +292,7 @@ def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder blocks, whatever the architecture calls it (`layers`, `h`, ...)."""
+    """Return the list of decoder blocks, whatever the architecture calls it (`layers`, `h`, ...)."""
     n_layer = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layer]
     if not lists:
@@ -316,7 +301,7 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raises UserError for what the loop cannot run: anything but decoders with full attention and position ids."""
+    """Raise UserError unless the model is a decoder with full attention that takes position ids."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise UserError(f"{name} is no causal language model; choose a decoder-only target")
@@ -335,7 +320,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def unsupported_layer_type(config) -> str | None:
-    """The first layer type other than full attention that a Hugging Face config names, or None."""
+    """Return the first layer type other than full attention that a Hugging Face config names, or None."""
     config = config.get_text_config()
     for layer_type in getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ():
         if layer_type not in ("full_attention", "global"):

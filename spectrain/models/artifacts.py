@@ -1,14 +1,13 @@
-"""Exported drafters and heads: what a folder holds, for which target it was made, and where the newest one lies.
+"""Exported drafters and heads: what each folder holds, and which target it belongs to.
 
-Every export holds `spectrain.json` (kind, version, target and its fingerprint, what training measured), the tokenizer
-and a model card beside `model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; a
-`spire` folder holds `SpireConfig` as its `config.json`, a `head` folder `HeadFacts` (head.py), a `lookup` folder
-`LookupFacts`. docs/export.md has every file, key and shape.
+Every export holds `spectrain.json` (kind, version, target and its fingerprint, training results), the tokenizer and a
+model card beside `model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; the
+`config.json` of a `spire` folder holds `SpireConfig`, that of a `head` folder `HeadFacts` (head.py), that of a `lookup`
+folder `LookupFacts`. docs/export.md lists every file, key and shape.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,13 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 MANIFEST = "spectrain.json"
-DATASTORE = "datastore"  # folder of it inside the export
-CORPUS = "corpus.jsonl"  # the datastore's documents as text: a JSON string a line, as SGLang's NGRAM reads them
+DATASTORE = "datastore"  # its folder inside the export of a lookup method
+CORPUS = "corpus.jsonl"  # the datastore's documents as text: one JSON string per line, as SGLang's NGRAM reads them
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the project calls a kind of artifact, and which method decodes with it."""
+    """A kind of artifact: its names, and the method that decodes with it."""
 
     option: str  # by which a user gives a folder of this kind
     noun: str
@@ -49,26 +48,25 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Artifact:
-    """What `spectrain.json` says."""
+    """The content of `spectrain.json`."""
 
     kind: str  # spire | vanilla | head | lookup
     target: str  # folder or id it was trained for
-    target_fingerprint: str  # "" of a lookup method, which fits every target of its tokenizer
+    target_fingerprint: str  # "" of a lookup method, which fits every target with its tokenizer
     trained: dict  # steps, tokens, final metrics
     version: int = VERSION
-    tokenizer_fingerprint: str | None = None  # None: exported before it was kept
+    tokenizer_fingerprint: str | None = None  # None in older exports
 
 
 def write_manifest(folder: Path, artifact: Artifact) -> None:
-    write_json(folder / MANIFEST, dataclasses.asdict(artifact))
+    write_json(folder / MANIFEST, artifact)
 
 
 def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
-    """Raises UserError where the folder is missing, is no export, or is of another version.
+    """Read `spectrain.json` from the folder that a user gave by this option.
 
-    Args:
-        folder: what the user gave.
-        option: by which option.
+    Raises:
+        UserError: the folder is missing, is no export, or is of another version.
     """
     file = folder / MANIFEST
     if not folder.is_dir():
@@ -86,12 +84,8 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
     return artifact
 
 
-def check_artifact(folder: Path, kind: str, fingerprint: str) -> Artifact:
-    """The manifest of a drafter or head that fits.
-
-    Raises:
-        UserError: it is of another kind, or was trained for a target of another fingerprint.
-    """
+def check_artifact(folder: Path, kind: str, fingerprint: str) -> None:
+    """Raise UserError unless the folder holds a drafter or head of this kind for the target of this fingerprint."""
     option, made_by = KINDS[kind].option, KINDS[kind].made_by
     artifact = read_manifest(folder, option)
     if artifact.kind != kind:
@@ -102,11 +96,10 @@ def check_artifact(folder: Path, kind: str, fingerprint: str) -> Artifact:
             f"{option}={folder} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
             f"({fingerprint}); train one for it with python -m {made_by} target=..."
         )
-    return artifact
 
 
 def check_weights(folder: Path, option: str) -> None:
-    """Raises UserError where a drafter's weights are missing or cut off; reads their headers only."""
+    """Raise UserError if a drafter's weights are missing or truncated. Only their headers are read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{option}={folder} has no model.safetensors; export it again")
@@ -115,13 +108,15 @@ def check_weights(folder: Path, option: str) -> None:
             with safe_open(file, "pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{option}={folder} is damaged ({file.name}: {type(error).__name__}); export it again"
-            ) from error
+            raise damaged(f"{option}={folder}", error, f"{file.name}: ") from error
+
+
+def damaged(what: str, error: Exception, where: str = "") -> UserError:
+    return UserError(f"{what} is damaged ({where}{type(error).__name__}); export it again")
 
 
 def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
-    """The newest drafter of this kind for this target below `root`.
+    """Return the newest folder of this kind below `root` for the target of this fingerprint.
 
     Raises:
         UserError: there is none.
@@ -144,20 +139,19 @@ def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
 
 
 def save_spire(folder: Path, drafter: SpireDrafter) -> None:
-    """Writes weights (float32, tied ones once) and config into an existing folder."""
-    tied = drafter.config.shape.tie_embeddings
-    state = {
-        name: t.contiguous() for name, t in drafter.state_dict().items() if not (tied and name == "lm_head.weight")
-    }
+    """Write weights (float32, tied ones once) and config into an existing folder."""
+    state = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
+    if drafter.config.shape.tie_embeddings:
+        del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors")
-    write_json(folder / "config.json", dataclasses.asdict(drafter.config))
+    write_json(folder / "config.json", drafter.config)
 
 
 def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
-    """Opens a SPIRe drafter for the target of this fingerprint.
+    """Open a SPIRe drafter for the target of this fingerprint.
 
     Raises:
-        UserError: see `check_artifact`; or a file is missing or corrupt.
+        UserError: see `check_artifact`; or a file is missing or damaged.
     """
     check_artifact(folder, "spire", fingerprint)
     try:
@@ -172,16 +166,16 @@ def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
     except UserError:
         raise
     except Exception as error:  # safetensors, json and torch each raise their own types here
-        raise UserError(f"drafter={folder} is damaged ({type(error).__name__}); export it again") from error
+        raise damaged(f"drafter={folder}", error) from error
     return drafter
 
 
 @dataclass(frozen=True)
 class LookupFacts:
-    """What a lookup method's `config.json` says."""
+    """The content of a lookup method's `config.json`."""
 
     method: str  # of conf/method/: pld, anpd, rest, spectra_retrieval, sssd
-    options: dict  # of its `build`, but for the datastore
+    options: dict  # of its `build`, except the datastore
     tokenizer_fingerprint: str
     vocab_size: int
     datastore: bool  # whether it has one
@@ -189,13 +183,8 @@ class LookupFacts:
     corpus_same_tokens: float | None = None  # share of sampled documents whose text has the tokens they came from
 
 
-def save_lookup_facts(folder: Path, facts: LookupFacts) -> None:
-    """Writes them into an existing folder."""
-    write_json(folder / "config.json", dataclasses.asdict(facts))
-
-
 def read_lookup_facts(folder: Path) -> LookupFacts:
-    """Raises UserError where the folder is no lookup method's export, or is damaged."""
+    """Read `config.json` of a lookup method. Raise UserError if the folder holds none, or is damaged."""
     artifact = read_manifest(folder, "lookup")
     if artifact.kind != "lookup":
         raise UserError(
@@ -205,11 +194,11 @@ def read_lookup_facts(folder: Path) -> LookupFacts:
     try:
         return LookupFacts(**read_json(folder / "config.json"))
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"lookup={folder} is damaged ({type(error).__name__}); export it again") from error
+        raise damaged(f"lookup={folder}", error) from error
 
 
 def check_tokenizer(folder: Path, facts: LookupFacts, tokenizer_fingerprint: str, target: str) -> None:
-    """Raises UserError where the export holds the tokens of another tokenizer than the target's."""
+    """Raise UserError if a lookup method was exported for another tokenizer than the target's."""
     if facts.tokenizer_fingerprint != tokenizer_fingerprint:
         raise UserError(
             f"lookup={folder} was exported for the tokenizer {facts.tokenizer_fingerprint}, but {target} has "

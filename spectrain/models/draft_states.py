@@ -1,5 +1,6 @@
-"""What a drafter computes over a whole text at once, teacher forced, as decoding would compute it token by token: the
-states that an acceptance head reads and the distributions that drafts are drawn from.
+"""A drafter's states over a whole text at once, teacher forced, equal to those of decoding it token by token.
+
+An acceptance head reads these states, and the distributions that drafts are drawn from follow from them.
 
 Letters: B rows, T tokens, D hidden size of the drafter, C captured layers of the target, V the target's vocabulary.
 """
@@ -22,50 +23,39 @@ from spectrain.models.spire import SpireDrafter
 class DraftStates(ABC):
     """A frozen drafter with a hidden state."""
 
-    kind: str  # of its export: vanilla | spire
+    module: nn.Module  # holds the weights
     hidden_size: int  # D
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it reads
     block_tokens: int | None = None  # of its rollouts over a text; None: it has none
 
-    @property
-    @abstractmethod
-    def module(self) -> nn.Module:
-        """What has the weights."""
-
     @abstractmethod
     def fingerprint(self) -> str:
-        """16 hex digits that tell this drafter from others."""
+        """16 hex digits that identify this drafter."""
 
     @abstractmethod
     def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
-        """Final states [B, T, D] after each token, what the unembedding takes.
+        """Return the final states [B, T, D] after each token, the inputs of the unembedding.
 
         Args:
             tokens: [B, T] int64, padded on the right with any id.
-            captured: [B, T, C, D_target] of the target on the text itself, where `capture_layers` are any.
+            captured: [B, T, C, D_target] of the target on the same text; None if `capture_layers` is empty.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [M, V] over the target's vocabulary, of states [M, D]."""
+        """Return logits [M, V] over the target's vocabulary for states [M, D]."""
 
     def reads_drafts(self, n_tokens: int, device: torch.device | str = "cpu") -> Tensor:
-        """Positions [T] bool whose token `hidden` reads as a draft; the others it reads as the target's own text."""
+        """[T] bool: positions whose token `hidden` reads as a draft; it reads the others as the target's own text."""
         return torch.ones(n_tokens, dtype=torch.bool, device=device)
 
 
 class ModelStates(DraftStates):
-    """An ordinary causal LM. Its state of a token does not depend on which tokens before it were drafts."""
-
-    kind = "vanilla"
+    """An ordinary causal LM. Its state after a token does not depend on which earlier tokens were drafts."""
 
     def __init__(self, model: TargetModel, vocab_size: int) -> None:
-        self.model, self.vocab_size = model, vocab_size
-        self.hidden_size = model.model.get_output_embeddings().weight.shape[1]
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model.model
+        self.model, self.module, self.vocab_size = model, model.model, vocab_size
+        self.hidden_size = model.unembedding.shape[1]
 
     def fingerprint(self) -> str:
         return fingerprint(self.model.model, self.model.tokenizer)
@@ -78,17 +68,15 @@ class ModelStates(DraftStates):
 
 
 class SpireStates(DraftStates):
-    """A SPIRe drafter, rolled out from every `block_tokens`-th position: a block's first token is a root.
+    """A SPIRe drafter, rolled out from every `block_tokens`-th position: the first token of each block is a root.
 
     Args:
         drafter: the model.
-        block_tokens: tokens of a block, the root included; a head is trained on drafts of depth 1 .. block_tokens - 1.
+        block_tokens: tokens of a block, root included; a head is trained on drafts of depth 1 .. block_tokens - 1.
 
     Raises:
         UserError: a block is longer than the drafter's window, or too short to hold a draft.
     """
-
-    kind = "spire"
 
     def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
         check_whole("rollout_tokens", block_tokens, 2)
@@ -97,13 +85,9 @@ class SpireStates(DraftStates):
                 f"rollout_tokens={block_tokens} must not exceed the SPIRe drafter's window_tokens="
                 f"{drafter.config.window_tokens}; lower rollout_tokens"
             )
-        self.drafter, self.block_tokens = drafter, block_tokens
+        self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
         self.hidden_size = drafter.config.shape.hidden_size
-        self.capture_layers = drafter.config.target_layers if drafter.config.target_activations else ()
-
-    @property
-    def module(self) -> nn.Module:
-        return self.drafter
+        self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:
         return module_fingerprint(self.drafter, self.drafter.config)
@@ -119,6 +103,6 @@ class SpireStates(DraftStates):
 
 
 def in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """Equal tokenizers may come with embeddings padded to other sizes: cuts, or adds tokens of probability 0."""
+    """Cut logits to the vocabulary, or add tokens of probability 0: embeddings of one tokenizer may differ in size."""
     extra = vocab_size - logits.shape[-1]
     return logits if extra == 0 else F.pad(logits, (0, extra), value=-torch.inf)

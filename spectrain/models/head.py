@@ -1,15 +1,14 @@
 """The acceptance head of SpecDec++ (Huang et al. 2024, section 4.3 and equation 4.1), and the folder that holds one.
 
-It reads the drafter's final hidden state of a drafted token and says how probable it is that the token is accepted,
+It reads the drafter's final hidden state of a drafted token and predicts the probability that the token is accepted,
 given that all drafted tokens before it are.
 
-A folder of kind `head` holds `model.safetensors`, a `config.json` with what `HeadFacts` says, and below `drafter/` the
-drafter itself, whose fingerprint `config.json` has. docs/export.md has the format.
+A folder of kind `head` holds `model.safetensors`, `HeadFacts` as `config.json`, and below `drafter/` the drafter itself
+(format: docs/export.md).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,24 +21,19 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.sampling import Sampling
-from spectrain.models.artifacts import check_artifact
+from spectrain.models.artifacts import check_artifact, damaged
 from spectrain.stores.folder import read_json, write_json
 
-DRAFTER = "drafter"  # folder of it inside a head's
+DRAFTER = "drafter"  # its folder inside a head's
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")  # of a drafter's files
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What fixes a head's computation.
+    """Sizes of a head."""
 
-    Args:
-        hidden_size: D, of the drafter's final hidden state.
-        n_blocks: residual blocks before the linear layer; the paper tries 0 to 4.
-    """
-
-    hidden_size: int
-    n_blocks: int = 3
+    hidden_size: int  # D, of the drafter's final hidden state
+    n_blocks: int = 3  # residual blocks before the linear layer; the paper tries 0 to 4
 
     def __post_init__(self) -> None:
         check_whole("hidden_size", self.hidden_size, 1)
@@ -54,7 +48,7 @@ class AcceptanceHead(nn.Module):
         super().__init__()
         self.config = config
         size = config.hidden_size
-        # Differs from the reference: every block has weights of its own.
+        # Differs from the reference: every block has its own weights.
         self.blocks = nn.ModuleList(nn.Linear(size, size) for _ in range(config.n_blocks))
         self.output = nn.Linear(size, 1)
         for block in self.blocks:
@@ -68,7 +62,7 @@ class AcceptanceHead(nn.Module):
         return F.linear(h, self.output.weight, self.output.bias)[..., 0]
 
     def probability(self, hidden: Tensor) -> Tensor:
-        """f: the predicted acceptance probability, [...] float32 of hidden [..., D]."""
+        """Return f, the predicted acceptance probability, [...] float32 for hidden [..., D]."""
         return torch.sigmoid(self(hidden))
 
 
@@ -77,24 +71,24 @@ class DrafterFacts:
     """The drafter that a head belongs to."""
 
     kind: str  # vanilla | spire
-    path: str  # where it lay
+    path: str  # its folder or id when the head was trained
     fingerprint: str
 
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What a head's `config.json` says."""
+    """The content of a head's `config.json`."""
 
     head: HeadConfig
     drafter: DrafterFacts
-    sampling: Sampling  # by which p and q were warped for the labels
+    sampling: Sampling  # warped p and q for the labels
     w_rej: float  # weight of rejections in the loss
     mixing_share: float  # r
-    w_acc: float = 1.0  # and of acceptances
-    rollout_tokens: int | None = None  # of a SPIRe drafter: the head has seen drafts shorter than this
+    w_acc: float = 1.0  # weight of acceptances in the loss
+    rollout_tokens: int | None = None  # of a SPIRe drafter: the head was trained on drafts shorter than this
 
     def why_off(self, folder: Path | str, sampling: Sampling) -> str | None:
-        """What a reader of numbers under this sampling must know of the head at `folder`; None: nothing."""
+        """Return a warning if the head at `folder` was trained for another sampling; None: it was not."""
         if sampling.same_distribution(self.sampling):
             return None
         return (
@@ -104,20 +98,20 @@ class HeadFacts:
 
 
 def save_head(folder: Path, head: AcceptanceHead, facts: HeadFacts) -> None:
-    """Writes weights and facts into an existing folder."""
+    """Write weights and facts into an existing folder."""
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "model.safetensors")
-    write_json(folder / "config.json", dataclasses.asdict(facts))
+    write_json(folder / "config.json", facts)
 
 
 def save_drafter(
     folder: Path, facts: DrafterFacts, module: nn.Module, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Puts the drafter that a head belongs to into the head's folder.
+    """Put the drafter that a head belongs to into the head's folder.
 
     Args:
-        folder: of the head; exists.
-        facts: where the drafter lay. Its files are copied: they may be of a higher precision than what was loaded.
-        module: the drafter; written where it came from the hub, or from a format that exports do not hold.
+        folder: existing folder of the head.
+        facts: of the drafter. Its files are copied, because they may be of a higher precision than what was loaded.
+        module: the drafter; saved if it came from the hub, or from files that are not safetensors.
         tokenizer: of a vanilla drafter.
     """
     source, destination = Path(facts.path), folder / DRAFTER
@@ -127,19 +121,23 @@ def save_drafter(
             for file in source.glob(pattern):
                 shutil.copyfile(file, destination / file.name)
         return
-    module.save_pretrained(destination)  # ours is always safetensors
+    module.save_pretrained(destination)  # an ordinary model: our own drafters are always safetensors
     if tokenizer is not None:
         tokenizer.save_pretrained(destination)
 
 
 def own_drafter(folder: Path | str) -> Path | None:
-    """The drafter that an exported head brings along; None of one exported before they did."""
+    """Return the drafter inside an exported head; None: an older export without one."""
     drafter = Path(folder) / DRAFTER
     return drafter if drafter.is_dir() else None
 
 
 def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
-    """Raises UserError where it is no head, was trained for another target, or is damaged; see `check_artifact`."""
+    """Read `config.json` of a head.
+
+    Raises:
+        UserError: it is no head, was trained for another target, or is damaged; see `check_artifact`.
+    """
     check_artifact(folder, "head", target_fingerprint)
     try:
         values = read_json(folder / "config.json")
@@ -152,17 +150,17 @@ def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
     except UserError:
         raise
     except Exception as error:  # json and dataclasses each raise their own types here
-        raise _damaged(folder, error) from error
+        raise damaged(f"head={folder}", error) from error
 
 
 def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size: int) -> AcceptanceHead:
-    """The head for the drafter at hand.
+    """Open a head for use with this drafter.
 
     Args:
-        folder: of the export.
-        facts: what `read_head_facts` said of it.
-        drafter: what is at hand.
-        hidden_size: of its final state.
+        folder: of the head.
+        facts: from `read_head_facts`.
+        drafter: the drafter in use.
+        hidden_size: of the drafter's final state.
 
     Raises:
         UserError: the head was trained on another drafter, or is damaged.
@@ -182,9 +180,5 @@ def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size
     try:
         head.load_state_dict(load_file(folder / "model.safetensors"))
     except Exception as error:  # safetensors and torch each raise their own types here
-        raise _damaged(folder, error) from error
+        raise damaged(f"head={folder}", error) from error
     return head
-
-
-def _damaged(folder: Path, error: Exception) -> UserError:
-    return UserError(f"head={folder} is damaged ({type(error).__name__}); export it again")

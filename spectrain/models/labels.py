@@ -1,8 +1,7 @@
-"""What an acceptance head learns from: drafted tokens beside a text of the target's, and how probable their acceptance
-is (Huang et al. 2024, section 4.4).
+"""Acceptance labels, the training data of an acceptance head (SpecDec++, Huang et al. 2024, section 4.4).
 
-At each position i of a response X a token Y_i is drawn from q(. | x, X_<i); its label is min(1, p(Y_i) / q(Y_i)). Both
-distributions are warped as in decoding.
+At each position i of a response X by the target, a token Y_i is drawn from q(. | x, X_<i). Its label is the probability
+that it is accepted, min(1, p(Y_i) / q(Y_i)). Both distributions are warped as in decoding.
 
 Letters: B rows, T tokens, M positions, K draws per position, V vocabulary, C captured layers.
 """
@@ -19,7 +18,7 @@ from spectrain.decoding.sampling import Sampling, draw_token
 from spectrain.decoding.target import TargetModel
 from spectrain.models.draft_states import DraftStates
 
-CHUNK_POSITIONS = 128  # whose distributions are held at a time: [128, V] float32 of p and of q
+CHUNK_POSITIONS = 128  # positions whose p and q, [128, V] float32 each, are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class Draws:
 
     @property
     def labels(self) -> Tensor:
-        """[M, K] float32: the probability that each is accepted."""
+        """[M, K] float32: the probability that each token is accepted."""
         return (self.p / self.q).clamp(max=1.0)
 
 
 @dataclass(frozen=True)
 class LabelledTexts:
-    """Texts with drafts beside them; where none was drawn, drafts and labels are 0."""
+    """Drafts and labels at the positions of texts; all are 0 where none was drawn."""
 
     drafts: Tensor  # [B, T, K] int64
     p: Tensor  # [B, T, K] float32
@@ -56,13 +55,13 @@ def label_texts(
     sampling: Sampling,
     uniforms: Tensor,
 ) -> LabelledTexts:
-    """One forward of the target and one of the drafter over whole texts; drafts and labels of the asked positions.
+    """Draw and label drafts at some positions of texts, by one forward of the target and one of the drafter.
 
     Args:
         target: captures the drafter's `capture_layers`.
         states: of the drafter.
         tokens: [B, T] int64, prompt and response, padded on the right.
-        may_draft: [B, T] bool, positions of responses; never the first of a row.
+        may_draft: [B, T] bool, the positions; never the first of a row.
         sampling: as in decoding.
         uniforms: [B, T, K] float32 in [0, 1).
     """
@@ -93,14 +92,14 @@ def draw_drafts(
     sampling: Sampling,
     uniforms: Tensor,
 ) -> Draws:
-    """Draws from the drafter at M positions and looks up what the target thinks of it.
+    """Draw tokens from the drafter at M positions, and read their probabilities in p and q.
 
     Args:
         target_hidden: [M, D_target] states that predict the positions.
         draft_hidden: [M, D] likewise.
-        target_logits: turns some of them into logits [m, V].
+        target_logits: maps states [m, D_target] to logits [m, V].
         draft_logits: likewise, over the same vocabulary.
-        sampling: by which both are warped; greedy gives labels 0 and 1.
+        sampling: warps both; greedy gives labels 0 and 1.
         uniforms: [M, K] float32 in [0, 1), one per draw.
     """
     parts = []
@@ -109,7 +108,7 @@ def draw_drafts(
         q = sampling.warp(draft_logits(draft_hidden[chunk]))
         p = sampling.warp(target_logits(target_hidden[chunk]).to(q.device))
         tokens = torch.stack([draw_token(q, column) for column in uniforms[chunk].unbind(1)], dim=1)  # [m, K]
-        tokens = tokens.clamp(max=q.shape[-1] - 1)  # of a q that is no number: its label will be none either
+        tokens = tokens.clamp(max=q.shape[-1] - 1)  # where q is NaN; the label will be NaN, too
         parts.append((tokens, p.gather(1, tokens), q.gather(1, tokens)))
     return Draws(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
@@ -117,17 +116,17 @@ def draw_drafts(
 def mix_tokens(
     text: Tensor, drafts: Tensor, may_draft: Tensor, share: float, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Token mixing: Z_i is X_i with probability `share`, else Y_i.
+    """Mix text and drafts: Z_i is X_i with probability `share`, else Y_i.
 
     Args:
         text: [..., T] int64, prompt and response X.
         drafts: [..., T] int64, Y; read where `may_draft`.
         may_draft: [..., T] bool: positions of the response that have a draft.
-        share: r, of the target's own tokens; the paper's 0.15.
+        share: r, of the target's own tokens; 0.15 in the paper.
         uniforms: [..., T] float32 in [0, 1).
 
     Returns:
-        Z [..., T] int64, and where it was taken from the drafts, [..., T] bool: there is a loss.
+        Z [..., T] int64, and [..., T] bool: where Z is a draft, so that there is a loss.
     """
     drafted = may_draft & (uniforms >= share)
     return torch.where(drafted, drafts, text), drafted

@@ -1,7 +1,7 @@
 """Pruned initialisation: a SPIRe drafter from the target's own modules (SPIRe, section 3.2).
 
-Embedding, the last `n_layer` blocks, final norm and unembedding are copied. Also says which targets are Llama-like
-enough, by looking for the very modules that are copied.
+Embedding, the last `n_layer` blocks, final norm and unembedding are copied. A target is Llama-like enough if it has the
+very modules that are copied.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ NEEDED = {
 
 
 def shape_of(target: PreTrainedModel) -> LlamaShape:
-    """The dimensions of a Llama-like target.
-
-    Raises:
-        UserError: names what the target lacks.
-    """
+    """Return the dimensions of a Llama-like target. Raise UserError that names what another target lacks."""
     config = target.config
     modules = dict(target.named_modules())
     for part, names in NEEDED.items():
@@ -80,51 +76,41 @@ def shape_of(target: PreTrainedModel) -> LlamaShape:
 
 
 def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
-    """Indices of the target's last `n_layer` blocks.
-
-    Raises:
-        UserError: the target has fewer.
-    """
+    """Return the indices of the target's last `n_layer` blocks. Raise UserError if it has fewer."""
     n_target = target.config.num_hidden_layers
     check_whole("n_layer", n_layer, 1)
-    if not 1 <= n_layer <= n_target:
+    if n_layer > n_target:
         raise UserError(f"n_layer={n_layer} must be 1..{n_target}, the number of the target's blocks")
     return tuple(range(n_target - n_layer, n_target))
 
 
 def new_drafter(target: PreTrainedModel, config: SpireConfig, init: str) -> SpireDrafter:
-    """A drafter to train, in float32.
+    """Return a new drafter to train, in float32.
 
     Args:
         target: the model to draft for.
         config: made with `shape_of(target)`.
-        init: "pruned" copies the target's modules, "random" draws them as the target's family does (std 0.02).
+        init: "pruned" copies the target's modules, "random" draws weights with the std of the target's family (0.02).
 
     Raises:
-        UserError: an unknown `init`.
+        UserError: `init` is unknown.
     """
     if init not in ("pruned", "random"):
         raise UserError(f"init={init} is unknown; choose pruned or random")
     drafter = SpireDrafter(config)
     if init == "random":
         drafter.apply(lambda module: _draw(module, target.config.initializer_range))
-    else:
-        copy_target(drafter, target)
+        return drafter
+    drafter.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    for block, layer in zip(drafter.blocks, config.target_layers, strict=True):
+        block.load_state_dict(block_state(target.model.layers[layer].state_dict()))
+    drafter.norm.load_state_dict(target.model.norm.state_dict())
+    drafter.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
     return drafter
 
 
-def copy_target(drafter: SpireDrafter, target: PreTrainedModel) -> None:
-    """Copies embedding, blocks `target_layers`, final norm and unembedding; every parameter must find its place."""
-    body = target.model
-    drafter.embed_tokens.load_state_dict(body.embed_tokens.state_dict())
-    for block, layer in zip(drafter.blocks, drafter.config.target_layers, strict=True):
-        block.load_state_dict(block_state(body.layers[layer].state_dict()))
-    drafter.norm.load_state_dict(body.norm.state_dict())
-    drafter.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
-
-
 def block_state(layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a `SpireBlock` from that of a Hugging Face block. Every tensor is used, or the load fails."""
+    """Convert the state of a Hugging Face block to that of a `SpireBlock`. Loading fails if a tensor is left over."""
     state = dict(layer)
     for fused, parts in FUSED.items():
         for kind in ("weight", "bias"):

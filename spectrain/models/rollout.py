@@ -1,13 +1,13 @@
-"""The k-step training rollout of SPIRe, all L / k blocks of a row at once (SPIRe, section 3).
+"""The k-step training rollout of SPIRe, over all L / k blocks of a row at once (SPIRe, section 3).
 
 A row of L tokens is cut into blocks of k. Pass j runs token j of every block, teacher forced: its keys are the target's
 activations of everything before its block (under sink and window), the memories of the block's earlier tokens, and its
-own input. k passes over L / k queries each cost the arithmetic of one ordinary forward.
+own input. The k passes, over L / k queries each, cost as much arithmetic as one ordinary forward.
 
-So that no L x L mask is ever built, blocks are grouped into chunks at least as long as the window: the queries of a
+Blocks are grouped into chunks at least as long as the window, so that no L x L mask is ever built: the queries of a
 chunk see only the sinks, the chunk before, their own chunk, and their own block. Memory is linear in L.
 
-Letters: as in `spire.py`; C tokens a chunk, c chunks per row, n = C / k blocks of a chunk, s sinks, W window.
+Letters: as in `spire.py`; C tokens per chunk, c chunks per row, n = C / k blocks per chunk, s sinks, W window.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ def rollout(
     block_tokens: int | None = None,
     first_root: int = 0,
 ) -> Tensor:
-    """The drafter's final hidden states after each token, as decoding would compute them from its block's root.
+    """Return the drafter's final hidden state after each token, as decoding computes it from the root of its block.
 
     Args:
         drafter: the model.
-        tokens: [B, L] int64. Token t stands at position t.
-        captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None where the drafter does not
-            use target activations.
+        tokens: [B, L] int64. Token t is at position t.
+        captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None if the drafter does not use
+            target activations.
         block_tokens: tokens of a block, at most the window; None: the k that it is trained with.
-        first_root: root of the first block, 0 .. k - 1. Entries before it mean nothing.
+        first_root: root of the first block, 0 .. k - 1. Entries before it are meaningless.
 
     Returns:
         [B, L, D]: entry t predicts token t + 1. Multiply by the unembedding for logits.
     """
     config = drafter.config if block_tokens is None else replace(drafter.config, k=block_tokens)
     assert 0 <= first_root < config.k
-    lead = -first_root % config.k  # a part of a block, at negative positions, which no real query sees
+    lead = -first_root % config.k  # the rest of a block, at negative positions, which no real query sees
     n_tokens = tokens.shape[1]
     chunk = chunk_tokens(config, n_tokens)
-    missing = -(lead + n_tokens) % chunk  # queries past the end are computed and cut; keys past it no real query sees
+    missing = -(lead + n_tokens) % chunk  # queries past the end are computed and cut; no real query sees keys past it
     if not config.target_activations:
         x = drafter.embed_tokens(F.pad(tokens, (0, -n_tokens % chunk)))
         return windowed_states(drafter, x, chunk)[0][:, :n_tokens]
@@ -78,27 +78,30 @@ def rollout(
 
 
 def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
-    """Tokens a chunk: a multiple of k, at least the window, at most the row."""
+    """Tokens per chunk: the smallest multiple of k that holds the window or the whole row."""
     wanted = min(config.window_tokens, n_tokens)
     return config.k * max(1, -(-wanted // config.k))
 
 
 def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tensor, list[KeysValues]]:
-    """The drafter as an ordinary sparse Transformer over its own activations (`target_activations=false`).
+    """Run the drafter as an ordinary sparse Transformer over its own activations (`target_activations=false`).
 
     Args:
         drafter: the model.
         x: [B, L, D] embeddings, L a multiple of `chunk`.
-        chunk: tokens a chunk, at least the window or the whole row.
+        chunk: tokens per chunk, at least the window or the whole row.
 
     Returns:
-        Final hidden states [B, L, D], and of each block the K/V of all tokens, [B, H_kv, L, D_head].
+        Final hidden states [B, L, D], and the K/V of all tokens, [B, H_kv, L, D_head], for each block.
     """
     n_rows, n_tokens = x.shape[:2]
     n_chunks = n_tokens // chunk
     rope = drafter.rope(torch.arange(n_tokens, device=x.device)[None])
     in_chunks = tuple(part.view(n_chunks, chunk, -1).repeat(n_rows, 1, 1) for part in rope)
-    mask = _windowed_mask(drafter.config, n_chunks, chunk, x.device).repeat(n_rows, 1, 1)[:, None]
+    queries = torch.arange(n_tokens, device=x.device).view(n_chunks, chunk)
+    keys = _key_positions(n_chunks, chunk, drafter.config.sink_tokens, x.device)
+    sees = _sees(drafter.config, keys, queries, before=queries + 1)  # [c, C, s + 2C]
+    mask = sees.repeat(n_rows, 1, 1)[:, None]
     every = []
     for block in drafter.blocks:
         every.append(block.keys_values(x, rope))
@@ -109,7 +112,7 @@ def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tenso
 
 
 def _around(context: KeysValues, chunk: int, n_sinks: int, own: bool, lead: int = 0) -> KeysValues:
-    """Keys that the queries of each chunk may see: sinks, the chunk before and (`own`) the chunk itself.
+    """Gather the keys that the queries of each chunk may see: sinks, the chunk before and (`own`) the chunk itself.
 
     context: [B, H_kv, L, D_head]; position 0 is entry `lead`. Returns [B * c, H_kv, s + C or 2C, D_head].
     """
@@ -126,19 +129,18 @@ def _around(context: KeysValues, chunk: int, n_sinks: int, own: bool, lead: int 
     return KeysValues(gather(context.keys), gather(context.values))
 
 
-def _key_positions(n_chunks: int, chunk: int, n_sinks: int, own: bool, device: torch.device, lead: int = 0) -> Tensor:
-    """Positions of the keys that `_around` gathers, [c, s + C or 2C]; negative before the text."""
+def _key_positions(n_chunks: int, chunk: int, n_sinks: int, device: torch.device, lead: int = 0) -> Tensor:
+    """Positions of the keys of `_around` and of the chunk itself, [c, s + 2C]; negative before the text."""
     starts = torch.arange(n_chunks, device=device)[:, None] * chunk - lead
     sinks = torch.arange(n_sinks, device=device).expand(n_chunks, -1)
-    near = starts - chunk + torch.arange(2 * chunk if own else chunk, device=device)
-    return torch.cat([sinks, near], dim=1)
+    return torch.cat([sinks, starts - chunk + torch.arange(2 * chunk, device=device)], dim=1)
 
 
 def _sees(config: SpireConfig, keys: Tensor, queries: Tensor, before: Tensor) -> Tensor:
-    """Which keys of `_around` a query may see: inside its window, or a sink that has left the window.
+    """Return [c, n, K] bool: a query may see the keys inside its window, and the sinks that have left the window.
 
-    A sink inside the window stands among the near keys as well, and counts there. keys: [c, K] positions; queries, and
-    the position `before` which a key must stand: [c, n]. Returns [c, n, K] bool.
+    A sink inside the window is also among the near keys, and seen there. keys: [c, K] positions; queries: [c, n]
+    positions; before: [c, n], only keys at smaller positions are seen.
     """
     keys, queries, before = keys[:, None], queries[..., None], before[..., None]
     inside = keys > queries - config.window_tokens
@@ -147,17 +149,10 @@ def _sees(config: SpireConfig, keys: Tensor, queries: Tensor, before: Tensor) ->
 
 
 def _rollout_mask(config: SpireConfig, j: int, n_chunks: int, chunk: int, lead: int, device: torch.device) -> Tensor:
-    """What token j of each block sees: [c, n, s + 2C + n * (j + 1)] bool (context, then its block, itself last)."""
+    """[c, n, s + 2C + n * (j + 1)] bool: what token j of each block sees (context, then its block, itself last)."""
     n_blocks = chunk // config.k
     roots = torch.arange(n_chunks * n_blocks, device=device).view(n_chunks, n_blocks) * config.k - lead
-    keys = _key_positions(n_chunks, chunk, config.sink_tokens, own=True, device=device, lead=lead)
+    keys = _key_positions(n_chunks, chunk, config.sink_tokens, device, lead)
     context = _sees(config, keys, roots + j, before=roots)
     own_block = torch.eye(n_blocks, dtype=torch.bool, device=device).repeat(1, j + 1)
     return torch.cat([context, own_block.expand(n_chunks, -1, -1)], dim=2)
-
-
-def _windowed_mask(config: SpireConfig, n_chunks: int, chunk: int, device: torch.device) -> Tensor:
-    """Ordinary sparse causal attention: [c, C, s + C + C] bool (sinks, chunk before, own chunk)."""
-    queries = torch.arange(n_chunks * chunk, device=device).view(n_chunks, chunk)
-    keys = _key_positions(n_chunks, chunk, config.sink_tokens, own=True, device=device)
-    return _sees(config, keys, queries, before=queries + 1)

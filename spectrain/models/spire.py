@@ -2,7 +2,7 @@
 
 A stack of the target's own blocks that attends to *memories*. The memory of a context token is the target's activation
 (the input of the target block that the draft block was copied from), so context costs K/V projections only. The memory
-of a drafted token is a learnt mix of the draft's own activations,
+of a drafted token is a learned mix of the draft's own activations,
 
     m_t^i = sum_l softmax(w_i)_l x_t^l,   l = 0 (embedding) .. n_layer.
 
@@ -50,25 +50,15 @@ class LlamaShape:
 
 @dataclass(frozen=True)
 class SpireConfig:
-    """Everything that fixes a drafter's computation; saved as `config.json` beside its weights.
+    """The options of a drafter, saved as `config.json` beside its weights."""
 
-    Args:
-        shape: dimensions, those of the target.
-        target_layers: blocks of the target that the draft blocks stand for, in order; their inputs are the memories.
-        k: draft tokens of a training rollout, and the default draft length.
-        window_tokens: positions t - window + 1 .. t that a query sees.
-        sink_tokens: first positions of the text, always seen.
-        feedback: memories of drafted tokens mix all layers; False: each block's own input, as in a Transformer.
-        target_activations: memories of context tokens are the target's; False: the drafter reads the context itself.
-    """
-
-    shape: LlamaShape
-    target_layers: tuple[int, ...]
-    k: int = 4
-    window_tokens: int = 64
-    sink_tokens: int = 1
-    feedback: bool = True
-    target_activations: bool = True
+    shape: LlamaShape  # of the target
+    target_layers: tuple[int, ...]  # of the target, one for each draft block; their inputs are the memories
+    k: int = 4  # draft tokens of a training rollout, and the default draft length
+    window_tokens: int = 64  # a query at t sees positions t - window + 1 .. t
+    sink_tokens: int = 1  # first positions of the text, always seen
+    feedback: bool = True  # memories of drafted tokens mix all layers; False: each block's own input
+    target_activations: bool = True  # memories of context tokens are the target's; False: the drafter reads the context
 
     def __post_init__(self) -> None:
         for name, least in (("k", 1), ("window_tokens", 1), ("sink_tokens", 0)):
@@ -96,7 +86,7 @@ class SpireConfig:
 
 @dataclass(frozen=True)
 class KeysValues:
-    """Keys (rotated) and values of one block."""
+    """Rotated keys, and values, of one block."""
 
     keys: Tensor  # [R, H_kv, P, D_head]
     values: Tensor  # [R, H_kv, P, D_head]
@@ -109,7 +99,7 @@ class KeysValues:
 class SpireBlock(nn.Module):
     """One decoder block whose keys may come from elsewhere than its input.
 
-    Projections that read the same input are one matrix: a draft step is a few tokens, and costs by the call.
+    Projections of the same input are one matrix, because a draft step of a few tokens costs by the number of calls.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -128,7 +118,7 @@ class SpireBlock(nn.Module):
         self.activation = ACT2FN[shape.hidden_act]
 
     def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
-        """K and V of memories [R, P, D] at the positions of `rope`; memories pass the block's input norm."""
+        """Return K and V of memories [R, P, D] at the positions of `rope`, after the block's input norm."""
         d_q = self.shape.n_head * self.shape.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
         heads = self._heads(F.linear(self.input_norm(memories), self.qkv.weight[d_q:], bias))
@@ -140,13 +130,13 @@ class SpireBlock(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor
     ) -> tuple[Tensor, KeysValues]:
-        """One block over n queries, whose own keys come after the past ones.
+        """Run the block over n queries, whose own keys come after the past ones.
 
         Args:
             x: [R, n, D].
             rope: cos and sin at the queries' positions, each [R or 1, n, D_head].
-            past: keys of earlier positions, [R, H_kv, P, D_head].
-            mask: [R or 1, 1, n, P + n] bool, True where a query sees a key; the diagonal is the query's own key.
+            past: of earlier positions, [R, H_kv, P, D_head].
+            mask: [R or 1, 1, n, P + n] bool, True where a query sees a key, always at its own.
 
         Returns:
             The block's output [R, n, D], and K/V of its input (the queries' own keys).
@@ -172,7 +162,7 @@ class SpireBlock(nn.Module):
 
 
 def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding; x [R, H, n, D_head], cos and sin [R or 1, n, D_head]."""
+    """Apply rotary position embedding to x [R, H, n, D_head]; cos and sin [R or 1, n, D_head]."""
     cos, sin = (part[:, None] for part in rope)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
@@ -199,25 +189,29 @@ class SpireDrafter(nn.Module):
         if config.feedback:  # w [n_layer, n_layer + 1]; w[i, i] weighs block i's own input
             start = self.FEEDBACK_START * torch.eye(config.n_layer, config.n_layer + 1)
             self.feedback_weight = nn.Parameter(start, requires_grad=config.k > 1)  # with k = 1 no memory is ever read
-        # In a list, out of nn.Module's sight: a cast to bfloat16 would round the frequencies and turn far keys wrong.
-        self._rotary = [LlamaRotaryEmbedding(_rotary_config(shape))]
-        self.recomputes = False  # training: the inside of a block is not kept for the backward pass but computed again
+        # In a list, hidden from nn.Module: a cast to bfloat16 would round the frequencies and rotate far keys wrongly.
+        rotary_config = LlamaConfig(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.n_head,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_positions,
+            rope_parameters=dict(shape.rope_parameters),
+        )
+        self._rotary = [LlamaRotaryEmbedding(rotary_config)]
+        self.recomputes = False  # training: a block's activations are computed again for the backward pass, not kept
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, n, D_head] float32 at positions [R, n]."""
+        """Return cos and sin [R, n, D_head] float32 at positions [R, n]."""
         rotary = self._rotary[0].to(positions.device)
         angles = positions[..., None] * rotary.inv_freq  # [R, n, D_head / 2]
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:
-        """What each block attends to for the tokens whose states these are.
+        """Return the memories m^0 .. m^(n_layer - 1) that the blocks attend to, each [R, n, D].
 
         Args:
-            states: x^0 (embedding output) .. x^n_layer, each [R, n, D].
-
-        Returns:
-            m^i for i = 0 .. n_layer - 1, each [R, n, D].
+            states: x^0 (embedding output) .. x^n_layer of the same tokens, each [R, n, D].
         """
         if not self.config.feedback:
             return states[: self.config.n_layer]
@@ -228,17 +222,17 @@ class SpireDrafter(nn.Module):
     def step(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor, last: bool = False
     ) -> tuple[Tensor, list[KeysValues]]:
-        """All blocks over tokens that do not see one another.
+        """Run all blocks over tokens that do not see one another.
 
         Args:
             x: [R, n, D] embeddings.
             rope: at the tokens' positions.
-            past: of each block, keys of earlier positions.
+            past: keys of earlier positions, for each block.
             mask: [R or 1, 1, n, P + n] bool, see `SpireBlock.forward`.
-            last: no later token will see these; their memories are not made.
+            last: no later token will see these tokens, so their memories are not computed.
 
         Returns:
-            The final hidden state [R, n, D] (normed), and the K/V by which later tokens see these: of their memories.
+            The normed final hidden state [R, n, D], and for each block the K/V of the tokens' memories.
         """
         states, owns = [x], []
         for block, keys_values in zip(self.blocks, past, strict=True):
@@ -250,17 +244,7 @@ class SpireDrafter(nn.Module):
         return self.norm(x), owns
 
     def run_block(self, block: SpireBlock, *inputs: object) -> tuple[Tensor, KeysValues]:
-        """`block(*inputs)`; where the drafter `recomputes`, only the inputs are kept for the backward pass."""
+        """Call `block(*inputs)`. If the drafter `recomputes`, only the inputs are kept for the backward pass."""
         if self.recomputes and torch.is_grad_enabled():
             return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn
         return block(*inputs)
-
-
-def _rotary_config(shape: LlamaShape) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.n_head,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rope_parameters=dict(shape.rope_parameters),
-    )

@@ -8,18 +8,18 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from spectrain.decoding.errors import UserError
 
-DRAFT_TOKENS = 5  # that other engines draft in a step, here and in model cards; vLLM's own example has 5
+DRAFT_TOKENS = 5  # drafted per step by other engines; vLLM's own example has 5
 
 
 def new_vanilla(
     target: PreTrainedModel, n_layer: int | None = None, hidden_size: int | None = None
 ) -> LlamaForCausalLM:
-    """A Llama to train from scratch, by default of half the target's layers and width: 1/8 of its body parameters.
+    """Return a new Llama to train, by default with half the target's layers and width: 1/8 of its body parameters.
 
-    The heads keep their number and shrink with the width, as in SPIRe's vanilla drafter.
+    It has as many heads as the target, of smaller width, as SPIRe's vanilla drafter.
 
     Raises:
-        UserError: the width does not divide into the target's heads.
+        UserError: the width cannot be divided among the target's heads.
     """
     config = target.config
     hidden = hidden_size or config.hidden_size // 2
@@ -44,26 +44,20 @@ def new_vanilla(
             attn_implementation="sdpa",
         )
     )
-    model.generation_config = draft_generation_config(target)
-    return model
-
-
-def draft_generation_config(target: PreTrainedModel) -> GenerationConfig:
-    """How transformers' `generate(assistant_model=...)` drafts with it: the target's ends of text, no sampling options.
-
-    The defaults of transformers, 20 tokens per step, are meant for drafters that agree with the target far longer.
-    """
+    # For transformers' `generate(assistant_model=...)`: the target's ends of text, and no sampling options. By default
+    # transformers drafts 20 tokens per step, for drafters that agree with the target far longer.
     known = target.generation_config
-    return GenerationConfig(
+    model.generation_config = GenerationConfig(
         bos_token_id=known.bos_token_id,
         eos_token_id=known.eos_token_id,
         pad_token_id=known.pad_token_id,
         num_assistant_tokens=DRAFT_TOKENS,
         num_assistant_tokens_schedule="constant",
     )
+    return model
 
 
 def save_pretrained(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes an ordinary Hugging Face folder: weights, config and tokenizer."""
+    """Write an ordinary Hugging Face folder: weights, config and tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,21 +1,20 @@
-"""A datastore: texts of a corpus as tokens with a suffix array, memory-mapped (docs/data.md has the format).
+"""A datastore: the texts of a corpus as tokens with a suffix array, memory-mapped (format: docs/data.md).
 
-    manifest.json           what it was made of and for, shards with their files' sizes and sha256
+    manifest.json           its origin, and its shards with the sizes and sha256 of their files
     tokens-00000.npy        [n] uint16 or uint32: documents, each closed by the separator (the token vocab_size)
     suffixes-00000.npy      [n] int32: the suffix array
     bounds-00000.npy        [V + 2] int64: where the suffixes of each first token lie
     pairs-00000.npy         [n] uint32 or uint64: second and third token of each suffix, to search without leaps
     offsets-00000.npy       [documents + 1] int64: where each document begins
 
-Opening one maps its files and reads none of them: resident memory grows with what is looked up, and processes share it.
+Opening one maps its files without reading them: resident memory grows with the lookups, and processes share it.
 
 Letters: V vocabulary, n tokens of a shard.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,18 +31,15 @@ from spectrain.retrieval.suffix_array import (
     next_pairs,
     token_dtype,
 )
-from spectrain.stores.folder import MANIFEST, kind_of, read_json, sha256, write_json
-
-log = logging.getLogger(__name__)
+from spectrain.stores.folder import MANIFEST, StoreKind, sha256, write_json
 
 VERSION = 1
 PARTS = ("tokens", "suffixes", "bounds", "pairs", "offsets")
-BUILT_BY = "python -m data_prep.datastore"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One piece of the text and its index."""
+    """One part of the text with its index."""
 
     documents: int
     tokens: int  # the separators included
@@ -52,7 +48,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """The content of `manifest.json`."""
 
     target: str  # folder or id whose tokenizer was used and whose perplexity ranked the documents
     target_fingerprint: str
@@ -65,14 +61,28 @@ class Manifest:
     kind: str = "datastore"
     version: int = VERSION
 
+    def __post_init__(self) -> None:
+        shards = [Shard(**shard) if isinstance(shard, Mapping) else shard for shard in self.shards]
+        if not shards or any(set(shard.files) != set(_file_names(i)) for i, shard in enumerate(shards)):
+            raise ValueError("it does not name all files of a datastore")
+        object.__setattr__(self, "shards", shards)
+
+    @property
+    def files(self) -> dict[str, dict]:
+        """The files of all shards: name -> {"bytes", "sha256"}."""
+        return {name: facts for shard in self.shards for name, facts in shard.files.items()}
+
+
+DATASTORES = StoreKind("datastore", VERSION, Manifest, option="datastore")
+
 
 def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab_size: int) -> Shard:
-    """Writes one shard's files: its documents in the order given. Equal documents give equal bytes.
+    """Write the files of one shard, its documents in the order given. Equal documents give equal bytes.
 
     Args:
-        folder: exists.
-        index: of the shard, from 0 on.
-        documents: token ids of each, in all at most MAX_SHARD_TOKENS with a separator each.
+        folder: an existing folder.
+        index: number of the shard, from 0.
+        documents: token ids of each; at most MAX_SHARD_TOKENS in all, counting one separator per document.
         vocab_size: V.
     """
     lengths = np.array([len(document) + 1 for document in documents], dtype=np.int64)
@@ -100,61 +110,35 @@ def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab
 
 
 def bytes_a_token(vocab_size: int) -> int:
-    """Bytes of a token on disk: itself, its place in the suffix array, the two behind it."""
+    """Bytes per token on disk: the token, its place in the suffix array, and the two tokens after it."""
     width = token_dtype(vocab_size).itemsize
     return width + 4 + 2 * width
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Written last: a folder without it is no datastore."""
+    """Write `manifest.json`, last of all: a folder without it is no datastore."""
     write_json(folder / MANIFEST, manifest, sort_keys=True)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Raises UserError where the folder is missing, is no datastore, or is of another version."""
-    file = folder / MANIFEST
-    if not folder.is_dir():
-        raise UserError(f"datastore={folder} does not exist; build one with {BUILT_BY}")
-    if not file.is_file():
-        raise UserError(f"datastore={folder} has no {MANIFEST}; give a folder that {BUILT_BY} wrote")
-    try:
-        values = read_json(file)
-        kind, version = values.get("kind"), values.get("version")
-        shards = [Shard(**shard) for shard in values.pop("shards")]
-        complete = bool(shards) and all(
-            set(shard.files) == set(_file_names(i)) for i, shard in enumerate(shards)
-        )  # fmt: skip
-        if (kind, version) == ("datastore", VERSION) and complete:
-            return Manifest(shards=shards, **values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); build the datastore again with {BUILT_BY}") from error
-    if (kind, version) == ("datastore", VERSION):
-        raise UserError(f"{file} does not name all files of a datastore; build it again with {BUILT_BY}")
-    raise UserError(
-        f"datastore={folder} is a {kind} of format version {version}, not a datastore of version {VERSION}; build it "
-        f"again with {BUILT_BY}"
-    )
-
-
 def _file_names(index: int) -> list[str]:
-    """Of a shard's parts, in the order of PARTS."""
+    """The files of a shard, in the order of PARTS."""
     return [f"{part}-{index:05d}.npy" for part in PARTS]
 
 
 class Datastore:
-    """An open store. The tuples have an array a shard; compiled searches take them as they are.
+    """An open datastore. Its tuples have one array per shard, in the form that compiled searches take.
 
     Args:
-        folder: what `data_prep.datastore` wrote.
+        folder: as `data_prep.datastore` wrote it.
 
     Raises:
-        UserError: the folder holds no datastore, or a file of it is missing or truncated.
+        UserError: the folder holds no datastore, or one of its files is missing or damaged.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.manifest = read_manifest(self.folder)
-        self._check_sizes()
+        self.manifest = DATASTORES.read_manifest(self.folder)
+        DATASTORES.check_sizes(self.folder, self.manifest.files)
         shards = [self._open_shard(i, shard) for i, shard in enumerate(self.manifest.shards)]
         self.tokens: tuple[np.ndarray, ...]
         self.suffixes: tuple[np.ndarray, ...]
@@ -165,7 +149,7 @@ class Datastore:
 
     @property
     def index(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Tokens, suffixes, bounds and pairs: what every compiled search takes."""
+        """Tokens, suffixes, bounds and pairs, as every compiled search takes them."""
         return self.tokens, self.suffixes, self.bounds, self.pairs
 
     @property
@@ -177,26 +161,10 @@ class Datastore:
         """The token that closes each document."""
         return self.manifest.vocab_size
 
-    def _files(self) -> Iterator[tuple[Path, dict]]:
-        for shard in self.manifest.shards:
-            for name, facts in shard.files.items():
-                yield self.folder / name, facts
-
-    def _check_sizes(self) -> None:
-        for file, facts in self._files():
-            if not file.is_file():
-                raise UserError(f"datastore={self.folder} lacks {file.name}; build it again with {BUILT_BY}")
-            size = file.stat().st_size
-            if size != facts["bytes"]:
-                raise UserError(
-                    f"{file} has {size} bytes, but the manifest says {facts['bytes']}: it is truncated or another "
-                    f"store's; build the datastore again with {BUILT_BY}"
-                )
-
     def _open_shard(self, index: int, shard: Shard) -> list[np.ndarray]:
-        """Its arrays in the order of PARTS.
+        """Map the arrays of a shard, in the order of PARTS.
 
-        Compiled searches do not check bounds. Types, shapes and the table of ranges are checked here; places in the
+        Compiled searches do not check bounds. So types, shapes and the table of ranges are checked here; places in the
         suffix array and tokens are checked when they are read.
         """
         V, n = self.vocab_size, shard.tokens
@@ -211,47 +179,39 @@ class Datastore:
                 ends_with_file = mapped.offset + mapped.nbytes == shard.files[name]["bytes"]
                 array = mapped.view(np.ndarray)  # numba is slow to recognise subclasses
             except Exception as error:  # a damaged header is parsed as Python, and fails in as many ways
-                raise UserError(f"{file} is damaged ({error}); build the datastore again with {BUILT_BY}") from error
-            # Its content says where to read, so this small one is read whole.
+                raise DATASTORES.damaged(file, error) from error
+            # Its content says where to read, so this small file is read whole.
             damaged = name.startswith("bounds") and sha256(file) != shard.files[name]["sha256"]
             if damaged or not ends_with_file or array.dtype != dtype or array.shape != (length,):
-                raise UserError(
-                    f"{file} is damaged: it does not hold what the manifest says; build the datastore again with "
-                    f"{BUILT_BY}"
-                )
+                raise DATASTORES.damaged(file, "it does not hold what the manifest says")
             arrays.append(array)
         return arrays
 
     def check_fits(self, tokenizer_fingerprint: str, target: str) -> None:
-        """Raises UserError where the store holds the tokens of another tokenizer than the target's."""
+        """Raise UserError if the store was built with another tokenizer than the target's."""
         if self.manifest.tokenizer_fingerprint != tokenizer_fingerprint:
             raise UserError(
                 f"datastore={self.folder} was built with the tokenizer of {self.manifest.target} "
                 f"({self.manifest.tokenizer_fingerprint}), not of {target} ({tokenizer_fingerprint}); build one for it "
-                f"with {BUILT_BY} target={target}"
+                f"with {DATASTORES.built_by} target={target}"
             )
 
     def verify(self) -> None:
-        """Reads every file whole. Raises UserError where one's sha256 is not the manifest's."""
-        for file, facts in self._files():
-            if sha256(file) != facts["sha256"]:
-                raise UserError(
-                    f"{file} is damaged: its sha256 differs from the manifest's; build the datastore again with "
-                    f"{BUILT_BY}"
-                )
+        """Read every file whole. Raise UserError if one is not the file that the manifest describes."""
+        DATASTORES.check_contents(self.folder, self.manifest.files)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Token ids of each document, without the separator."""
+        """Yield the token ids of each document, without the separator."""
         for tokens, offsets in zip(self.tokens, self.offsets, strict=True):
             for start, stop in pairwise(offsets):
                 yield tokens[start : stop - 1]
 
     def longest_suffix(self, context: Sequence[int], min_length: int, max_length: int) -> tuple[int, np.ndarray]:
-        """The longest suffix of the context that the store holds.
+        """Find the longest suffix of the context that the store holds.
 
         Returns:
-            Its length, 0 where none of min_length..max_length tokens is known, and where it stands: [n_shards, 2] int64
-            ranges of the shards' suffix arrays.
+            Its length (0 if the store holds none of min_length..max_length tokens), and its places as [n_shards, 2]
+            int64 ranges of the shards' suffix arrays.
         """
         ranges = np.zeros((len(self.tokens), 2), dtype=np.int64)
         context = np.asarray(context, dtype=np.int64)
@@ -260,10 +220,10 @@ class Datastore:
 
 
 def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
-    """A store whose tokens are this target's; None: whoever calls has compared the tokenizers.
+    """Open the datastore that was built for this target's tokenizer; None: the caller has compared the tokenizers.
 
     Raises:
-        UserError: there is none in the folder, it is damaged, or it was built with another tokenizer.
+        UserError: the folder holds no datastore, it is damaged, or it was built with another tokenizer.
     """
     store = Datastore(folder)
     if target is not None and target.tokenizer is not None:
@@ -272,25 +232,16 @@ def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
 
 
 def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
-    """The newest store below `root` for this tokenizer; of those that this very target ranked, where there are any.
+    """Return the newest datastore below `root` for this tokenizer, if possible one that this very target ranked.
 
     Raises:
         UserError: there is none.
     """
-    fitting = []
-    for file in root.glob(f"*/{MANIFEST}"):
-        if kind_of(file) not in ("datastore", None):
-            continue  # another command's store
-        try:
-            manifest = read_manifest(file.parent)
-        except UserError as error:
-            log.warning("passed over: %s", error)
-            continue
-        if manifest.tokenizer_fingerprint == tokenizer_fingerprint:
-            fitting.append((manifest.target_fingerprint == target_fingerprint, file.stat().st_mtime, file.parent))
-    if not fitting:
-        raise UserError(
-            f"{root}/ holds no datastore for this target; build one with {BUILT_BY} corpus=... target=..., or give "
-            "datastore=<folder>"
-        )
-    return max(fitting)[2]
+
+    def fits(manifest: Manifest) -> int:
+        if manifest.tokenizer_fingerprint != tokenizer_fingerprint:
+            return 0
+        return 2 if manifest.target_fingerprint == target_fingerprint else 1
+
+    build_one = f"build one with {DATASTORES.built_by} corpus=... target=..., or give datastore=<folder>"
+    return DATASTORES.newest(root, fits, f"datastore for this target; {build_one}")

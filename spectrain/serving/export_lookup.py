@@ -15,10 +15,10 @@ from spectrain.decoding import tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
-from spectrain.models.artifacts import CORPUS, DATASTORE, Artifact, LookupFacts, save_lookup_facts, write_manifest
+from spectrain.models.artifacts import CORPUS, DATASTORE, Artifact, LookupFacts, write_manifest
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.serving.exporting import CARD, engine_path, named
-from spectrain.stores.folder import MANIFEST
+from spectrain.stores.folder import MANIFEST, write_json
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def write_lookup(folder: Path, out: Path, export: LookupExport, card: Callable[.
         made_of = {"documents": manifest.documents, "tokens": manifest.tokens}
         built_from = manifest.build.get("config", {})
         about_store = made_of | {"built_from": built_from, "same_tokens": facts.corpus_same_tokens}
-    save_lookup_facts(folder, facts)
+    write_json(folder / "config.json", facts)
     vocabulary = facts.tokenizer_fingerprint
     write_manifest(folder, Artifact("lookup", export.target, ranked_by, made_of, tokenizer_fingerprint=vocabulary))
     target = engine_path(export.target), vocabulary

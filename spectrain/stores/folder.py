@@ -92,8 +92,8 @@ class StoreKind(Generic[M]):
     def _again(self) -> str:
         return f"run {self.built_by} again with fresh=true"
 
-    def newest(self, root: Path, fits: Callable[[M], bool], otherwise: str) -> Path:
-        """The newest store of this kind below `root` whose manifest fits.
+    def newest(self, root: Path, fits: Callable[[M], int], otherwise: str) -> Path:
+        """The newest store of this kind below `root` whose manifest fits, among those that fit best (0: not at all).
 
         Raises:
             UserError: there is none; `otherwise` says of what, and what to do.
@@ -107,11 +107,11 @@ class StoreKind(Generic[M]):
             except UserError as error:
                 log.warning("passed over: %s", error)
                 continue
-            if fits(manifest):
-                fitting.append((file.stat().st_mtime, file.parent))
+            if rank := fits(manifest):
+                fitting.append((rank, file.stat().st_mtime, file.parent))
         if not fitting:
             raise UserError(f"{root}/ holds no {otherwise}")
-        return max(fitting)[1]
+        return max(fitting)[2]
 
 
 def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] | None = None) -> None:

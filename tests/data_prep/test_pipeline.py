@@ -15,7 +15,7 @@ import pytest
 from data_prep import datastore as data_datastore
 from data_prep import documents
 from data_prep.pipeline import held
-from spectrain.retrieval.datastore import Datastore, read_manifest
+from spectrain.retrieval.datastore import DATASTORES, Datastore
 from tests.data_prep.conftest import contents, cut, kept_ids
 
 ROOT = Path(__file__).parent.parent.parent
@@ -281,7 +281,7 @@ def test_rank_zero_alone_decides_and_removes_the_folder_of_a_complete_store(run,
     assert run(*small, "out=store")[0] == 0
     complete = Path(".store.partial/complete")
     complete.parent.mkdir()
-    facts = {"out": "store", "config": read_manifest(Path("store")).build["config"], "fresh": False}
+    facts = {"out": "store", "config": DATASTORES.read_manifest(Path("store")).build["config"], "fresh": False}
     complete.write_text(json.dumps(facts))
     for told, code in (((True, False), 0), ((False, True), 2)):
         with monkeypatch.context() as patch:

@@ -192,7 +192,7 @@ def test_what_cannot_be_served_is_said_at_the_start(target, tmp_path, monkeypatc
     assert "was exported for the tokenizer" in said
     file = next((folder / "datastore").glob("suffixes*"))
     file.write_bytes(file.read_bytes()[:100])
-    assert "truncated" in refused(target, folder, monkeypatch)
+    assert "suffixes-00000.npy is damaged" in refused(target, folder, monkeypatch)
 
 
 def test_the_folder_may_stand_in_the_engines_own_config(target, tmp_path, monkeypatch):
