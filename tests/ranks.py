@@ -1,14 +1,16 @@
-"""Trainings on several real ranks, one after the other in the same processes: imports are paid once.
+"""Commands on several real ranks, one after the other in the same processes: imports are paid once.
 
     torchrun --nproc-per-node 2 -m tests.ranks jobs.json
 
-A job is `{"arguments": [...], "interrupt": step or null}` of `spectrain.train`. Each leaves in its `run_dir`, for every
-rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at the end of the fit, the weights put
-together from all ranks (`whole.safetensors`); what a command said goes to the terminal, its exit code to `codes.json`.
+A job is `{"command": ..., "arguments": [...], "interrupt": step or null}`; without a command it is `spectrain.train`. A
+training leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers])
+and, at the end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to
+the terminal, its exit code to `codes.json`.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -18,7 +20,7 @@ from pathlib import Path
 from lightning import Callback
 from safetensors.torch import save_file
 
-from spectrain import cli, train
+from spectrain import cli
 from spectrain.training import fit as fitting
 from spectrain.training.strategies import whole_state
 
@@ -45,14 +47,15 @@ class Watch(Callback):
             save_file(state, self.folder / "whole.safetensors")
 
 
-def run(arguments: list[str], interrupt: int | None = None) -> int:
+def run(arguments: list[str], interrupt: int | None = None, command: str = "spectrain.train") -> int:
     """One command; its exit code."""
+    main = importlib.import_module(command).main
     callbacks, leave_ranks, argv = fitting.callbacks, cli.leave_ranks, sys.argv
     fitting.callbacks = lambda cfg, run, measure: [Watch(run.path, interrupt), *callbacks(cfg, run, measure)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
-    sys.argv = ["spectrain.train", *arguments]
+    sys.argv = [command, *arguments]
     try:
-        cli.command("train")(train.main)()
+        cli.command(command.split(".")[1])(main)()
     except SystemExit as stop:
         return int(stop.code or 0)
     finally:
@@ -62,7 +65,7 @@ def run(arguments: list[str], interrupt: int | None = None) -> int:
 
 def main() -> None:
     file = Path(sys.argv[1])
-    codes = [run(job["arguments"], job["interrupt"]) for job in json.loads(file.read_text())]
+    codes = [run(**job) for job in json.loads(file.read_text())]
     if os.environ.get("RANK", "0") == "0":
         file.with_name("codes.json").write_text(json.dumps(codes))
     cli.leave_ranks()

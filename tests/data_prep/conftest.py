@@ -1,4 +1,4 @@
-"""A tiny target, a corpus, and `python -m data_prep.datastore` on them."""
+"""A tiny target, a corpus, responses and drafters; the commands of data_prep on them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from data_prep import datastore as data_datastore
 from data_prep import documents
 from data_prep import responses as data_responses
 from spectrain.cli import command
+from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
+from spectrain.stores.rows import AcceptanceStore, ResponseManifest, write_responses
 from spectrain.stores.texts import train_tokenizer
-from tests.conftest import tiny_model
+from tests.conftest import noisy_copy, tiny_model
+from tests.models.test_artifacts import export_spire
+
+N_ROWS, LONG = 14, 9  # one is longer than the target's context
+RESPONSES_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 1.0, "min_p": 0.0}
 
 
 def text_of(i: int) -> str:
     return f"def read_{i % 7}(path, n={i}):\n    return open(path).read({i * 37 % 101})\n" * (1 + i % 5)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def made(tmp_path_factory) -> Path:
     """A tiny target, and a corpus of 40 rows, two copies of such rows and an empty one."""
     root = tmp_path_factory.mktemp("made")
@@ -37,8 +45,58 @@ def made(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def ready(made, tmp_path_factory) -> Path:
+    """Responses of the tiny target, a draft model that is its noisy copy, and a SPIRe drafter."""
+    root = tmp_path_factory.mktemp("ready")
+    target = load_target(made / "target", device="cpu")
+    noisy_copy(target.model, 0.2).save_pretrained(root / "draft")
+    target.tokenizer.save_pretrained(root / "draft")
+    export_spire(root / "spire", target, k=3, window_tokens=7)
+    save_responses(root / "responses", target, N_ROWS)
+    return root
+
+
+def save_responses(folder: Path, target, n_rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(n_tokens: int) -> list[int]:
+        return torch.randint(4, 300, (n_tokens,), generator=generator).tolist()
+
+    lengths = [(1 + i * 7 % 11, i * 5 % 17) for i in range(n_rows)]
+    lengths[LONG] = (200, 60)
+    rows = [
+        {
+            "id": f"q{i}",
+            "category": "c",
+            "prompt": draw(n_prompt),
+            "response": draw(n_response),
+            "finish_reason": "length",
+            "sampling": RESPONSES_SAMPLING,
+            "seed": 0,
+            "number": 100 + i,
+        }
+        for i, (n_prompt, n_response) in enumerate(lengths)
+    ]
+    manifest = ResponseManifest(
+        target="the tiny target",
+        target_fingerprint=fingerprint(target.model, target.tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
+        sampling=RESPONSES_SAMPLING,
+        max_new_tokens=64,
+        config={},
+        counts={"responses": n_rows},
+    )
+    write_responses(folder, rows, manifest)
+
+
 @pytest.fixture
 def small(made) -> list[str]:
+    return build_options(made)
+
+
+def build_options(made: Path) -> list[str]:
+    """Of a datastore, in parts of eight documents."""
     return [
         f"corpus={made / 'corpus.jsonl'}",
         f"target={made / 'target'}",
@@ -88,3 +146,44 @@ def cut(run, monkeypatch, *arguments: str) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(documents.DocumentParts, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
         assert run(*arguments)[0] == 130
+
+
+def same_rows(one: AcceptanceStore, other: AcceptanceStore) -> bool:
+    """Floats within rounding."""
+    for a, b in zip(one.rows, other.rows, strict=True):
+        if any(a[name] != b[name] for name in ("id", "prompt", "response", "drafts")):
+            return False
+        if any(not np.allclose(a[name], b[name], rtol=1e-4, atol=1e-6) for name in ("p", "q", "labels")):
+            return False
+    return True
+
+
+def source(shared: Path) -> list[str]:
+    return [f"corpus={shared / 'corpus'}", f"target={shared / 'target'}", "corpus.held_out_share=0.3"]
+
+
+def training_options(shared) -> list[str]:
+    """Overrides that make a training take a second."""
+    return [
+        "+exp=spire",
+        *source(shared),
+        "data.row_tokens=32",
+        "data.batch_size=2",
+        "data.val_rows=2",
+        "max_steps=6",
+        "trainer.log_every_n_steps=1",
+        "trainer.val_check_interval=4",
+        "tau.context_tokens=[16,32]",
+        "tau.contexts=2",
+        "tau.new_tokens=6",
+        "tau.timed_contexts=1",
+        "select.context_tokens=16",
+        "select.new_tokens=6",
+    ]
+
+
+def curve(run_dir: Path | str, column: str) -> list[float]:
+    (file,) = Path(run_dir).glob("metrics/version_*/metrics.csv")
+    head, *lines = file.read_text().splitlines()
+    place = head.split(",").index(column)
+    return [float(line.split(",")[place]) for line in lines if line.split(",")[place]]

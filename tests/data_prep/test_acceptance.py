@@ -7,9 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,66 +16,19 @@ from transformers import AutoTokenizer
 
 from data_prep import acceptance, labels
 from data_prep.labels import DRAFT_STREAM, Labelling, label_rows
-from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target, tokenizer_fingerprint
+from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target
 from spectrain.decoding.sampling import row_generator
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.draft_states import ModelStates
 from spectrain.models.labels import label_texts
-from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceStore, ResponseManifest, open_acceptance, write_responses
+from spectrain.stores.rows import LABEL_COLUMNS, open_acceptance
 from spectrain.stores.texts import train_tokenizer
 from tests.conftest import noisy_copy, random_prompts, tiny_model
-from tests.data_prep.conftest import caller, contents
+from tests.data_prep.conftest import LONG, N_ROWS, RESPONSES_SAMPLING, caller, contents, same_rows, save_responses
 from tests.models.test_artifacts import export_spire
 
 ROOT = Path(__file__).parent.parent.parent
-N_ROWS, LONG = 14, 9  # one is longer than the target's context
-RESPONSES_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 1.0, "min_p": 0.0}
-
-
-@pytest.fixture(scope="module")
-def ready(made, tmp_path_factory) -> Path:
-    """Responses of the tiny target, a draft model that is its noisy copy, and a SPIRe drafter."""
-    root = tmp_path_factory.mktemp("ready")
-    target = load_target(made / "target", device="cpu")
-    noisy_copy(target.model, 0.2).save_pretrained(root / "draft")
-    target.tokenizer.save_pretrained(root / "draft")
-    export_spire(root / "spire", target, k=3, window_tokens=7)
-    save_responses(root / "responses", target, N_ROWS)
-    return root
-
-
-def save_responses(folder: Path, target, n_rows: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(n_tokens: int) -> list[int]:
-        return torch.randint(4, 300, (n_tokens,), generator=generator).tolist()
-
-    lengths = [(1 + i * 7 % 11, i * 5 % 17) for i in range(n_rows)]
-    lengths[LONG] = (200, 60)
-    rows = [
-        {
-            "id": f"q{i}",
-            "category": "c",
-            "prompt": draw(n_prompt),
-            "response": draw(n_response),
-            "finish_reason": "length",
-            "sampling": RESPONSES_SAMPLING,
-            "seed": 0,
-            "number": 100 + i,
-        }
-        for i, (n_prompt, n_response) in enumerate(lengths)
-    ]
-    manifest = ResponseManifest(
-        target="the tiny target",
-        target_fingerprint=fingerprint(target.model, target.tokenizer),
-        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
-        sampling=RESPONSES_SAMPLING,
-        max_new_tokens=64,
-        config={},
-        counts={"responses": n_rows},
-    )
-    write_responses(folder, rows, manifest)
 
 
 @pytest.fixture
@@ -106,16 +56,6 @@ def cut(label, monkeypatch, *arguments: str, parts: int = 2) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(labels, "label_rows", label_some)
         assert label(*arguments)[0] == 130
-
-
-def same_rows(one: AcceptanceStore, other: AcceptanceStore) -> bool:
-    """Floats within rounding."""
-    for a, b in zip(one.rows, other.rows, strict=True):
-        if any(a[name] != b[name] for name in ("id", "prompt", "response", "drafts")):
-            return False
-        if any(not np.allclose(a[name], b[name], rtol=1e-4, atol=1e-6) for name in ("p", "q", "labels")):
-            return False
-    return True
 
 
 def test_drafts_share_no_chance_with_the_responses_of_the_same_seed():
@@ -296,37 +236,6 @@ def test_a_damaged_part_is_named_and_made_again_once_removed(label, asked, monke
     shutil.rmtree(part)
     assert label(*asked, "out=cut")[0] == 0
     assert contents("cut") == contents("whole")
-
-
-def test_a_killed_build_goes_on_with_two_ranks(label, asked, made, tmp_path):
-    save_responses(tmp_path / "many", load_target(made / "target", device="cpu"), 120)
-    asked = [*asked, "responses=many", "part_rows=1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    started = subprocess.Popen(
-        [sys.executable, "-m", "data_prep.acceptance", *asked, "out=a"], env=environment, stderr=subprocess.DEVNULL
-    )
-    work = Path(".a.partial")  # each response is a part, but for the long one
-    while len(list(work.glob("part-*"))) < 20:
-        assert started.poll() is None
-        time.sleep(0.005)
-    os.kill(started.pid, signal.SIGKILL)
-    started.wait()
-    n_done = len(list(work.glob("part-*")))
-    assert 20 <= n_done < 119
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*launcher, "-m", "data_prep.acceptance", *asked, "out=a"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert f"{n_done} of 119 parts are labelled already" in ended.stderr
-    assert ended.stdout.count("mean acceptance") == 1
-    assert label(*asked, "out=b")[0] == 0
-    assert same_rows(open_acceptance("a"), open_acceptance("b"))
-    assert not work.exists()
 
 
 def test_weights_that_are_no_numbers_are_said_and_leave_nothing(label, asked, ready, tmp_path):

@@ -27,9 +27,9 @@ from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out, pack, read_documents
+from tests import ranks
 from tests.conftest import tiny_model
-from tests.data_prep.conftest import caller, contents
-from tests.data_prep.test_acceptance import N_ROWS, save_responses
+from tests.data_prep.conftest import N_ROWS, caller, contents, curve, save_responses, source, training_options
 
 ROOT = Path(__file__).parent.parent.parent
 ROW_TOKENS = 32
@@ -49,10 +49,6 @@ def learn(tmp_path, monkeypatch, capfd):
 def asked(shared) -> list[str]:
     """Shards of eight rows, batches of three."""
     return [*source(shared), f"row_tokens={ROW_TOKENS}", "shard_tokens=270", "batch_tokens=100", "precision=32-true"]
-
-
-def source(shared: Path) -> list[str]:
-    return [f"corpus={shared / 'corpus'}", f"target={shared / 'target'}", "corpus.held_out_share=0.3"]
 
 
 @pytest.fixture(scope="module")
@@ -185,18 +181,6 @@ def test_a_cut_build_goes_on_to_the_same_bytes(capture, asked, monkeypatch):
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def test_two_ranks_write_the_bytes_of_one(capture, asked):
-    torch.set_num_threads(1)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "data_prep.activations", *asked, "out=two"]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("size on disk") == 1
-    assert capture(*asked, "out=one")[0] == 0
-    assert contents("one") == contents("two")
-    assert sorted(os.listdir()) == ["one", "two"]
 
 
 @pytest.mark.slow
@@ -352,30 +336,7 @@ def stranger(folder: Path, shared: Path) -> Path:
 
 @pytest.fixture
 def training(shared) -> list[str]:
-    """Overrides that make a training take a second."""
-    return [
-        "+exp=spire",
-        *source(shared),
-        "data.row_tokens=32",
-        "data.batch_size=2",
-        "data.val_rows=2",
-        "max_steps=6",
-        "trainer.log_every_n_steps=1",
-        "trainer.val_check_interval=4",
-        "tau.context_tokens=[16,32]",
-        "tau.contexts=2",
-        "tau.new_tokens=6",
-        "tau.timed_contexts=1",
-        "select.context_tokens=16",
-        "select.new_tokens=6",
-    ]
-
-
-def curve(run_dir: str, column: str) -> list[float]:
-    (file,) = Path(run_dir).glob("metrics/version_*/metrics.csv")
-    head, *lines = file.read_text().splitlines()
-    place = head.split(",").index(column)
-    return [float(line.split(",")[place]) for line in lines if line.split(",")[place]]
+    return training_options(shared)
 
 
 def test_training_from_the_store_is_training_with_the_target_beside_it(capture, learn, training, asked, shared):
@@ -441,9 +402,7 @@ def stores(shared, tmp_path_factory) -> Path:
     """A store, a copy with a flipped byte, a copy without a shard, and another target."""
     root = tmp_path_factory.mktemp("stores")
     arguments = [f"row_tokens={ROW_TOKENS}", "shard_tokens=270", f"out={root / 'store'}"]
-    command = [sys.executable, "-m", "data_prep.activations", *source(shared), *arguments]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    assert ranks.run([*source(shared), *arguments], command="data_prep.activations") == 0
     for name in ("damaged", "lacking"):
         shutil.copytree(root / "store", root / name)
     shard = root / "damaged" / "shard-00001.safetensors"
@@ -469,20 +428,6 @@ def test_a_store_that_does_not_do_is_one_sentence_and_leaves_nothing(learn, trai
     assert sum(line.startswith("error: ") for line in err.splitlines()) == 1
     assert "Traceback" not in err
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_two_ranks_share_a_batch_and_train_as_one(learn, training, stores):
-    arguments = [*training, "data=offline", f"data.path={stores / 'store'}", "trainer.precision=32-true"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "spectrain.train", *arguments, "run_dir=two", "out=out_two"]
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("exported to out_two") == 1
-    assert "store was computed in bf16-mixed, and trainer.precision=32-true" in ended.stderr
-    code, _, err = learn(*arguments, "run_dir=one", "out=out_one")
-    assert code == 0, err
-    for column in ("train/loss", "eval/loss"):
-        np.testing.assert_allclose(curve("two", column), curve("one", column), rtol=0, atol=1e-4)
 
 
 def test_what_is_read_depends_on_every_fact_of_the_rows():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ from data_prep import documents
 from data_prep.lookup import look_up
 from data_prep.select import Selection, draw_histogram, select
 from spectrain.decoding.errors import UserError
-from spectrain.retrieval.datastore import PARTS, Datastore
+from spectrain.retrieval.datastore import Datastore
 from spectrain.stores import tables
 from spectrain.stores.texts import is_held_out, train_tokenizer
 from tests.conftest import tiny_model
@@ -247,26 +245,6 @@ def test_a_resumed_build_refuses_another_corpus_config_or_target(run, small, mad
     assert code == 2
     assert "holds a build with another target fingerprint" in err
     assert run(*arguments)[0] == 0  # all the while the first build waited
-
-
-def test_two_ranks_keep_the_same_documents(run, small, tmp_path):
-    assert run(*small, "out=one")[0] == 0
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*launcher, "-m", "data_prep.datastore", *small, "out=two"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("documents read") == 1
-    assert kept_ids("two") == kept_ids("one")
-    one, two = contents("one"), contents("two")
-    arrays = [name for name in one if name.endswith(".npy")]
-    assert len(arrays) == len(PARTS)
-    assert all(one[name] == two[name] for name in arrays)
 
 
 def test_inspect_finds_what_follows_a_text(run, small, made):

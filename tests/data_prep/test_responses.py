@@ -150,29 +150,6 @@ def test_killed_at_random_points_it_goes_on_to_the_same_set(asked, tmp_path):
     assert not (tmp_path / ".cut.partial").exists()
 
 
-def test_two_ranks_are_resumed_as_one(respond, failing, tmp_path):
-    assert respond(*failing, "out=one", "allow_failed=true")[0] == 0
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*launcher, "-m", "data_prep.responses", *failing, "out=two"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode != 0
-    assert ended.stderr.count("1 of 12 prompts failed (listed in .two.partial/failed-1.jsonl)") == 1
-    files = [tmp_path / ".two.partial" / f"rows-{rank}.jsonl" for rank in range(2)]
-    assert [len(file.read_text().splitlines()) for file in files] == [6, 5]
-    lines = files[1].read_text().splitlines(keepends=True)
-    files[1].write_text("".join(lines[:3]) + lines[3][:20])
-    code, _, err = respond(*failing, "out=two", "allow_failed=true")
-    assert code == 0, err
-    assert "9 of 12 prompts are answered already" in err
-    assert contents("two") == contents("one")
-
-
 def test_a_failed_prompt_is_listed_tried_again_and_left_out_only_when_allowed(respond, failing):
     for _ in range(2):
         code, out, err = respond(*failing, "out=r")

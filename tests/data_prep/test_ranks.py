@@ -1,0 +1,155 @@
+"""Two real ranks give what one process gives, with every command; in one launch, so that imports are paid once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.decoding import load_target
+from spectrain.retrieval.datastore import PARTS
+from spectrain.stores.rows import open_acceptance
+from tests import ranks
+from tests.data_prep.conftest import (
+    build_options,
+    contents,
+    curve,
+    kept_ids,
+    same_rows,
+    save_responses,
+    source,
+    training_options,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+N_RESPONSES = 120  # each a part, except the one that is too long
+
+
+def options(made: Path, ready: Path, shared: Path, folder: Path) -> dict[str, list[str]]:
+    """What is typed behind each command."""
+    target, answered = f"target={made / 'target'}", f"responses={folder / 'many'}"
+    rows = [{"question_id": f"q{i}", "category": "c", "turns": [f"def read_{i}("]} for i in range(12)]
+    rows[7]["turns"] = ["def read(path): " * 60]  # no room for its response
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shards = ["row_tokens=32", "shard_tokens=270"]
+    offline = ["data=offline", f"data.path={folder / 'stored'}", "trainer.precision=32-true"]
+    return {
+        "datastore": build_options(made),
+        "responses": [f"prompts={folder / 'p.jsonl'}", target, "max_new_tokens=16"],
+        "acceptance": [target, answered, f"drafter={ready / 'draft'}", "draws=2", "part_rows=1", "batch_tokens=40"],
+        "activations": [*source(shared), *shards, "batch_tokens=100", "precision=32-true"],
+        "stored": [*source(shared), *shards],
+        "train": [*training_options(shared), *offline],
+    }
+
+
+@pytest.fixture(scope="module")
+def launch(made, ready, shared, tmp_path_factory) -> tuple[Path, dict[str, list[str]], subprocess.CompletedProcess]:
+    """All commands on two ranks; their folder, their options, and what they said. `many` is labelled in part before."""
+    folder = tmp_path_factory.mktemp("two")
+    save_responses(folder / "many", load_target(made / "target", device="cpu"), N_RESPONSES)
+    typed = options(made, ready, shared, folder)
+    kill_amid(folder / ".acceptance.partial", [*typed["acceptance"], f"out={folder / 'acceptance'}"])
+    jobs = [
+        {"command": command_of(name), "arguments": [*arguments, f"out={folder / name}", *run_dir(folder, name)]}
+        for name, arguments in typed.items()
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*torchrun, "-m", "tests.ranks", "jobs.json"], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((folder / "codes.json").read_text()) == [0, 2, 0, 0, 0, 0], ended.stderr
+    return folder, typed, ended
+
+
+def command_of(name: str) -> str:
+    return {"train": "spectrain.train", "stored": "data_prep.activations"}.get(name, f"data_prep.{name}")
+
+
+def run_dir(folder: Path, name: str) -> list[str]:
+    return [f"run_dir={folder / 'run'}"] if name == "train" else []
+
+
+def kill_amid(work: Path, arguments: list[str]) -> None:
+    """Kills data_prep.acceptance after twenty parts."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "data_prep.acceptance", *arguments], env=ENVIRONMENT, stderr=subprocess.DEVNULL
+    )
+    while len(list(work.glob("part-*"))) < 20:
+        assert started.poll() is None
+        time.sleep(0.005)
+    os.kill(started.pid, signal.SIGKILL)
+    started.wait()
+    n_done = len(list(work.glob("part-*")))
+    assert 20 <= n_done < N_RESPONSES - 1
+    (work.parent / "killed after").write_text(str(n_done))
+
+
+def alone(launch, name: str, *more: str) -> Path:
+    """What one process makes."""
+    folder, typed, _ = launch
+    torch.set_num_threads(1)
+    one = folder / "one"
+    arguments = [*typed[name], f"out={one / name}", *run_dir(one, name), *more]
+    assert ranks.run(arguments, command=command_of(name)) == 0
+    return one / name
+
+
+def test_a_datastore_keeps_the_same_documents(launch):
+    folder, _, ended = launch
+    assert ended.stdout.count("documents read") == 1
+    one, two = alone(launch, "datastore"), folder / "datastore"
+    assert kept_ids(two) == kept_ids(one)
+    arrays = [name for name in contents(one) if name.endswith(".npy")]
+    assert len(arrays) == len(PARTS)
+    assert all(contents(one)[name] == contents(two)[name] for name in arrays)
+
+
+def test_activations_are_the_same_bytes(launch):
+    folder, _, ended = launch
+    assert ended.stdout.count("bytes per token") == 2  # of two stores
+    assert contents(alone(launch, "activations")) == contents(folder / "activations")
+    assert not (folder / ".activations.partial").exists()
+
+
+def test_a_killed_labelling_goes_on(launch):
+    folder, _, ended = launch
+    n_done = int((folder / "killed after").read_text())
+    assert f"{n_done} of {N_RESPONSES - 1} parts are labelled already" in ended.stderr
+    assert ended.stdout.count("mean acceptance") == 1
+    assert same_rows(open_acceptance(folder / "acceptance"), open_acceptance(alone(launch, "acceptance")))
+    assert not (folder / ".acceptance.partial").exists()
+
+
+def test_responses_are_resumed_as_one(launch, capfd):
+    folder, typed, ended = launch
+    work = folder / ".responses.partial"
+    assert ended.stderr.count(f"1 of 12 prompts failed (listed in {work}/failed-1.jsonl)") == 1
+    files = [work / f"rows-{rank}.jsonl" for rank in range(2)]
+    assert [len(file.read_text().splitlines()) for file in files] == [6, 5]
+    lines = files[1].read_text().splitlines(keepends=True)
+    files[1].write_text("".join(lines[:3]) + lines[3][:20])
+    again = [*typed["responses"], "allow_failed=true", f"out={folder / 'responses'}"]
+    assert ranks.run(again, command="data_prep.responses") == 0
+    assert "9 of 12 prompts are answered already" in capfd.readouterr().err
+    assert contents(alone(launch, "responses", "allow_failed=true")) == contents(folder / "responses")
+
+
+def test_a_training_from_stored_activations_shares_a_batch(launch):
+    folder, _, ended = launch
+    assert ended.stdout.count(f"exported to {folder / 'train'}") == 1
+    assert "stored was computed in bf16-mixed, and trainer.precision=32-true" in ended.stderr
+    alone(launch, "train")
+    for column in ("train/loss", "eval/loss"):
+        np.testing.assert_allclose(curve(folder / "run", column), curve(folder / "one/run", column), rtol=0, atol=1e-4)
