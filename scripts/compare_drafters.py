@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from spectrain.cli import quiet_libraries
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
@@ -34,9 +33,10 @@ from spectrain.measure.tau import DrafterComparison, Setting, compare, continue_
 from spectrain.methods import magicdec
 from spectrain.methods.loading import load_method
 from spectrain.models.artifacts import check_weights, read_manifest
-from spectrain.reporting.drafter_report import caption, markdown, render
+from spectrain.reporting.comparisons import drafters_caption, drafters_for_terminal, drafters_markdown
 from spectrain.reporting.drawing import write_png
 from spectrain.reporting.plots import drafters as drafter_bars
+from spectrain.reporting.tables import show
 from spectrain.stores.environment import date_of, environment
 from spectrain.stores.folder import write_json
 from spectrain.stores.locations import bundled_folder
@@ -48,7 +48,7 @@ LEAST = {"row_tokens": 1, "rows": 1, "skip": 0, "new_tokens": 2, "batch_size": 1
 
 
 def main() -> None:
-    args, console = parsed(), Console()
+    args = parsed()
     quiet_libraries()
     try:
         folders = checked(args)
@@ -57,14 +57,14 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    console.print(render(comparison))
+    show(drafters_for_terminal(comparison), 80)
     if args.out:
         content = facts(args, target.device, folders, comparison)
         throughput = {name: (ours.as_json(), paper) for name, (ours, paper) in modelled(comparison).items()}
         write_png(drafter_bars(content, throughput), args.out / "drafters.png")
-        (args.out / "drafters.md").write_text(markdown(comparison))
+        (args.out / "drafters.md").write_text(drafters_markdown(comparison))
         write_json(args.out / "drafters.json", content)
-        console.print(f"{args.out}/drafters.json, drafters.md, drafters.png", style="dim")
+        print(f"{args.out}/drafters.json, drafters.md, drafters.png", file=sys.stderr)
 
 
 def parsed() -> argparse.Namespace:
@@ -242,7 +242,7 @@ def facts(
         "threads": torch.get_num_threads(),
         "versions": environment(1),
         **found,
-        "figures": [{"file": "drafters.png", "caption": caption(comparison)}],
+        "figures": [{"file": "drafters.png", "caption": drafters_caption(comparison)}],
     }
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel
@@ -23,9 +22,10 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.parity import Logged, Parity, measure_sides
 from spectrain.measure.tau import Setting
 from spectrain.methods.loading import load_method
+from spectrain.reporting.comparisons import PARITY_CAPTION, parity_for_terminal
 from spectrain.reporting.drawing import write_png
-from spectrain.reporting.parity_report import CAPTION, render, verdicts
 from spectrain.reporting.plots import parity as acceptance_figure
+from spectrain.reporting.tables import show
 from spectrain.serving.exporting import fill, run_export
 from spectrain.stores.environment import environment, provenance
 from spectrain.stores.folder import refuse_existing, write_folder, write_json
@@ -67,7 +67,7 @@ def main(cfg: DictConfig) -> None:
         "target": str(trained.target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
         **parity.as_json(),
-        "figures": [{"file": "parity.png", "caption": CAPTION}],
+        "figures": [{"file": "parity.png", "caption": PARITY_CAPTION}],
     }
 
     def write(folder: Path) -> None:
@@ -75,11 +75,7 @@ def main(cfg: DictConfig) -> None:
         write_json(folder / RESULT, results)
 
     write_folder(out, write, replace=cfg.fresh)
-    console = Console()
-    console.print(render(parity))
-    for line in verdicts(parity):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"{out}/{RESULT}, parity.png", style="dim")
+    show(parity_for_terminal(parity), 100, f"{out}/{RESULT}, parity.png")
 
 
 def read_settings(cfg: DictConfig) -> list[Setting]:

@@ -75,7 +75,7 @@ def show(parts: Iterable[tuple[str, DataFrame | None]], columns: int, files: str
     """Print titles and their tables, `columns` wide where the output is no terminal; then which files were written."""
     console = Console(width=None if sys.stdout.isatty() else columns)
     for title, frame in parts:
-        console.print(title, highlight=False, markup=False)
+        console.print(title, highlight=False, markup=False, soft_wrap=True)
         if frame is not None:
             console.print(for_terminal(frame), "")
     if files:

@@ -23,7 +23,14 @@ from spectrain.measure.tau import (
 )
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.reporting.drafter_report import caption, in_short, markdown, marked, render
+from spectrain.reporting.comparisons import (
+    NARROW,
+    difference_text,
+    drafters_caption,
+    drafters_for_terminal,
+    drafters_markdown,
+    drafters_table,
+)
 from tests.conftest import random_prompts
 
 SHORT, LONG, SAMPLED = Setting(256, 0.0), Setting(512, 0.0), Setting(256, 1.0)
@@ -60,7 +67,7 @@ def test_in_pairs_a_difference_is_told_that_would_be_lost_otherwise():
 )
 def test_a_difference_is_resolved_where_its_interval_leaves_0_out(low, high, said):
     assert Estimate(0.0, low, high).resolved is said
-    assert marked(Estimate(0.125, low, high), "<", ">").startswith("<") is said
+    assert ("unresolved" in difference_text(Estimate(0.125, low, high).as_json(), NARROW)) is not said
 
 
 def test_a_difference_without_an_interval_is_not_resolved():
@@ -108,25 +115,30 @@ def comparison(**drafters: np.ndarray) -> DrafterComparison:
 
 def test_what_is_shown_are_the_numbers_beside_those_of_the_paper():
     found = comparison(spire=OURS, vanilla=THEIRS)
-    header, _, ours, theirs, less = markdown(found).splitlines()
-    assert header == "| | 256 tokens, greedy | 512 tokens, greedy | all, greedy | paper, 512 tokens |"
-    assert ours == f"| spire | {' | '.join(['1.800 ± 1.00'] * 3)} | 3.401 |"
-    assert theirs.startswith("| vanilla | 1.400 ± 0.50")
-    assert less == f"| | {' | '.join(['-0.400 ± 0.50'] * 3)} | -0.754 |"  # 2.647 - 3.401; the interval ends at 0
-    table = render(found)
-    assert [list(column.cells) for column in table.columns][1:] == [["1.800 ± 1.00", "1.400 ± 0.50"], ["", less[4:17]]]
+    header, _, ours, theirs, less = drafters_markdown(found).splitlines()
+    assert header == "| drafter | 256 tokens, greedy | 512 tokens, greedy | all, greedy | paper, 512 tokens |"
+    assert ours == f"| spire | {' | '.join(['1.800 ± 1.000'] * 3)} | 3.401 |"
+    assert theirs == f"| vanilla | {' | '.join(['1.400 ± 0.500'] * 3)} | 2.647 |"
+    apart = "-0.400 ± 0.500 unresolved"  # the interval ends at 0
+    assert less == f"| vanilla - spire | {' | '.join([apart] * 3)} | -0.754 |"  # 2.647 - 3.401
+    ((title, table),) = drafters_for_terminal(found)
+    assert "2 held-out contexts of 256, 512 tokens each, in pairs with spire" in title
+    assert table.to_dict("list") == {
+        "drafter": ["spire", "vanilla", "vanilla - spire"],
+        "all, greedy": ["1.800 ± 1.000", "1.400 ± 0.500", apart],
+    }
 
 
 def test_drafters_that_the_paper_has_not_stand_alone():
     found = comparison(mine=OURS, yours=THEIRS)
-    assert "3.401" not in markdown(found)
-    assert markdown(found).splitlines()[-1].endswith("|  |")
-    assert "paper" not in caption(found).lower()
+    assert "3.401" not in drafters_markdown(found)
+    assert drafters_markdown(found).splitlines()[-1].endswith("|  |")
+    assert "paper" not in drafters_caption(found).lower()
 
 
 def test_one_row_has_no_interval_and_the_file_is_still_json():
     found = comparison(ours=OURS[:1], theirs=THEIRS[:1])
-    assert in_short(found.drafters["ours"].tau[SHORT]) == "3.000"
+    assert drafters_table(found.as_json(), [SHORT.name], NARROW)[SHORT.name].iloc[0] == "3.000"
     read = json.loads(json.dumps(found.as_json(), allow_nan=False))
     less = read["drafters"]["theirs"]["difference"][SHORT.name]
     assert less == {
