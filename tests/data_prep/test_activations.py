@@ -367,7 +367,7 @@ def test_training_goes_on_with_no_other_store(capture, learn, training, asked):
     Path("link").symlink_to("b")
     code, _, err = learn(*arguments)
     assert code == 2
-    assert "run was begun with other activations (" in err
+    assert "run was started with other activations (" in err
 
 
 def test_training_from_responses_pads_rows(capture, learn, training, shared, answers):
