@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import yaml
 from spectrain.decoding.errors import UserError
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import POOLED, Setting
+from spectrain.stores.folder import read_json
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def read_tau(file: Path) -> list[MeasuredTau]:
         UserError: it is missing, damaged, or of another kind.
     """
     try:
-        values = json.loads(file.read_text())
+        values = read_json(file)
     except OSError as error:
         raise UserError(f"results={file} cannot be read ({error.strerror}); give a file of results") from error
     except ValueError as error:

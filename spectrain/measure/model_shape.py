@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from spectrain.decoding.target import find_blocks, unsupported_layer_type
 from spectrain.measure.cost import Shape
 from spectrain.methods.registry import names
 from spectrain.models.spire import LlamaShape, SpireConfig
+from spectrain.stores.folder import read_json
 from spectrain.stores.locations import bundled_folder
 
 BUNDLED = "pystdlib-8l"
@@ -145,7 +145,7 @@ def _check_complete(path: str, option: str, given: Mapping, config: PretrainedCo
 def is_spire(folder: Path) -> bool:
     """Whether a folder is an exported SPIRe drafter, by its `spectrain.json`."""
     try:
-        return json.loads((folder / "spectrain.json").read_text()).get("kind") == "spire"
+        return read_json(folder / "spectrain.json").get("kind") == "spire"
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -157,7 +157,7 @@ def exported_config(folder: Path) -> SpireConfig:
         UserError: `config.json` is missing, damaged or lacks a field.
     """
     try:
-        values = json.loads((folder / "config.json").read_text())
+        values = read_json(folder / "config.json")
         return SpireConfig(**values | {"shape": LlamaShape(**values["shape"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(

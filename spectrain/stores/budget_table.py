@@ -7,8 +7,6 @@ Seconds measured with another device, dtype or thread count say nothing, so such
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import platform
 from collections.abc import Mapping
@@ -20,7 +18,7 @@ import torch
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.budget import ForwardCost, MethodCurve, NodeBudget
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.folder import digest, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +137,7 @@ def _differing(measured: Mapping, options: Mapping) -> list[str]:
 
 
 def file_name(target_fingerprint: str, machine: dict) -> str:
-    digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:8]
-    return f"budget-{target_fingerprint}-{digest}.json"
+    return f"budget-{target_fingerprint}-{digest(machine)}.json"
 
 
 def find_table(folder: Path, target: TargetModel) -> BudgetTable:

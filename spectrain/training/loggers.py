@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from spectrain.models.artifacts import MANIFEST
+from spectrain.stores.folder import read_json
 from spectrain.training.runs import CONFIG, RunFolder, plain
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str, pictures: Ma
         for name, file in pictures.items():
             logger.log_image(name, [str(file)])
         manifest = out / MANIFEST
-        metadata = json.loads(manifest.read_text()) if manifest.is_file() else {}
+        metadata = read_json(manifest) if manifest.is_file() else {}
         artifact = wandb.Artifact(plain(run.name), type=kind, metadata=metadata)
         artifact.add_dir(str(out))
         logger.experiment.log_artifact(artifact)
