@@ -1,12 +1,11 @@
-"""Times one drafting step of lookup methods, `propose` and `observe` of one row, at several context lengths.
+"""Time one drafting step of lookup methods, `propose` and `observe` of one row, at several context lengths.
 
     python scripts/bench_drafting.py pystdlib-8l [--methods pld anpd logitspec --contexts 500 2000 8000 --threads 1]
 
-The text is the Python standard library's source, and the row walks along it: what a tree guessed right is accepted, as
-if the target had written that file. No target runs. Its logits are made up: the text's log frequencies and Gumbel
-noise, so that likely tokens are ones that the text knows. Methods take turns, text by text; a method's options are
-those of `conf/method/`. Printed: medians over steps in microseconds, with their 95 % bootstrap interval (steps
-resampled).
+The text is the source of the Python standard library. The row follows it: correct drafts are accepted, as if the target
+had written the file. No target runs. Its logits are made up from the text's log frequencies and Gumbel noise, so that
+likely tokens are tokens of the text. Methods take turns, text by text, with the options of `conf/method/`. The output
+is the median over steps in microseconds, with its 95 % bootstrap interval (steps resampled).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=6, help="texts of each length")
     parser.add_argument("--steps", type=int, default=60, help=f"timed steps of each text; {WARM_UP} more warm up")
     parser.add_argument("--vocab-size", type=int, help="entries of the logits; default: the target's")
-    parser.add_argument("--cold", action="store_true", help="empty the caches each step, as a large target does")
+    parser.add_argument("--cold", action="store_true", help="flush the CPU caches each step, as a large target does")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if options.vocab_size and "spectra_core" in options.methods:
@@ -64,7 +63,7 @@ def main() -> None:
                 row = WalkingRow(target, drafter, text, n_context, logits)
                 measured = [row.step_us(evicted) for _ in range(WARM_UP + options.steps)]
                 steps_us[name, n_context] += measured[WARM_UP:]
-    table = Table("us a step and row", *(f"{n} tokens" for n in options.contexts))
+    table = Table("us per step and row", *(f"{n} tokens" for n in options.contexts))
     for name in options.methods:
         medians = [median(steps_us[name, n]) for n in options.contexts]
         table.add_row(name, *(f"{m.value:.0f} [{m.low:.0f}, {m.high:.0f}]" for m in medians))
@@ -72,7 +71,7 @@ def main() -> None:
 
 
 def texts(target: TargetModel, n_tokens: int, n_texts: int) -> Iterator[list[int]]:
-    """Token ids of the standard library's modules, each joined with the next until it is long enough."""
+    """Yield texts of n_tokens token ids, each made of consecutive modules of the standard library."""
     tokens: list[int] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if n_texts == 0:
@@ -84,7 +83,7 @@ def texts(target: TargetModel, n_tokens: int, n_texts: int) -> Iterator[list[int
 
 
 def made_up_logits(text: list[int], n_rows: int, vocab_size: int) -> Tensor:
-    """[n_rows, vocab_size] float32: log frequencies and Gumbel noise."""
+    """Return [n_rows, vocab_size] float32: log frequencies and Gumbel noise."""
     generator = torch.Generator().manual_seed(0)
     frequency = torch.bincount(torch.tensor(text), minlength=vocab_size)[:vocab_size] + 0.01
     uniform = torch.rand(n_rows, vocab_size, generator=generator).clamp_min(1e-9)
@@ -92,14 +91,9 @@ def made_up_logits(text: list[int], n_rows: int, vocab_size: int) -> Tensor:
 
 
 class WalkingRow:
-    """One row whose text is known beforehand; its first n_context tokens are the prompt.
+    """One row whose text is known; its first n_context tokens are the prompt.
 
-    Args:
-        target: handed to the drafter, never run.
-        drafter: the method.
-        text: what the row will hold.
-        n_context: tokens of the prompt.
-        logits: [n, V], what a target might give; each step takes others.
+    `target` is given to the drafter but never run. Each step takes other rows of `logits` [n, V] for its output.
     """
 
     def __init__(self, target: TargetModel, drafter: Drafter, text: list[int], n_context: int, logits: Tensor):
@@ -112,7 +106,7 @@ class WalkingRow:
         drafter.prefill(self.context, output, range(1))
 
     def step_us(self, evicted: Tensor) -> float:
-        """Microseconds of `propose` and `observe`. Between the two it writes all of `evicted`, as the target would."""
+        """Return the microseconds of `propose` and `observe`; write all of `evicted` in between, as a target would."""
         context, drafter = self.context, self.drafter
         started = time.perf_counter()
         tree = drafter.propose(context)
@@ -136,7 +130,7 @@ class WalkingRow:
 
 
 def follow(tree: DraftTree, text: list[int]) -> Verified:
-    """Accepts the path of the tree that spells the text; the token behind it is the bonus."""
+    """Accept the path of the tree that spells the text; the token after it is the bonus."""
     tokens, parents, drafted = tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.drafted[0].tolist()
     children = {(parents[i], tokens[i]): i for i in range(1, len(tokens)) if drafted[i]}
     path = [0]

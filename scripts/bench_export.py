@@ -1,14 +1,14 @@
-"""Exported folders: how long they take to open, whether they write what their run's own export writes; the proposer.
+"""Measure exported folders: the time to open them, whether a new export of a run equals the first, and the proposer.
 
     python scripts/bench_export.py                                             # short runs on the bundled target
     python scripts/bench_export.py --target <folder> --folders exported/spire exported/sssd
     python scripts/bench_export.py --target <folder> --runs runs/spire-1f0c93ab --folders checkpoints/spire-1f0c93ab
 
-Each folder is opened in fresh processes: imports, then the target, then `load_method`, each timed apart; medians, and
-the seconds of the processor that the last took, which a busy machine does not change. Runs are exported anew, and
-compared with the folders that training exported: the same text, and the same drafts accepted in every step. Without
-folders and runs some are made: a few steps of a SPIRe and a vanilla drafter, one of them under DeepSpeed on a CPU rank,
-and a lookup method over the standard library.
+Each folder is opened in fresh processes. Imports, target and `load_method` are timed separately, as medians, the last
+also in processor seconds, which a busy machine does not change. Runs are exported again and compared with the folders
+that training exported: the text and the drafts accepted in every step must be equal. Without folders and runs, some are
+made: a few steps of SPIRe and vanilla drafters, one of them under DeepSpeed on a CPU rank, and a lookup method over the
+standard library.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def kind(folder: Path) -> str:
 
 
 def command(folder: Path, line: str, **more: str) -> None:
-    """Runs a command of spectrain in a folder; says what it said where it fails."""
+    """Run a command of spectrain in a folder. Show its errors if it fails."""
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **more}
     done = subprocess.run(
         [sys.executable, "-m", *line.split()], cwd=folder, env=environ, capture_output=True, text=True
@@ -111,7 +111,7 @@ def command(folder: Path, line: str, **more: str) -> None:
 
 
 def short_runs(scratch: Path, target: str) -> tuple[list[Path], list[Path]]:
-    """Exports by training, and the runs of the first ones."""
+    """Make exports by training, and return the runs of the first ones and the exports."""
     name = target if bundled_folder(target) else str(Path(target).resolve())
     for run, options in {
         "spire": "+exp=spire",
@@ -126,14 +126,14 @@ def short_runs(scratch: Path, target: str) -> tuple[list[Path], list[Path]]:
 
 
 def export_again(scratch: Path, run: Path) -> Path:
-    """The run's export by the command, from its newest checkpoint: DeepSpeed's pieces are put together."""
+    """Export a run from its newest checkpoint; DeepSpeed's pieces are joined."""
     out = scratch / f"{run.name}-again"
     command(scratch, f"spectrain.export run={run.resolve()} out={out} weights=last")
     return out
 
 
 def load_s(target: str, folder: Path, repeats: int) -> dict[str, float]:
-    """Medians over fresh processes, in seconds."""
+    """Return medians over fresh processes, in seconds."""
     found = []
     for _ in range(repeats):
         timed = [sys.executable, "-c", TIMED, target, str(folder)]
@@ -148,7 +148,7 @@ def load_s(target: str, folder: Path, repeats: int) -> dict[str, float]:
 
 
 def says_the_same(target: TargetModel, *folders: Path) -> dict[str, bool | float]:
-    """Whether both write the same tokens, and have the same drafts accepted, step by step."""
+    """Whether both write the same tokens and have the same drafts accepted in every step."""
     prompts = [target.tokenizer(text)["input_ids"] for text in PROMPTS]
     found = []
     for folder in folders:
@@ -162,7 +162,7 @@ def says_the_same(target: TargetModel, *folders: Path) -> dict[str, bool | float
 
 
 def propose_s(target: TargetModel, folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Microseconds of a call of the vLLM proposer, by rows and tokens of each: one token more in every call."""
+    """Measure calls of the vLLM proposer in microseconds, by rows and tokens per row; each call adds one token."""
     os.environ[VARIABLE] = str(folder)
     source = np.array(target.tokenizer("\n".join(PROMPTS) * 400)["input_ids"], dtype=np.int32)
     found = {}
@@ -204,7 +204,7 @@ def show(result: dict) -> None:
     for name, cells in result["propose"].items():
         for size, found in cells.items():
             first, later = (f"{found[key] / 1e3:.2f}" for key in ("first_us", "us"))
-            console.print(f"{name}, {size} tokens: {later} ms a propose call, {first} ms the first")
+            console.print(f"{name}, {size} tokens: {later} ms per propose call, {first} ms for the first")
 
 
 if __name__ == "__main__":

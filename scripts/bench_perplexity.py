@@ -1,11 +1,10 @@
-"""Speed of perplexity scoring against the target's plain forward: tokens/s of both, and their ratio.
+"""Compare the speed of perplexity scoring with the target's plain forward: tokens/s of both, and their ratio.
 
     python scripts/bench_perplexity.py pystdlib-8l corpus.jsonl [--fields text --rounds 15]
 
-The plain forward has rows of equal length, as many tokens a batch as scoring, and forms all logits; nothing is read
-off them. Both take turns; the ratio of a round is scored tokens/s over forwarded tokens/s, and what is printed is the
-median over rounds with its 95 % interval. Scored tokens are counted once, so windows that overlap and padding count
-against scoring.
+The plain forward has rows of equal length, as many tokens per batch as scoring, and computes all logits without reading
+them. Both take turns. The output is the median over rounds of scored tokens/s over forwarded tokens/s, with its 95 %
+interval. Scored tokens are counted once, so overlapping windows and padding count against scoring.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Datastores of several sizes: building the suffix array, looking contexts up, drafting from them.
+"""Measure datastores of several sizes: building the suffix array, looking up contexts, and drafting.
 
     python scripts/bench_retrieval.py pystdlib-8l [--millions 1 10 --batch 16]
 
 The text is the Python sources of this environment (standard library and installed packages), tokenised with the
-target's tokenizer, each file a document; contexts to look up and texts to draft for come from files that are in no
-store. Each suffix array is built in a process of its own, which reports seconds and the peak of resident memory above
-the tokens.
+target's tokenizer, one document per file. Contexts to look up and texts to draft for come from files that are in no
+store. Each suffix array is built in its own process, which reports seconds and the peak of resident memory above the
+tokens.
 
 Lookup: the longest suffix of up to 16 tokens, and its ranges. Retrieval: the tree of its continuations (M = 100), too.
-Drafting: `propose` and `observe` of `sssd` for a batch of rows that walk along their texts, a row's share of it; what a
-tree guesses right is accepted. No target runs. Sizes take turns, query by query; medians with 95 % bootstrap intervals.
+Drafting: `propose` and `observe` of `sssd` per row, in a batch of rows that follow their texts; correct drafts are
+accepted. No target runs. Sizes take turns, query by query; medians with 95 % bootstrap intervals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spectrain.measure.simulation import follow
 from spectrain.measure.statistics import median
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
-from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.retrieval.suffix_array import build_suffix_array, longest_suffix
 from spectrain.stores.locations import bundled_folder
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def read_sources(target: TargetModel, n_tokens: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Files as token ids: enough for the largest store, and those that are held out."""
+    """Return the token ids of enough files for the largest store, and of those that are held out."""
     paths = sysconfig.get_paths()
     files = [f for root in (paths["stdlib"], paths["purelib"]) for f in sorted(Path(root).rglob("*.py"))]
     documents, held_out, total = [], [], 0
@@ -100,7 +100,7 @@ def build(folder: Path, documents: list[np.ndarray], n_tokens: int, vocab_size: 
 
 
 def build_once(tokens: np.ndarray) -> None:
-    """Prints seconds and bytes a token of building a suffix array (Linux: the peak is counted anew)."""
+    """Print seconds and peak bytes per token of building a suffix array. Linux only: resets the peak of the process."""
     build_suffix_array(tokens[:1000])
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
@@ -114,7 +114,7 @@ def status_bytes(name: str) -> int:
 
 
 def report_builds(stores: dict[int, Datastore]) -> None:
-    table = Table("tokens", "seconds", "ns a token", "peak bytes a token above the tokens", title="suffix array")
+    table = Table("tokens", "seconds", "ns per token", "peak bytes per token above the tokens", title="suffix array")
     for n_tokens, store in stores.items():
         command = [sys.executable, __file__, "x", "--build", str(store.folder / "tokens-00000.npy")]
         runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(3)]
@@ -149,7 +149,7 @@ def report_lookups(stores: dict[int, Datastore], held_out: list[np.ndarray], n_q
 
 def report_drafting(target: TargetModel, stores, held_out: list[np.ndarray], options: argparse.Namespace) -> None:
     text = np.concatenate(held_out)
-    table = Table("tokens", *(f"batch {b}" for b in options.batch), title="a drafting step of sssd, us a row")
+    table = Table("tokens", *(f"batch {b}" for b in options.batch), title="a drafting step of sssd, us per row")
     variants = {"": {}, " with last logits": {"last_logits": True}}
     for n_tokens, store in stores.items():
         for name, changes in variants.items():
@@ -164,7 +164,7 @@ def report_drafting(target: TargetModel, stores, held_out: list[np.ndarray], opt
 
 
 class WalkingBatch:
-    """Rows whose texts are known beforehand; a step accepts what the trees guess right."""
+    """Rows whose texts are known; a step accepts correct drafts."""
 
     def __init__(self, target: TargetModel, method: Sssd, text: np.ndarray, n_rows: int, options: argparse.Namespace):
         self.method, self.n_context = method, options.context

@@ -7,7 +7,7 @@ from spectrain.decoding.budget import NodeBudget
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.retrieval.datastore import open_datastore
-from spectrain.retrieval.retriever import Retriever
+from spectrain.retrieval.fusion import Retriever
 
 RETRIEVAL = ("max_suffix", "min_suffix", "max_matches", "min_matches")
 

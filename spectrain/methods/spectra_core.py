@@ -25,7 +25,7 @@ from spectrain.methods.lookahead import prompt_random, remember
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.methods.spectra_retrieval import add_retrieved
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
-from spectrain.retrieval.retriever import Retriever
+from spectrain.retrieval.fusion import Retriever
 
 
 def build(target: TargetModel, max_nodes: int | NodeBudget | None = None, **options) -> SpectraCore:

@@ -13,7 +13,7 @@ from spectrain.methods.lookup import CandidateDrafter
 from spectrain.methods.rest import Tail
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
-from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 

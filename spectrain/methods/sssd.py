@@ -25,8 +25,7 @@ from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
-from spectrain.retrieval.fusion import Queue, fuse
-from spectrain.retrieval.retriever import NO_TEXT, NO_TOKENS, RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import NO_TEXT, NO_TOKENS, Queue, RetrievalOptions, Retriever, fuse
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, ContinuationTrie
-from spectrain.retrieval.retriever import Retriever
+from spectrain.retrieval.fusion import Retriever
 
 FEW_PLACES = 20.0  # places that say nothing yet: a factor from few places is drawn towards 1
 

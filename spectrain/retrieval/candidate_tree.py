@@ -1,8 +1,8 @@
-"""The guesses of one row, merged by equal prefixes under a node budget, and the draft trees of a batch made from them.
+"""Merge the guesses of each row into one tree under a node budget, and the trees of a batch into a `DraftTree`.
 
-A lookup method adds its guesses best first; what no longer fits the budget is left out. Probes, which the target scores
-but never accepts, have the same shape in every row and stand right behind the root, so that their logits are found at
-the same nodes of every row.
+A lookup method adds its guesses best first; those that exceed the budget are left out. Probes, which the target scores
+but never accepts, have the same shape in every row and follow the root, so that their logits are at the same nodes in
+every row.
 
 Letters: B rows, N nodes (the root included), P probes.
 """
@@ -19,12 +19,12 @@ from spectrain.decoding.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, Sour
 
 
 class CandidateTree:
-    """One row's guesses as a tree. Node 0 is the root; every node added stands behind its parent.
+    """One row's guesses as a tree that shares equal prefixes. Node 0 is the root; parents come before children.
 
     Args:
         root: the row's last token.
-        max_nodes: most nodes, the root included.
-        max_depth: most edges from the root; guesses are cut there.
+        max_nodes: maximum number of nodes, root included.
+        max_depth: maximum number of edges from the root; longer guesses are cut.
     """
 
     def __init__(self, root: int, max_nodes: int, max_depth: int):
@@ -40,14 +40,16 @@ class CandidateTree:
         return self.max_nodes - len(self.tokens) if self.max_depth > 0 else 0
 
     def add(self, guess: Iterable[int], source: Source, node: int = 0, reserve: int = 0) -> int:
-        """Adds a sequence of tokens below `node`, sharing the nodes that spell its beginning already.
+        """Add a sequence of tokens below `node`, sharing the nodes that already spell its beginning.
 
-        A shared node keeps the source it was added with. `reserve` nodes of the budget are left for guesses to come.
-        Returns the last node of the sequence that is in the tree.
+        A shared node keeps its first source. `reserve` nodes of the budget are left for later guesses. Returns the last
+        node of the sequence that is in the tree.
         """
         children, tokens, source = self._children, self.tokens, int(source)  # NumPy is slow on enums
         max_nodes = self.max_nodes - reserve
-        depth = 0 if node == 0 else self._depth_of(node)
+        depth, above = 0, node
+        while above > 0:
+            above, depth = self.parents[above], depth + 1
         for token in guess:
             depth += 1
             if depth > self.max_depth:
@@ -61,8 +63,8 @@ class CandidateTree:
         return node
 
     def add_tree(self, tokens: Sequence[int], parents: Sequence[int], source: Source) -> None:
-        """Adds another tree below the root: its nodes in order, the root first, parents before children."""
-        depths, places = [0], [0]  # of its nodes: depth, and where they stand here (-1: left out)
+        """Add another tree below the root, given as its nodes in order, root first, parents before children."""
+        depths, places = [0], [0]  # of its nodes: depth, and index in this tree (-1: left out)
         children = self._children
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             node, depth = places[parent], depths[parent] + 1
@@ -76,7 +78,7 @@ class CandidateTree:
             places.append(child)
 
     def _append(self, token: int, node: int, depth: int, source: int) -> int:
-        """A new node below `node`, `depth` deep."""
+        """Add a node below `node` at this depth. Return its index."""
         child = len(self.tokens)
         self._children[node, token] = child
         self.tokens.append(token)
@@ -88,22 +90,12 @@ class CandidateTree:
             self.depth = depth
         return child
 
-    def _depth_of(self, node: int) -> int:
-        depth = 0
-        while node > 0:
-            node, depth = self.parents[node], depth + 1
-        return depth
-
 
 @dataclass(frozen=True)
 class ProbeShape:
-    """The probes that every row's tree carries: nodes 1..P.
+    """The shape of the probes, nodes 1..P of every row's tree."""
 
-    Args:
-        parents: of each probe: 0 the root, i the i-th probe (counted from 1); parents stand before children.
-    """
-
-    parents: tuple[int, ...]
+    parents: tuple[int, ...]  # of each probe: 0 the root, i the i-th probe (from 1); parents come before children
 
     def __post_init__(self) -> None:
         assert all(0 <= parent <= i for i, parent in enumerate(self.parents)), self.parents
@@ -127,12 +119,12 @@ def draft_tree(
     shape: ProbeShape | None = None,
     probes: Sequence[Sequence[int]] | None = None,
 ) -> DraftTree:
-    """The trees of a batch, padded to the largest.
+    """Return the trees of a batch, padded to the largest.
 
     Args:
-        rows: each row's guesses.
+        rows: the guesses of each row.
         device: where the target reads them.
-        shape: of the probes, the same for all rows; None: no probes.
+        shape: of the probes; None: no probes.
         probes: P tokens per row, in the order of `shape`.
     """
     n_probes = shape.n_probes if shape is not None else 0
@@ -142,14 +134,14 @@ def draft_tree(
         padding = width - len(row.tokens)
         own_probes = probes[i] if n_probes else ()
         tokens.append([row.tokens[0], *own_probes, *row.tokens[1:], *[0] * padding])
-        # The root keeps its index 0; a guess's index moves behind the probes.
+        # The root keeps index 0; the indices of guesses are shifted by the number of probes.
         below = row.parents[1:]
         if n_probes:
             below = [parent + n_probes if parent > 0 else parent for parent in below]
         probe_parents = shape.parents if n_probes else ()
         parents.append([ROOT_PARENT, *probe_parents, *below, *[PADDING_PARENT] * padding])
         sources.append([*row.sources[:1], *[int(Source.ROOT)] * n_probes, *row.sources[1:], *[0] * padding])
-    # NumPy reads nested lists five times as fast as torch; one transfer.
+    # NumPy reads nested lists five times as fast as torch. One transfer to the device.
     packed = torch.from_numpy(np.array([tokens, parents, sources], dtype=np.int64)).to(device)
     probe = None
     if n_probes:

@@ -1,10 +1,10 @@
-"""Weighted trees of what followed a context: nodes are continuations, counts how often each one was seen.
+"""Trees of the continuations of a context, with counts of how often each was seen.
 
-`gather` draws them from a datastore (REST, SPECTRA, SSSD); `ContinuationTrie` keeps all those of one growing
-text, prompt and output, up to date token by token (section 8, "input source").
+`gather` reads them from a datastore (REST, SPECTRA, SSSD). `ContinuationTrie` holds those of one growing text, prompt
+and output (SSSD's input source).
 
 A tree is an int32 array [capacity, 4] with the columns TOKEN, COUNT, CHILD (the newest one) and SIBLING (the next older
-one). Node 0 is its root; 0 as a child or sibling says that there is none.
+one). Node 0 is the root; 0 as a child or sibling means that there is none.
 
 Letters: P longest prefix of the trie, D its depth: P and the longest continuation.
 """
@@ -25,10 +25,7 @@ FIRST_CAPACITY = 1024  # nodes
 
 @njit(nogil=True, cache=True)
 def child_of(tree, n_nodes, node, token):
-    """The child of `node` with this token, made where there is none; and the nodes of the tree after that.
-
-    The child is 0 where the tree is full.
-    """
+    """Find or add the child of `node` with this token. Return it (0: the tree is full) and the number of nodes."""
     child = tree[node, CHILD]
     while child != 0:
         if tree[child, TOKEN] == token:
@@ -46,24 +43,24 @@ def child_of(tree, n_nodes, node, token):
 
 @njit(nogil=True, cache=True)
 def gather(index, context, lengths, matches, branch, tree, ranges):
-    """The tree of what follows the context's suffixes in a store.
+    """Write the continuations of the context's suffixes in a store to `tree`.
 
-    Begins with the longest suffix found. Where it stands in too few places, shorter ones are looked up too and their
+    It starts with the longest suffix found. If that has too few places, shorter ones are looked up, too, and their
     counts added.
 
     Args:
         index: of a `Datastore`.
         context: [n] int64.
-        lengths: the shortest and the longest suffix to look for.
-        matches: how many continuations are taken in all (M of SSSD); how many are enough not to go on to a shorter
-            suffix (1: the first hit wins); whether the first ones of the sorted range are taken, as REST does, or, an
-            unbiased sample, those at regular intervals of it.
-        branch: longest continuation, tokens.
+        lengths: of the shortest and the longest suffix to look for.
+        matches: maximum number of continuations in all (M of SSSD); number that is enough to stop before a shorter
+            suffix (1: the first hit wins); whether to take the first of the sorted range, as REST does, or an unbiased
+            sample at regular intervals.
+        branch: tokens of the longest continuation.
         tree: [capacity, 4] int32, overwritten. What does not fit is left out.
         ranges: [n_shards, 2] int64 scratch.
 
     Returns:
-        The length of the longest suffix found, 0 where none was. The tree's root counts the continuations taken.
+        The length of the longest suffix found, 0 for none. The tree's root counts the continuations taken.
     """
     most, enough, first_ones = matches
     separator = separator_of(index)
@@ -88,7 +85,7 @@ def gather(index, context, lengths, matches, branch, tree, ranges):
 
 @njit(nogil=True, cache=True)
 def _insert(tree, n_nodes, text, position, branch, separator):
-    """Counts the continuation that begins at `position`."""
+    """Count the continuation that begins at `position`."""
     node = 0
     for place in range(max(0, position), min(position + branch, len(text))):
         token = text[place]
@@ -104,53 +101,51 @@ def _insert(tree, n_nodes, text, position, branch, separator):
 class ContinuationTrie:
     """All sequences of up to D = P + branch_tokens tokens of one text, with their counts.
 
-    `cursors[p]` is the node that spells the text's last p tokens: below it stands what followed them before. A new
-    token costs D steps in a hash table of (node, token), however long the text is.
+    `cursors[p]` is the node of the text's last p tokens; below it are their earlier continuations. A new token costs D
+    steps in a hash table of (node, token), whatever the length of the text.
 
     Args:
         tokens: the text so far.
         max_prefix: P.
-        branch_tokens: longest continuation.
+        branch_tokens: tokens of the longest continuation.
     """
 
     def __init__(self, tokens: Sequence[int], max_prefix: int, branch_tokens: int):
         self.max_prefix = max_prefix
         self.depth = max_prefix + branch_tokens
         self.n_tokens = 0
-        self.cursors = np.zeros(self.depth + 1, dtype=np.int32)  # of each length; only those the text has
+        self.cursors = np.zeros(self.depth + 1, dtype=np.int32)  # by length; see `n_prefixes`
         self._n_nodes = 1
         self.nodes = np.zeros((FIRST_CAPACITY, 4), dtype=np.int32)
         self._places = _new_places(FIRST_CAPACITY)
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on by these tokens."""
+        """Append these tokens to the text."""
         wanted = self._n_nodes + len(tokens) * self.depth
         if wanted > len(self.nodes):
-            self._grow(max(wanted, 2 * len(self.nodes)))
+            capacity = max(wanted, 2 * len(self.nodes))
+            nodes = np.zeros((capacity, 4), dtype=np.int32)
+            nodes[: self._n_nodes] = self.nodes[: self._n_nodes]
+            self.nodes, self._places = nodes, _new_places(capacity)
+            _rehash(nodes, self._places)
         new = np.asarray(tokens, dtype=np.int32)
         self._n_nodes = _extend(self.nodes, self._places, self._n_nodes, self.cursors, self.n_tokens, new)
         self.n_tokens += len(tokens)
 
     @property
     def n_prefixes(self) -> int:
-        """Lengths of prefixes that the text has: cursors 1..n_prefixes are to be read."""
+        """Length of the longest prefix that the text has; cursors 1..n_prefixes are valid."""
         return min(self.max_prefix, self.n_tokens)
-
-    def _grow(self, capacity: int) -> None:
-        nodes = np.zeros((capacity, 4), dtype=np.int32)
-        nodes[: self._n_nodes] = self.nodes[: self._n_nodes]
-        self.nodes, self._places = nodes, _new_places(capacity)
-        _rehash(nodes, self._places)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Nodes, hash table, and the cursors of the last 1..n_prefixes tokens (cursors[0] is the root): for `fuse`."""
+        """Nodes, hash table, and the cursors of the last 1..n_prefixes tokens (cursors[0] is the root), for `fuse`."""
         return self.nodes, self._places, self.cursors[: self.n_prefixes + 1]
 
 
 def _new_places(capacity: int) -> np.ndarray:
-    """A hash table for so many nodes, at most half full: [size, 2] int32 of parent and child; a power of two."""
+    """Return an empty hash table [size, 2] int32 of parent and child; `capacity` nodes fill at most half of it."""
     places = np.empty((1 << (2 * capacity - 1).bit_length(), 2), dtype=np.int32)
     places.fill(EMPTY)
     return places
@@ -164,7 +159,7 @@ def _hash(node, token, mask):
 
 @njit(nogil=True, cache=True)
 def find_child(nodes, places, node, token):
-    """The child of `node` with this token, 0 where there is none."""
+    """Return the child of `node` with this token, 0 if there is none."""
     mask = len(places) - 1
     place = _hash(node, token, mask)
     while places[place, 0] != EMPTY:
@@ -187,7 +182,7 @@ def _enter(nodes, places, node, child):
 
 @njit(nogil=True, cache=True)
 def _rehash(nodes, places):
-    """Enters every node in an empty table, walking the tree."""
+    """Enter every node of the tree in an empty table."""
     stack = [0]
     while len(stack) > 0:
         node = stack.pop()
@@ -200,7 +195,7 @@ def _rehash(nodes, places):
 
 @njit(nogil=True, cache=True)
 def _extend(nodes, places, n_nodes, cursors, n_tokens, new):
-    """Counts every sequence that ends in a new token. Returns the nodes of the trie."""
+    """Count every sequence that ends in a new token. Return the new number of nodes."""
     longest = len(cursors) - 1
     for i in range(len(new)):
         token = new[i]

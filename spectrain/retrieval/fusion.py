@@ -1,40 +1,49 @@
-"""One draft tree out of several trees of weighted continuations: the likeliest nodes of all (SSSD, Algorithm 1).
+"""Select the likeliest continuations from several trees of them as one draft tree (SSSD, Algorithm 1).
 
-Each source says how likely a continuation is: how often it was seen, divided by how often its prefix was. That
-pseudo-probability times a discount for the source, the length of the prefix and the depth is its priority; a queue over
-the nodes of all trees gives the likeliest node to the draft tree until it is full. A node's children enter the queue
-with it, so parents stand before children.
+The pseudo-probability of a continuation is how often it was seen, divided by how often its prefix was seen. Times a
+discount for source, prefix length and depth, it is the node's priority. A queue over the nodes of all trees moves the
+likeliest node to the draft tree until that is full. A node's children enter the queue after it, so parents come before
+children. Equal priorities are ordered by smaller depth, earlier source, smaller token, and older parent.
+
+`fuse` does this for any sources, `Retriever` for a datastore alone.
 
 Differs from the paper: Algorithm 1 prints the root's own probability for the first level (`node.prob`), by mistake;
 here it is the child's at every level.
-
-Of equal priorities the one that is less deep comes first, then the earlier source, the smaller token, the older parent.
 
 Letters: P longest prefix of the input, E depth of the discount tables, K candidates of the last logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from numba import njit
 
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.tree import ROOT_PARENT, Source
-from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child
+from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child, gather
+from spectrain.retrieval.datastore import Datastore
 
 # Columns of the queue's items. Sources in the order of ties: the datastore, prefixes 1..P of the input, the logits.
 KIND, NODE, DEPTH, PARENT, ITEM_TOKEN = range(5)
 DATASTORE_KIND = 0
-QUEUE_ITEMS = 16384  # children of popped nodes that may wait; later ones are left out
+QUEUE_ITEMS = 16384  # most items of one fusion; later ones are left out
 
 DATASTORE, INPUT, LOGITS, ROOT = (int(s) for s in (Source.DATASTORE, Source.INPUT, Source.LOGITS, Source.ROOT))
 
+# Arguments of `fuse` for a source that is left out.
+NO_TOKENS, NO_PROBS = np.zeros(0, dtype=np.int64), np.zeros(0)
+NO_TEXT = np.zeros((0, 4), dtype=np.int32), np.zeros((0, 2), dtype=np.int32), np.zeros(1, dtype=np.int32)
+
 
 class Queue:
-    """Scratch of one fusion at a time: as many as run in parallel are needed."""
+    """Scratch memory of one fusion at a time; parallel fusions need one each."""
 
     def __init__(self, max_items: int = QUEUE_ITEMS):
         self.items = np.zeros((max_items, 5), dtype=np.int32)
-        self.numbers = np.zeros((max_items, 2), dtype=np.float64)  # priority; what a child's count is multiplied with
+        self.numbers = np.zeros((max_items, 2), dtype=np.float64)  # priority; factor of the children's counts
         self.heap = np.zeros(max_items, dtype=np.int32)
 
     @property
@@ -55,7 +64,7 @@ def _before(items, numbers, a, b):
 
 @njit(nogil=True, cache=True)
 def _push(queue, n_waiting, n_items, kind, node, depth, parent, token, priority, scale):
-    """Returns how many wait and how many items were ever made."""
+    """Add an item. Return the numbers of waiting items and of all items so far."""
     items, numbers, heap = queue
     if n_items == len(items) or priority <= 0:
         return n_waiting, n_items
@@ -79,7 +88,7 @@ def _push(queue, n_waiting, n_items, kind, node, depth, parent, token, priority,
 
 @njit(nogil=True, cache=True)
 def _pop(queue, n_waiting):
-    """The first item. One less waits afterwards."""
+    """Remove and return the first item; one fewer is waiting then."""
     items, numbers, heap = queue
     first, moved = heap[0], heap[n_waiting - 1]
     n_waiting -= 1
@@ -98,7 +107,7 @@ def _pop(queue, n_waiting):
 
 @njit(nogil=True, cache=True)
 def _push_children(queue, n_waiting, n_items, tree, kind, node, depth, parent, scale, discounts):
-    """Enters a node's children, `depth` deep; each one's priority is its count x scale x discount."""
+    """Add the children of a node, at this depth, with priority count x scale x discount."""
     if depth >= len(discounts):
         return n_waiting, n_items
     child = tree[node, CHILD]
@@ -113,9 +122,9 @@ def _push_children(queue, n_waiting, n_items, tree, kind, node, depth, parent, s
 
 @njit(nogil=True, cache=True)
 def _into_draft(draft, n_nodes, parent, token, source):
-    """The child of `parent` with this token, made where there is none, and the nodes of the draft.
+    """Find or add the child of `parent` with this token. Return it and the number of nodes of the draft.
 
-    A shared node keeps the source it was made by.
+    A shared node keeps its first source.
     """
     for node in range(parent + 1, n_nodes):
         if draft[1, node] == parent and draft[0, node] == token:
@@ -128,7 +137,7 @@ def _into_draft(draft, n_nodes, parent, token, source):
 
 @njit(nogil=True, cache=True)
 def _seed(queue, store, own, logits):
-    """Enters the first level of every source. Returns how many wait and how many items there are."""
+    """Add the first level of every source. Return the numbers of waiting items and of all items."""
     n_waiting, n_items = 0, 0
     tree, discounts = store
     if tree[0, COUNT] > 0:
@@ -157,22 +166,22 @@ def _seed(queue, store, own, logits):
 
 @njit(nogil=True, cache=True)
 def fuse(queue, store, own, logits, limits, root, draft):
-    """Fills a draft tree with the likeliest nodes.
+    """Fill a draft tree with the likeliest nodes.
 
     Args:
         queue: (items, numbers, heap) of a `Queue`.
-        store: (tree [.., 4] int32 as `gather` leaves it, discounts [E + 1] float64 by depth for the prefix length that
-            was found; entry 0 is not read). A root of count 0 has nothing below.
+        store: (tree [.., 4] int32 from `gather`, discounts [E + 1] float64 by depth for the prefix length that was
+            found; entry 0 is not read). A root of count 0 means that nothing was found.
         own: (`nodes` and `places` of a `ContinuationTrie`, its cursors [p + 1] int32 of the last 1..p tokens, discounts
             [P + 1, E + 1] float64 by prefix length and depth).
-        logits: (tokens [K] int64: guesses of the next token, [K] float64: how likely each is, discounts [E + 1] float64
-            by depth). Each goes on with what followed it in the row's own text.
-        limits: nodes of the draft, root included; edges from the root; branches.
+        logits: (tokens [K] int64: candidates for the next token, their pseudo-probabilities [K] float64, discounts
+            [E + 1] float64 by depth). Each continues as it did in the row's own text.
+        limits: maximum number of nodes of the draft, root included; of edges from the root; of branches.
         root: the last token.
-        draft: [3, >= limits[0]] int64, filled: tokens, parents, sources.
+        draft: [3, >= limits[0]] int64, filled with tokens, parents, sources.
 
     Returns:
-        Nodes of the draft, and the depth of the deepest.
+        The number of nodes of the draft, and its depth.
     """
     max_nodes, max_depth, max_leaves = limits
     draft[0, 0] = root
@@ -212,3 +221,79 @@ def fuse(queue, store, own, logits, limits, root, draft):
                 queue, n_waiting, n_items, tree, kind, items[item, NODE], depth + 1, node, numbers[item, 1], discounts
             )
     return n_nodes, deepest
+
+
+@dataclass(frozen=True)
+class RetrievalOptions:
+    """Options of a lookup in a datastore. Values out of range raise UserError."""
+
+    min_suffix: int  # tokens of the shortest suffix of the context that is looked up
+    max_suffix: int  # tokens of the longest
+    branch_tokens: int  # tokens of the longest continuation
+    max_matches: int = 100  # continuations that are read
+    min_matches: int = 1  # with fewer matches than this, shorter suffixes are looked up, too
+    first_matches: bool = False  # True: read the first of the sorted range, as REST; False: at regular intervals
+
+    def __post_init__(self) -> None:
+        for name in ("min_suffix", "max_suffix", "branch_tokens", "max_matches", "min_matches"):
+            check_whole(name, getattr(self, name), 1)
+        if self.max_suffix < self.min_suffix:
+            raise UserError(
+                f"max_suffix={self.max_suffix} must be at least min_suffix={self.min_suffix}; raise max_suffix"
+            )
+
+
+class Retriever:
+    """Looks up contexts in a datastore. It owns its scratch memory, so each thread needs one."""
+
+    def __init__(self, store: Datastore, options: RetrievalOptions):
+        self.store, self.options = store, options
+        self.tree = np.zeros((1 + options.max_matches * options.branch_tokens, 4), dtype=np.int32)
+        self._lengths = options.min_suffix, options.max_suffix
+        self._matches = options.max_matches, options.min_matches, options.first_matches
+        self._ranges = np.zeros((len(store.tokens), 2), dtype=np.int64)
+        self._queue = Queue(len(self.tree))
+        self._even = np.ones(options.branch_tokens + 1)
+        self._no_others = (*NO_TEXT, self._even[None]), (NO_TOKENS, NO_PROBS, self._even)
+
+    def gather(self, context: np.ndarray, branch_tokens: int | None = None) -> int:
+        """Write the continuations of the context's suffixes to `tree`.
+
+        Args:
+            context: [n] int64.
+            branch_tokens: tokens of the longest continuation; None: as in the options.
+
+        Returns:
+            The length of the longest suffix found; 0, with a root of count 0, for none.
+        """
+        branch_tokens = branch_tokens or self.options.branch_tokens
+        return int(
+            gather(self.store.index, context, self._lengths, self._matches, branch_tokens, self.tree, self._ranges)
+        )
+
+    def draft(
+        self, context: Sequence[int], max_nodes: int, max_depth: int, max_leaves: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the continuations that were seen most often, as a tree.
+
+        Args:
+            context: tokens; only the last ones are read.
+            max_nodes: of the tree, including its root, the context's last token.
+            max_depth: tokens of the longest continuation.
+            max_leaves: branches; None: no limit.
+
+        Returns:
+            Tokens and parents of the nodes, root first, parents before children.
+        """
+        tail = np.asarray(context[-self.options.max_suffix :], dtype=np.int64)
+        self.gather(tail, min(max_depth, self.options.branch_tokens) or 1)
+        if self.tree[0, COUNT] == 0:
+            return [int(tail[-1])], [-1]
+        draft = np.empty((3, max_nodes), dtype=np.int64)
+        limits = max_nodes, max_depth, max_leaves or max_nodes
+        n_nodes, _ = fuse(self._queue.arrays, (self.tree, self._even), *self._no_others, limits, tail[-1], draft)
+        return draft[0, :n_nodes].tolist(), draft[1, :n_nodes].tolist()
+
+    def chain(self, context: Sequence[int], limit: int) -> list[int]:
+        """Return the continuation that was seen most often, up to `limit` tokens; [] if no suffix is known."""
+        return self.draft(context, limit + 1, limit, max_leaves=1)[0][1:]

@@ -1,7 +1,7 @@
-"""Tables of the n-grams of one row's text (prompt and output), kept up to date as the text grows.
+"""Tables of the n-grams of one row's text, prompt and output, updated as the text grows.
 
-`PositionTable` says where an n-gram occurred before (PLD, LogitSpec), `CountTable` which
-token followed it most often (ANPD, section 9). A new token costs the same however long the text is.
+`PositionTable` tells where an n-gram occurred before (PLD, LogitSpec), `CountTable` which token followed it most often
+(ANPD). The cost of a new token does not depend on the length of the text.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ NEVER = (0, -1)  # occurrences and token of an unknown context
 
 
 class PositionTable:
-    """Every n-gram, n = 1..max_ngram, and the position where the text went on behind it.
+    """Every n-gram, n = 1..max_ngram, and the position of the token that followed it.
 
     An n-gram is entered once its following token is known, so the end of the text never finds itself.
 
     Args:
         tokens: the text so far.
-        max_ngram: longest n-gram.
-        match: of several occurrences "latest" keeps the last, "earliest" the first (as Hugging Face does), and
-            "latest_full" the last one that `horizon` tokens follow; where none has as many yet, the first, which has
-            the most.
-        horizon: tokens of a full continuation; read by "latest_full" only.
+        max_ngram: length of the longest n-gram.
+        match: which of several occurrences is kept: "latest", "earliest" (as in Hugging Face), or "latest_full", the
+            last one that is followed by `horizon` tokens; if none is, the first, which is followed by the most.
+        horizon: tokens of a full continuation, for "latest_full".
 
     Raises:
         UserError: an option is out of range.
@@ -43,7 +42,7 @@ class PositionTable:
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on by these tokens."""
+        """Append these tokens to the text."""
         first = max(1, len(self.tokens))
         self.tokens += tokens
         for position in range(first, len(self.tokens)):
@@ -54,7 +53,7 @@ class PositionTable:
         self._tail = tuple(self.tokens[-self.max_ngram :])
 
     def _enter(self, position: int, overwrite: bool) -> None:
-        """Enters the n-grams that end right before `position`."""
+        """Enter the n-grams that end right before `position`."""
         positions = self._positions
         longest = tuple(self.tokens[max(0, position - self.max_ngram) : position])
         for start in range(len(longest)):
@@ -64,9 +63,9 @@ class PositionTable:
                 positions.setdefault(longest[start:], position)
 
     def continuation(self, limit: int, extra: tuple[int, ...] = (), min_ngram: int = 1) -> list[int]:
-        """What followed the longest known suffix of the text and `extra`: up to `limit` tokens, [] where none is known.
+        """Return up to `limit` tokens that followed the longest known suffix of text + extra; [] if none is known.
 
-        A suffix has min_ngram..max_ngram tokens; `extra` is not entered in the table.
+        A suffix has min_ngram..max_ngram tokens. `extra` is not entered in the table.
         """
         suffix, positions = self._tail + extra, self._positions
         for start in range(max(0, len(suffix) - self.max_ngram), len(suffix) - min_ngram + 1):
@@ -77,11 +76,11 @@ class PositionTable:
 
 
 class CountTable:
-    """Which token most often followed each context of 1..max_order - 1 tokens; of equal counts the latest.
+    """The token that most often followed each context of 1..max_order - 1 tokens; of equal counts the latest.
 
     Args:
         tokens: the text so far.
-        max_order: length of the longest n-gram counted: a context and the token behind it.
+        max_order: length of the longest n-gram: a context and the token that follows it.
 
     Raises:
         UserError: max_order is below 2.
@@ -96,7 +95,7 @@ class CountTable:
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on by these tokens."""
+        """Append these tokens to the text."""
         first = max(1, len(self.tokens))
         self.tokens += tokens
         counts, best = self._counts, self._best
@@ -111,10 +110,9 @@ class CountTable:
                     best[context] = count, key[-1]
 
     def chain(self, limit: int) -> list[int]:
-        """The likeliest continuation of the text, token by token, each from the longest known context.
+        """Return up to `limit` tokens of the likeliest continuation, each looked up by the longest known context.
 
-        Returns:
-            Up to `limit` tokens; fewer where a context of one token is unknown.
+        They are fewer if a context of one token is unknown.
         """
         n_context = self.max_order - 1
         text = tuple(self.tokens[-n_context:])

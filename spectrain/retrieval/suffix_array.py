@@ -1,10 +1,10 @@
-"""Suffix arrays over token texts: building them, and finding where a context stands.
+"""Build suffix arrays over token texts, and find the places of a context.
 
-A text is one array of tokens in which every document ends with a separator, a token that no query holds: a match never
-crosses a document's end, and a continuation stops there. Its suffix array lists the positions in the order of the
-texts that begin there, so all occurrences of a context lie side by side. A store may be cut into shards, each with an
-array of its own. Searches take an index, the tuples of the shards' (tokens, suffixes, bounds, pairs), and treat all of
-them as one text.
+A text is one array of tokens in which every document ends with a separator, a token that no query holds, so that a
+match never crosses a document's end, and a continuation stops there. Its suffix array lists the positions in the order
+of the texts that begin there, so all occurrences of a context lie side by side. A store may be cut into shards, each
+with its own array. Searches take an index, the tuples of the shards' (tokens, suffixes, bounds, pairs), and treat all
+shards as one text.
 
 Searches are compiled by numba, release the GIL, and read memory-mapped arrays in place.
 
@@ -17,49 +17,37 @@ import numpy as np
 from numba import njit
 from pydivsufsort import divsufsort
 
-MAX_SHARD_TOKENS = 2**28  # the sort works on bytes and wants 20 bytes a token; its positions are int32
+MAX_SHARD_TOKENS = 2**28  # sorting takes 20 bytes per token; its positions are int32
 CHUNK_TOKENS = 2**22
-FIRST_LENGTH = 4  # tokens of a suffix that is known about as often as not
+FIRST_LENGTH = 4  # tokens of a suffix that is found about half the time
 FEW_MATCHES = 16
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every token and the separator, which is vocab_size itself."""
+    """Return the smallest type that holds every token and the separator, which is vocab_size itself."""
     return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
 
 
 def build_suffix_array(tokens: np.ndarray) -> np.ndarray:
-    """Positions of the text in the order of the suffixes that begin there; a shorter one stands before its extensions.
+    """Return [n] int32, the positions of the text in the order of the suffixes that begin there.
 
-    Args:
-        tokens: [n] unsigned integers, n at most MAX_SHARD_TOKENS.
-
-    Returns:
-        [n] int32.
+    A suffix comes before its extensions. tokens: [n] unsigned integers, n at most MAX_SHARD_TOKENS.
     """
     assert len(tokens) <= MAX_SHARD_TOKENS, len(tokens)
     if len(tokens) == 0:
         return np.zeros(0, dtype=np.int32)
-    return divsufsort(_narrowed(tokens)).astype(np.int32, copy=False)
-
-
-def _narrowed(tokens: np.ndarray) -> np.ndarray:
-    """The same order in two bytes a token where the text has at most 65,536 different ones: half the memory to sort."""
-    if tokens.dtype.itemsize <= 2:
-        return tokens
-    present = np.zeros(int(tokens.max()) + 1, dtype=bool)
-    present[tokens] = True
-    if present.sum() > 2**16:
-        return tokens
-    rank = (np.cumsum(present) - 1).astype(np.uint16)
-    return rank[tokens]
+    if tokens.dtype.itemsize > 2:
+        present = np.zeros(int(tokens.max()) + 1, dtype=bool)
+        present[tokens] = True
+        if present.sum() <= 2**16:  # the same order in two bytes per token takes half the memory to sort
+            tokens = (np.cumsum(present) - 1).astype(np.uint16)[tokens]
+    return divsufsort(tokens).astype(np.int32, copy=False)
 
 
 def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Where the suffixes that begin with a token lie: those of token t at bounds[t]..bounds[t + 1].
+    """Return bounds [V + 2] int64: the suffixes that begin with token t are at bounds[t]..bounds[t + 1].
 
-    Returns:
-        [V + 2] int64; the separator's are the last.
+    Those of the separator are the last.
     """
     counts = np.zeros(vocab_size + 1, dtype=np.int64)
     for start in range(0, len(tokens), CHUNK_TOKENS):
@@ -68,11 +56,10 @@ def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
-    """The second and the third token of each suffix, in the suffixes' order: sorted among those of one first token.
+    """Return the second and third token of each suffix, in suffix order, so sorted among those of one first token.
 
-    Returns:
-        [n] unsigned, twice as wide as the tokens: the second token above, the third below. Where the text ends before
-        them, behind a separator that no query holds, they are 0.
+    The result is [n] unsigned, twice as wide as the tokens, with the second token in the upper half. Tokens past the
+    end of the text are 0; a separator, which no query holds, comes before them.
     """
     wide = np.dtype(f"u{2 * tokens.dtype.itemsize}")
     pairs = np.zeros(len(tokens), dtype=wide)
@@ -87,10 +74,10 @@ def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
 
 @njit(nogil=True, cache=True)
 def compare(tokens, position, context, begin, end):
-    """The text at `position` against context[begin:end]: 0 where it begins with it, else -1 before or 1 behind it."""
+    """Compare the text at `position` with context[begin:end]: 0 if it begins with it, -1 if it sorts before, else 1."""
     n_tokens = len(tokens)
     for i in range(begin, end):
-        if position < 0 or position >= n_tokens:  # below 0 only where a file is damaged; memory is not read past it
+        if position < 0 or position >= n_tokens:  # below 0 only if a file is damaged
             return -1
         token = np.int64(tokens[position])
         if token != context[i]:
@@ -101,7 +88,7 @@ def compare(tokens, position, context, begin, end):
 
 @njit(nogil=True, cache=True)
 def _first_above(values, low, high, least):
-    """The first of the sorted values[low:high] that is `least` or more."""
+    """Return the index of the first of the sorted values[low:high] that is at least `least`."""
     while low < high:
         middle = (low + high) // 2
         if np.uint64(values[middle]) < least:
@@ -113,10 +100,10 @@ def _first_above(values, low, high, least):
 
 @njit(nogil=True, cache=True)
 def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
-    """The suffixes of one shard that begin with context[begin:end], as low..high; an empty range where none does.
+    """Return low, high: the suffixes of one shard that begin with context[begin:end], an empty range if none does.
 
-    The first three tokens are looked up in tables, without a leap to the text at every step. Of what is left, the lower
-    end is found by halving, the upper one by doubling steps from there: long contexts stand in few places.
+    The first three tokens are looked up in tables, without a leap to the text at every step. In the remaining range,
+    the lower end is found by halving, the upper end by doubling steps from there, as long contexts have few places.
     """
     first = context[begin]
     if first < 0 or first >= len(bounds) - 2:  # no token of the vocabulary, or the separator
@@ -157,13 +144,13 @@ def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
 
 @njit(nogil=True, cache=True)
 def separator_of(index):
-    """The token that closes each document: the tables of ranges have an entry more for it."""
+    """Return the token that closes each document; the tables of ranges have one more entry for it."""
     return len(index[2][0]) - 2
 
 
 @njit(nogil=True, cache=True)
 def find_ranges(index, context, length, ranges):
-    """Enters where the context's last `length` tokens stand in `ranges` [n_shards, 2]. Returns the matches."""
+    """Write the places of the context's last `length` tokens to `ranges` [n_shards, 2]. Return their number."""
     tokens, suffixes, bounds, pairs = index
     end = len(context)
     total = 0
@@ -179,14 +166,14 @@ def find_ranges(index, context, length, ranges):
 
 @njit(nogil=True, cache=True)
 def longest_suffix(index, context, min_length, max_length, ranges):
-    """The longest suffix of the context, of min_length..max_length tokens, that stands in the store.
+    """Find the longest suffix of the context, of min_length..max_length tokens, that is in the store.
 
-    Whoever holds a suffix holds its own suffixes, so the length is found by halving. It is a few tokens in running text
-    and all of them where the text is a copy: FIRST_LENGTH is tried first and then the longest. `ranges` [n_shards, 2]
-    gets where it stands.
+    A store that holds a suffix also holds the shorter ones, so the length is found by halving. It is a few tokens in
+    new text, and the maximum in copied text, so FIRST_LENGTH is tried first and then the longest. The places are
+    written to `ranges` [n_shards, 2].
 
     Returns:
-        Its length and the number of matches; 0, 0 where even the shortest is unknown.
+        Its length and the number of matches; 0, 0 if even the shortest is unknown.
     """
     longest, n_context = 0, len(context)
     separator = separator_of(index)
@@ -200,7 +187,7 @@ def longest_suffix(index, context, min_length, max_length, ranges):
         if total > 0:
             known, matches, floor = length, total, length + 1
             ranges[:] = found
-            if total <= FEW_MATCHES:  # cheaper to look how far each of them goes on to the left
+            if total <= FEW_MATCHES:  # checking how far each of them extends to the left is cheaper
                 longest = _leftwards(index, context, length, longest, ranges)
                 if longest > length:
                     matches = find_ranges(index, context, longest, ranges)
@@ -213,7 +200,7 @@ def longest_suffix(index, context, min_length, max_length, ranges):
 
 @njit(nogil=True, cache=True)
 def _leftwards(index, context, length, limit, ranges):
-    """The longest suffix, of at most `limit` tokens, that any of the matches of the last `length` tokens ends."""
+    """Return the longest suffix, at most `limit` tokens, to which a match of the last `length` tokens extends."""
     longest, n_context = length, len(context)
     tokens, suffixes, _, _ = index
     for shard in range(len(tokens)):
@@ -231,7 +218,7 @@ def _leftwards(index, context, length, limit, ranges):
 
 @njit(nogil=True, cache=True)
 def nth_match(index, ranges, n):
-    """The shard of the n-th match and its position there."""
+    """Return the shard of the n-th match and its position there."""
     suffixes = index[1]
     for shard in range(len(suffixes)):
         count = ranges[shard, 1] - ranges[shard, 0]

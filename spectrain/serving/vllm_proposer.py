@@ -4,9 +4,9 @@
       "model": "spectrain.serving.vllm_proposer.LookupProposer", "num_speculative_tokens": 8}'
 
 vLLM constructs it with its VllmConfig and calls `propose` after each step of the target. vLLM itself is not imported.
-It names no requests: they stand in rows, which it moves as others join and leave. So what a method keeps of a request
-is found again by the request's text; one that is not found is read anew. Drafts are chains, the likeliest branch of
-the tree that the method proposes in our own loop. Whatever is proposed, vLLM's target verifies it.
+It does not name its requests, and moves them between rows as others join and leave. So a method's state of a request is
+found by the request's text, or made anew. Drafts are chains: the likeliest branch of the tree that the method proposes
+in our own loop. vLLM's target verifies them.
 
 Letters: R rows of vLLM's arrays, L its longest text, n active rows, T tokens that a method looks at.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,20 @@ from spectrain.methods.loading import open_lookup
 from spectrain.methods.lookup import RowState
 from spectrain.methods.sssd import Sssd
 from spectrain.models.artifacts import LookupFacts, check_tokenizer, read_lookup_facts
-from spectrain.serving.requests import Memory
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "SPECTRAIN_LOOKUP"  # environment variable that names the folder
 KEY = "spectrain_lookup"  # likewise, in vLLM's --additional-config
 WARM_TOKENS = 32
+KEPT_CALLS = 8  # calls for which a request outside the batch is kept: it may have been preempted
+KEY_TOKENS = 8  # last tokens by which a moved request is looked up, before its whole text is compared
+
+Read = Callable[[np.ndarray, RowState | None], RowState | None]
 
 
 class LookupProposer:
-    """What vLLM asks for drafts.
+    """The object that vLLM asks for drafts.
 
     Args:
         vllm_config: `speculative_config.num_speculative_tokens`, `model_config.max_model_len`, `.tokenizer` and
@@ -76,13 +79,13 @@ class LookupProposer:
         """Drafts for each row.
 
         Args:
-            sampled_token_ids: of each row the tokens of this step; none where the prompt is not read to its end yet.
-            num_tokens_no_spec: [R] int32, tokens of each row, those of this step included.
-            token_ids_cpu: [R, L] int32, the texts; what lies behind a row's tokens is rubbish.
-            slot_mappings: not read.
+            sampled_token_ids: of each row the tokens of this step; none while its prompt is being read.
+            num_tokens_no_spec: [R] int32, tokens of each row, including those of this step.
+            token_ids_cpu: [R, L] int32, the texts; entries past a row's tokens are meaningless.
+            slot_mappings: ignored.
 
         Returns:
-            A list a row, of at most num_speculative_tokens tokens; empty where nothing is known to follow.
+            One list per row, of at most num_speculative_tokens tokens; empty if no continuation is known.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows, texts, rooms = [], [], []
@@ -102,12 +105,12 @@ class LookupProposer:
         return drafts
 
     def load_model(self, *args: object, **kwargs: object) -> None:
-        """vLLM calls it of every proposer; there are no weights."""
+        """Do nothing: vLLM calls this on every proposer, but there are no weights."""
 
     def _read(self, text: np.ndarray, state: RowState | None) -> RowState | None:
-        """A state after these tokens, a new one where there was none; None where one is no token of the vocabulary.
+        """Return the state after these tokens, a new one if there was none; None if a token is not in the vocabulary.
 
-        Compiled lookups trust the tokens that they are given. vLLM has placeholders, for images for instance.
+        Compiled lookups do not check tokens, and vLLM has placeholders, for example for images.
         """
         if len(text) and not (int(text.min()) >= 0 and int(text.max()) < self.vocab_size):
             return None
@@ -128,7 +131,7 @@ class LookupProposer:
         return [likeliest_branch(*row) for row in zip(tokens, parents, strict=True)]
 
     def _warm_up(self) -> None:
-        """Has everything compiled before the first request waits for it."""
+        """Compile everything before the first request waits for it."""
         texts = np.tile(np.arange(WARM_TOKENS, dtype=np.int32) % min(4, self.vocab_size), (2, 1))
         longest, self.max_model_len = self.max_model_len, WARM_TOKENS + self.draft_tokens
         for n_tokens in (WARM_TOKENS - 1, WARM_TOKENS):  # read, then extended
@@ -138,15 +141,12 @@ class LookupProposer:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a step as a lookup method reads them of a `Context`: by the ends of their texts."""
+    """The rows of a step in place of a `Context`, as lookup methods read it: the ends of the texts."""
 
     tokens: Tensor  # [n, T] int64
     n_tokens: list[int]  # of each row, up to T
-    room: list[int]  # tokens that each may still emit: those drafted, and one
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    room: list[int]  # tokens that each row may still emit: the drafted ones, and one
+    device = torch.device("cpu")
 
     @property
     def n_rows(self) -> int:
@@ -154,7 +154,7 @@ class Batch:
 
 
 def likeliest_branch(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Of one row's tree, root first, each node's first child: methods add their best guesses first."""
+    """Follow the first child of each node in one row's tree: methods add their best guesses first."""
     branch, node = [], 0
     for child in range(1, len(tokens)):
         if parents[child] == node:
@@ -164,7 +164,7 @@ def likeliest_branch(tokens: Sequence[int], parents: Sequence[int]) -> list[int]
 
 
 def folder_of(vllm_config: Any) -> Path:
-    """The exported folder that the user named. Raises UserError where there is none."""
+    """Return the exported folder that the user named. Raise UserError if none is named."""
     more = getattr(vllm_config, "additional_config", None)
     named = (more.get(KEY) if isinstance(more, dict) else None) or os.environ.get(VARIABLE)
     if not named:
@@ -176,10 +176,7 @@ def folder_of(vllm_config: Any) -> Path:
 
 
 def check_model(folder: Path, facts: LookupFacts, model: Any) -> None:
-    """Raises UserError where the served model has other tokens than the export was made of.
-
-    A method without a datastore has none of its own.
-    """
+    """Raise UserError if the served model has other tokens than the export. Without a datastore only sizes count."""
     size = model.get_vocab_size() if hasattr(model, "get_vocab_size") else None
     if size is not None and size < facts.vocab_size:
         raise UserError(
@@ -195,3 +192,83 @@ def check_model(folder: Path, facts: LookupFacts, model: Any) -> None:
         log.warning("the tokenizer %s cannot be compared with that of %s (%s)", name, folder, type(error).__name__)
         return
     check_tokenizer(folder, facts, tokenizer_fingerprint(tokenizer), str(name))
+
+
+@dataclass
+class Request:
+    """A method's state of one request."""
+
+    state: RowState
+    text: np.ndarray  # [capacity] int32: the tokens that the state has read, then free entries
+    n_tokens: int
+    row: int  # of the last call that included it
+    seen: int  # number of that call
+
+    def begins(self, text: np.ndarray) -> bool:
+        """Whether `text` begins with the tokens that were read."""
+        n_tokens = self.n_tokens
+        return n_tokens <= len(text) and np.array_equal(self.text[:n_tokens], text[:n_tokens])
+
+    def keep(self, text: np.ndarray) -> None:
+        """Record that the state has read all of `text`."""
+        if len(text) > len(self.text):
+            longer = np.empty(2 * len(text), dtype=np.int32)
+            longer[: self.n_tokens] = self.text[: self.n_tokens]
+            self.text = longer
+        self.text[self.n_tokens : len(text)] = text[self.n_tokens :]
+        self.n_tokens = len(text)
+
+
+class Memory:
+    """The states of requests, found by their last row, else by their text.
+
+    A state depends on the text alone, so any state that has read the beginning of a row's text serves that row.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._calls = 0
+
+    def states(
+        self, rows: Sequence[int], texts: Sequence[np.ndarray], new: Sequence[int], read: Read
+    ) -> list[RowState | None]:
+        """Return the state of each row after all of its text; None where the text cannot be read.
+
+        Args:
+            rows: numbers of the rows in the engine's arrays.
+            texts: of each row, int32.
+            new: number of tokens that this step added to each row.
+            read: (tokens, state or None) -> the state after them, or None if they cannot be read.
+        """
+        self._calls += 1
+        by_row = {request.row: request for request in self._requests}
+        by_end: dict[tuple, list[Request]] = {}
+        for request in self._requests:
+            by_end.setdefault(_end(request.text, request.n_tokens), []).append(request)
+        taken: set[int] = set()
+        states = []
+        for row, text, n_new in zip(rows, texts, new, strict=True):
+            found = None
+            for request in (by_row.get(row), *by_end.get(_end(text, len(text) - n_new), ())):
+                if request is not None and id(request) not in taken and request.begins(text):
+                    found = request
+                    break
+            if found is None:
+                state = read(text, None)
+                if state is not None:
+                    found = Request(state, text.astype(np.int32), len(text), row, self._calls)
+                    self._requests.append(found)
+            else:
+                state = read(text[found.n_tokens :], found.state)
+                found.keep(text)
+            if found is not None:
+                taken.add(id(found))
+                found.row, found.seen = row, self._calls if state is not None else -KEPT_CALLS
+            states.append(state)
+        self._requests = [request for request in self._requests if self._calls - request.seen < KEPT_CALLS]
+        return states
+
+
+def _end(text: np.ndarray, n_tokens: int) -> tuple[int, bytes]:
+    """A key of the text's first n_tokens that differs for nearly all texts."""
+    return n_tokens, text[max(0, n_tokens - KEY_TOKENS) : max(0, n_tokens)].astype(np.int32).tobytes()

@@ -20,7 +20,7 @@ from spectrain.methods.rest import Rest
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options
 from spectrain.methods.sssd import Sssd, SssdOptions
-from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.retrieval.reference import make_store
 

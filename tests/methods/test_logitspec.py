@@ -8,7 +8,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.methods import logitspec
 from spectrain.methods.logitspec import LogitSpec
 from spectrain.retrieval.candidate_tree import CandidateTree
-from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.methods.test_pld import check_text, proposed
 from tests.retrieval.reference import make_store

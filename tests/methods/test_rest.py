@@ -8,7 +8,7 @@ from spectrain.decoding import Source
 from spectrain.decoding.errors import UserError
 from spectrain.methods.rest import Rest, Tail
 from spectrain.retrieval.candidate_tree import CandidateTree
-from spectrain.retrieval.retriever import RetrievalOptions
+from spectrain.retrieval.fusion import RetrievalOptions
 from tests.retrieval.reference import make_store
 
 V = 200

@@ -10,7 +10,7 @@ from spectrain.methods import spectra, spectra_retrieval
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options
 from spectrain.retrieval.candidate_tree import CandidateTree
-from spectrain.retrieval.retriever import Retriever
+from spectrain.retrieval.fusion import Retriever
 from tests.conftest import random_prompts, tiny_model
 from tests.retrieval.reference import make_store
 

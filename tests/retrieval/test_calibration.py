@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectrain.retrieval.calibration import FEW_PLACES, calibrate
-from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.retrieval.reference import continuations, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectrain.retrieval.continuation_tree import COUNT, ContinuationTrie, find_child
-from spectrain.retrieval.retriever import RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.retrieval.reference import continuations, counts_of, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import CONTEXT, DOCUMENTS, REPETITIVE, TOKEN, VOCAB_SIZE
 

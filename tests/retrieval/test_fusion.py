@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from spectrain.decoding.tree import Source
 from spectrain.retrieval.continuation_tree import ContinuationTrie
-from spectrain.retrieval.fusion import Queue, fuse
-from spectrain.retrieval.retriever import NO_PROBS, NO_TOKENS, RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import NO_PROBS, NO_TOKENS, Queue, RetrievalOptions, Retriever, fuse
 from tests.retrieval.reference import continuations, fused, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 

@@ -13,8 +13,7 @@ from spectrain import load_method
 from spectrain.decoding import Context, Sampling, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.tree import ROOT_PARENT
-from spectrain.serving.requests import KEPT_CALLS
-from spectrain.serving.vllm_proposer import LookupProposer
+from spectrain.serving.vllm_proposer import KEPT_CALLS, LookupProposer
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import tiny_tokenizer
