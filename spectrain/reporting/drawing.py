@@ -6,7 +6,6 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -54,24 +53,15 @@ styled = matplotlib.rc_context(
 )
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A figure for a page, and what a reader must know to read it."""
-
-    title: str
-    explanation: str
-    svg: Markup
-
-
 class Line(NamedTuple):
     """Points (x, y) of a line, its style, and the whiskers (low, high) of the points or None."""
 
     points: Sequence[tuple[float, float]]
     style: Mapping
-    whiskers: Sequence[tuple[float, float] | None]
+    whiskers: Iterable[tuple[float, float] | None]
 
 
-def line(points: Iterable[tuple[float, float]], whiskers: Sequence = (), **style: object) -> Line:
+def line(points: Iterable[tuple[float, float]], whiskers: Iterable = (), **style: object) -> Line:
     return Line(list(points), style, whiskers)
 
 
@@ -98,10 +88,10 @@ def write_png(figure: Figure, file: Path | IO[bytes]) -> None:
     figure.savefig(file, format="png")
 
 
-def plots_of(figures: Mapping[str, tuple[str, Figure | None]], prefix: str) -> list[Plot]:
-    """Title -> (explanation, figure) as plots whose ids start with the prefix; those without a figure are left out."""
-    found = [(title, *one) for title, one in figures.items() if one[1] is not None]
-    return [Plot(title, text, inline_svg(figure, f"{prefix}p{i}-")) for i, (title, text, figure) in enumerate(found)]
+def inline_svgs(figures: Mapping[str, Figure | None], prefix: str) -> dict[str, Markup]:
+    """Title -> SVG of the figures that are not None; the prefix is that of all their ids."""
+    found = {title: figure for title, figure in figures.items() if figure is not None}
+    return {title: inline_svg(figure, f"{prefix}p{i}-") for i, (title, figure) in enumerate(found.items())}
 
 
 def shortened(name: str, characters: int = LABEL_CHARACTERS) -> str:

@@ -1,8 +1,7 @@
 """Figures of benchmarks, trainings, and comparisons of drafters.
 
-Functions take plain values and return a matplotlib `Figure`, or None where there is nothing to show.
-`drawing.inline_svg` puts a figure into an HTML page, `drawing.write_png` into a file. A method or run has the same
-colour in every figure of a page. `cost_plots.py` has the figures of costs, node budgets and stop rules.
+Functions take plain values and return a matplotlib `Figure`, or None where there is nothing to show. A method or run
+has the same colour in every figure of a page. `cost_plots.py` has the figures of costs, node budgets and stop rules.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from spectrain.decoding.tree import Source
 from spectrain.measure.results import BASELINE
 from spectrain.measure.spire_paper import paper_tau
 from spectrain.reporting import drawing
-from spectrain.reporting.drawing import COLOURS, DASHES, Line, Plot, bar_panels, line, line_panels, plots_of, shortened
+from spectrain.reporting.drawing import COLOURS, DASHES, Line, bar_panels, line, line_panels, shortened
 from spectrain.reporting.formats import bounds_of, number
 from spectrain.reporting.runs import Training, differences, option_text
 
@@ -51,41 +51,21 @@ def categories_of(methods: Mapping[str, Mapping]) -> list[str]:
     return list(dict.fromkeys(c for one in methods.values() for c in one.get("by_category") or {}))
 
 
-def benchmark_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "") -> list[Plot]:
-    """The plots of a benchmark from `results.json` and the rows of `questions.jsonl`; empty ones are left out.
+def benchmark_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "") -> dict[str, Markup]:
+    """Title -> SVG of the plots of a benchmark; empty ones are left out.
 
-    `prefix` is that of the ids within the plots, where a page shows several benchmarks.
+    `results` and `rows` are the content of results.json and questions.jsonl, `prefix` starts the ids within the plots.
     """
     methods = results.get("methods") or {}
     figures = {
-        "Speedup": (
-            "Speed relative to autoregressive decoding (dashed line) on the same questions, with 95 % intervals.",
-            by_category(methods, "speedup", "speedup over autoregressive decoding"),
-        ),
-        "Acceptance length (tau)": (
-            "Tokens per target forward pass, its own token included. Autoregressive decoding has 1 (dashed line).",
-            by_category(methods, "mean_accepted", TAU_AXIS),
-        ),
-        "Acceptance by draft position": (
-            "Of the steps that drafted a token at this depth, the share in which the target accepted one there. A cell "
-            "is empty where a method never drafts that deep.",
-            by_position(methods),
-        ),
-        "Acceptance by source": (
-            "Left: accepted share of the tokens drafted from each source. Right: accepted tokens it adds per step.",
-            by_source(methods),
-        ),
-        "Accepted drafted tokens over steps": (
-            "Each accepted token saves one target forward pass. A question that has ended keeps its total, and a line "
-            "stops where half of the questions have ended.",
-            cumulative(methods, rows),
-        ),
-        "Where the time goes": (
-            "Share of the time after the prompt. All but the target's forward pass is the price of speculation.",
-            time_share(methods),
-        ),
+        "Speedup": by_category(methods, "speedup", "speedup over autoregressive decoding"),
+        "Acceptance length (tau)": by_category(methods, "mean_accepted", TAU_AXIS),
+        "Acceptance by draft position": by_position(methods),
+        "Acceptance by source": by_source(methods),
+        "Accepted drafted tokens over steps": cumulative(methods, rows),
+        "Where the time goes": time_share(methods),
     }
-    return plots_of(figures, prefix)
+    return drawing.inline_svgs(figures, prefix)
 
 
 def method_styles(methods: Mapping[str, Mapping]) -> dict[str, dict]:
@@ -176,8 +156,8 @@ def cumulative(methods: Mapping[str, Mapping], rows: Sequence[Mapping]) -> Figur
 # Trainings. A curve is what was logged: step -> metric -> value. Lightning gives the first step number 0.
 
 
-def training_plots(runs: Sequence[Training], prefix: str = "") -> list[Plot]:
-    """The plots of several trainings of one kind for one target, drawn over one another; empty ones are left out."""
+def training_plots(runs: Sequence[Training], prefix: str = "") -> dict[str, Markup]:
+    """Title -> SVG of the plots of trainings of one kind for one target, drawn over one another, without empty ones."""
     styles = run_styles(runs)
     tokens = {run.tokens_a_step for run in runs}
     in_tokens = len(tokens) > 1 and None not in tokens
@@ -188,28 +168,12 @@ def training_plots(runs: Sequence[Training], prefix: str = "") -> list[Plot]:
     rows = [(shortened(n, drawing.TITLE_CHARACTERS), {"color": style["color"]}) for n, style in styles.items()]
     bins = {run.name: (run.result or {}).get("reliability") or () for run in runs}
     figures = {
-        "Curves": (
-            f"Across: {axis}. Training values are means of some steps; all others are measured on rows that were never "
-            "trained on. Losses of different objectives (options loss, omega, w_rej) are not on one scale. Whiskers "
-            "are 95 % intervals.",
-            curves(curve_of, axis),
-        ),
-        "Acceptance by position in the draft": (
-            "Mean on held-out rows, for the exported weights or the last validation so far. Higher is better.",
-            positions([(run.metrics, styles[run.name]) for run in runs]),
-        ),
-        "tau after training": (
-            "Tokens produced per target forward pass, measured in the decoding loop on held-out contexts of this "
-            "length, with 95 % intervals. Higher is better, and 1 is decoding without a drafter.",
-            bar_panels(taus, rows, TAU_AXIS),
-        ),
-        "Calibration": (
-            "Left: the share that was accepted over the probability that the head predicts. Equal weights for both "
-            "mistakes are best on the diagonal; a head with w_rej above w_acc lies above it on purpose.",
-            calibration(bins, styles),
-        ),
+        "Curves": curves(curve_of, axis),
+        "Acceptance by position in the draft": positions([(run.metrics, styles[run.name]) for run in runs]),
+        "tau after training": bar_panels(taus, rows, TAU_AXIS),
+        "Calibration": calibration(bins, styles),
     }
-    return plots_of(figures, prefix)
+    return drawing.inline_svgs(figures, prefix)
 
 
 def estimate_of(one: Mapping | None) -> tuple[float | None, tuple[float, float] | None]:
@@ -277,14 +241,12 @@ def position_panels(panels: Mapping[str, Sequence[Line]]) -> Figure | None:
 
 def training_pictures(curve: Mapping[int, Mapping]) -> dict[str, Figure]:
     """What a run folder shows of one training: its "curve", and "acceptance" by position for each validation."""
-    validations = [step for step, row in curve.items() if any(map(STEP_METRIC.fullmatch, row))]
-    styles = [{"color": COLOURS[0], "alpha": 0.2 + 0.5 * i / len(validations)} for i in range(len(validations))]
-    if styles:
-        styles[-1]["alpha"] = 1.0  # the last validation is the darkest
-        for i in {0, len(styles) - 1}:
-            styles[i]["label"] = f"step {validations[i] + 1:,}"
-    rates = positions([(curve[step], style) for step, style in zip(validations, styles, strict=True)])
-    found = {"curve": curves([(curve, 1.0, {"color": COLOURS[0]})]), "acceptance": rates}
+    steps, validations = [step for step, row in curve.items() if any(map(STEP_METRIC.fullmatch, row))], []
+    for i, step in enumerate(steps):
+        is_last = i == len(steps) - 1  # the darkest
+        style = {"color": COLOURS[0], "alpha": 1.0 if is_last else 0.2 + 0.5 * i / len(steps)}
+        validations.append((curve[step], style | ({"label": f"step {step + 1:,}"} if is_last or i == 0 else {})))
+    found = {"curve": curves([(curve, 1.0, {"color": COLOURS[0]})]), "acceptance": positions(validations)}
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
@@ -352,6 +314,3 @@ def parity(content: Mapping) -> Figure | None:
             one_side = line(points, whiskers, color=COLOURS[i], marker="o", label=side)
             panels.setdefault(sampling, []).append(one_side)
     return position_panels(panels)
-
-
-draw_plots = benchmark_plots  # the name that bench_page.py calls until it is rewritten

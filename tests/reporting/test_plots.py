@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import matplotlib
 import numpy as np
 import pytest
 
 from spectrain.reporting import drawing, plots
 from spectrain.reporting.plots import benchmark_plots, cumulative_accepted, ordered
+from spectrain.reporting.render import environment
 from tests.reporting.test_benchmarks import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
+from tests.reporting.test_runs_page import trained
 
 ALL = ["Speedup", "Acceptance length (tau)", "Acceptance by draft position", "Acceptance by source"]
 ALL += ["Accepted drafted tokens over steps", "Where the time goes"]
@@ -17,8 +21,8 @@ ALL += ["Accepted drafted tokens over steps", "Where the time goes"]
 def drawn(results: dict, rows: list[dict] | None = None) -> dict[str, str]:
     """Titles and the text in each plot."""
     found = benchmark_plots(results, fake_rows(results) if rows is None else rows)
-    assert all(plot.svg.startswith("<svg ") for plot in found)  # no XML declaration within a page
-    return {plot.title: Page(plot.svg).text for plot in found}
+    assert all(svg.startswith("<svg ") for svg in found.values())  # no XML declaration within a page
+    return {title: Page(svg).text for title, svg in found.items()}
 
 
 def lines_of(figure) -> dict[str, tuple[list, list]]:
@@ -41,6 +45,16 @@ def test_every_plot_names_what_it_shows():
     assert "0.40" in texts["Acceptance by source"]  # 200 accepted in 500 steps
     assert "outside the forward pass" in texts["Where the time goes"]
     assert texts["Where the time goes"].count("75.0 % 15.0 % 5.0 % 3.0 % 2.0 % 25.0 %") == 4
+
+
+def test_a_page_explains_every_plot():
+    explanations = environment().get_template("macros.html").module.explanations
+    head = {"reliability": [{"positions": 1, "predicted": 0.5, "label": 0.5}]}
+    run = trained()
+    run = replace(run, result=run.result | head)
+    trainings = plots.training_plots([run])
+    assert len(trainings) == 4
+    assert explanations.keys() == {*ALL, *trainings}
 
 
 def test_methods_that_a_category_lacks_keep_their_row():
@@ -149,11 +163,11 @@ def test_the_same_figure_is_the_same_text_without_a_date_and_names_stay_text():
     name = '<script>alert("x")</script>'
     first, again = (benchmark_plots(fake_results(["autoregressive", name]), []) for _ in range(2))
     assert first == again
-    for plot in first:
-        assert "script" not in Page(plot.svg).tags
-        assert "date" not in plot.svg.lower()
-        assert drawing.shortened(name) in Page(plot.svg).text
-    ids = [value for plot in first for name, value in Page(plot.svg).attributes if name == "id"]
+    for svg in first.values():
+        assert "script" not in Page(svg).tags
+        assert "date" not in svg.lower()
+        assert drawing.shortened(name) in Page(svg).text
+    ids = [value for svg in first.values() for name, value in Page(svg).attributes if name == "id"]
     assert len(ids) == len(set(ids))
 
 

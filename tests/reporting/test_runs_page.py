@@ -300,8 +300,8 @@ def test_of_many_runs_the_best_keep_a_colour_of_their_own():
 
 def test_curves_over_tokens_where_steps_differ_in_size():
     bigger = CONFIG | {"data": {"batch_size": 8, "row_tokens": 64}}
-    plots = {plot.title: plot for plot in training_plots([trained(0), trained(1, config=bigger)], "x")}
-    assert "Across: million tokens trained on." in plots["Curves"].explanation
+    plots = training_plots([trained(0), trained(1, config=bigger)], "x")
+    assert "million tokens trained on" in Page(plots["Curves"]).text
     assert list(plots) == ["Curves", "Acceptance by position in the draft", "tau after training"]
 
 
