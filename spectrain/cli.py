@@ -15,7 +15,9 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import hydra
 import torch
@@ -215,6 +217,16 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*saving the DeepSpeed Stage 3 checkpoint.*")  # spectrain.export
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")  # the name that all of 5.x know
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
+
+
+@contextmanager
+def interruptible(run: Path) -> Iterator[None]:
+    """Answer Ctrl-C with where to resume, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted; run the same command to resume in {run}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:

@@ -67,21 +67,20 @@ def test_what_tune_measures_is_what_auto_takes(run):
 @pytest.mark.usefixtures("asked")
 def test_an_interrupted_run_goes_on_and_other_samplings_are_added(run, monkeypatch):
     command = ("methods=[pld]", "out=t")
-    measured, measure = [], budget.measure_group
+    append = budget.RowFile.append
 
-    def stops(*args, **options):
-        if len(measured) == 4:
+    def stops(file, row):
+        if len(file.rows) == 3:
             raise KeyboardInterrupt
-        measured.append(args)
-        return measure(*args, **options)
+        append(file, row)
 
-    monkeypatch.setattr(budget, "measure_group", stops)
+    monkeypatch.setattr(budget.RowFile, "append", stops)
     code, _, err = run("tune", "budget=true", *TINY, *command)
     assert code == 130
-    assert "run the same command to continue in t" in err
+    assert "run the same command to resume in t" in err
     begun = (Path("t") / "groups.jsonl").read_text()
     forwards = (Path("t") / "forward.json").read_text()
-    monkeypatch.setattr(budget, "measure_group", measure)
+    monkeypatch.setattr(budget.RowFile, "append", append)
     (Path("t") / "groups.jsonl").write_text(begun + begun[:20])  # killed while it wrote
     tuned(run, *command)
     assert (Path("t") / "groups.jsonl").read_text().startswith(begun)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -13,57 +13,46 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, gene
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import check_prompt
 from spectrain.measure.simulation import Text
-from spectrain.stores.folder import read_lines, write_lines
+from spectrain.stores.folder import RowFile
+from spectrain.stores.prompts import json_rows
 
 DECODED_TOGETHER = 8  # rows
 
 
-def written_by(target: TargetModel, sampling: Sampling) -> dict[str, str]:
-    """What the distribution of answers depends on."""
-    return {"target": fingerprint(target.model, target.tokenizer), "sampling": sampling.describe()}
+@dataclass(frozen=True)
+class Answer:
+    """A line of `responses.jsonl`."""
+
+    id: str
+    prompt: list[int]
+    response: list[int]
+    target: str  # fingerprint
+    sampling: str
 
 
 def write_answers(
     target: TargetModel,
     drafter: Drafter,
-    prompts: Mapping[str, Sequence[int]],
+    prompts: Mapping[str, list[int]],
     max_new_tokens: int,
     sampling: Sampling,
     seed: int,
     file: Path,
 ) -> None:
-    """Answer the prompts that `file` lacks, one line each; an interrupted run continues.
-
-    Args:
-        target: whose answers they are.
-        drafter: any method; greedy answers do not depend on it.
-        prompts: token ids by name.
-        max_new_tokens: most tokens of an answer.
-        sampling: of the answers.
-        seed: of the samples.
-        file: JSON lines of `id`, `prompt`, `response` and what the answers were written by.
-    """
-    rows = read_lines(file)
-    write_lines(file, rows)  # without a line that was cut off
-    done = {row["id"] for row in rows}
+    """Answer the prompts that `file` lacks. Answers follow the target's distribution, whatever the drafter is."""
+    answers, writer = RowFile(file, Answer), (fingerprint(target.model, target.tokenizer), sampling.describe())
+    done = {answer.id for answer in answers.rows}
     todo = [(number, name) for number, name in enumerate(prompts) if name not in done]
-    with file.open("a") as out:
-        for start in track(range(0, len(todo), DECODED_TOGETHER), "responses", console=Console(stderr=True)):
-            numbers, names = zip(*todo[start : start + DECODED_TOGETHER], strict=True)
-            options = {"seed": seed, "prompt_numbers": numbers, "batch_size": DECODED_TOGETHER}
-            found = generate(target, drafter, [prompts[name] for name in names], max_new_tokens, sampling, **options)
-            for name, generation in zip(names, found, strict=True):
-                row = {"id": name, "prompt": prompts[name], "response": generation.tokens}
-                out.write(json.dumps(row | written_by(target, sampling)) + "\n")
-            out.flush()
+    for start in track(range(0, len(todo), DECODED_TOGETHER), "responses", console=Console(stderr=True)):
+        numbers, names = zip(*todo[start : start + DECODED_TOGETHER], strict=True)
+        asked, options = [prompts[name] for name in names], {"seed": seed, "batch_size": DECODED_TOGETHER}
+        found = generate(target, drafter, asked, max_new_tokens, sampling, prompt_numbers=numbers, **options)
+        for name, generation in zip(names, found, strict=True):
+            answers.append(Answer(name, prompts[name], generation.tokens, *writer))
 
 
 def read_answers(
-    file: Path,
-    target: TargetModel,
-    sampling: Sampling | None = None,
-    max_new_tokens: int | None = None,
-    least: int = 1,
+    file: Path, target: TargetModel, sampling: Sampling | None = None, max_new_tokens: int | None = None, least: int = 1
 ) -> list[Text]:
     """Read the answers of at least two tokens.
 
@@ -79,11 +68,11 @@ def read_answers(
     """
     if not file.is_file():
         raise UserError(f"responses={file} does not exist; give responses.jsonl of a run of spectrain.tune")
-    rows, n_lines = read_lines(file), sum(1 for line in file.read_bytes().split(b"\n") if line.strip())
-    if len(rows) < n_lines:
-        raise UserError(f"responses={file} has {n_lines - len(rows)} lines that are not JSON; write it anew")
-    expected, texts = written_by(target, sampling) if sampling is not None else {}, []
-    for number, row in enumerate(rows, start=1):
+    expected, texts = {}, []
+    if sampling is not None:
+        expected = {"target": fingerprint(target.model, target.tokenizer), "sampling": sampling.describe()}
+    for number, row in json_rows(file, f"responses={file}"):
+        where = f"responses={file} row {number}"
         try:
             text = Text(list(row["prompt"]), list(row["response"]))
             fits = all(isinstance(t, int) and 0 <= t < target.vocab_size for t in text.prompt + text.response)
@@ -91,25 +80,25 @@ def read_answers(
             fits = False
         if not fits:
             raise UserError(
-                f"responses={file} row {number} has no prompt and response as token ids of this target; let "
-                "spectrain.tune write them anew"
+                f"{where} has no prompt and response as token ids of this target; let spectrain.tune write them anew"
             )
         for name, value in expected.items():
             if row.get(name, value) != value:
                 raise UserError(
-                    f"responses={file} row {number} was written with {name} {row[name]}, not {value}; give the same "
-                    f"{name}, or let spectrain.tune write them anew"
+                    f"{where} was written with {name} {row[name]}, not {value}; give the same {name}, or let "
+                    "spectrain.tune write them anew"
                 )
-        if len(text.response) > 1 and text.prompt:
-            texts.append(text)
-    for number, text in enumerate(texts if max_new_tokens is not None else ()):
-        check_prompt(target, text.prompt, max_new_tokens, f"prompt {number}")
-        n_tokens, ended = len(text.response), text.response[-1] in target.eos_ids
-        if n_tokens > max_new_tokens or (n_tokens < max_new_tokens and not ended):
-            raise UserError(
-                f"responses={file} has a response of {n_tokens} tokens, which max_new_tokens={max_new_tokens} does "
-                "not give; give the max_new_tokens that it was written with"
-            )
+        if len(text.response) < 2 or not text.prompt:
+            continue
+        texts.append(text)
+        if max_new_tokens is not None:
+            check_prompt(target, text.prompt, max_new_tokens, where)
+            n_tokens, ended = len(text.response), text.response[-1] in target.eos_ids
+            if n_tokens > max_new_tokens or (n_tokens < max_new_tokens and not ended):
+                raise UserError(
+                    f"{where} has a response of {n_tokens} tokens, which max_new_tokens={max_new_tokens} does not "
+                    "give; give the max_new_tokens that it was written with"
+                )
     if len(texts) < least:
         raise UserError(f"there are {len(texts)} responses of two tokens or more, not {least}; give more prompts")
     return texts

@@ -3,12 +3,11 @@
 A stop rule only truncates a draft. So one roll-out of `gamma` tokens from every root, along the text while the target
 accepts and along the rejected token from there on, holds what every rule would have done; see `stop_simulation.py`.
 
-Suppose that the target's text has x at a position where p and q are the warped distributions. Then speculative sampling
-has accepted the drafted token there, x itself, with probability min(1, q(x) / p(x)). Otherwise it has rejected a token
-that follows norm(max(0, q - p)). Greedy decoding, with one-hot p and q, is the same without chance. Tokens behind a
-rejected token, or behind the end of the text, are drawn from q and discarded. Random numbers belong to a position of
-the text, or to a root and a depth behind it: one decoding uses each at most once, so its distribution is exact, and all
-rules see the same numbers.
+Where the target's text has x, and p and q are the warped distributions, speculative sampling has accepted the drafted
+token, x itself, with probability min(1, q(x) / p(x)). Otherwise it has rejected a token that follows
+norm(max(0, q - p)). Greedy decoding, with one-hot p and q, is the same without chance. Tokens behind a rejected token
+or the end of the text are drawn from q and discarded. Random numbers belong to a position of the text, or to a root and
+a depth behind it: one decoding uses each at most once, so its distribution is exact, and all rules see the same ones.
 
 Letters: n tokens of a text, of which the first n - 1 are roots; R roots at a time, g draft length, V vocabulary,
 T tokens of prompt and text, C captured layers of the target, D hidden size, M heads.
@@ -188,23 +187,21 @@ def _reader_of(drafter: Speculative | Spire, known: _KnownText) -> Callable[[Con
     """A function that gives the drafter the text before each root of a context. The text itself is read once."""
     if isinstance(drafter, Spire):
 
-        def read_captured(context: Context) -> None:
+        def read(context: Context) -> None:
             captured = known.captured
             if captured is not None:
                 captured = captured[:, : max(context.n_tokens)].expand(context.n_rows, -1, -1, -1)
             output = TargetOutput(context.last_logits, captured, context.roots[:, None])
             drafter.prefill(context, output, range(context.n_rows))
 
-        return read_captured
+        return read
     model, whole = drafter.draft_model, KVCache(1)
     model.prefill(known.tokens[None, :-1].to(model.device), [len(known.tokens) - 1], whole, range(1))
 
-    def read(context: Context) -> None:
+    def copy(context: Context) -> None:
         lengths = [n - 1 for n in context.n_tokens]
         for number, layer in enumerate(whole.layers):
-            keys, values = (
-                states[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for states in (layer.keys, layer.values)
-            )
-            drafter.cache.fill(number, keys, values, lengths)
+            rows = (one[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for one in (layer.keys, layer.values))
+            drafter.cache.fill(number, *rows, lengths)
 
-    return read
+    return copy

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from scipy.optimize import minimize, nnls
+from torch import Tensor
 
 from spectrain.decoding import DraftTree, KVCache, Source, TargetModel
 from spectrain.decoding.budget import ForwardCost, Roofline
@@ -24,51 +25,62 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.stores.folder import read_json, write_json
 
+CONTEXTS = (64, 256, 1024, 4096)  # tokens
 BREAKPOINTS = 64  # places tried for each of the roofline's two corners before the best is refined
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the timed forwards. Raises UserError where a list is empty or a number is out of range."""
+    """The sizes of the timed forwards, ascending."""
 
-    nodes: tuple[int, ...]  # of a row's tree
-    batch_sizes: tuple[int, ...]
-    contexts: tuple[int, ...]  # committed tokens of the longest row
+    nodes: Sequence[int]  # of a row's tree
+    batch_sizes: Sequence[int]
+    contexts: Sequence[int]  # committed tokens of the longest row
     repeats: int  # timed rounds; one more warms up
 
-    def __post_init__(self) -> None:
-        for name in ("nodes", "batch_sizes", "contexts"):
-            if not getattr(self, name):
-                raise UserError(f"{name}=[] is empty; give at least one number")
-            for value in getattr(self, name):
-                check_whole(name, value, 1)
-            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-        check_whole("repeats", self.repeats, 1)
 
-    def check(self, target: TargetModel) -> None:
-        """Raise UserError where a context leaves the target no position."""
-        if self.contexts[-1] >= target.max_positions:
-            raise UserError(
-                f"contexts={self.contexts[-1]} leaves no position for a draft: the target's context holds "
-                f"{target.max_positions}; lower contexts"
-            )
+def grid_of(
+    target: TargetModel,
+    nodes: Sequence[int],
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int] | None,
+    repeats: int,
+) -> Grid:
+    """The sizes as users give them; contexts are by default the first three of CONTEXTS that fit the target.
+
+    Raises:
+        UserError: a list is empty, a number is out of range, or a context leaves the target no position.
+    """
+    check_whole("repeats", repeats, 1)
+    if contexts is None:
+        contexts = [c for c in CONTEXTS if c < target.max_positions][:3]
+    sizes = {"nodes": nodes, "batch_sizes": batch_sizes, "contexts": contexts}
+    for name, values in sizes.items():
+        if not values:
+            raise UserError(f"{name}=[] is empty; give at least one number")
+        for value in values:
+            check_whole(name, value, 2 if name == "nodes" else 1)
+    if max(contexts) >= target.max_positions:
+        raise UserError(
+            f"contexts={max(contexts)} leaves no position for a draft: the target's context holds "
+            f"{target.max_positions}; lower contexts"
+        )
+    return Grid(*(tuple(sorted(set(values))) for values in sizes.values()), repeats)
 
 
-def forward_cost(target: TargetModel, grid: Grid, file: Path, seed: int = 0) -> ForwardCost:
+def forward_cost(target: TargetModel, grid: Grid, seed: int, file: Path) -> ForwardCost:
     """Time forwards of 1 and the grid's nodes and add the fit. The file keeps raw medians for an interrupted run."""
-    if file.is_file():
-        return steadied(ForwardCost.from_json(read_json(file)), grid.repeats)
-    cost = measure_forward(target, replace(grid, nodes=(1, *grid.nodes)), seed)
-    write_json(file, cost)
-    return steadied(cost, grid.repeats)
+    if not file.is_file():
+        write_json(file, measure_forward(target, replace(grid, nodes=(1, *grid.nodes)), seed))
+    return steadied(ForwardCost.from_json(read_json(file)), grid.repeats)
 
 
 @torch.inference_mode()
 def measure_forward(target: TargetModel, grid: Grid, seed: int = 0) -> ForwardCost:
     """Time `TargetModel.score` on every cell of the grid; each round visits all cells in another order.
 
-    Trees are binary, of random tokens. The rows of a batch differ in length by one token, as in a real batch: equal
-    lengths would take a faster way through the cache.
+    The rows of a batch differ in length by one token, as in a real batch: equal lengths would take a faster way through
+    the cache.
 
     Returns:
         Medians with their spread, without a roofline.
@@ -77,13 +89,18 @@ def measure_forward(target: TargetModel, grid: Grid, seed: int = 0) -> ForwardCo
         UserError: memory is too small for the grid.
     """
     sizes = grid.nodes, grid.batch_sizes, grid.contexts
-    generator = torch.Generator().manual_seed(seed)
-    cells = list(product(*sizes))
+    cells, longest = list(product(*sizes)), grid.contexts[-1]
     seconds: dict[tuple[int, int, int], list[float]] = {cell: [] for cell in cells}
-    order = Random(seed)
+    generator, order = torch.Generator().manual_seed(seed), Random(seed)
+    caches, trees = {}, {}
     try:
-        caches = {b: _filled_cache(target, b, grid.contexts[-1], generator) for b in grid.batch_sizes}
-        trees = {(n, b): _random_tree(target, n, b, generator) for n, b in product(*sizes[:2])}
+        for b in grid.batch_sizes:
+            caches[b] = KVCache(b)
+            tokens = torch.randint(target.vocab_size, (b, longest), generator=generator).to(target.device)
+            target.prefill(tokens, [longest] * b, caches[b], range(b))
+        for n, b in product(*sizes[:2]):
+            tokens = torch.randint(target.vocab_size, (b, n), generator=generator)
+            trees[n, b] = _binary_tree(tokens.to(target.device))
         for i in track(range(grid.repeats + 1), "forwards", console=Console(stderr=True)):
             for n, b, c in order.sample(cells, len(cells)):
                 elapsed_s = _timed(target, trees[n, b], caches[b], [max(1, c - row) for row in range(b)])
@@ -93,16 +110,11 @@ def measure_forward(target: TargetModel, grid: Grid, seed: int = 0) -> ForwardCo
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            f"memory is too small for {grid.batch_sizes[-1]} rows of {grid.contexts[-1]} tokens; lower batch_sizes or "
-            "contexts"
+            f"memory is too small for {grid.batch_sizes[-1]} rows of {longest} tokens; lower batch_sizes or contexts"
         ) from error
     shape = [len(values) for values in sizes]
     low, median, high = np.quantile(list(seconds.values()), [0.25, 0.5, 0.75], axis=1).reshape(3, *shape)
     return ForwardCost(*sizes, _as_tuples(median), _as_tuples((high - low) / median))
-
-
-def _as_tuples(grid: np.ndarray) -> tuple:
-    return tuple(tuple(map(tuple, plane)) for plane in grid.tolist())
 
 
 def _timed(target: TargetModel, tree: DraftTree, cache: KVCache, lengths: list[int]) -> float:
@@ -116,23 +128,20 @@ def _timed(target: TargetModel, tree: DraftTree, cache: KVCache, lengths: list[i
     return time.perf_counter() - start
 
 
-def _filled_cache(target: TargetModel, n_rows: int, n_tokens: int, generator: torch.Generator) -> KVCache:
-    cache = KVCache(n_rows)
-    tokens = torch.randint(target.vocab_size, (n_rows, n_tokens), generator=generator)
-    target.prefill(tokens.to(target.device), [n_tokens] * n_rows, cache, range(n_rows))
-    return cache
-
-
-def _random_tree(target: TargetModel, n_nodes: int, n_rows: int, generator: torch.Generator) -> DraftTree:
-    """A binary tree per row: not a chain, which would take a faster mask."""
-    tokens = torch.randint(target.vocab_size, (n_rows, n_nodes), generator=generator).to(target.device)
+def _binary_tree(tokens: Tensor) -> DraftTree:
+    """A binary tree per row of tokens [b, n]: not a chain, which would take a faster mask."""
+    n_rows, n_nodes = tokens.shape
     if n_nodes == 1:
         return DraftTree.root_only(tokens[:, 0])
-    parents = (torch.arange(n_nodes, device=target.device) - 1).div(2, rounding_mode="floor")  # -1 at the root
+    parents = (torch.arange(n_nodes, device=tokens.device) - 1).div(2, rounding_mode="floor")  # -1 at the root
     source = torch.full_like(tokens, int(Source.INPUT))
     tree = DraftTree(tokens, parents.expand(n_rows, -1), source, max_depth=n_nodes.bit_length() - 1)
     _ = tree.depth, tree.ancestors  # made on first use, and part of drafting
     return tree
+
+
+def _as_tuples(grid: np.ndarray) -> tuple:
+    return tuple(tuple(map(tuple, plane)) for plane in grid.tolist())
 
 
 def fit_roofline(cost: ForwardCost) -> Roofline:

@@ -15,15 +15,7 @@ import numpy as np
 
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.draft_paths import DraftPaths
-from spectrain.methods.stopping import (
-    JUDGED,
-    ConfidenceStop,
-    EntropyStop,
-    HeadStop,
-    StopRule,
-    check_entropy,
-    check_share,
-)
+from spectrain.methods import stopping
 from spectrain.models.head import AcceptanceHead
 
 FIXED, HEAD = "fixed gamma", "specdecpp"
@@ -54,11 +46,12 @@ class Setting:
         if self.rule == "gamma":
             check_whole("stopping.gammas", self.value, 1)
         elif self.rule == "entropy":
-            check_entropy("stopping.entropy", self.value)
+            stopping.check_entropy("stopping.entropy", self.value)
         else:
-            check_share("stopping.thresholds" if self.rule == "head" else "stopping.confidence", self.value)
-            if self.head and self.judge not in JUDGED:
-                raise UserError(f"stopping.judge={self.judge} must be one of {', '.join(JUDGED)}")
+            name = "stopping.thresholds" if self.rule == "head" else "stopping.confidence"
+            stopping.check_share(name, self.value)
+        if self.judge not in (None, *stopping.JUDGED):
+            raise UserError(f"stopping.judge={self.judge} must be one of {', '.join(stopping.JUDGED)}")
 
     def __str__(self) -> str:
         return f"{self.head} {self.value:g} {self.judge}" if self.rule == "head" else f"{self.rule} {self.value:g}"
@@ -67,12 +60,13 @@ class Setting:
     def family(self) -> str:
         return FAMILIES[self.rule]
 
-    def stop(self, heads: Mapping[str, AcceptanceHead], min_candidates: int = 1) -> StopRule:
+    def stop(self, heads: Mapping[str, AcceptanceHead], min_candidates: int = 1) -> stopping.StopRule:
         """The rule as decoding runs it. A fixed length has none: see `gamma_within`."""
+        if self.rule == "gamma":
+            return stopping.StopRule()
         if self.rule == "head":
-            return HeadStop(heads[self.head], self.value, min_candidates, self.judge)
-        rules = {"gamma": lambda *_: StopRule(), "confidence": ConfidenceStop, "entropy": EntropyStop}
-        return rules[self.rule](self.value, min_candidates)
+            return stopping.HeadStop(heads[self.head], self.value, min_candidates, self.judge)
+        return stopping.HEURISTICS[self.rule](self.value, min_candidates)
 
     def gamma_within(self, max_candidates: int) -> int:
         """Most tokens of its drafts."""

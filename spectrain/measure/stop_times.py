@@ -12,7 +12,7 @@ Letters: K families, Q questions, B bootstrap resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.decoding import Drafter, Sampling, TargetModel, generate
+from spectrain.decoding import Drafter, Generation
 from spectrain.measure.simulation import Text
 from spectrain.measure.statistics import Estimate, ratio_of_sums
 from spectrain.measure.statistics import speedup as speedup_of
+from spectrain.methods.stopping import CountingStop, StopRule
 from spectrain.stores.folder import RowFile
 
 N_RESAMPLES = 2000
@@ -55,43 +56,37 @@ class TimedDrafter:
 
 
 def time_drafters(
-    target: TargetModel,
+    decode: Callable[..., list[Generation]],
     texts: Sequence[Text],
     max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
     file: Path,
     stage: str,
     drafters: Sequence[TimedDrafter],
 ) -> list[TimedRow]:
     """Decode the prompts with every drafter, question by question, each time beginning with another drafter.
 
-    Rows that the file holds are not measured again. Returns the rows of this stage.
+    Rows that the file holds are not measured again. `decode` is `generate` of a target, sampling and seed. Returns the
+    rows of this stage.
     """
     rows = RowFile(file, TimedRow)
     done = {(row.stage, row.question, row.setting) for row in rows.rows}
     asked = [(i, drafters[(i + turn) % len(drafters)]) for i in range(len(texts)) for turn in range(len(drafters))]
     todo = [(i, one) for i, one in asked if (stage, i, one.name) not in done]
-
-    def decode(one: TimedDrafter, question: int, max_new_tokens: int) -> TimedRow:
-        stop, prompt = getattr(one.drafter, "stop", None), texts[question].prompt
-        if stop is not None:
-            stop.draft_forwards = 0
-        options = {"seed": seed, "prompt_numbers": [question]}
-        (generation,) = generate(target, one.drafter, [prompt], max_new_tokens, sampling, **options)
-        return TimedRow(
+    for one in drafters if todo else ():
+        decode(one.drafter, [texts[0].prompt], WARM_TOKENS, prompt_numbers=[0])
+    for question, one in track(todo, f"seconds, {stage}", console=Console(stderr=True)):
+        stop = getattr(one.drafter, "stop", None) or CountingStop(StopRule())
+        stop.draft_forwards = 0
+        (generation,) = decode(one.drafter, [texts[question].prompt], max_new_tokens, prompt_numbers=[question])
+        row = TimedRow(
             *(stage, question, one.name, one.family),
             tokens=len(generation.tokens) - 1,
             discarded=sum(generation.drafted) - sum(generation.accepted),
             target_calls=generation.target_forwards,
-            draft_forwards=stop.draft_forwards if stop is not None else 0,
+            draft_forwards=stop.draft_forwards,
             seconds=sum(generation.time_s.values()),
         )
-
-    for one in drafters if todo else ():
-        decode(one, 0, WARM_TOKENS)
-    for question, one in track(todo, f"seconds, {stage}", console=Console(stderr=True)):
-        rows.append(decode(one, question, max_new_tokens))
+        rows.append(row)
     names = {one.name for one in drafters}
     return [row for row in rows.rows if row.stage == stage and row.setting in names]
 
@@ -166,7 +161,7 @@ def measured_rate(rows: Sequence[TimedRow]) -> Estimate:
 
 def speedup(rows: Sequence[TimedRow], baseline: Sequence[TimedRow]) -> Estimate:
     """The ratio of both rates on the questions that both have answered."""
-    pairs: Mapping[int, TimedRow] = {row.question: row for row in baseline}
+    pairs = {row.question: row for row in baseline}
     own = [row for row in rows if row.question in pairs]
     theirs = [pairs[row.question] for row in own]
     return speedup_of(

@@ -11,7 +11,7 @@ import glob
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,8 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.draft_paths import DraftPaths, draft_paths
 from spectrain.measure.simulation import Text
 from spectrain.measure.stop_results import ORACLE, StopMeasurements, grouped
@@ -33,10 +33,12 @@ from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.methods.stopping import CountingStop, OracleStop
 from spectrain.models.artifacts import MANIFEST, read_manifest
 from spectrain.models.head import AcceptanceHead, HeadFacts, read_head_facts
+from spectrain.stores.folder import sha256
 from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
+WRITER_GAMMA = 4  # tokens drafted while the target answers
 COIN_STREAM = 0xC01  # tells the coins' random numbers from all others of this seed
 
 
@@ -48,27 +50,135 @@ class OpenHead:
     facts: HeadFacts
     module: AcceptanceHead
 
+
+@dataclass(frozen=True)
+class StopOptions:
+    """What is compared, and how texts are decoded.
+
+    Raises:
+        UserError: a value is out of range, or a list that is needed is empty.
+    """
+
+    gammas: Sequence[int]  # fixed draft lengths
+    confidence: Sequence[float]  # thresholds, as the two below
+    entropy: Sequence[float]
+    thresholds: Sequence[float]  # of every head, with each way to judge
+    judge: Sequence[str]
+    min_candidates: int
+    max_candidates: int
+    timed: int  # prompts
+    rows: int  # roots drafted from at a time
+    max_new_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name in ("gammas", "thresholds", "judge"):
+            if not getattr(self, name):
+                raise UserError(f"stopping.{name} is empty; give at least one value")
+        check_whole("max_new_tokens", self.max_new_tokens, 3)  # the first two are never drafted
+        check_whole("seed", self.seed, 0)
+        for name in ("method.min_candidates", "method.max_candidates", "stopping.timed", "stopping.rows"):
+            check_whole(name, getattr(self, name.split(".")[1]), 1)
+        self.settings(["a head"])
+        for name, value in (("stopping.gammas", max(self.gammas)), ("method.min_candidates", self.min_candidates)):
+            if value > self.max_candidates:
+                raise UserError(
+                    f"{name} has {value}, but a draft has at most {self.max_candidates} tokens "
+                    "(method.max_candidates, or a SPIRe drafter's window); lower it"
+                )
+
+    def settings(self, heads: Sequence[str]) -> list[Setting]:
+        """Every setting, fixed lengths first."""
+        rules = {"gamma": self.gammas, "confidence": self.confidence, "entropy": self.entropy}
+        found = [Setting(rule, value) for rule, values in rules.items() for value in values]
+        for head, judge, threshold in product(heads, self.judge, self.thresholds):
+            found.append(Setting("head", threshold, head, judge))
+        return found
+
+
+@dataclass(frozen=True)
+class StopSearch:
+    """A drafter, the heads that were trained on it, and the options of their comparison."""
+
+    opened: OpenDrafter
+    heads: dict[str, OpenHead]
+    options: StopOptions
+    sampling: Sampling
+
+    @property
+    def settings(self) -> list[Setting]:
+        return self.options.settings(list(self.heads))
+
+    @property
+    def modules(self) -> dict[str, AcceptanceHead]:
+        return {name: head.module for name, head in self.heads.items()}
+
+    @property
+    def writer(self) -> Drafter:
+        """A method for the target to answer with; the answers do not depend on it."""
+        return self.opened.with_stop(min(WRITER_GAMMA, self.options.max_candidates), None)
+
+    def digests(self) -> dict:
+        """What a resumed run must share with its beginning."""
+        heads = {name: sha256(head.folder / "model.safetensors") for name, head in self.heads.items()}
+        return {"drafter": self.opened.facts.fingerprint, "heads": heads}
+
     def described(self) -> dict:
+        """The part of `results.json` about what was compared."""
+        given = ("max_new_tokens", "min_candidates", "max_candidates", "seed")
+        heads = {
+            name: {
+                "folder": str(head.folder),
+                "w_rej": head.facts.w_rej,
+                "n_blocks": head.facts.head.n_blocks,
+                "mixing_share": head.facts.mixing_share,
+                "trained_for": head.facts.sampling.describe(),
+                "trained": read_manifest(head.folder, "head").trained,
+            }
+            for name, head in self.heads.items()
+        }
         return {
-            "folder": str(self.folder),
-            "w_rej": self.facts.w_rej,
-            "n_blocks": self.facts.head.n_blocks,
-            "mixing_share": self.facts.mixing_share,
-            "trained_for": self.facts.sampling.describe(),
-            "trained": read_manifest(self.folder, "head").trained,
+            "drafter": {"kind": self.opened.facts.kind, "path": self.opened.facts.path},
+            "heads": heads,
+            "sampling": self.sampling.describe(),
+            "batch_size": 1,
+            **{name: getattr(self.options, name) for name in given},
         }
 
+    def timed_drafter(self, setting: Setting) -> TimedDrafter:
+        stop = CountingStop(setting.stop(self.modules, self.options.min_candidates))
+        drafter = self.opened.with_stop(setting.gamma_within(self.options.max_candidates), stop)
+        return TimedDrafter(str(setting), setting.family, drafter)
 
-def open_heads(
-    target: TargetModel, patterns: Sequence[str], drafters: Mapping[str, str], sampling: Sampling
-) -> tuple[OpenDrafter, dict[str, OpenHead]]:
+    def tuned_options(self, best: Mapping[str, int]) -> dict[str, dict]:
+        """The best setting of each family, as options of the methods that can run with this drafter."""
+        limits = {name: getattr(self.options, name) for name in ("min_candidates", "max_candidates")}
+        chosen = {family: self.settings[i] for family, i in best.items()}
+        spire, head = self.opened.facts.kind == "spire", chosen[HEAD]
+        folder = str(self.heads[head.head].folder)
+        tuned: dict[str, dict] = {"spire" if spire else "speculative": {"gamma": chosen[FIXED].value}}
+        tuned["specdecpp"] = {"head": folder, "threshold": head.value, **limits, "judge": head.judge}
+        for family in ("confidence", "entropy"):
+            if family in chosen and not spire:  # these methods take an ordinary draft model
+                tuned[f"{family}_stop"] = {"threshold": chosen[family].value, **limits}
+        return tuned
+
+
+def open_search(
+    target: TargetModel,
+    patterns: Sequence[str],
+    drafters: Mapping[str, str],
+    options: StopOptions,
+    sampling: Sampling,
+) -> StopSearch:
     """Open a drafter and the acceptance heads that were trained on it.
 
     Args:
         target: of both.
         patterns: folders or globs of heads; none: all below `checkpoints/` that belong to this target and drafter.
         drafters: the drafter's folder by its kind; empty: the drafter that the first (or newest) head names.
-        sampling: of the decoding to come; a head that was trained for another one gives a warning.
+        options: drafts of a SPIRe drafter are at most as long as its window.
+        sampling: of the texts; a head that was trained for another one gives a warning.
 
     Raises:
         UserError: they do not fit one another or the target, a pattern matches nothing, or there is no head.
@@ -95,7 +205,8 @@ def open_heads(
         heads[name] = OpenHead(folder, facts, opened.open_head(folder, facts))
         if warning := facts.why_off(folder, sampling):
             log.warning("%s", warning)
-    return opened, heads
+    longest = opened.with_stop(options.max_candidates, None).gamma
+    return StopSearch(opened, heads, replace(options, max_candidates=longest), sampling)
 
 
 def _fitting_heads(prints: str, opened: OpenDrafter) -> list[Path]:
@@ -116,116 +227,39 @@ def _fitting_heads(prints: str, opened: OpenDrafter) -> list[Path]:
     return found
 
 
-def settings_of(
-    values: Mapping[str, Sequence], heads: Sequence[str], min_candidates: int, longest: int, limit: str
-) -> tuple[Setting, ...]:
-    """Every setting, fixed lengths first.
-
-    Args:
-        values: `gammas`, and thresholds of the rules: `confidence`, `entropy`, and `thresholds` of heads, with each
-            `judge`.
-        heads: their names.
-        min_candidates: tokens that a rule drafts in any case.
-        longest: most tokens of a draft.
-        limit: what `longest` is called.
-
-    Raises:
-        UserError: a value is out of range, or a list that is needed is empty.
-    """
-    for name in ("gammas", "thresholds", "judge"):
-        if not values[name]:
-            raise UserError(f"stopping.{name} is empty; give at least one value")
-    fixed = [Setting("gamma", gamma) for gamma in values["gammas"]]
-    for name, value in (("stopping.gammas", max(values["gammas"])), ("method.min_candidates", min_candidates)):
-        if value > longest:
-            raise UserError(f"{name} has {value}, more than {limit}={longest}; lower it")
-    return (
-        *fixed,
-        *(Setting(rule, threshold) for rule in ("confidence", "entropy") for threshold in values[rule]),
-        *(
-            Setting("head", threshold, head, judge)
-            for head, judge, threshold in product(heads, values["judge"], values["thresholds"])
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class StopSearch:
-    """What is compared, and how texts are decoded."""
-
-    opened: OpenDrafter
-    heads: dict[str, OpenHead]
-    settings: tuple[Setting, ...]
-    min_candidates: int
-    max_candidates: int
-    timed: int  # prompts
-    rows: int  # roots drafted from at a time
-    max_new_tokens: int
-    sampling: Sampling
-    seed: int
-
-    @property
-    def modules(self) -> dict[str, AcceptanceHead]:
-        return {name: head.module for name, head in self.heads.items()}
-
-    def timed_drafter(self, setting: Setting) -> TimedDrafter:
-        stop = CountingStop(setting.stop(self.modules, self.min_candidates))
-        drafter = self.opened.with_stop(setting.gamma_within(self.max_candidates), stop)
-        return TimedDrafter(str(setting), setting.family, drafter)
-
-    def tuned_options(self, best: Mapping[str, int]) -> dict[str, dict]:
-        """The best setting of each family as options of the methods that can run with this drafter."""
-        limits = {"min_candidates": self.min_candidates, "max_candidates": self.max_candidates}
-        chosen = {family: self.settings[i] for family, i in best.items()}
-        spire, head = self.opened.facts.kind == "spire", chosen[HEAD]
-        tuned: dict[str, dict] = {"spire" if spire else "speculative": {"gamma": chosen[FIXED].value}}
-        tuned["specdecpp"] = {"head": str(self.heads[head.head].folder), "threshold": head.value}
-        tuned["specdecpp"] |= {**limits, "judge": head.judge}
-        for family in ("confidence", "entropy"):
-            if family in chosen and not spire:  # these methods take an ordinary draft model
-                tuned[f"{family}_stop"] = {"threshold": chosen[family].value, **limits}
-        return tuned
-
-
 def compare_stop_rules(target: TargetModel, search: StopSearch, texts: Sequence[Text], file: Path) -> StopMeasurements:
-    """Simulate all settings, time some, and time the best of each family.
-
-    Args:
-        target: wrote the texts.
-        search: what to compare.
-        texts: answers of at least two tokens.
-        file: keeps the timed rows of an interrupted run.
+    """Simulate all settings, time some, and time the best of each family. `file` keeps timed rows if interrupted.
 
     Raises:
         UserError: every timed text ended with its first token.
     """
-    paths = []
+    options, settings, paths = search.options, search.settings, []
     for number, text in enumerate(track(texts, "drafts", console=Console(stderr=True))):
-        coins = np.random.default_rng((search.seed, number, COIN_STREAM))
-        limits = search.max_candidates, search.max_new_tokens, search.sampling, coins, search.rows
+        coins = np.random.default_rng((options.seed, number, COIN_STREAM))
+        limits = options.max_candidates, options.max_new_tokens, search.sampling, coins, options.rows
         paths.append(draft_paths(target, search.opened, list(search.modules.values()), text, *limits))
-    limits = search.max_candidates, search.min_candidates
-    counts = Counts.stack([simulate_stops(one, search.settings, list(search.heads), *limits) for one in paths])
-    timed = texts[: search.timed]
-    time = partial(time_drafters, target, timed, search.max_new_tokens, search.sampling, search.seed, file)
+    limits = options.max_candidates, options.min_candidates
+    counts = Counts.stack([simulate_stops(one, settings, list(search.heads), *limits) for one in paths])
+    timed = texts[: options.timed]
+    decode = partial(generate, target, sampling=search.sampling, seed=options.seed)
+    time = partial(time_drafters, decode, timed, options.max_new_tokens, file)
     plain = TimedDrafter(BASELINE, BASELINE, Autoregressive())
-    regression = time("regression", [plain, *map(search.timed_drafter, regression_settings(search.settings, counts))])
+    regression = time("regression", [plain, *map(search.timed_drafter, regression_settings(settings, counts))])
     drafted = [row for row in regression if row.draft_forwards]
     if not drafted:
         raise UserError("every timed text ended with its first token; give other prompts")
-    times = fit_times(drafted, search.seed)
-    best = fastest_settings(search.settings, counts, times)
-    last = [plain, *(search.timed_drafter(search.settings[i]) for i in best.values())]
-    oracle = None
+    times = fit_times(drafted, options.seed)
+    best = fastest_settings(settings, counts, times)
+    last, oracle = [plain, *(search.timed_drafter(settings[i]) for i in best.values())], None
     if search.sampling.greedy:
         # A SPIRe drafter's guess depends on the root, so its oracle's drafts are limited.
-        gamma = None if search.opened.facts.kind == "vanilla" else search.max_candidates
+        gamma = None if search.opened.facts.kind == "vanilla" else options.max_candidates
         stop = CountingStop(OracleStop({tuple(text.prompt): text.response for text in timed}))
-        last.append(TimedDrafter(ORACLE, ORACLE, search.opened.with_stop(gamma or search.max_new_tokens, stop)))
+        last.append(TimedDrafter(ORACLE, ORACLE, search.opened.with_stop(gamma or options.max_new_tokens, stop)))
     measured = time("best", last)
     if search.sampling.greedy:
         oracle = {"longest_draft": gamma, "texts": oracle_rows(paths, gamma, measured)}
-    return StopMeasurements(search.settings, counts, regression, times, best, measured, oracle)
+    return StopMeasurements(settings, counts, regression, times, best, measured, oracle)
 
 
 def regression_settings(settings: Sequence[Setting], counts: Counts) -> list[Setting]:

@@ -9,9 +9,7 @@ from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.speculative import Speculative, load_draft_model
-from spectrain.methods.stopping import ConfidenceStop, EntropyStop
-
-RULES = {"confidence": ConfidenceStop, "entropy": EntropyStop}
+from spectrain.methods.stopping import HEURISTICS
 
 
 def build(
@@ -37,7 +35,7 @@ def build(
     Raises:
         UserError: the drafter cannot be loaded or does not fit, or a value makes no sense.
     """
-    if rule not in RULES:
-        raise UserError(f"rule={rule} must be one of {', '.join(RULES)}")
+    if rule not in HEURISTICS:
+        raise UserError(f"rule={rule} must be one of {', '.join(HEURISTICS)}")
     gamma = candidates_within(min_candidates, max_candidates, max_nodes)
-    return Speculative(load_draft_model(target, drafter), gamma, stop=RULES[rule](threshold, min_candidates))
+    return Speculative(load_draft_model(target, drafter), gamma, stop=HEURISTICS[rule](threshold, min_candidates))

@@ -123,6 +123,13 @@ def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictCon
     return method
 
 
+def write_tuned(file: Path, options: Mapping[str, Mapping], command: str) -> Path:
+    """Write options of methods, by name, as `with_tuned` reads them. `command`: what has found them."""
+    header = f"# python -m spectrain.bench tuned={file} ...   (written by {command})\n"
+    file.write_text(header + OmegaConf.to_yaml(OmegaConf.create(options)))
+    return file
+
+
 def drafts_trees(method: DictConfig) -> bool:
     """Whether the method's yaml has a node budget that is not just the length of a chain."""
     return "max_nodes" in method and not any(length in method for length in ("gamma", "max_candidates"))

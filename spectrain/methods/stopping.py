@@ -1,5 +1,5 @@
-"""When a draft chain ends: the acceptance head of SpecDec++ (methods.md section 3), the heuristics it is compared with,
-and the oracle of its Theorem 4.1.
+"""Stop rules, which end draft chains: the acceptance head of SpecDec++, the heuristics that it is compared with, and
+the oracle of its Theorem 4.1.
 
 A rule may look at the distribution that the next token will be drawn from (`before`), at a token that has joined the
 chain (`drawn`), or at the drafter's state once it has read that token (`read`). A token that was drawn is submitted
@@ -23,10 +23,10 @@ JUDGED = ("current", "previous")
 
 
 class StopRule:
-    """Never stops; what a rule does not look at it leaves as it is here.
+    """Never stops. A rule overrides the methods that it needs.
 
-    Each method returns of each row whether it ends with the tokens it has, or None for no row. What it says of rows
-    that ended already is not read.
+    Each method says for each row whether it ends with the tokens it has; None: no row does. Answers about rows that
+    have ended are not read.
     """
 
     needs_hidden = False  # whether `read` looks at the drafter's state
@@ -47,9 +47,8 @@ class StopRule:
 class HeadStop(StopRule):
     """Stops once 1 - prod_{j <= i} f(token j) > threshold: a rejection is likely (SpecDec++, section 4.3).
 
-    Judging a token needs the draft forward on it. `judge="current"` ends the draft with the token that tipped the
-    scale. `judge="previous"`, as the paper's code does, draws one more, whose distribution that forward has given
-    already.
+    To judge a token, the drafter must have read it. `judge="current"` ends the draft with the token that tipped the
+    scale. `judge="previous"`, as the paper's code does, draws one more, whose distribution is known by then.
 
     Args:
         head: predicts from the drafter's state of a token that it is accepted, given that those before it are.
@@ -58,7 +57,7 @@ class HeadStop(StopRule):
         judge: see above.
 
     Raises:
-        UserError: a value makes no sense.
+        UserError: a value is out of range.
     """
 
     needs_hidden = True
@@ -93,12 +92,12 @@ class HeadStop(StopRule):
 
 
 class ConfidenceStop(StopRule):
-    """Does not draw from a distribution whose largest probability is below the threshold (Kim 2024, Liu 2024).
+    """Stops before drawing from a distribution whose largest probability is below the threshold (Kim 2024, Liu 2024).
 
     The distribution is the draft model's own, before temperature and the like.
 
     Raises:
-        UserError: a value makes no sense.
+        UserError: a value is out of range.
     """
 
     def __init__(self, threshold: float, min_candidates: int = 1) -> None:
@@ -107,16 +106,14 @@ class ConfidenceStop(StopRule):
         self.threshold, self.min_candidates = threshold, min_candidates
 
     def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        if i <= self.min_candidates:
-            return None
-        return (confidence(logits) < self.threshold).tolist()
+        return (confidence(logits) < self.threshold).tolist() if i > self.min_candidates else None
 
 
 class EntropyStop(StopRule):
-    """Does not draw from a distribution whose entropy, in nats, is above the threshold (SpecDec++, appendix B.1).
+    """Stops before drawing from a distribution of an entropy, in nats, above the threshold (SpecDec++, appendix B.1).
 
     Raises:
-        UserError: a value makes no sense.
+        UserError: a value is out of range.
     """
 
     def __init__(self, threshold: float, min_candidates: int = 1) -> None:
@@ -125,16 +122,17 @@ class EntropyStop(StopRule):
         self.threshold, self.min_candidates = threshold, min_candidates
 
     def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        if i <= self.min_candidates:
-            return None
-        return (entropy(logits) > self.threshold).tolist()
+        return (entropy(logits) > self.threshold).tolist() if i > self.min_candidates else None
+
+
+HEURISTICS = {"confidence": ConfidenceStop, "entropy": EntropyStop}
 
 
 class OracleStop(StopRule):
     """Knows the target's greedy text and ends each draft right before its first disagreement (Theorem 4.1).
 
     Args:
-        texts: of each prompt, as a tuple of token ids, the target's greedy continuation.
+        texts: the target's greedy continuation of each prompt, a tuple of token ids.
     """
 
     def __init__(self, texts: Mapping[tuple[int, ...], Sequence[int]]) -> None:
@@ -159,11 +157,7 @@ class OracleStop(StopRule):
 
 
 class CountingStop(StopRule):
-    """Another rule, with the drafter's forwards counted: one for the roots, one for each token that is read.
-
-    Args:
-        rule: what decides.
-    """
+    """Another rule, with the drafter's forwards counted: one for the roots, one for each token that is read."""
 
     def __init__(self, rule: StopRule) -> None:
         self.rule, self.needs_hidden = rule, rule.needs_hidden

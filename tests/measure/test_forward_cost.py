@@ -10,7 +10,7 @@ import pytest
 
 from spectrain.decoding.budget import ForwardCost, Roofline
 from spectrain.decoding.errors import UserError
-from spectrain.measure.forward_cost import Grid, fit_roofline, measure_forward, steadied
+from spectrain.measure.forward_cost import Grid, fit_roofline, grid_of, measure_forward, steadied
 
 NODES, BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8), (64, 512, 2048)
 TRUE = Roofline(1e-3, 5e-3, 1e-4, 4e-7, 1e-8, 0.0)  # free up to b n = 50
@@ -45,7 +45,7 @@ def test_times_that_only_grow_leave_nothing_free():
 
 
 def test_every_cell_is_timed(llama_target):
-    cost = measure_forward(llama_target, Grid((4, 1), (2, 1), (8, 40), repeats=3))
+    cost = measure_forward(llama_target, Grid((1, 4), (1, 2), (8, 40), repeats=3))
     assert (cost.nodes, cost.batch_sizes, cost.contexts) == ((1, 4), (1, 2), (8, 40))
     assert np.array(cost.seconds).shape == np.array(cost.spread).shape == (2, 2, 2)
     assert (np.array(cost.seconds) > 0).all()
@@ -55,7 +55,7 @@ def test_every_cell_is_timed(llama_target):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"nodes": (0, 2)}, "nodes=0"),
+        ({"nodes": (1, 2)}, "nodes=1"),
         ({"batch_sizes": (0,)}, "batch_sizes=0"),
         ({"contexts": ()}, "contexts=[] is empty"),
         ({"contexts": (256,)}, "contexts=256 leaves no position"),
@@ -63,9 +63,9 @@ def test_every_cell_is_timed(llama_target):
     ],
 )
 def test_a_wrong_grid_is_refused(llama_target, wrong, says):
-    grid = {"nodes": (1, 2), "batch_sizes": (1,), "contexts": (8,), "repeats": 1} | wrong
+    grid = {"nodes": (2, 4), "batch_sizes": (1,), "contexts": (8,), "repeats": 1} | wrong
     with pytest.raises(UserError) as error:
-        Grid(**grid).check(llama_target)
+        grid_of(llama_target, **grid)
     assert says in str(error.value)
 
 

@@ -61,7 +61,7 @@ def test_an_interrupted_run_keeps_its_responses(run, command, monkeypatch):
     monkeypatch.setattr(tune, "choose_options", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, err = run(*command, "out=t")
     assert code == 130
-    assert "run the same command to continue in t" in err
+    assert "run the same command to resume in t" in err
     file = Path("t/responses.jsonl")
     kept = file.read_text().splitlines(keepends=True)
     file.write_text("".join(kept[:3]) + kept[3][:20])  # killed while it wrote

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ def test_an_interrupted_run_goes_on_and_a_spire_drafter_samples(run, asked, monk
     monkeypatch.setattr(stopping, "time_drafters", interrupted)
     code, _, err = run(*command)
     assert code == 130
-    assert "run the same command to continue in t" in err
+    assert "run the same command to resume in t" in err
     kept = {name: Path("t", name).read_text() for name in ("responses.jsonl", "timed.jsonl")}
     monkeypatch.setattr(stopping, "time_drafters", time_drafters)
     code, out, err = run(*command)
@@ -170,7 +171,10 @@ def test_methods_of_one_module_have_options_of_their_own(tmp_path):
         assert with_tuned(method_config(name), str(file)).threshold == threshold
 
 
-VALUES = {"gammas": [1, 4], "confidence": [0.1], "entropy": [5.0], "thresholds": [0.3], "judge": ["current"]}
+OPTIONS = stopping.StopOptions(
+    *([1, 4], [0.1], [5.0], [0.3], ["current"]),
+    **{"min_candidates": 1, "max_candidates": 6, "timed": 2, "rows": 5, "max_new_tokens": 14, "seed": 0},
+)
 
 
 @pytest.mark.parametrize(
@@ -180,16 +184,19 @@ VALUES = {"gammas": [1, 4], "confidence": [0.1], "entropy": [5.0], "thresholds":
         ({"confidence": [0]}, "stopping.confidence=0 must lie strictly between 0 and 1"),
         ({"entropy": [-1]}, "stopping.entropy=-1 must be an entropy above 0"),
         ({"gammas": [2.5]}, "stopping.gammas=2.5 must be a whole number"),
-        ({"gammas": [7]}, "stopping.gammas has 7, more than method.max_candidates=6"),
+        ({"gammas": [7]}, "stopping.gammas has 7, but a draft has at most 6 tokens"),
         ({"gammas": []}, "stopping.gammas is empty"),
         ({"judge": ["next"]}, "stopping.judge=next must be one of current, previous"),
-        ({"min_candidates": 7}, "method.min_candidates has 7, more than method.max_candidates=6"),
+        ({"min_candidates": 7}, "method.min_candidates has 7, but a draft has at most 6 tokens"),
+        ({"seed": -1}, "seed=-1 must be a whole number"),
+        ({"timed": 0}, "stopping.timed=0 must be a whole number"),
+        ({"rows": 0}, "stopping.rows=0 must be a whole number"),
+        ({"max_new_tokens": 2}, "max_new_tokens=2 must be a whole number of at least 3"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, reason):
-    values = {"min_candidates": 1, **VALUES, **changes}
     with pytest.raises(UserError) as error:
-        stopping.settings_of(values, ["a"], values["min_candidates"], 6, "method.max_candidates")
+        replace(OPTIONS, **changes)
     assert reason in str(error.value)
 
 
@@ -212,7 +219,7 @@ def test_heads_and_drafters_that_do_not_belong_together_are_refused(
     heads = [folder.replace("{e}", str(exported)) for folder in heads]
     drafters = {kind: folder.replace("{e}", str(exported)) for kind, folder in drafters.items()}
     with pytest.raises(UserError) as error:
-        stopping.open_heads(target, heads, drafters, Sampling())
+        stopping.open_search(target, heads, drafters, OPTIONS, Sampling())
     assert reason in str(error.value)
 
 
@@ -239,14 +246,10 @@ def test_responses_of_something_else_are_refused(target, tmp_path, row, reason):
     ("arguments", "reason"),
     [
         (["stopping.gammas=null"], "stopping.gammas is empty"),
-        (["seed=-1"], "seed=-1 must be a whole number"),
-        (["stopping.timed=0"], "stopping.timed=0 must be a whole number"),
-        (["stopping.rows=0"], "stopping.rows=0 must be a whole number"),
-        (["max_new_tokens=2"], "max_new_tokens=2 must be a whole number of at least 3"),
         (["drafter=[{e}/vanilla,{e}/spire]"], "names two drafters"),
         (
             ["stopping.heads=[{e}/on_spire]", "method.max_candidates=9", "stopping.gammas=[9]"],
-            "stopping.gammas has 9, more than this drafter's window_tokens=8",
+            "stopping.gammas has 9, but a draft has at most 8 tokens",
         ),
         (["responses=nowhere.jsonl", "stopping.heads=[{e}/linear]"], "responses=nowhere.jsonl does not exist"),
     ],
