@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 2 -m tests.ranks jobs.json
 
-A job is `{"command": ..., "arguments": [...], "interrupt": step or null}`; without a command it is `spectrain.train`. A
-training leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers])
-and, at the end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to
-the terminal, its exit code to `codes.json`.
+A job is `{"command": ..., "arguments": [...], "interrupt": step, "poison": step}`; without a command it is
+`spectrain.train`. Rank zero is interrupted at one step, rank one gets a weight that is NaN at the other. A training
+leaves in its `run_dir`, for every rank, the rows that it was given (`numbers-<rank>.jsonl`: [step, numbers]) and, at
+the end of the fit, the weights put together from all ranks (`whole.safetensors`). What a command said goes to the
+terminal, its exit code to `codes.json`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from spectrain.training.strategies import whole_state
 
 
 class Watch(Callback):
-    """Notes rows and weights; strikes the signal before the optimizer step after step `interrupt`."""
+    """Notes rows and weights; strikes the signal, or spoils a weight of rank one, before the step after a given one."""
 
-    def __init__(self, folder: Path, interrupt: int | None) -> None:
-        self.folder, self.interrupt = folder, interrupt
+    def __init__(self, folder: Path, interrupt: int | None, poison: int | None) -> None:
+        self.folder, self.interrupt, self.poison = folder, interrupt, poison
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == self.poison:
+            next(module.parameters()).data.fill_(float("nan"))
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         with (self.folder / f"numbers-{trainer.global_rank}.jsonl").open("a") as file:
@@ -47,11 +52,13 @@ class Watch(Callback):
             save_file(state, self.folder / "whole.safetensors")
 
 
-def run(arguments: list[str], interrupt: int | None = None, command: str = "spectrain.train") -> int:
+def run(
+    arguments: list[str], interrupt: int | None = None, poison: int | None = None, command: str = "spectrain.train"
+) -> int:
     """One command; its exit code."""
     main = importlib.import_module(command).main
     callbacks, leave_ranks, argv = fitting.callbacks, cli.leave_ranks, sys.argv
-    fitting.callbacks = lambda cfg, run, measure: [Watch(run.path, interrupt), *callbacks(cfg, run, measure)]
+    fitting.callbacks = lambda cfg, run, measure: [Watch(run.path, interrupt, poison), *callbacks(cfg, run, measure)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
     try:
@@ -65,6 +72,7 @@ def run(arguments: list[str], interrupt: int | None = None, command: str = "spec
 
 def main() -> None:
     file = Path(sys.argv[1])
+    cli.RANK_ZERO_SPEAKS_WITHIN_S = 0.5
     codes = [run(**job) for job in json.loads(file.read_text())]
     if os.environ.get("RANK", "0") == "0":
         file.with_name("codes.json").write_text(json.dumps(codes))

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,13 +18,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain import train
-from spectrain.decoding import fingerprint
+from spectrain.decoding import fingerprint, load_target
 from spectrain.measure import validation as measuring
 from spectrain.measure.statistics import Estimate
 from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
 from spectrain.training.runs import RunFolder, read_csv
 from tests.conftest import tiny_model
+from tests.models.test_artifacts import export_spire, export_vanilla
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def small(shared) -> list[str]:
         "tau.contexts=3",
         "tau.new_tokens=12",
         "tau.timed_contexts=1",
+        "select.contexts=2",
     ]
 
 
@@ -118,43 +119,6 @@ def test_a_run_killed_behind_its_export_ends_by_the_same_command(run, small, exp
     code, _, err = run("train", f"+exp={exp}", *small, "seed=1", "run_dir=other", "out=made")
     assert code == 2
     assert "out=made exists already" in err
-
-
-POISONED = """
-import sys
-from lightning import Callback
-from spectrain import train
-from spectrain.training import fit as fitting
-from spectrain.cli import command
-
-class Poison(Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            module.model.lm_head.weight.data.fill_(float("nan"))
-
-callbacks = fitting.callbacks
-fitting.callbacks = lambda *given: [*callbacks(*given), Poison()]
-command("train")(train.main)()
-"""
-
-
-def test_a_bad_loss_on_one_of_two_ranks_stops_both_and_one_says_it(shared, small, tmp_path):
-    (tmp_path / "poisoned.py").write_text(POISONED)
-    command = [sys.executable, "poisoned.py", "+exp=vanilla", f"target={shared / 'target'}", *small, "checkpoint_s=0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fitting.__file__).parent.parent)}
-    done = subprocess.run(
-        [*command, "trainer.devices=2", "trainer.strategy=ddp", "run_dir=r"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2, done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert re.search(r"the loss became nan on rows \d+ of rank 1 at step 3, the last good checkpoint is .*2.ckpt", said)
-    assert [file.name for file in (tmp_path / "r/checkpoints").glob("*.ckpt")] == ["step-00000002.ckpt"]
-    assert "Traceback" not in done.stderr
 
 
 def test_training_leaves_the_target_as_it_was(run, small, shared):
@@ -339,16 +303,17 @@ def test_bad_input_to_train_is_one_sentence_and_leaves_nothing(run, small, case,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_drafter_for_another_target_or_tokenizer_is_refused(run, small, shared, tmp_path):
-    assert run("train", "+exp=spire", *small, "out=spire")[0] == 0
-    assert run("train", "+exp=vanilla", *small, "out=vanilla")[0] == 0
+def test_a_drafter_for_another_target_or_tokenizer_is_refused(run, shared):
+    target = load_target(shared / "target")
+    export_spire(Path("spire"), target, k=2, window_tokens=16)
+    export_vanilla(Path("vanilla"), target)
     tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=4).save_pretrained("weights")
     tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4).save_pretrained("words")
     AutoTokenizer.from_pretrained(shared / "target").save_pretrained("weights")
     train_tokenizer(["other words entirely, " * 50], 300).save_pretrained("words")
     code, _, err = run("generate", "method=spire", "drafter=spire", "prompt=x", target="weights")
     assert code == 2
-    assert f"was trained for {shared / 'target'}" in err
+    assert "was trained for tiny" in err
     code, _, err = run("generate", "method=speculative", "drafter=vanilla", "prompt=x", target="words")
     assert code == 2
     assert "the draft model's tokenizer" in err
@@ -358,7 +323,7 @@ def test_a_drafter_for_another_target_or_tokenizer_is_refused(run, small, shared
 def test_unknown_options_are_named(run, small, tmp_path):
     for arguments in (["+exp=spir"], ["+exp=spire", "windw=3"], ["+exp=spire", "trainer=tpu"]):
         code, _, err = run("train", *arguments)
-        assert code == 1
+        assert code == 2
         assert arguments[-1].split("=")[-1 if "windw" not in arguments[-1] else 0] in err
         assert "Traceback" not in err
     assert run("train")[0] == 2
@@ -373,8 +338,8 @@ BAD_GENERATION = {
         2,
         "shorten the prompt or lower max_new_tokens",
     ),
-    "unknown method": (["prompt=x", "method=magic"], 1, "magic"),
-    "unknown option": (["prompt=x", "method.gama=3"], 1, "gama"),
+    "unknown method": (["prompt=x", "method=magic"], 2, "magic"),
+    "unknown option": (["prompt=x", "method.gama=3"], 2, "gama"),
     "no drafter": (["prompt=x", "method=spire"], 2, "holds no spire drafter for this target"),
     "missing drafter": (["prompt=x", "method=spire", "drafter=/no/such"], 2, "/no/such does not exist"),
     "drafter for nothing": (["prompt=x", "method=autoregressive", "drafter=x"], 2, "none of the methods takes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -76,9 +77,9 @@ def runs(small, shared, tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("runs")
 
-    def job(name: str, *arguments: str, interrupt: int | None = None) -> dict:
-        out = [] if interrupt else [f"out={name}-exported"]
-        return {"arguments": [*small, f"run_dir={name}", *out, *arguments], "interrupt": interrupt}
+    def job(name: str, *arguments: str, **strikes: int) -> dict:
+        out = [] if strikes else [f"out={name}-exported"]
+        return {"arguments": [*small, f"run_dir={name}", *out, *arguments], **strikes}
 
     switching = ["+exp=spire", "trainer=ddp", "run_dir=one_two_one", "trainer.devices=1"]
     jobs = [job("one_two_one", "+exp=spire", "trainer=ddp", interrupt=3)]
@@ -86,6 +87,7 @@ def runs(small, shared, tmp_path_factory) -> Path:
         arguments = ["+exp=spire", f"trainer={trainer}"]
         jobs += [job(trainer, *arguments), job(f"{trainer}_cut", *arguments, interrupt=2)]
         jobs += [job(f"{trainer}_cut", *arguments), job(f"{trainer}_anew", *arguments, interrupt=3)]
+    jobs.append(job("poisoned", "+exp=vanilla", "trainer=ddp", "checkpoint_s=0", poison=2))
     jobs += [job("offload", "+exp=spire", "trainer=deepspeed_zero2_offload", "max_steps=2")]
     variants = VARIANTS | {"untied": [*VARIANTS["untied"], f"target={shared / 'target'}"]}
     for name, arguments in variants.items():
@@ -112,8 +114,10 @@ def on_ranks(n_ranks: int, folder: Path, jobs: list[dict]) -> None:
         [*torchrun, "-m", "tests.ranks", "jobs.json"], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (folder / f"said-by-{n_ranks}.txt").write_text(done.stderr)
     codes = json.loads((folder / "codes.json").read_text())
-    assert codes == [130 if job["interrupt"] else 0 for job in jobs], done.stdout[-3000:] + done.stderr[-6000:]
+    expected = [130 if "interrupt" in job else 2 if "poison" in job else 0 for job in jobs]
+    assert codes == expected, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -222,6 +226,16 @@ def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, mon
     weights = load_file(again / "model.safetensors")
     assert "lm_head.weight" not in weights  # tied
     assert largest_difference(weights, load_file(exported / "model.safetensors")) == 0
+
+
+def test_a_bad_loss_on_one_of_two_ranks_stops_both_and_one_says_it(runs):
+    said = (runs / "said-by-2.txt").read_text()
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert re.search(
+        r"the loss became nan on rows \d+, \d+ of rank 1 at step 3, the last good checkpoint is .*2.ckpt", line
+    )
+    assert [file.name for file in (runs / "poisoned/checkpoints").glob("*.ckpt")] == ["step-00000002.ckpt"]
+    assert "Traceback" not in said
 
 
 ABLATIONS = [{}, {"k": 1}, {"feedback": False}, {"feedback": False, "target_activations": False}, {"n_layer": 1}]
