@@ -11,6 +11,8 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +33,9 @@ from transformers import (
 
 from spectrain.cli import command
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
-from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
+from spectrain.retrieval.calibration import calibrate
+from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.stores.texts import train_tokenizer
 
 VOCAB_SIZE = 61
@@ -81,16 +85,29 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """On several processes (-n 2) each has one thread, and so has what it starts: more would spin beside each other.
+def compile_lookups() -> None:
+    """Compile what lookups run, for a datastore of one shard, into numba's cache beside the sources."""
+    with tempfile.TemporaryDirectory() as folder:
+        shard = write_shard(Path(folder), 0, [np.arange(8)], VOCAB_SIZE)
+        write_manifest(Path(folder), Manifest("", "", "", VOCAB_SIZE, 1, 8, [shard]))
+        retriever = Retriever(Datastore(folder), RetrievalOptions(1, 2, 2))
+        retriever.draft([1, 2], 3, 2)
+        calibrate([([1, 2, 1], [2, 1, 2])], retriever, 2, 2)
 
-    A shell starts what it puts into the background deaf to Ctrl-C, and so would be what tests interrupt.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With several processes (-n 2), give each one thread, and compile lookups once for all of them.
+
+    Each worker would compile them otherwise, and so would each command that tests start. Here they are compiled while
+    the workers start. A shell makes background processes ignore Ctrl-C, which tests send to their own processes.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    elif getattr(config.option, "numprocesses", None):
+        threading.Thread(target=compile_lookups).start()
 
 
 @pytest.fixture(params=list(FAMILIES))
