@@ -39,7 +39,8 @@ from spectrain.methods.registry import (
     names,
 )
 from spectrain.methods.speculative import Speculative
-from spectrain.reporting.benchmarks import terminal_table, write_report
+from spectrain.reporting.benchmarks import terminal_table
+from spectrain.reporting.render import write_report
 from spectrain.stores.environment import provenance
 from spectrain.stores.folder import MANIFEST, read_json, sha256, write_json
 from spectrain.stores.prompts import conversation_ids

@@ -138,7 +138,7 @@ def test_damaged_files_are_named_with_the_reason_and_the_rest_is_shown(runs, rep
     text = Page(Path("report.html").read_text()).text
     for name, reason in {
         "hard/result.json": "Unterminated string",
-        "whole/run.json": "it holds no JSON object",
+        "whole/run.json": "it holds no names with values",
         "b/results.json": "it holds no methods as commands write them",
         "tuned/config.yaml": "while parsing a flow sequence",
         "cost.json": "Expecting value",
@@ -203,7 +203,7 @@ def test_a_report_is_replaced_and_nothing_else(runs, reported):
         (["runs=[]"], "runs= names no folder; give the folder of your runs"),
         (["runs=null"], "runs= names no folder; give the folder of your runs"),
         (["runs=asked.jsonl"], "runs=asked.jsonl is no folder; give the folder that holds runs"),
-        (["runs=broken"], "broken/config.yaml cannot be read: it holds no options"),
+        (["runs=broken"], "broken/config.yaml cannot be read: it holds no names with values"),
         (["runs=runs", "out=runs"], "out=runs is a folder; give the name of a file, such as out=runs/report.html"),
         (["runs=runs", "out=asked.jsonl"], "out=asked.jsonl exists and is no page of this command"),
         (["runs=runs", "out=asked.jsonl/a.html"], "out=asked.jsonl/a.html cannot be written"),

@@ -1,13 +1,12 @@
-"""A benchmark's results for its readers: a table for the terminal, and `report.html`, one file that needs nothing else.
+"""A benchmark's results for its readers: a table for the terminal, and what its page shows.
 
-Takes the content of `results.json`. Whatever is missing there, null or not finite is shown as a dash.
+Both take the content of `results.json`. Whatever is missing there, null or not finite is shown as a dash.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from pandas import DataFrame
 from rich.table import Table
@@ -15,40 +14,17 @@ from rich.table import Table
 from spectrain.measure.results import BASELINE
 from spectrain.reporting.formats import MISSING, count, fixed, measured, number, percent, plus_minus, size, whole
 from spectrain.reporting.plots import benchmark_plots, categories_of, ordered
-from spectrain.reporting.render import render
 from spectrain.reporting.tables import Marked, for_terminal, table_of
 
 FAILURES_SHOWN = 20
-OF_TERMINAL = {  # column of the page -> of the terminal's table, which is 100 columns wide
-    "method": "method",
-    "answers": "answers",
-    "mean accepted": "mean\naccepted",
-    "tokens/s": "tokens/s",
-    "speedup": "speedup",
-    "outside forward": "outside\nforward",
-    "accepted / drafted": "accepted/\ndrafted",
-    "retrieval hits": "lookup\nhits",
-    "lossless": "lossless",
-}
-
-
-def write_report(path: Path, results: Mapping, rows: Sequence[Mapping]) -> None:
-    """Write `report.html`.
-
-    Args:
-        path: of the page.
-        results: the content of `results.json`.
-        rows: the lines of `questions.jsonl`.
-    """
-    title = f"Speculative decoding on {results.get('target', 'a target model')}"
-    html = render("benchmark_page.html", title=title, benchmark=benchmark_parts(results, rows))
-    Path(path).write_text(html, encoding="utf-8")
+OF_TERMINAL = ["method", "answers", "mean accepted", "tokens/s", "speedup", "outside forward", "accepted / drafted"]
+OF_TERMINAL += ["retrieval hits", "lossless"]  # which fit into 100 columns
 
 
 def terminal_table(results: Mapping) -> Table:
     """The results as a table for a terminal of 100 columns; what failed or was skipped stands below it."""
     methods = results["methods"]
-    frame = methods_table(methods)[list(OF_TERMINAL)] if methods else DataFrame(columns=list(OF_TERMINAL))
+    frame = methods_table(methods).reindex(columns=OF_TERMINAL)
     frame["method"] = [f"{name}*" if is_baseline(methods[name]) else name for name in frame.index]
     for column in ("tokens/s", "speedup"):
         frame[column] = [cell.partition(" ±")[0] for cell in frame[column]]
@@ -57,7 +33,7 @@ def terminal_table(results: Mapping) -> Table:
     notes += [f"{name}: {count(n, 'question')} failed" for name, n in failed.items() if n]
     notes += [f"{name}: {one['warning']}" for name, one in methods.items() if one.get("warning")]
     notes += [f"skipped {name}: {reason}" for name, reason in (results.get("skipped") or {}).items()]
-    return for_terminal(frame.rename(columns=OF_TERMINAL), notes=notes, dim=BASELINE)
+    return for_terminal(frame, notes, dim=BASELINE)
 
 
 def benchmark_parts(results: Mapping, rows: Sequence[Mapping], prefix: str = "") -> dict:
@@ -74,7 +50,6 @@ def benchmark_parts(results: Mapping, rows: Sequence[Mapping], prefix: str = "")
     unjudged = [name for name, one in methods.items() if not isinstance(one.get("lossless"), bool)]
     timed = [name for name in own if number(methods[name].get("speedup")) is not None]
     counts = Counter((row["method"], row["error"]) for row in rows if row.get("error"))
-    failures = [{"method": m, "questions": str(n), "error": e} for (m, e), n in counts.most_common(FAILURES_SHOWN)]
     return {
         "results": results,
         "own": own,
@@ -93,7 +68,7 @@ def benchmark_parts(results: Mapping, rows: Sequence[Mapping], prefix: str = "")
             for c in categories_of(methods)
         },
         "plots": benchmark_plots(results, rows, prefix),
-        "failures": table_of(failures),
+        "failures": counts.most_common(FAILURES_SHOWN),
         "more_failures": max(0, len(counts) - FAILURES_SHOWN),
     }
 
@@ -105,6 +80,7 @@ def methods_table(methods: Mapping[str, Mapping]) -> DataFrame:
 
 def method_row(name: str, one: Mapping) -> dict[str, str]:
     answered, failed = whole(one, "questions"), whole(one, "errors")
+    texts = {True: "yes", False: Marked(f"no ({whole(one, 'greedy_mismatches')})")}
     drafted, accepted = number(one.get("drafted")), number(one.get("accepted"))
     forward = number((one.get("time_share") or {}).get("forward"))
     return {
@@ -113,7 +89,7 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
         "mean accepted": plus_minus(measured(one, "mean_accepted"), 2),
         "tokens/s": plus_minus(measured(one, "tokens_per_s_micro"), 1),
         "speedup": plus_minus(measured(one, "speedup"), 2),
-        "lossless": "reference" if name == BASELINE else lossless_text(one),
+        "lossless": "reference" if name == BASELINE else texts.get(one.get("lossless"), MISSING),
         "outside forward": percent(None if forward is None else 1.0 - forward),
         "accepted / drafted": percent(accepted / drafted if drafted and accepted is not None else None),
         "retrieval hits": percent(one.get("retrieval_hit_rate")),
@@ -136,10 +112,3 @@ def is_baseline(one: Mapping) -> bool:
 
 def shown_name(name: str, one: Mapping) -> str:
     return f"{name} (baseline)" if is_baseline(one) else name
-
-
-def lossless_text(one: Mapping) -> str:
-    """Yes or no, with the number of texts that differ; a dash where it was not judged."""
-    if not isinstance(one.get("lossless"), bool):
-        return MISSING
-    return "yes" if one["lossless"] else Marked(f"no ({whole(one, 'greedy_mismatches')})")

@@ -48,14 +48,14 @@ class Collection:
     def add_folder(self, folder: Path, name: str) -> None:
         """Add the run that a folder is, and the measurements that lie in it."""
         before = len(self.runs)
-        config = self.read(folder / "config.yaml", lambda file: yaml.safe_load(file.read_bytes()))
+        config = self.read(folder / "config.yaml", parse=yaml.safe_load)
         kind = config.get("kind") if config else None
         if kind in RUNS:
             try:
                 self.runs.append(self.run(folder, name, config))
             except BROKEN as error:
                 self.unreadable[str(folder)] = reason(error)
-        for file in sorted(folder.glob("*.json")):
+        for file in sorted(filter(Path.is_file, folder.glob("*.json"))):
             self.add_measurement(file)
         if config and kind not in RUNS and len(self.runs) == before:
             why = f"config.yaml has kind={kind}, which this page does not show"
@@ -81,14 +81,16 @@ class Collection:
             more["budgets"] = self.budgets(folder, Path(str(more["result"]["budget_table"])))
         return Run(name, kind, folder, config, **more)
 
-    def read(self, file: Path, parse: Callable[[Path], object] | None = None, shape: Mapping | None = None) -> dict:
+    def read(
+        self, file: Path, shape: Mapping[str, object] | None = None, parse: Callable[[str], object] = json.loads
+    ) -> dict | None:
         """A mapping, None where there is no such file; noted where it is damaged or has another shape."""
         if not file.is_file():
             return None
         try:
-            content = parse(file) if parse else json.loads(file.read_text(encoding="utf-8"))
+            content = parse(file.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
-                raise ValueError("it holds no options" if parse else "it holds no JSON object")
+                raise ValueError("it holds no names with values")
             for part, expected in (shape or {}).items():
                 if not fits(content.get(part) or {}, expected):
                     raise ValueError(f"it holds no {part} as commands write them")
@@ -122,9 +124,11 @@ class Collection:
 
     def add_measurement(self, file: Path) -> None:
         """Add a JSON file of measurements, with the pictures that it names; other files are left alone."""
-        if file.name in ("run.json", "result.json", "results.json") or not mentions_kind(file):
+        if file.name in ("run.json", "result.json", "results.json") or file.stat().st_size > LARGEST_JSON_BYTES:
             return
-        content = self.read(file)
+        with file.open("rb") as start:  # says whether it may be one, which spares reading every JSON file there is
+            beginning = start.read(4096).decode(errors="replace")
+        content = self.read(file) if any(f'"{kind}"' in beginning for kind in MEASUREMENTS) else None
         if content is None or content.get("kind") not in MEASUREMENTS:
             return
         pictures = {}
@@ -166,17 +170,6 @@ def fits(value: object, shape: object) -> bool:
     if isinstance(shape, list):
         return all(fits(one, shape[0]) for one in value)
     return isinstance(value, dict) and all(fits(value.get(part) or {}, inner) for part, inner in shape.items())
-
-
-def mentions_kind(file: Path) -> bool:
-    """Whether a file may hold a measurement: its beginning says so, which spares reading every JSON file there is."""
-    try:
-        with file.open("rb") as content:
-            beginning = content.read(4096)
-    except OSError:
-        return False
-    small = file.stat().st_size <= LARGEST_JSON_BYTES
-    return small and b'"kind"' in beginning and any(f'"{kind}"'.encode() in beginning for kind in MEASUREMENTS)
 
 
 def last_written(path: Path) -> str | None:

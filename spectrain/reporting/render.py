@@ -5,19 +5,34 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 
 from spectrain.decoding import Sampling
-from spectrain.reporting import formats
+from spectrain.reporting import benchmarks, comparisons, cost_plots, formats, plots, trainings, tuning
 from spectrain.reporting.drawing import write_png
+from spectrain.reporting.runs import Run, option_text
 from spectrain.reporting.tables import Marked, columns_of_words
 
 STRONGEST = 0.75  # opacity of a heat map's cell
 TWICE = 2.0  # a multiplier at which the colour is that strong
+
+
+def write_report(path: Path, results: Mapping, rows: Sequence[Mapping]) -> None:
+    """Write `report.html` of a benchmark, one file that needs nothing else.
+
+    Args:
+        path: of the page.
+        results: the content of `results.json`.
+        rows: the lines of `questions.jsonl`.
+    """
+    title = f"Speculative decoding on {results.get('target', 'a target model')}"
+    html = render("benchmark_page.html", title=title, benchmark=benchmarks.benchmark_parts(results, rows))
+    path.write_text(html, encoding="utf-8")
 
 
 def render(template: str, **values: object) -> str:
@@ -33,8 +48,20 @@ def environment() -> Environment:
     environment.filters |= {"columns_of_words": columns_of_words, "shade": shade, "png": png, "json": json.dumps}
     environment.filters["sampling"] = sampling_text
     environment.tests["marked"] = lambda cell: isinstance(cell, Marked)
-    environment.globals |= {"zip": zip, "MISSING": formats.MISSING}
+    modules = (benchmarks, comparisons, cost_plots, plots, trainings, tuning)
+    environment.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
+    environment.globals |= {"zip": zip, "MISSING": formats.MISSING, "option_text": option_text, "pictures": pictures}
     return environment
+
+
+def pictures(
+    run: Run, caption: str = "", draw: Callable[[Mapping], Figure | None] | None = None
+) -> list[tuple[str, bytes | Figure]]:
+    """The captions and figures that a file names, or else the one that `draw` makes of its content."""
+    named = {str(one.get("file")).rsplit("/", 1)[-1]: one.get("caption") for one in run.result.get("figures") or ()}
+    found = [(str(text or name), run.pictures[name]) for name, text in named.items() if name in run.pictures]
+    figure = draw(run.result) if draw and not found else None
+    return found if figure is None else [(caption, figure)]
 
 
 def png(picture: Figure | bytes) -> str:

@@ -147,8 +147,7 @@ class Training(Run):
     @property
     def contexts(self) -> int | None:
         """That each tau was measured on."""
-        value = number(((self.result or {}).get("settings") or {}).get("contexts"))
-        return int(value) if value else None
+        return int(number(((self.result or {}).get("settings") or {}).get("contexts")) or 0) or None
 
 
 def groups(trainings: Iterable[Training]) -> list[list[Training]]:

@@ -57,7 +57,7 @@ def for_terminal(frame: DataFrame, notes: Sequence[str] = (), dim: str | None = 
     words = columns_of_words(frame)
     for i, name in enumerate(frame):
         first = {"overflow": "fold", "min_width": 8} if i == 0 else {"no_wrap": True}
-        table.add_column(Text(name), justify="left" if name in words else "right", **first)
+        table.add_column(Text(name.replace(" ", "\n")), justify="left" if name in words else "right", **first)
     for label, *cells in frame.itertuples(name=None):
         # Text: a bracket in a name is no markup.
         texts = [Text(str(cell), style="red" if isinstance(cell, Marked) else "") for cell in cells]

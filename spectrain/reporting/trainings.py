@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spectrain.reporting.formats import bounds_of, number
-from spectrain.reporting.plots import training_plots
 from spectrain.reporting.runs import Training, differences, option_text
 
 KINDS = {"spire": "SPIRe drafter", "vanilla": "vanilla drafter", "specdecpp": "acceptance head", "target": "target"}
@@ -22,25 +21,15 @@ OPTIONS_SHOWN = 6
 OBJECTIVE = ("loss", "omega", "w_rej", "w_acc")  # where these differ, losses are on different scales
 
 
-def training_parts(runs: Sequence[Training], prefix: str) -> dict:
-    """What the template shows of trainings that can be compared.
+def shared_options(runs: Sequence[Training]) -> dict[str, object]:
+    """The options that all of several runs have in common."""
+    options = runs[0].options.items() if len(runs) > 1 else ()
+    return {key: value for key, value in options if all(run.options.get(key, ...) == value for run in runs)}
 
-    Args:
-        runs: of one kind, for one target.
-        prefix: of the ids within their plots.
-    """
-    first = runs[0].options
-    return {
-        "runs": runs,
-        **outcome(runs),
-        "metrics": {
-            m: head for m, head in METRICS.items() if any(number(run.metrics.get(m)) is not None for run in runs)
-        },
-        "settings": list(dict.fromkeys(name for run in runs for name in run.tau)),
-        "plots": training_plots(runs, prefix),
-        "shared": {k: v for k, v in first.items() if len(runs) > 1 and all(r.options.get(k, ...) == v for r in runs)},
-        "different": different(runs),
-    }
+
+def metrics_of(runs: Sequence[Training]) -> dict[str, str]:
+    """Metric -> head of its column, of those that validation measured."""
+    return {m: head for m, head in METRICS.items() if any(number(run.metrics.get(m)) is not None for run in runs)}
 
 
 def title_of(runs: Sequence[Training]) -> str:

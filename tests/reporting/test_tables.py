@@ -54,7 +54,7 @@ def test_the_terminal_takes_brackets_as_text_and_markdown_is_a_table():
     frame = table_of([{"m": "[red]x", "value [unit]": "2.50 [2.40, 2.61]"}])
     out = io.StringIO()
     Console(file=out, width=60).print(for_terminal(frame, ["note [1]"]))
-    for part in ("[red]x", "value [unit]", "2.50 [2.40, 2.61]", "note [1]"):
+    for part in ("[red]x", "value\n", "[unit]\n", "2.50 [2.40, 2.61]", "note [1]"):
         assert part in out.getvalue()
     assert as_markdown(frame) == "| m | value [unit] |\n| --- | --- |\n| [red]x | 2.50 [2.40, 2.61] |\n"
 
