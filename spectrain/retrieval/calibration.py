@@ -1,8 +1,8 @@
-"""How far pseudo-probabilities of continuations can be believed, from texts that are known (SSSD, section 3.1.3).
+"""Measure how far pseudo-probabilities of continuations can be believed, on texts that are known (SSSD, section 3.1.3).
 
-For every place of a text and every source, the source's tree says how much probability it gives to continuations of
-each depth, all nodes together, and the text says whether its own continuation was among them. Their ratio, over all
-places, is the factor by which that source over- or understates, for a prefix of that length, at that depth.
+At every place of a text, the tree of each source says how much probability it gives to continuations of each depth, all
+nodes together, and the text says whether its own continuation was among them. Their ratio over all places is the factor
+by which that source over- or understates, for a prefix of that length, at that depth.
 
 Letters: P longest prefix of the input, S longest of the datastore, E longest branch.
 """
@@ -10,7 +10,6 @@ Letters: P longest prefix of the input, S longest of the datastore, E longest br
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 from numba import njit
@@ -44,41 +43,24 @@ def _tally(tree, node, seen, coming, claimed, kept):
         at = child
 
 
-@dataclass
-class Tally:
-    """Sums over places, by prefix length and depth."""
-
-    longest: int
-    branch_tokens: int
-    claimed: np.ndarray = field(init=False)  # [longest, E] probability given to nodes
-    kept: np.ndarray = field(init=False)  # [longest, E] places where the text's own continuation was a node
-
-    def __post_init__(self) -> None:
-        self.claimed = np.zeros((self.longest, self.branch_tokens))
-        self.kept = np.zeros((self.longest, self.branch_tokens))
-
-    def add(self, prefix: int, tree: np.ndarray, node: int, seen: int, coming: np.ndarray) -> None:
-        _tally(tree, node, float(seen), coming, self.claimed[prefix - 1], self.kept[prefix - 1])
-
-    def factors(self) -> list[list[float]]:
-        """[prefix - 1][depth - 1]; 1 where nothing was claimed."""
-        values = (self.kept + FEW_PLACES) / (self.claimed + FEW_PLACES)
-        return [[round(float(value), 4) for value in row] for row in values]
-
-
 def calibrate(
     texts: Iterable[tuple[list[int], list[int]]], retriever: Retriever | None, max_prefix: int, branch_tokens: int
 ) -> dict[str, list[list[float]]]:
-    """Factors for the sources `input` and `datastore` (where there is one), as `SssdOptions.calibration` takes them.
+    """Factors [prefix - 1][depth - 1] for the sources `input` and `datastore`; 1 where nothing was claimed.
 
     Args:
         texts: (prompt, response) token ids; places are those of the responses.
-        retriever: over the datastore.
+        retriever: over the datastore; None: there is none.
         max_prefix: P.
         branch_tokens: E.
     """
-    own = Tally(max_prefix, branch_tokens)
-    store = Tally(retriever.options.max_suffix, branch_tokens) if retriever is not None else None
+    longest = {"input": max_prefix} | ({"datastore": retriever.options.max_suffix} if retriever is not None else {})
+    claimed = {source: np.zeros((n, branch_tokens)) for source, n in longest.items()}  # probability given to nodes
+    kept = {source: np.zeros((n, branch_tokens)) for source, n in longest.items()}  # places where the text was a node
+
+    def add(source: str, prefix: int, tree: np.ndarray, node: int, seen: int, coming: np.ndarray) -> None:
+        _tally(tree, node, float(seen), coming, claimed[source][prefix - 1], kept[source][prefix - 1])
+
     for prompt, response in texts:
         text = np.array(prompt + response, dtype=np.int64)
         trie = ContinuationTrie(prompt, max_prefix, branch_tokens)
@@ -89,9 +71,10 @@ def calibrate(
                 node = trie.cursors[prefix]
                 seen = int(trie.nodes[node, COUNT]) - 1
                 if seen > 0:
-                    own.add(prefix, trie.nodes, node, seen, coming)
-            if store is not None:
+                    add("input", prefix, trie.nodes, node, seen, coming)
+            if retriever is not None:
                 found = retriever.gather(text[max(0, place - retriever.options.max_suffix) : place], branch_tokens)
                 if found:
-                    store.add(found, retriever.tree, 0, int(retriever.tree[0, COUNT]), coming)
-    return {"input": own.factors()} | ({"datastore": store.factors()} if store is not None else {})
+                    add("datastore", found, retriever.tree, 0, int(retriever.tree[0, COUNT]), coming)
+    factors = {source: (kept[source] + FEW_PLACES) / (claimed[source] + FEW_PLACES) for source in longest}
+    return {name: [[round(value, 4) for value in row] for row in rows.tolist()] for name, rows in factors.items()}
