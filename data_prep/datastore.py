@@ -15,11 +15,10 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from data_prep.documents import DocumentParts
-from data_prep.lookup import look_up
+from data_prep.lookup import show_lookup
 from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import console, show_facts, target_override
 from data_prep.ranks import decided, interruptible, launch, rank_device
@@ -150,18 +149,7 @@ def inspect(cfg: DictConfig) -> None:
             "datastore's target"
         ) from error
     store.check_fits(tokenizer_fingerprint(tokenizer), path)
-    found = look_up(store, tokenizer(str(cfg.lookup), add_special_tokens=False, verbose=False)["input_ids"])
-    if not found.count:
-        console().print("no token of the text occurs in the store")
-        return
-    suffix = tokenizer.decode(found.suffix)
-    console().print(f"{found.count:,} times: {suffix!r} ({len(found.suffix)} tokens)", markup=False, highlight=False)
-    table = Table(title=f"what follows ({found.looked_at:,} places looked at)", title_justify="left")
-    for column, justify in {"places": "right", "tokens": "right", "continuation": "left"}.items():
-        table.add_column(column, justify=justify, overflow="fold")
-    for tokens, count in found.continuations:
-        table.add_row(f"{count:,}", str(len(tokens)), repr(tokenizer.decode(tokens)).replace("[", r"\["))
-    console().print(table)
+    show_lookup(store, tokenizer, str(cfg.lookup))
 
 
 if __name__ == "__main__":

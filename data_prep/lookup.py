@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
+from data_prep.progress import console
 from spectrain.retrieval.datastore import Datastore
 
 MAX_PLACES = 2000  # looked at, at regular intervals of the sorted range
@@ -57,3 +60,19 @@ def likeliest(following: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...
             n_tokens += 1
         continuations.append((group[0][:n_tokens], len(group)))
     return continuations
+
+
+def show_lookup(store: Datastore, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Print how often the longest known suffix of a text occurs, and what follows it."""
+    found = look_up(store, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    if not found.count:
+        console().print("no token of the text occurs in the store")
+        return
+    suffix = tokenizer.decode(found.suffix)
+    console().print(f"{found.count:,} times: {suffix!r} ({len(found.suffix)} tokens)", markup=False, highlight=False)
+    table = Table(title=f"what follows ({found.looked_at:,} places looked at)", title_justify="left")
+    for column, justify in {"places": "right", "tokens": "right", "continuation": "left"}.items():
+        table.add_column(column, justify=justify, overflow="fold")
+    for tokens, count in found.continuations:
+        table.add_row(f"{count:,}", str(len(tokens)), repr(tokenizer.decode(tokens)).replace("[", r"\["))
+    console().print(table)
