@@ -40,7 +40,7 @@ from spectrain.reporting.plots import calibration, training_pictures
 from spectrain.serving.exporting import Export, save_head_and_drafter, tokens_of, write_export
 from spectrain.stores.folder import naming_a_full_disk, refuse_existing
 from spectrain.training import experiments
-from spectrain.training.fit import fit, target_device
+from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
 from spectrain.training.runs import FinishedRun, RunFolder
 
@@ -50,9 +50,8 @@ log = logging.getLogger(__name__)
 def main(cfg: DictConfig) -> None:
     if "kind" not in cfg or OmegaConf.is_missing(cfg, "kind"):
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
-    if cfg.data.source != "online" and cfg.kind not in experiments.OFFLINE:
-        kinds = " and ".join(f"+exp={kind}" for kind in experiments.OFFLINE)
-        raise UserError(f"data={cfg.data.source} is for {kinds} only; give data=online")
+    if cfg.data.source != "online" and cfg.kind not in ("spire", "specdecpp"):
+        raise UserError(f"data={cfg.data.source} is for +exp=spire and +exp=specdecpp only; give data=online")
     try:
         run = RunFolder.find(cfg)
     except FinishedRun as finished:
@@ -112,10 +111,9 @@ def train_head(cfg: DictConfig, run: RunFolder) -> None:
     figures = {"eval/calibration": calibration({"head": bins}, {"head": style}, cfg.w_rej, cfg.w_acc)}
     save = partial(save_head_and_drafter, head=head, facts=facts, drafter=drafter)
     out = finish(cfg, run, trainer, Export("head", save, result, target), result, figures)
-    console = Console()
-    console.print(head_table(facts, result, experiment.source["rows"][0], run.path / "calibration.png"))
+    Console().print(head_table(facts, result, experiment.source["rows"][0], run.path / "calibration.png"))
     line = next_command(out, str(cfg.target.path), facts.sampling)
-    console.print(f"next: {line}", style="dim", soft_wrap=True, highlight=False)
+    Console().print(f"next: {line}", style="dim", soft_wrap=True, highlight=False)
 
 
 def train_target(cfg: DictConfig, run: RunFolder) -> None:
@@ -128,10 +126,6 @@ def train_target(cfg: DictConfig, run: RunFolder) -> None:
     metrics, steps = final_metrics(trainer), trainer.global_step
     finish(cfg, run, trainer, Export("target", save, {"steps": steps, "tokens": tokens_of(run.config, steps)}), metrics)
     log.info("held-out loss %.3f nats per token", metrics["eval/loss"])
-
-
-def final_metrics(trainer: Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def finish(

@@ -47,7 +47,6 @@ from spectrain.training.strategies import uses_gpu
 
 log = logging.getLogger(__name__)
 
-OFFLINE = ("spire", "specdecpp")  # kinds that can train from a store
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 

@@ -104,6 +104,11 @@ def _train(config: Mapping, run: RunFolder, experiment: Experiment, trainer: Tra
         trainer.validate(module, datamodule=data, verbose=False)
 
 
+def final_metrics(trainer: Trainer) -> dict[str, float]:
+    """What the last validation and the last step logged, by name."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
 def callbacks(config: Mapping, run: RunFolder, measure: Measure | None) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
