@@ -81,7 +81,7 @@ def test_everything_is_found_and_the_choice_runs(run, asked):
         Path("checkpoints", name).symlink_to(asked / name)
     code, out, err = run("tune", *SMALL, "drafter=checkpoints/vanilla", "out=t")
     assert code == 0, err
-    for word in ("fixed gamma", "held out", "t_draft", "oracle (Theorem 4.1)", "as predicted, text by text", "deep"):
+    for word in ("fixed gamma", "held", "t_draft", "oracle (Theorem 4.1)", "as predicted, text by text", "deep"):
         assert word in out
     found = results("t")
     assert set(found["heads"]) == {"linear", "deep"}  # not the one of another drafter
