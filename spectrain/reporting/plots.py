@@ -87,7 +87,7 @@ def by_category(methods: Mapping[str, Mapping], measure: str, axis_label: str) -
     }
     rows = []
     for name in names:
-        label, hatch = (" (peer)", "////") if methods[name].get("kind") == "peer" else ("", "")
+        label, hatch = (" (baseline)", "////") if methods[name].get("kind") == "peer" else ("", "")
         rows.append((shortened(name) + label, {"color": styles[name]["color"], "hatch": hatch}))
     return bar_panels(values, rows, axis_label, n_columns=3)
 

@@ -35,7 +35,9 @@ def test_every_plot_names_what_it_shows():
     texts = drawn(fake_results())
     assert list(texts) == ALL
     for title in ALL[:2]:
-        assert all(part in texts[title] for part in [*NAMES, *CATEGORIES, "all questions", "hf_prompt_lookup (peer)"])
+        assert all(
+            part in texts[title] for part in [*NAMES, *CATEGORIES, "all questions", "hf_prompt_lookup (baseline)"]
+        )
     # Peers and what drafts nothing have no steps to show.
     for title in ALL[2:5]:
         assert all(name in texts[title] for name in ("logitspec", "spectra_core", "spire")), title
