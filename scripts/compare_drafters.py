@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,19 +25,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pandas import DataFrame
 
 from spectrain.cli import quiet_libraries
 from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.spire_paper import modelled
-from spectrain.measure.tau import DrafterComparison, Setting, compare, continue_rows, counts_of
+from spectrain.measure.spire_paper import in_paper, modelled, options, paper_tau
+from spectrain.measure.tau import POOLED, Setting, compare, continue_rows, counts_of
 from spectrain.methods import magicdec
 from spectrain.methods.loading import load_method
 from spectrain.models.artifacts import check_weights, read_manifest
-from spectrain.reporting.comparisons import drafters_caption, drafters_for_terminal, drafters_markdown
+from spectrain.reporting.comparisons import NARROW, drafters_table, settings_of
 from spectrain.reporting.drawing import write_png
 from spectrain.reporting.plots import drafters as drafter_bars
-from spectrain.reporting.tables import show
+from spectrain.reporting.tables import as_markdown, show, table_of
 from spectrain.stores.environment import date_of, environment
 from spectrain.stores.folder import write_json
 from spectrain.stores.locations import bundled_folder
@@ -53,16 +55,14 @@ def main() -> None:
     try:
         folders = checked(args)
         target = load_target(bundled_folder(args.target) or args.target, args.dtype, args.device)
-        comparison = compared(args, target, folders)
+        content = compared(args, target, folders)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    show(drafters_for_terminal(comparison), 80)
+    show([terminal_table(content)], columns=80)
     if args.out:
-        content = facts(args, target.device, folders, comparison)
-        throughput = {name: (ours.as_json(), paper) for name, (ours, paper) in modelled(comparison).items()}
-        write_png(drafter_bars(content, throughput), args.out / "drafters.png")
-        (args.out / "drafters.md").write_text(drafters_markdown(comparison))
+        write_png(drafter_bars(content, modelled(content)), args.out / "drafters.png")
+        (args.out / "drafters.md").write_text(markdown(content))
         write_json(args.out / "drafters.json", content)
         print(f"{args.out}/drafters.json, drafters.md, drafters.png", file=sys.stderr)
 
@@ -108,12 +108,77 @@ def checked(args: argparse.Namespace) -> dict[str, Path | None]:
     return folders
 
 
-def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str, Path | None]) -> DrafterComparison:
-    """Raises UserError where a drafter is none of this target's, or there are no rows."""
+def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str, Path | None]) -> dict:
+    """What drafters.json holds. Raises UserError where a drafter is none of this target's, or there are no rows."""
     rows = held_out_rows(args, target)
     settings = [Setting(length, t) for t in args.temperatures for length in args.context_tokens]
-    counts = {name: counted(args, target, name, folder, rows, settings) for name, folder in folders.items()}
-    return DrafterComparison(compare(counts), settings, len(rows), args.new_tokens, args.gamma)
+    found = compare({name: counted(args, target, name, folder, rows, settings) for name, folder in folders.items()})
+    for name, folder in folders.items():
+        kind = MAGICDEC if folder is None else read_manifest(folder).kind
+        found[name] = {"folder": folder and str(folder), "kind": kind} | found[name]
+    content = {
+        "kind": "drafters",
+        "command": shlex.join(["python", *sys.argv]),
+        "date": date_of(),
+        "target": args.target,
+        "dtype": args.dtype,
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "versions": environment(1),
+        "rows": len(rows),
+        "new_tokens": args.new_tokens,
+        "gamma": args.gamma,
+        "contexts": {str(length): len(rows) for length in dict.fromkeys(args.context_tokens)},
+        "first": next(iter(found)),
+        "drafters": found,
+    }
+    return content | {"figures": [{"file": "drafters.png", "caption": caption(content)}]}
+
+
+def terminal_table(content: Mapping) -> tuple[str, DataFrame]:
+    """tau pooled over context lengths, with a title."""
+    lengths = ", ".join(content["contexts"])
+    pools = [name for name in settings_of(content) if name.startswith(f"{POOLED}, ")]
+    title = f"tau on {content['rows']} held-out contexts of {lengths} tokens each, in pairs with {content['first']}"
+    return title, drafters_table(content, pools, NARROW)
+
+
+def caption(content: Mapping) -> str:
+    """What the bars show, and the diamonds where there are any."""
+    spot, text = options()["spot"], ""
+    if modelled(content):
+        text = (
+            f" Last panel: throughput by the paper's cost model for its target, batch {spot['batch']}, "
+            f"{spot['context_tokens']} tokens, T=1."
+        )
+    if in_paper(content):
+        text += " Diamonds: what the SPIRe paper reports, of a target of its own."
+    return (
+        f"tau, the tokens produced per target forward pass, of each drafter with {content['gamma']} draft tokens per "
+        f"step, by setting and pooled over settings ({content['rows']} held-out contexts of each length, "
+        f"{content['new_tokens']} new tokens), with 95 % bootstrap intervals; higher is better.{text}"
+    )
+
+
+def markdown(content: Mapping) -> str:
+    """The comparison for a document, with the paper's values where the drafters are its own."""
+    several = len(content["contexts"]) > 1
+    columns = [s for s in settings_of(content) if s != POOLED and (several or not s.startswith(POOLED))]
+    frame, paper, first = drafters_table(content, columns, NARROW), paper_tau(), content["first"]
+    reported = {name: f"{tau:.3f}" for name, tau in paper.items()}
+    if first in paper:
+        reported |= {f"{name} - {first}": f"{tau - paper[first]:+.3f}" for name, tau in paper.items()}
+    frame["paper, 512 tokens"] = [reported.get(name.partition("\n")[0], "") for name in frame["drafter"]]
+    text, throughput = as_markdown(frame.replace("\n", ", ", regex=True)), modelled(content)
+    if throughput:
+        spot = options()["spot"]
+        head = f"modelled throughput at ({spot['batch']}, {spot['context_tokens']})"
+        rows = [
+            {head: name, "with our tau": f"{ours['value']:.2f}", "with the paper's": f"{theirs:.2f}"}
+            for name, (ours, theirs) in throughput.items()
+        ]
+        text += "\n" + as_markdown(table_of(rows))
+    return text
 
 
 def named(text: str) -> tuple[str, Path | None]:
@@ -222,28 +287,6 @@ def content_of(folder: Path) -> str:
 
 
 CONTEXTS = ("dtype", "corpus", "held_out_share", "also", "row_tokens", "skip", "new_tokens", "gamma")
-
-
-def facts(
-    args: argparse.Namespace, device: torch.device, folders: Mapping[str, Path | None], comparison: DrafterComparison
-) -> dict:
-    """What drafters.json holds."""
-    found = comparison.as_json()
-    for name, folder in folders.items():
-        kind = MAGICDEC if folder is None else read_manifest(folder).kind
-        found["drafters"][name] = {"folder": folder and str(folder), "kind": kind} | found["drafters"][name]
-    return {
-        "kind": "drafters",
-        "command": f"python scripts/compare_drafters.py {' '.join(sys.argv[1:])}",
-        "date": date_of(),
-        "target": args.target,
-        "dtype": args.dtype,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "versions": environment(1),
-        **found,
-        "figures": [{"file": "drafters.png", "caption": drafters_caption(comparison)}],
-    }
 
 
 if __name__ == "__main__":

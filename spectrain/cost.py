@@ -9,7 +9,6 @@ Prints tables and writes `cost.json`, `cost.csv` and pictures. docs/cost.md has 
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,17 +16,17 @@ from pathlib import Path
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.console import Console
 
 from spectrain.cli import command
 from spectrain.measure.cost import CostModel
-from spectrain.measure.cost_analysis import CostGrid, Investment, free_attention_tokens, free_budgets, investments
+from spectrain.measure.cost_analysis import CostGrid, investments, roofline
 from spectrain.measure.cost_inputs import check_options, read_grid, read_methods
 from spectrain.measure.hardware import read_hardware
 from spectrain.measure.model_shape import read_shapes
-from spectrain.methods.registry import names
-from spectrain.reporting import cost_plots, cost_tables
+from spectrain.reporting import cost_plots
+from spectrain.reporting.cost_tables import cost_tables
 from spectrain.reporting.drawing import write_png
+from spectrain.reporting.tables import show
 from spectrain.stores.environment import provenance
 from spectrain.stores.folder import naming_a_full_disk
 from spectrain.training.runs import RunFolder
@@ -56,29 +55,33 @@ def main(cfg: DictConfig) -> None:
     with naming_a_full_disk(run.path):
         run.begin()
         write_csv(run.path / "cost.csv", grid)
-        figures = draw(run.path, grid, axes.views)
-        run.finish(results(cfg, grid, shapes.sources, tau, invested) | {"figures": figures})
-    console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
-    console.rule(grid.title)
-    for table in cost_tables.all_tables(grid, options, shapes.sources | {"tau": tau}, invested):
-        console.print(table)
-    files = ", ".join(["cost.json", "cost.csv", *(figure["file"] for figure in figures)])
-    Console(stderr=True).print(f"{run.path}/: {files}", style="dim", soft_wrap=True)
+        results = {
+            "kind": "cost",
+            **provenance(),
+            "sources": shapes.sources,
+            **grid_json(grid, tau),
+            "analysis": {
+                "batch": grid.spot[0],
+                "context_tokens": grid.spot[1],
+                "methods": [one.as_json() for one in invested],
+            },
+            "roofline": roofline(grid, cfg.roofline.printed) if "roofline" in axes.views else None,
+            "figures": draw(run.path, grid, axes.views),
+        }
+        run.finish(results)
+    tables = cost_tables(grid, axes.views, shapes.sources, tau, options["roofline"], invested)
+    files = ", ".join(["cost.json", "cost.csv", *(figure["file"] for figure in results["figures"])])
+    show([(grid.title, None), *tables], TABLE_COLUMNS, f"{run.path}/: {files}")
 
 
-def results(
-    cfg: DictConfig, grid: CostGrid, sources: Mapping, tau: Mapping, invested: Sequence[Investment]
-) -> dict[str, object]:
-    """Everything that cost.json holds, besides the figures."""
+def grid_json(grid: CostGrid, tau: Mapping[str, Mapping]) -> dict[str, object]:
+    """What cost.json says about the models, every cell, and where which is faster."""
     model, methods = grid.model, grid.methods
     shapes = {"target": model.target} | {method.name: method.shape for method in methods}
     return {
-        "kind": "cost",
-        **provenance(),
         "title": grid.title,
         "hardware": asdict(model.hardware),
         "count_unembedding": model.count_unembedding,
-        "sources": sources,
         "models": {name: asdict(shape) | {"body_parameters": shape.body} for name, shape in shapes.items()},
         "tables": [
             {
@@ -99,27 +102,7 @@ def results(
             for batch in grid.batch
             for pair, spans in grid.faster(batch).items()
         ],
-        "analysis": {
-            "batch": grid.spot[0],
-            "context_tokens": grid.spot[1],
-            "methods": [one.as_json() for one in invested],
-        },
         "intensity": {"k": methods[0].k, "critical_context_tokens": model.critical_context(methods[0].k)},
-        "roofline": roofline(grid, cfg.roofline.printed) if "roofline" in names(cfg.views) else None,
-    }
-
-
-def roofline(grid: CostGrid, printed: float | None) -> dict[str, object]:
-    """SSSD's budgets; null tokens: memory-bound at any number."""
-    hardware, target, contexts = grid.model.hardware, grid.model.target, grid.context_tokens
-    products = [asdict(one) for one in free_budgets(hardware, target)]
-    for one in products:
-        one["tokens"] = None if np.isinf(one["tokens"]) else one["tokens"]
-    attention = free_attention_tokens(hardware, target, contexts).tolist()
-    return {
-        "products": products,
-        "printed": printed,
-        "attention": {"context_tokens": contexts, "tokens": attention},
     }
 
 
@@ -141,23 +124,16 @@ def write_csv(file: Path, grid: CostGrid) -> None:
 
 def draw(folder: Path, grid: CostGrid, views: Sequence[str]) -> list[dict[str, str]]:
     """Draw what the views ask for, as far as the grid and the hardware allow. Returns file names and captions."""
-    several = len(grid.context_tokens) > 1
+    several, hardware = len(grid.context_tokens) > 1, grid.model.hardware
+    throughput = "Modelled throughput relative to autoregressive decoding"
     drawings = {
-        "multiplier": (
-            True,
-            cost_plots.multipliers,
-            "Modelled throughput relative to autoregressive decoding, by batch and context; below 1 speculation loses",
-        ),
+        "multiplier": (True, cost_plots.multipliers, f"{throughput}, by batch and context; below 1 speculation loses"),
         "times": (
-            grid.model.hardware.flops_per_s is not None,
+            hardware.flops_per_s is not None,
             cost_plots.times,
-            f"Modelled milliseconds of a step on {grid.model.hardware.name}, if both peaks are reached",
+            f"Modelled milliseconds of a step on {hardware.name}, if both peaks are reached",
         ),
-        "curves": (
-            several,
-            cost_plots.throughput_curves,
-            f"Modelled throughput relative to autoregressive decoding at batch {grid.spot[0]}",
-        ),
+        "curves": (several, cost_plots.throughput_curves, f"{throughput} at batch {grid.spot[0]}"),
         "break_even": (
             several and len(grid.batch) > 1,
             cost_plots.fastest,

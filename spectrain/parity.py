@@ -19,10 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.parity import Logged, Parity, measure_sides
+from spectrain.measure.parity import LOGGED, differences, measure_sides, verdict
+from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import Setting
 from spectrain.methods.loading import load_method
-from spectrain.reporting.comparisons import PARITY_CAPTION, parity_for_terminal
+from spectrain.reporting.comparisons import NARROW, PARITY_CAPTION, parity_table
 from spectrain.reporting.drawing import write_png
 from spectrain.reporting.plots import parity as acceptance_figure
 from spectrain.reporting.tables import show
@@ -51,22 +52,22 @@ def main(cfg: DictConfig) -> None:
     method = open_method(cfg, run, target)
     contexts = held_out_contexts(cfg, run.config, target)
     options = (cfg.new_tokens, cfg.batch_size, cfg.seed, cfg.assisted)
-    parity = Parity(
-        run=str(run.path),
-        drafter_kind=trained.kind,
-        gamma=method.gamma,
-        contexts=len(contexts),
-        context_tokens=cfg.context_tokens,
-        new_tokens=cfg.new_tokens,
-        logged=logged(run, method.gamma),
-        sides={setting: measure_sides(target, method, contexts, setting, *options) for setting in settings},
-    )
+    sides = {setting: measure_sides(target, method, contexts, setting, *options) for setting in settings}
+    apart = {(setting, name): d for setting, own in sides.items() for name, d in differences(own).items()}
+    rows = {f"{setting.sampling}, {name}": a.as_json() for setting, own in sides.items() for name, a in own.items()}
     results = {
         "kind": "parity",
         **provenance(environment(1)),
         "target": str(trained.target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
-        **parity.as_json(),
+        "run": str(run.path),
+        "drafter_kind": trained.kind,
+        "positions": list(range(1, method.gamma + 1)),
+        "contexts": len(contexts),
+        "context_tokens": cfg.context_tokens,
+        "new_tokens": cfg.new_tokens,
+        "rows": logged(run, method.gamma) | rows,
+        "differences": {f"{s.sampling}, {name} less the loop": d.as_json() for (s, name), d in apart.items()},
         "figures": [{"file": "parity.png", "caption": PARITY_CAPTION}],
     }
 
@@ -75,7 +76,16 @@ def main(cfg: DictConfig) -> None:
         write_json(folder / RESULT, results)
 
     write_folder(out, write, replace=cfg.fresh)
-    show(parity_for_terminal(parity), 100, f"{out}/{RESULT}, parity.png")
+    title = (
+        f"Acceptance by position in the draft: {run.path}, {len(contexts)} held-out contexts of {cfg.context_tokens} "
+        f"tokens, {cfg.new_tokens} new tokens; 95 % intervals over contexts"
+    )
+    lines = [
+        f"{setting.sampling}, {verdict(name, difference, greedy=not setting.temperature)}"
+        for (setting, name), difference in apart.items()
+    ]
+    table = parity_table(results["rows"], results["positions"], NARROW)
+    show([(title, table), *((line, None) for line in lines)], 100, f"{out}/{RESULT}, parity.png")
 
 
 def read_settings(cfg: DictConfig) -> list[Setting]:
@@ -121,11 +131,14 @@ def open_method(cfg: DictConfig, run: RunFolder, target: TargetModel) -> Drafter
         return load_method(folder, target, **options)
 
 
-def logged(run: RunFolder, gamma: int) -> Logged | None:
-    """Read what validation said about the exported weights; None of an unfinished run, or for another draft length."""
+def logged(run: RunFolder, gamma: int) -> dict[str, dict]:
+    """Read what validation said about the exported weights; nothing of an unfinished run, or for another gamma."""
     metrics = (run.read_result() or {"metrics": {}})["metrics"]
     rates = [metrics[name] for i in range(1, len(metrics) + 1) if (name := f"eval/alpha_step_{i}") in metrics]
-    return Logged(rates, metrics["eval/tau_expected"]) if len(rates) == gamma else None
+    if len(rates) != gamma:
+        return {}
+    rates, tau = [Estimate(rate).as_json() for rate in rates], Estimate(metrics["eval/tau_expected"]).as_json()
+    return {f"T=1, {LOGGED}": {"acceptance": rates, "tau": tau}}
 
 
 if __name__ == "__main__":

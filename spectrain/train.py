@@ -34,9 +34,11 @@ from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.artifacts import KINDS, save_spire
 from spectrain.models.vanilla import save_pretrained
 from spectrain.reporting.cards import trained_card
+from spectrain.reporting.comparisons import tau_table
 from spectrain.reporting.drawing import COLOURS, write_png
 from spectrain.reporting.head_summary import head_table, next_command
 from spectrain.reporting.plots import calibration, training_pictures
+from spectrain.reporting.tables import show
 from spectrain.serving.exporting import Export, save_head_and_drafter, tokens_of, write_export
 from spectrain.stores.folder import naming_a_full_disk, refuse_existing
 from spectrain.training import experiments
@@ -82,15 +84,15 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     best, drafter = run.best.read(), trained(run.best.weights())
     # Decoding takes the target's dtype and device; the export stays float32.
     drafters[KINDS[cfg.kind].method] = decoding_with(copy.deepcopy(drafter), target)
-    table = measure_tau(target, drafters, contexts, after, cfg.seed)
+    tau = measure_tau(target, drafters, contexts, after, cfg.seed)
     result = {
         "steps": trainer.global_step,
         "tokens": tokens_of(run.config, trainer.global_step),
         "selected": best.facts(),
         "metrics": final_metrics(trainer) if best.step == trainer.global_step else run.metrics_at(best.step),
-        **table.as_dict(),
+        **tau,
     }
-    Console().print(table.render())
+    show([tau_table(tau)], columns=100)
     save = partial(save_spire, drafter=drafter) if cfg.kind == "spire" else drafter.save_pretrained
     finish(cfg, run, trainer, Export(cfg.kind, save, result, target), result)
 

@@ -4,7 +4,8 @@
     python -m spectrain.tune method=sssd datastore=<folder> target=<folder or hub id> prompts=<file.jsonl> limit=60
     python -m spectrain.tune method=specdecpp target=<folder or hub id> prompts=<file.jsonl> limit=60
 
-See docs/tune.md. `budget=true` writes checkpoints/budget-*.json for `max_nodes=auto`, the others a yaml for `tuned=`.
+See docs/measuring.md. `budget=true` writes checkpoints/budget-*.json for `max_nodes=auto`, the others a yaml for
+`tuned=`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spectrain.decoding import load_target
 from spectrain.measure.measured_tau import choose_tau, read_tau
-from spectrain.measure.tau import Setting
+from spectrain.measure.tau import Setting, compare
 from tests.models.test_artifacts import export_spire
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_drafters.py"
@@ -106,6 +107,41 @@ def test_the_file_says_what_it_compared_and_the_throughput_model_reads_it(call, 
     for name in ("spire", "magicdec"):
         chosen = choose_tau(file, read_tau(file), name, 4, at=Setting(32, 0.0))
         assert chosen.tau.value == found["drafters"][name]["tau"]["32 tokens, greedy"]["value"]
+
+
+def comparison(**drafters: list) -> dict:
+    """Content of drafters.json, of counts [R, 2] in two settings."""
+    counts = {name: {Setting(n, 0.0): np.array(c, dtype=float) for n in (256, 512)} for name, c in drafters.items()}
+    contexts = {"256": 2, "512": 2}
+    first = next(iter(drafters))
+    return {"rows": 2, "new_tokens": 64, "gamma": 4, "contexts": contexts, "first": first, "drafters": compare(counts)}
+
+
+OURS, THEIRS = [[6, 2], [3, 3]], [[4, 2], [3, 3]]  # tau 9 / 5 and 7 / 5
+
+
+def test_what_is_shown_are_the_numbers_beside_those_of_the_paper(script):
+    found = comparison(spire=OURS, vanilla=THEIRS)
+    header, _, ours, theirs, less = script.markdown(found).splitlines()
+    assert header == "| drafter | 256 tokens, greedy | 512 tokens, greedy | all, greedy | paper, 512 tokens |"
+    assert ours == f"| spire | {' | '.join(['1.800 ± 1.000'] * 3)} | 3.401 |"
+    assert theirs == f"| vanilla | {' | '.join(['1.400 ± 0.500'] * 3)} | 2.647 |"
+    # 2.647 - 3.401; the interval of the measured difference ends at 0
+    assert less == f"| vanilla - spire | {' | '.join(['-0.400 ± 0.500 unresolved'] * 3)} | -0.754 |"
+    assert "Diamonds: what the SPIRe paper reports" in script.caption(found)
+    title, table = script.terminal_table(found)
+    assert "2 held-out contexts of 256, 512 tokens each, in pairs with spire" in title
+    assert table.to_dict("list") == {
+        "drafter": ["spire", "vanilla", "vanilla - spire"],
+        "all, greedy": ["1.800 ± 1.000", "1.400 ± 0.500", "-0.400 ± 0.500 unresolved"],
+    }
+
+
+def test_drafters_that_the_paper_has_not_stand_alone(script):
+    found = comparison(mine=OURS, yours=THEIRS)
+    assert "3.401" not in script.markdown(found)
+    assert script.markdown(found).splitlines()[-1].endswith("|  |")
+    assert "paper" not in script.caption(found).lower()
 
 
 @pytest.mark.parametrize(

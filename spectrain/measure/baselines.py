@@ -30,16 +30,10 @@ BASELINES = ("hf_generate", "hf_prompt_lookup", "hf_assisted")
 def build_baseline(
     name: str, target: TargetModel, lookup: PromptLookup | None = None, speculative: Speculative | None = None
 ) -> Callable[..., list[Generation]]:
-    """Build a baseline that is called as `generate` is, with prompts and max_new_tokens.
+    """Build a baseline that is called with prompts and max_new_tokens as `generate` is.
 
-    Args:
-        name: one of BASELINES.
-        target: the model.
-        lookup: our method whose draft length and longest n-gram prompt lookup takes.
-        speculative: our method whose draft model and gamma assisted generation takes.
-
-    Raises:
-        UserError: there is no such baseline.
+    Prompt lookup takes the draft length and longest n-gram of our `lookup`, assisted generation the draft model and
+    gamma of our `speculative`. Raises UserError where there is no such baseline.
     """
     if name == "hf_generate":
         return partial(generate_with_transformers, target)
@@ -71,18 +65,20 @@ def generate_with_transformers(
     options: Mapping | None = None,
     assistant: PreTrainedModel | None = None,
 ) -> list[Generation]:
-    """Continue prompts by transformers' `generate`, one at a time; arguments as of our own `generate`.
+    """Continue prompts one at a time by transformers' `generate`; arguments as of our own.
 
-    Args:
-        options: of its GenerationConfig, for prompt lookup.
-        assistant: the draft model of assisted generation.
+    `options` are those of its GenerationConfig for prompt lookup, `assistant` the draft model of assisted generation.
     """
+    sampling = sampling or Sampling()
+    warping = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+    warping["min_p"] = sampling.min_p or None
     eos_ids = list(target.eos_ids if stop_token_ids is None else stop_token_ids)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=eos_ids or None,
         pad_token_id=eos_ids[0] if eos_ids else 0,
-        **_sampling_options(sampling or Sampling()),
+        do_sample=not sampling.greedy,
+        **({} if sampling.greedy else warping),
         **(options or {}),
     )
     inputs = {"generation_config": config} | ({} if assistant is None else {"assistant_model": assistant})
@@ -158,15 +154,3 @@ def _plain_defaults(model: PreTrainedModel) -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         model.generation_config = before
-
-
-def _sampling_options(sampling: Sampling) -> dict:
-    if sampling.greedy:
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p or None,
-    }

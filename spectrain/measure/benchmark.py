@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from spectrain.decoding import Generation, TargetModel
 from spectrain.decoding.errors import UserError
@@ -34,23 +34,14 @@ MAX_TURNS = 64
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured on what.
-
-    Args:
-        target: the model.
-        decoders: by name, called with prompts, max_new_tokens and prompt_numbers as `generate` is.
-        questions: prompts, of one or more turns.
-        prompt_ids: (user turns, replies so far) -> the token ids of the conversation.
-        max_new_tokens: most tokens of a reply.
-        batch_size: rows decoded together.
-    """
+    """What is measured on what."""
 
     target: TargetModel
-    decoders: Mapping[str, Callable[..., list[Generation]]]
+    decoders: Mapping[str, Callable[..., list[Generation]]]  # called as `generate`, without target and drafter
     questions: Sequence[Question]
-    prompt_ids: Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]
-    max_new_tokens: int
-    batch_size: int = 1
+    prompt_ids: Callable[[Sequence[str], Sequence[Sequence[int]]], list[int]]  # of user turns and replies so far
+    max_new_tokens: int  # of a reply
+    batch_size: int = 1  # rows decoded together
 
     def run(self, file: Path) -> list[QuestionRow]:
         """Measure what `file` lacks, append it row by row, and return all rows."""
@@ -80,11 +71,7 @@ class Benchmark:
             self._answer(name, [0], min(WARM_UP_TOKENS, self.max_new_tokens))
 
     def rows(self, done: set[tuple[str, str]]) -> Iterator[list[QuestionRow]]:
-        """Measure what is missing. Yields the rows of one group and method after another.
-
-        Args:
-            done: (question id, method) that are measured already.
-        """
+        """Measure what is not `done`, by (question id, method). Yields the rows of one group and method at a time."""
         group_size = 1 if self.batch_size == 1 else GROUPS_OF_BATCH * self.batch_size
         names = list(self.decoders)
         for turn, start in enumerate(range(0, len(self.questions), group_size)):
@@ -161,14 +148,8 @@ def answered(file: Path) -> Iterator[QuestionRow]:
 
 def shown(groups: Iterator[Sequence[QuestionRow]], todo: int) -> Iterator[QuestionRow]:
     """Pass rows on with a progress bar; where the output is no terminal, log a line now and then."""
-    columns = (
-        TextColumn("[progress.description]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
+    times = (TimeElapsedColumn(), "left", TimeRemainingColumn())
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), *times)
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("answers", total=todo)
         n_done = 0

@@ -28,13 +28,7 @@ def check_positive(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a decoder that its cost depends on.
-
-    Args:
-        n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size: of a decoder with a gated MLP.
-        vocab_size: rows of the unembedding; 0 where it is not counted.
-        body_parameters: parameters of the decoder blocks, counted in a model; None: those of norms, attention and MLP.
-    """
+    """The dimensions of a decoder with a gated MLP that its cost depends on."""
 
     n_layer: int
     hidden_size: int
@@ -42,8 +36,8 @@ class Shape:
     n_kv_head: int
     head_dim: int
     intermediate_size: int
-    vocab_size: int = 0
-    body_parameters: int | None = None
+    vocab_size: int = 0  # 0 where the unembedding is not counted
+    body_parameters: int | None = None  # of the decoder blocks, counted in a model; None: of norms, attention and MLP
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "hidden_size", "n_head", "n_kv_head", "head_dim", "intermediate_size"):
@@ -75,31 +69,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that forwards run on.
-
-    Args:
-        name: for readers.
-        operational_intensity: FLOPs that it does in the time in which it reads a byte.
-        weight_bytes, kv_bytes: bytes per value of weights and of the KV cache.
-        flops_per_s, bytes_per_s: peaks; None where only their ratio is known, and then no cost has seconds.
-        dtype: of the multiplications.
-        source: of the peaks.
-    """
+    """The hardware that forwards run on. Without peaks no cost has seconds."""
 
     name: str
-    operational_intensity: float
-    weight_bytes: float = 1
+    operational_intensity: float  # FLOPs that it does in the time in which it reads a byte
+    weight_bytes: float = 1  # per value
     kv_bytes: float = 1
-    flops_per_s: float | None = None
+    flops_per_s: float | None = None  # peaks
     bytes_per_s: float | None = None
-    dtype: str | None = None
+    dtype: str | None = None  # of the multiplications
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("operational_intensity", "weight_bytes", "kv_bytes"):
-            check_positive(name, getattr(self, name))
-        for name in ("flops_per_s", "bytes_per_s"):
-            if getattr(self, name) is not None:
+        for name in ("operational_intensity", "weight_bytes", "kv_bytes", "flops_per_s", "bytes_per_s"):
+            if getattr(self, name) is not None or not name.endswith("_per_s"):
                 check_positive(name, getattr(self, name))
 
     def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
@@ -136,23 +119,14 @@ class SparseBudget:
 
 @dataclass(frozen=True)
 class Method:
-    """How drafts are made, how long they are, and how many tokens they yield.
+    """How drafts are made, how long they are, and how many tokens they yield."""
 
-    Args:
-        name: vanilla | magicdec | spire | spire_dense
-        shape: of the model that drafts; the target's own for MagicDec.
-        k: drafted tokens per step.
-        tau: tokens per step, the target's own included: 1 .. k + 1.
-        budget: of its KV cache; None: the whole context.
-        feedback: whether the memory of each drafted token is projected to K and V once more.
-    """
-
-    name: str
-    shape: Shape
-    k: int
-    tau: float
-    budget: SparseBudget | None = None
-    feedback: bool = False
+    name: str  # vanilla | magicdec | spire | spire_dense
+    shape: Shape  # of the model that drafts; the target's own for MagicDec
+    k: int  # drafted tokens per step
+    tau: float  # tokens per step, the target's own included: 1 .. k + 1
+    budget: SparseBudget | None = None  # of its KV cache; None: the whole context
+    feedback: bool = False  # whether the memory of each drafted token is projected to K and V once more
 
     def __post_init__(self) -> None:
         check_whole(f"k of {self.name}", self.k, 1)
@@ -186,11 +160,7 @@ class StepCost:
 class CostModel:
     """A target on a piece of hardware.
 
-    Args:
-        target: its shape.
-        hardware: peaks and bytes per value.
-        count_unembedding: whether forwards read and multiply the unembedding too. The paper leaves it out, which is
-            right for large models but not for small ones.
+    The paper leaves the unembedding out, which is right for large models; `count_unembedding` adds it to every forward.
     """
 
     target: Shape

@@ -22,23 +22,14 @@ Span = tuple[int, int]  # first and last context length
 
 @dataclass(frozen=True)
 class CostGrid:
-    """Methods on a grid of batch sizes and context lengths.
+    """Methods on a grid of batch sizes and context lengths, both rising."""
 
-    Args:
-        title: of tables and figures.
-        model: the target on its hardware.
-        methods: what is compared with autoregressive decoding, in order.
-        batch: rows decoded together, rising.
-        context_tokens: rising.
-        spot: (batch, context) of the cost analysis; curves are drawn at its batch.
-    """
-
-    title: str
+    title: str  # of tables and figures
     model: CostModel
-    methods: tuple[Method, ...]
+    methods: tuple[Method, ...]  # what is compared with autoregressive decoding
     batch: tuple[int, ...]
     context_tokens: tuple[int, ...]
-    spot: tuple[int, int]
+    spot: tuple[int, int]  # (batch, context) of the cost analysis; curves are drawn at its batch
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -51,22 +42,17 @@ class CostGrid:
 
     def faster(self, batch: int) -> dict[str, tuple[Span, ...]]:
         """Context lengths where one beats another at this batch size, by "one > other"."""
-        pairs = [(m, None) for m in self.methods] + [(b, a) for a, b in combinations(self.methods, 2)]
-        return {
-            f"{one.name} > {AUTOREGRESSIVE if other is None else other.name}": where_faster(
-                self.model, one, other, batch, *self.ends
-            )
-            for one, other in pairs
-        }
+        found = {}
+        for one, other in [*((m, None) for m in self.methods), *((b, a) for a, b in combinations(self.methods, 2))]:
+            pair = f"{one.name} > {AUTOREGRESSIVE if other is None else other.name}"
+            found[pair] = where_faster(self.model, one, other, batch, *self.ends)
+        return found
 
 
 def spans_where(holds: Callable[[np.ndarray], np.ndarray], low: int, high: int, gap: int = 0) -> tuple[Span, ...]:
-    """Find the runs of context lengths in low .. high where a condition holds.
+    """Find the runs of context lengths in low .. high where a condition holds: contexts [n] -> bool [n].
 
-    Args:
-        holds: contexts [n] -> bool [n]. Runs shorter than the steps of the search, 2 to 3 % of a length, may be missed.
-        low, high: first and last length that is looked at.
-        gap: runs no further apart than this count as one.
+    Runs shorter than 2 to 3 % of a length may be missed. Runs no further apart than `gap` count as one.
     """
     lengths = np.unique(np.geomspace(low, high, SEARCHED).round().astype(np.int64))
     found = holds(lengths)
@@ -143,29 +129,19 @@ class Investment:
             return 0.0
         return self.training / self.saved_share if self.saved_share > 0 else math.inf
 
-    def as_json(self) -> dict[str, str | float | None]:
-        """Plain values; `break_even_decoding` is null where the training never pays."""
-        pays = self.break_even_decoding
-        derived = {"saved": self.saved, "net": self.net, "break_even_decoding": None if math.isinf(pays) else pays}
+    def as_json(self) -> dict[str, str | float]:
+        derived = {"saved": self.saved, "net": self.net, "break_even_decoding": self.break_even_decoding}
         return asdict(self) | derived
 
 
 def investments(grid: CostGrid, training: dict[str, float | None], decoding: float) -> list[Investment]:
-    """Apply SPIRe's section 5 to every method at the spot.
-
-    Args:
-        grid: methods and spot.
-        training: cost of each drafter's training; None: its share of the target's body parameters.
-        decoding: what plain decoding would cost.
-    """
-    batch, context = grid.spot
+    """Apply SPIRe's section 5 at the spot. A training without a cost costs the drafter's share of body parameters."""
     found = []
     for method in grid.methods:
         cost = training.get(method.name)
-        if cost is None:
-            cost = method.shape.body / grid.model.target.body
+        cost = method.shape.body / grid.model.target.body if cost is None else cost
         # Rounded as in the paper, so that the printed numbers follow from one another.
-        multiplier = round(float(grid.model.multiplier(method, [batch], [context])[0, 0]), 2)
+        multiplier = round(grid.model.multiplier(method, grid.spot[:1], grid.spot[1:]).item(), 2)
         found.append(Investment(method.name, multiplier, float(cost), float(decoding or 0)))
     return found
 
@@ -215,3 +191,11 @@ def free_attention_tokens(hardware: Hardware, shape: Shape, context_tokens: Sequ
     s = np.asarray(context_tokens, dtype=np.float64)
     a, b, c = 4.0 * group, 4.0 * group * s - 2 * flops_per_value * (1 + group), -2 * flops_per_value * s
     return (-b + np.sqrt(b * b - 4 * a * c)) / (2 * a)
+
+
+def roofline(grid: CostGrid, printed: float | None) -> dict[str, object]:
+    """SSSD's budgets as plain values."""
+    hardware, target, contexts = grid.model.hardware, grid.model.target, grid.context_tokens
+    tokens = free_attention_tokens(hardware, target, contexts).tolist()
+    products = [asdict(one) for one in free_budgets(hardware, target)]
+    return {"products": products, "printed": printed, "attention": {"context_tokens": contexts, "tokens": tokens}}

@@ -17,20 +17,12 @@ from spectrain.stores.folder import read_json
 
 @dataclass(frozen=True)
 class MeasuredTau:
-    """tau of one method under one setting.
+    """tau of one method under one setting."""
 
-    Args:
-        name: of the method or drafter in the file.
-        method: vanilla, magicdec or spire if it can stand for that method of the throughput model.
-        tau: tokens per step.
-        k: drafted tokens per step; None where the file does not say.
-        setting: it was measured under.
-    """
-
-    name: str
-    method: str
+    name: str  # of the method or drafter in the file
+    method: str  # of the throughput model that it can stand for, or anything else
     tau: Estimate
-    k: int | None
+    k: int | None  # drafted tokens per step; None where the file does not say
     setting: Setting
 
 
@@ -50,14 +42,7 @@ def read_tau(file: Path) -> list[MeasuredTau]:
     except ValueError as error:
         raise UserError(f"results={file} is not JSON; give results.json, result.json or drafters.json") from error
     try:
-        if isinstance(values, dict) and values.get("kind") == "drafters":
-            found = list(_of_comparison(values))
-        elif isinstance(values, dict) and "methods" in values:
-            found = list(_of_benchmark(values))
-        elif isinstance(values, dict) and "tau" in values:
-            found = [tau for name, row in values["tau"].items() for tau in _of_row(name, name, row, k_of_run(file))]
-        else:
-            found = []
+        found = list(_entries(file, values)) if isinstance(values, dict) else []
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"results={file} is damaged ({type(error).__name__}: {error}); make it again") from error
     if not found:
@@ -68,39 +53,35 @@ def read_tau(file: Path) -> list[MeasuredTau]:
     return found
 
 
-def _of_benchmark(values: Mapping) -> Iterator[MeasuredTau]:
-    setting = Setting(None, (values.get("sampling") or {}).get("temperature"))
-    for name, one in values["methods"].items():
-        if one.get("mean_accepted") is None or one.get("kind", "method") != "method":
-            continue
-        nodes = one.get("max_nodes")
-        k = nodes - 1 if isinstance(nodes, int) else None  # a chain's nodes are the root and its drafts
-        tau = Estimate(float(one["mean_accepted"]), *(one.get("mean_accepted_ci95") or ()))
-        yield MeasuredTau(name, _method(name), tau, k, setting)
-
-
-def _of_comparison(values: Mapping) -> Iterator[MeasuredTau]:
-    for name, one in values["drafters"].items():
-        row = {label: tau for label, tau in one["tau"].items() if label.split(", ")[0] != POOLED}
-        yield from _of_row(name, one.get("kind"), row, one.get("gamma", values.get("gamma")))
+def _entries(file: Path, values: Mapping) -> Iterator[MeasuredTau]:
+    if values.get("kind") == "drafters":
+        for name, one in values["drafters"].items():
+            row = {label: tau for label, tau in one["tau"].items() if label.split(", ")[0] != POOLED}
+            yield from _of_row(name, one.get("kind"), row, one.get("gamma", values.get("gamma")))
+    elif "methods" in values:
+        setting = Setting(None, (values.get("sampling") or {}).get("temperature"))
+        for name, one in values["methods"].items():
+            if one.get("mean_accepted") is not None and one.get("kind", "method") == "method":
+                nodes = one.get("max_nodes")
+                k = nodes - 1 if isinstance(nodes, int) else None  # a chain's nodes are the root and its drafts
+                tau = Estimate(float(one["mean_accepted"]), *(one.get("mean_accepted_ci95") or ()))
+                yield MeasuredTau(name, _method(name), tau, k, setting)
+    elif "tau" in values:
+        config = file.parent / "config.yaml"  # the training's
+        k = yaml.safe_load(config.read_text()).get("k") if config.is_file() else None
+        for name, row in values["tau"].items():
+            yield from _of_row(name, name, row, k)
 
 
 def _of_row(name: str, kind: str, row: Mapping[str, Mapping], k: int | None) -> Iterator[MeasuredTau]:
     """Read a mapping from names of settings to estimates."""
-    for label, estimate in row.items():
-        bounds = (math.nan if estimate.get(end) is None else float(estimate[end]) for end in ("low", "high"))
-        tau = Estimate(float(estimate["value"]), *bounds)
-        yield MeasuredTau(name, _method(kind), tau, k, Setting.named(label))
+    for label, one in row.items():
+        bounds = (math.nan if one.get(end) is None else float(one[end]) for end in ("low", "high"))
+        yield MeasuredTau(name, _method(kind), Estimate(float(one["value"]), *bounds), k, Setting.named(label))
 
 
 def _method(name: str) -> str:
     return "vanilla" if name == "speculative" else name
-
-
-def k_of_run(result: Path) -> int | None:
-    """Read how many tokens a training run drafted per step, from the config beside its `result.json`."""
-    file = result.parent / "config.yaml"
-    return yaml.safe_load(file.read_text()).get("k") if file.is_file() else None
 
 
 def choose_tau(
@@ -111,7 +92,7 @@ def choose_tau(
     Args:
         file: for messages.
         found: of `read_tau`.
-        method: vanilla | magicdec | spire | spire_dense
+        method: vanilla | magicdec | spire | spire_dense; the last is an ablation, so its drafter has to be named.
         k: drafted tokens per step in the model.
         name: in the file, of what stands for the method; None: whatever is of that method.
         at: the setting; what is None in it may be anything, if there is only one.
@@ -119,26 +100,25 @@ def choose_tau(
     Raises:
         UserError: the name is not there, several fit, or tau was measured with another k.
     """
-    at = at or Setting(None, None)
-    # A dense cache is an ablation: a drafter that was measured with one has to be named.
     own = [one for one in found if (one.name == name if name else one.method == method != "spire_dense")]
+    if not own and name:
+        names = ", ".join(dict.fromkeys(one.name for one in found))
+        raise UserError(f"results_names.{method}={name} is not in {file}; it has {names}")
     if not own:
-        if name:
-            names = ", ".join(dict.fromkeys(one.name for one in found))
-            raise UserError(f"results_names.{method}={name} is not in {file}; it has {names}")
         return None
     names = list(dict.fromkeys(one.name for one in own))
     if len(names) > 1:
         own = [one for one in own if one.name == method]
-        if not own:
-            raise UserError(
-                f"results={file} has {len(names)} drafters that could be {method}: give results_names.{method}= one of "
-                f"{', '.join(names)}"
-            )
+    if not own:
+        raise UserError(
+            f"results={file} has {len(names)} drafters that could be {method}: give results_names.{method}= one of "
+            f"{', '.join(names)}"
+        )
+    length, temperature = (at.context_tokens, at.temperature) if at else (None, None)
     fitting = [
         one
         for one in own
-        if at.context_tokens in (None, one.setting.context_tokens) and at.temperature in (None, one.setting.temperature)
+        if length in (None, one.setting.context_tokens) and temperature in (None, one.setting.temperature)
     ]
     if len(fitting) != 1:
         settings = "; ".join(one.setting.name for one in own)
@@ -147,11 +127,9 @@ def choose_tau(
             "results_at.context_tokens= and results_at.temperature= (0: greedy)"
         )
     (chosen,) = fitting
-    if chosen.k is not None and chosen.k != k:
+    if chosen.k not in (None, k):
         raise UserError(
             f"results={file} measured {chosen.name} with k={chosen.k}, not k={k}, and tau depends on it; give "
             f"k={chosen.k}, or other results"
         )
-    if not math.isfinite(chosen.tau.value):
-        raise UserError(f"results={file} has tau={chosen.tau.value} for {chosen.name}; measure it again")
     return chosen

@@ -77,13 +77,13 @@ def read_shapes(options: Mapping) -> Shapes:
 
 
 def shape_of_model(name: str, option: str) -> Shape:
-    """Read the shape of a Hugging Face causal LM.
+    """Read the shape of a Hugging Face causal LM from its config alone.
 
     Parameters are counted in an empty model (torch's `meta` device), so biases, norms of heads and MLPs without a gate
     count as they are.
 
     Args:
-        name: bundled checkpoint, folder or hub id; only its config is read.
+        name: bundled checkpoint, folder or hub id.
         option: by which the user gave it.
 
     Raises:
@@ -166,12 +166,7 @@ def exported_config(folder: Path) -> SpireConfig:
 
 
 def shape_of_numbers(option: str, given: Mapping, base: Shape | None = None) -> Shape:
-    """Make a shape from numbers.
-
-    Args:
-        option: by which the user gave them.
-        given: fields of `Shape`.
-        base: provides the fields that are not given, except a count of body parameters.
+    """Make a shape from the fields that the user gave by `option`; `base` provides the others.
 
     Raises:
         UserError: a field is unknown, missing, or does not fit the others.

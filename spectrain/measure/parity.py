@@ -19,7 +19,7 @@ Letters: T texts, S full steps of a text, k = gamma, L tokens of a text, V vocab
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,52 +112,21 @@ class Acceptance:
         return of_sums(rate if self.other is None else difference, *columns, n_resamples=N_RESAMPLES, level=level)
 
 
-@dataclass(frozen=True)
-class Logged:
-    """What validation said about the exported weights: acceptance wherever the data's text puts a draft token."""
-
-    rates: list[float]
-    tau: float  # expected of drafts whose positions are accepted independently
+def differences(sides: Mapping[str, Acceptance]) -> dict[str, Acceptance]:
+    """What should be nothing but chance: the sides that take the loop's steps, less the loop."""
+    return {name: sides[name].minus(sides[LOOP]) for name in (AT_STEPS, ASSISTED) if name in sides}
 
 
-@dataclass(frozen=True)
-class Parity:
-    """One drafter from all sides."""
-
-    run: str
-    drafter_kind: str
-    gamma: int
-    contexts: int
-    context_tokens: int
-    new_tokens: int
-    logged: Logged | None
-    sides: Mapping[Setting, Mapping[str, Acceptance]]  # one setting per temperature
-
-    def differences(self) -> Iterator[tuple[Setting, str, Acceptance]]:
-        """What should be nothing but chance: each side less the loop."""
-        for setting, sides in self.sides.items():
-            for name in (AT_STEPS, ASSISTED):
-                if name in sides:
-                    yield setting, name, sides[name].minus(sides[LOOP])
-
-    def as_json(self) -> dict:
-        """Plain values, without the figure."""
-        rows = {}
-        if self.logged:
-            values = [{"value": value, "low": None, "high": None} for value in (*self.logged.rates, self.logged.tau)]
-            rows[f"T=1, {LOGGED}"] = {"acceptance": values[:-1], "tau": values[-1]}
-        for setting, sides in self.sides.items():
-            rows |= {f"{setting.sampling}, {name}": acceptance.as_json() for name, acceptance in sides.items()}
-        return {
-            "run": self.run,
-            "drafter_kind": self.drafter_kind,
-            "positions": list(range(1, self.gamma + 1)),
-            "contexts": self.contexts,
-            "context_tokens": self.context_tokens,
-            "new_tokens": self.new_tokens,
-            "rows": rows,
-            "differences": {f"{s.sampling}, {name} less the loop": d.as_json() for s, name, d in self.differences()},
-        }
+def verdict(name: str, difference: Acceptance, greedy: bool) -> str:
+    """One sentence on a side of `differences`."""
+    tau, apart = difference.tau(), difference.apart()
+    said = f"{name} less the loop: tau {tau.value:+.3f} [{tau.low:+.3f}, {tau.high:+.3f}]"
+    positions = f"position {', '.join(map(str, apart))}"
+    if greedy and np.array_equal(difference.counts, difference.other):
+        return f"{said}; equal in all {difference.counts[:, 0].sum():.0f} steps"
+    if not tau.low <= 0 <= tau.high:
+        return f"{said}: THEY DIFFER" + (f", at {positions}" if apart else "")
+    return f"{said}, but {positions} DIFFERS" if apart else f"{said}; no difference resolved, at no position"
 
 
 def measure_sides(
@@ -170,16 +139,9 @@ def measure_sides(
     seed: int = 0,
     assisted: bool = True,
 ) -> dict[str, Acceptance]:
-    """Measure acceptance as each side has it, on the same contexts.
+    """Measure the acceptance of a Spire or Speculative method as each side has it, on the same contexts.
 
-    Args:
-        target: what is decoded.
-        method: Spire or Speculative.
-        contexts: token ids.
-        setting: its temperature is that of all sides.
-        new_tokens: after each context; an end of text does not end it.
-        batch_size, seed: of the loop.
-        assisted: whether transformers' assisted generation is measured too, for a vanilla drafter.
+    `assisted`: transformers' assisted generation is measured too, for a vanilla drafter.
     """
     gamma, sampling = method.gamma, Sampling(temperature=setting.temperature)
     log.info("%s: the loop continues %d contexts", setting.sampling, len(contexts))
@@ -199,13 +161,9 @@ def measure_sides(
 
 
 def full_steps(context: Sequence[int], generation: Generation, gamma: int, of_context: bool = False) -> Steps:
-    """The steps of a continuation that drafted gamma tokens.
+    """Take the steps of a continuation that drafted gamma tokens.
 
-    Args:
-        context: what was continued.
-        generation: by a drafter of chains.
-        gamma: draft tokens of a full step.
-        of_context: the first root is the context's last token, as in assisted generation; else the first token written.
+    `of_context`: the first root is the context's last token, as in assisted generation; else the first token written.
     """
     begins = len(context) - 1 if of_context else len(context)
     root, roots, accepted = begins, [], []
@@ -227,14 +185,7 @@ def counted(texts: Sequence[Steps], gamma: int) -> Acceptance:
 def computed(
     texts: Sequence[Steps], gamma: int, draft: Logits, target: Logits, sampling: Sampling
 ) -> tuple[Acceptance, Acceptance]:
-    """Compute acceptance from the two models' logits, at all positions of a text at once.
-
-    Args:
-        texts: written under `sampling`.
-        gamma: draft tokens of a step.
-        draft: the drafter's logits, as training computes them.
-        target: the target's, by one plain forward.
-        sampling: how both are warped.
+    """Compute the acceptance of texts that were written under `sampling`, from the two models' logits.
 
     Returns:
         As if a draft began at each position of what was written; and at the loop's own steps.

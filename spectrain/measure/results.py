@@ -81,11 +81,11 @@ def summarise(
     float32: bool,
     looking_up: Collection[str] = (),
 ) -> dict[str, dict]:
-    """Compute the `methods` of `results.json`.
+    """Compute the `methods` of `results.json` from rows in any order.
 
     Args:
-        rows: of every question and method, in any order.
-        kinds: "method" or "peer" for each method and baseline; also the order of the result.
+        rows: of every question and method.
+        kinds: "method" or "peer" (a baseline) by name, in the order of the result.
         greedy: sampling was greedy, so that texts can be compared with those of autoregressive decoding.
         float32: the target ran in float32; only then is a mismatch more than a rounded tie.
         looking_up: the methods that draft from a table or store, and so have a hit rate.
@@ -112,12 +112,8 @@ def summarise(
 def _measures(rows: Sequence[QuestionRow], plain: Mapping[str, QuestionRow]) -> dict:
     """What methods and baselines have in common, over the questions that they answered."""
     pairs = [(r, plain[r.question_id]) for r in rows if r.question_id in plain]
-    gain = speedup(
-        [r.n_tokens for r, _ in pairs],
-        [r.seconds for r, _ in pairs],
-        [p.n_tokens for _, p in pairs],
-        [p.seconds for _, p in pairs],
-    )
+    counts = [(r.n_tokens, r.seconds, p.n_tokens, p.seconds) for r, p in pairs]
+    gain = speedup(*np.array(counts, dtype=np.float64).reshape(-1, 4).T)
     tau = acceptance_length([r.n_tokens - r.turns for r in rows], [r.target_forwards for r in rows])
     rate = ratio_of_sums([r.n_tokens for r in rows], [r.seconds for r in rows])
     return {

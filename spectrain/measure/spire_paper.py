@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cache
 
 import yaml
@@ -11,8 +12,7 @@ from spectrain.measure.cost import CostModel, Method
 from spectrain.measure.cost_inputs import METHODS, read_methods
 from spectrain.measure.hardware import read_hardware
 from spectrain.measure.model_shape import read_shapes
-from spectrain.measure.statistics import Estimate
-from spectrain.measure.tau import DrafterComparison, Setting
+from spectrain.measure.tau import Setting
 from spectrain.stores.locations import conf_dir
 
 # tau of the ablations at k = 4 and contexts of 512 tokens (Table 1), by the names of conf/ablation/. That of the other
@@ -60,24 +60,23 @@ def multiplier(name: str, tau: float) -> float:
     )
 
 
-def modelled(comparison: DrafterComparison) -> dict[str, tuple[Estimate, float]]:
+def modelled(content: Mapping) -> dict[str, tuple[dict, float]]:
     """Model throughput at the paper's spot: with the measured tau of each drafter, and with the paper's own (Figure 5).
 
-    tau is that of contexts of 512 tokens under T = 1, as in the paper; empty where it was not measured with its k.
+    Args:
+        content: of drafters.json. tau must be of contexts of 512 tokens under T = 1 and of the paper's k; else there is
+            nothing to model.
     """
-    setting = Setting(options()["spot"]["context_tokens"], 1.0)
-    if comparison.gamma != options()["published"]["k"] or setting not in comparison.settings:
-        return {}
-    found = {}
-    for name in in_paper(comparison):
-        tau = comparison.drafters[name].tau[setting]
-        per_token = multiplier(name, 1.0)  # throughput is in proportion to tau
-        ours = Estimate(*(per_token * value for value in (tau.value, tau.low, tau.high)))
-        found[name] = ours, multiplier(name, paper_tau()[name])
+    setting, found = Setting(options()["spot"]["context_tokens"], 1.0).name, {}
+    for name in in_paper(content) if content["gamma"] == options()["published"]["k"] else ():
+        if tau := content["drafters"][name]["tau"].get(setting):
+            per_token = multiplier(name, 1.0)  # throughput is in proportion to tau
+            ours = {key: None if value is None else per_token * value for key, value in tau.items()}
+            found[name] = ours, multiplier(name, paper_tau()[name])
     return found
 
 
-def in_paper(comparison: DrafterComparison) -> list[str]:
-    """The drafters that the paper has by this name; none where there is only one, which compares nothing."""
-    known = [name for name in comparison.drafters if name in paper_tau()]
+def in_paper(content: Mapping) -> list[str]:
+    """The drafters of drafters.json that the paper has by this name; none if there is only one."""
+    known = [name for name in content["drafters"] if name in paper_tau()]
     return known if len(known) > 1 else []

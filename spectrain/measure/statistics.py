@@ -47,16 +47,11 @@ class Estimate:
 def bootstrap_samples(
     statistic: Callable[..., np.ndarray], *samples: Sequence[float], n_resamples: int = 2000, seed: int = 0
 ) -> np.ndarray:
-    """Compute a statistic on bootstrap resamples of units such as questions.
+    """Compute a statistic on B resamples of units such as questions. Returns [..., B].
 
     Args:
         statistic: called as statistic(*samples, axis=-1) with arrays of shape [Q] or [B, Q]; returns [...] or [..., B].
         samples: one or several measurements of the same Q >= 2 units in the same order; they are drawn together.
-        n_resamples: B.
-        seed: of the draws.
-
-    Returns:
-        The statistic of each resample, [..., B].
     """
     arrays = [np.asarray(one, dtype=np.float64) for one in samples]
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
@@ -104,40 +99,21 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], **
     return of_sums(lambda a, b: a / b, numerators, denominators, **options)
 
 
-def difference_of_ratios(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
-    other_numerators: Sequence[float],
-    other_denominators: Sequence[float],
-    **options: float,
-) -> Estimate:
-    """Estimate how much larger one sum / sum is than another over the same questions, resampled together."""
-    samples = (numerators, denominators, other_numerators, other_denominators)
+def difference_of_ratios(*samples: Sequence[float], **options: float) -> Estimate:
+    """Estimate a / b - c / d from four samples over the same questions: how much larger one ratio is than another."""
     return of_sums(lambda a, b, c, d: a / b - c / d, *samples, **options)
 
 
-def speedup(
-    tokens: Sequence[float],
-    seconds: Sequence[float],
-    baseline_tokens: Sequence[float],
-    baseline_seconds: Sequence[float],
-    **options: float,
-) -> Estimate:
-    """Estimate tokens/s relative to a baseline's on the same questions, resampled together."""
-    samples = (tokens, seconds, baseline_tokens, baseline_seconds)
+def speedup(*samples: Sequence[float], **options: float) -> Estimate:
+    """Estimate tokens/s relative to a baseline's: tokens, seconds, and those of the baseline on the same questions."""
     return of_sums(lambda a, b, c, d: (a / b) / (c / d), *samples, **options)
 
 
 def acceptance_length(emitted: Sequence[int], forwards: Sequence[int], **options: float) -> Estimate:
     """Estimate tau: tokens produced per target forward pass, the bonus included; autoregressive decoding has 1.
 
-    Questions are resampled, since the steps of one question depend on one another. A question without a step, which
-    ended with its first token, does not count.
-
-    Args:
-        emitted: tokens of each question without the first of each text, which prefill draws.
-        forwards: target forwards of each question after prefill.
-        options: of `bootstrap`.
+    Both are counted per question: tokens without the first of each text, which prefill draws, and forwards after
+    prefill. Questions are resampled, since their steps depend on one another. A question without a step does not count.
     """
     steps = np.array([(e, f) for e, f in zip(emitted, forwards, strict=True) if f], dtype=np.float64).reshape(-1, 2)
     return ratio_of_sums(*steps.T, **options)

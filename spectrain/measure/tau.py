@@ -8,13 +8,11 @@ Letters: R rows, each with one context per length.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.table import Table
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.decoding.errors import UserError, check_whole
@@ -52,23 +50,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class TauSettings:
-    """Which contexts are continued, and how far.
-
-    Args:
-        context_tokens: context lengths.
-        contexts: number of contexts of each length.
-        new_tokens: tokens generated after each (the paper's G = 64).
-        temperatures: 0 is greedy.
-        batch_size: contexts decoded together.
-        timed_contexts: contexts decoded greedily one at a time for tokens/s, methods taking turns.
-    """
+    """Which contexts are continued, and how far."""
 
     context_tokens: tuple[int, ...] = (256, 512)
-    contexts: int = 64
-    new_tokens: int = 64
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    batch_size: int = 8
-    timed_contexts: int = 8
+    contexts: int = 64  # of each length
+    new_tokens: int = 64  # generated after each (the paper's G)
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # 0: greedy
+    batch_size: int = 8  # contexts decoded together
+    timed_contexts: int = 8  # decoded greedily one at a time for tokens/s, methods taking turns
 
     def __post_init__(self) -> None:
         for name in ("contexts", "new_tokens", "batch_size", "timed_contexts"):
@@ -79,42 +68,6 @@ class TauSettings:
             check_whole("tau.context_tokens", length, 1)
         for temperature in self.temperatures:
             Sampling(temperature=temperature)
-
-
-@dataclass(frozen=True)
-class TauTable:
-    """tau by method and setting, and tokens/s by method."""
-
-    tau: dict[str, dict[Setting, Estimate]]
-    tokens_per_s: dict[str, Estimate]  # at batch 1, greedy
-    settings: TauSettings
-
-    def as_dict(self) -> dict:
-        """Plain values, for JSON."""
-        return {
-            "tau": {m: {s.name: estimate.as_json() for s, estimate in row.items()} for m, row in self.tau.items()},
-            "tokens_per_s": {method: estimate.as_json() for method, estimate in self.tokens_per_s.items()},
-            "settings": asdict(self.settings),
-        }
-
-    def render(self) -> Table:
-        """Show the methods side by side on a terminal of 80 columns."""
-        table = Table(
-            title=f"tau: tokens produced per target forward pass ({self.settings.contexts} held-out contexts each, "
-            f"{self.settings.new_tokens} new tokens, 95 % intervals over contexts)"
-        )
-        table.add_column("context, sampling", no_wrap=True)
-        for method in self.tau:
-            table.add_column(method, justify="right", no_wrap=True)
-        first = next(iter(self.tau))
-        for setting in self.tau[first]:
-            estimates = [row[setting] for row in self.tau.values()]
-            table.add_row(setting.name, *(f"{e.value:.2f} ± {(e.high - e.low) / 2:.2f}" for e in estimates))
-        table.add_section()
-        rates = [e.value for e in self.tokens_per_s.values()]
-        table.add_row("tokens/s, batch 1, greedy", *(f"{rate:.0f}" for rate in rates))
-        table.add_row(f"relative to {first}", *(f"{rate / rates[0]:.2f}x" for rate in rates))
-        return table
 
 
 def continue_rows(
@@ -164,22 +117,19 @@ def measure_tau(
     rows: Sequence[Sequence[int]],
     settings: TauSettings,
     seed: int = 0,
-) -> TauTable:
-    """Decode the same held-out contexts with every method.
+) -> dict[str, dict]:
+    """Decode the same held-out rows [R, L] with every method.
 
-    Args:
-        target: the target.
-        drafters: by method name; the first is what speedups are relative to.
-        rows: [R, L] tokens that no training saw.
-        settings: how many, how long.
-        seed: of the samples.
+    Returns:
+        What results of a training hold: `tau` by method and name of the setting, `tokens_per_s` by method (batch 1,
+        greedy), and `settings`.
     """
-    tau: dict[str, dict[Setting, Estimate]] = {name: {} for name in drafters}
+    tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
     some, size = rows[: settings.contexts], settings.batch_size
     for setting in (Setting(length, t) for length in settings.context_tokens for t in settings.temperatures):
         for name, drafter in drafters.items():
             generations = continue_rows(target, drafter, some, setting, settings.new_tokens, size, seed=seed)
-            tau[name][setting] = tau_estimate(counts_of(generations))
+            tau[name][setting.name] = tau_estimate(counts_of(generations)).as_json()
     # Greedy, one context at a time. Methods take turns, so that a drifting machine hurts all alike.
     timed: dict[str, list[Generation]] = {name: [] for name in drafters}
     greedy = Setting(settings.context_tokens[0], 0.0)
@@ -188,10 +138,10 @@ def measure_tau(
             generations = continue_rows(target, drafter, [row], greedy, settings.new_tokens, 1)
             timed[name] += generations if number > 0 else []  # the first is the warm-up
     rates = {
-        name: ratio_of_sums([len(g.tokens) for g in generations], [decode_s(g) for g in generations])
+        name: ratio_of_sums([len(g.tokens) for g in generations], [decode_s(g) for g in generations]).as_json()
         for name, generations in timed.items()
     }
-    return TauTable(tau, rates, dataclasses.replace(settings, contexts=len(some)))
+    return {"tau": tau, "tokens_per_s": rates, "settings": asdict(settings) | {"contexts": len(some)}}
 
 
 def tau_of(target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]], settings: TauSettings) -> Estimate:
@@ -203,84 +153,23 @@ def tau_of(target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]],
     )
 
 
-@dataclass(frozen=True)
-class PairedTau:
-    """tau of one drafter, and how much larger it is than the first drafter's, by setting with all pools."""
-
-    tau: dict[Setting, Estimate]
-    difference: dict[Setting, Estimate] | None  # None of the first itself
-
-
-@dataclass(frozen=True)
-class DrafterComparison:
-    """Drafters of one target on the same contexts; all are compared with the first.
-
-    Args:
-        drafters: by name.
-        settings: that were measured, without pools.
-        rows: contexts of each length.
-        new_tokens: after each context.
-        gamma: drafted tokens per step.
-    """
-
-    drafters: Mapping[str, PairedTau]
-    settings: Sequence[Setting]
-    rows: int
-    new_tokens: int
-    gamma: int
-
-    @property
-    def first(self) -> str:
-        return next(iter(self.drafters))
-
-    @property
-    def context_tokens(self) -> list[int]:
-        return list(dict.fromkeys(setting.context_tokens for setting in self.settings))
-
-    @property
-    def pools(self) -> list[Setting]:
-        """The pools over context lengths, one per temperature."""
-        return list(dict.fromkeys(Setting(None, setting.temperature) for setting in self.settings))
-
-    @property
-    def columns(self) -> list[Setting]:
-        """The settings, and the pools where there are several lengths."""
-        return [*self.settings, *(self.pools if len(self.context_tokens) > 1 else ())]
-
-    def as_json(self) -> dict:
-        drafters = {
-            name: {
-                part: {setting.name: estimate.as_json() for setting, estimate in estimates.items()}
-                for part, estimates in (("tau", one.tau), ("difference", one.difference))
-                if estimates is not None
-            }
-            for name, one in self.drafters.items()
-        }
-        return {
-            "rows": self.rows,
-            "new_tokens": self.new_tokens,
-            "gamma": self.gamma,
-            "contexts": {str(length): self.rows for length in self.context_tokens},
-            "first": self.first,
-            "drafters": drafters,
-        }
-
-
-def compare(counts: Mapping[str, Mapping[Setting, np.ndarray]]) -> dict[str, PairedTau]:
-    """Compare drafters with the first of them.
+def compare(counts: Mapping[str, Mapping[Setting, np.ndarray]]) -> dict[str, dict[str, dict]]:
+    """Compare drafters with the first of them, in every setting and pooled.
 
     Args:
         counts: of each drafter, [R, 2] per setting, of the same rows in the same settings.
+
+    Returns:
+        Of each drafter, `tau` and (but for the first) `difference` by the name of the setting, as drafters.json has it.
     """
     pooled = {name: with_pools(own) for name, own in counts.items()}
-    first = next(iter(pooled))
+    first, others = next(iter(pooled.values())), list(pooled)[1:]
+
+    def estimates(own: Mapping[Setting, np.ndarray], other: Mapping[Setting, np.ndarray]) -> dict[str, dict]:
+        return {s.name: tau_estimate(c, other.get(s), COMPARISON_RESAMPLES).as_json() for s, c in own.items()}
+
     return {
-        name: PairedTau(
-            {s: tau_estimate(c, None, COMPARISON_RESAMPLES) for s, c in own.items()},
-            None
-            if name == first
-            else {s: tau_estimate(c, pooled[first][s], COMPARISON_RESAMPLES) for s, c in own.items()},
-        )
+        name: {"tau": estimates(own, {})} | ({"difference": estimates(own, first)} if name in others else {})
         for name, own in pooled.items()
     }
 

@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 from pandas import DataFrame
 
-from spectrain.measure.parity import Parity
-from spectrain.measure.spire_paper import in_paper, modelled, options, paper_tau
-from spectrain.measure.tau import DrafterComparison
 from spectrain.reporting.formats import bounds_of, fixed, interval, number, plus_minus
-from spectrain.reporting.tables import as_markdown, table_of
+from spectrain.reporting.tables import table_of
 
 TWO_DIGITS, THREE_DIGITS = partial(interval, digits=2), partial(interval, digits=3)
 NARROW = partial(plus_minus, digits=3)
@@ -66,45 +62,6 @@ def highest_tau(content: Mapping) -> str:
     return ""
 
 
-def drafters_for_terminal(comparison: DrafterComparison) -> list[tuple[str, DataFrame]]:
-    """tau pooled over context lengths."""
-    lengths = ", ".join(map(str, comparison.context_tokens))
-    title = f"tau on {comparison.rows} held-out contexts of {lengths} tokens each, in pairs with {comparison.first}"
-    return [(title, drafters_table(comparison.as_json(), [pool.name for pool in comparison.pools], NARROW))]
-
-
-def drafters_markdown(comparison: DrafterComparison) -> str:
-    """The same for a document in all settings, with the paper's values where the drafters are its own."""
-    frame = drafters_table(comparison.as_json(), [setting.name for setting in comparison.columns], NARROW)
-    paper, throughput = paper_tau(), modelled(comparison)
-    reported = {name: f"{tau:.3f}" for name, tau in paper.items()}
-    if comparison.first in paper:
-        reported |= {f"{n} - {comparison.first}": f"{tau - paper[comparison.first]:+.3f}" for n, tau in paper.items()}
-    frame["paper, 512 tokens"] = [reported.get(name, "") for name in frame["drafter"]]
-    if not throughput:
-        return as_markdown(frame)
-    head = "modelled throughput at ({batch}, {context_tokens})".format(**options()["spot"])
-    rows = [
-        {head: name, "with our tau": f"{ours.value:.2f}", "with the paper's": f"{theirs:.2f}"}
-        for name, (ours, theirs) in throughput.items()
-    ]
-    return f"{as_markdown(frame)}\n{as_markdown(table_of(rows))}"
-
-
-def drafters_caption(comparison: DrafterComparison) -> str:
-    """What the bars show, and the diamonds where there are any."""
-    spot = (
-        " Last panel: throughput by the paper's cost model for its target, batch {batch}, {context_tokens} tokens, T=1."
-    )
-    return (
-        f"tau, the tokens produced per target forward pass, of each drafter with {comparison.gamma} draft tokens per "
-        f"step, by setting and pooled over settings ({comparison.rows} held-out contexts of each length, "
-        f"{comparison.new_tokens} new tokens), with 95 % bootstrap intervals; higher is better."
-        + (spot.format(**options()["spot"]) if modelled(comparison) else "")
-        + (" Diamonds: what the SPIRe paper reports, of a target of its own." if in_paper(comparison) else "")
-    )
-
-
 def parity_table(
     rows: Mapping[str, Mapping], positions: Sequence[int], text: Callable[..., str] = THREE_DIGITS
 ) -> DataFrame:
@@ -124,23 +81,18 @@ def parity_table(
     return table_of(found)
 
 
-def parity_for_terminal(parity: Parity) -> list[tuple[str, DataFrame | None]]:
-    """Acceptance by position, then one sentence for each pair that should agree."""
-    content = parity.as_json()
+def tau_table(content: Mapping) -> tuple[str, DataFrame]:
+    """tau of methods side by side, one row per setting, and tokens/s, as `measure_tau` gives them; with a title."""
+    tau, settings = content["tau"], content["settings"]
+    first = next(iter(tau))
+    rows = [{"context, sampling": s} | {name: plus_minus(row[s], 2) for name, row in tau.items()} for s in tau[first]]
+    rates = {name: one["value"] for name, one in content["tokens_per_s"].items()}
+    rows += [
+        {"context, sampling": "tokens/s, batch 1, greedy"} | {name: f"{rate:.0f}" for name, rate in rates.items()},
+        {"context, sampling": f"relative to {first}"} | {n: f"{rate / rates[first]:.2f}x" for n, rate in rates.items()},
+    ]
     title = (
-        f"Acceptance by position in the draft: {parity.run}, {parity.contexts} held-out contexts of "
-        f"{parity.context_tokens} tokens, {parity.new_tokens} new tokens; 95 % intervals over contexts"
+        f"tau: tokens produced per target forward pass ({settings['contexts']} held-out contexts each, "
+        f"{settings['new_tokens']} new tokens, 95 % intervals over contexts)"
     )
-    parts = [(title, parity_table(content["rows"], content["positions"], NARROW))]
-    for setting, name, difference in parity.differences():
-        tau, steps = difference.tau(), difference.counts[:, 0]
-        said = f"{setting.sampling}, {name} less the loop: tau {tau.value:+.3f} [{tau.low:+.3f}, {tau.high:+.3f}]"
-        apart = ", ".join(map(str, difference.apart()))
-        if not setting.temperature and np.array_equal(difference.counts, difference.other):
-            said += f"; equal in all {steps.sum():.0f} steps"
-        elif not tau.low <= 0 <= tau.high:
-            said += ": THEY DIFFER" + (f", at position {apart}" if apart else "")
-        else:
-            said += f", but position {apart} DIFFERS" if apart else "; no difference resolved, at no position"
-        parts.append((said, None))
-    return parts
+    return title, table_of(rows)

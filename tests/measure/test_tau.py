@@ -1,4 +1,4 @@
-"""tau of drafters in pairs: pooled, resampled by rows, and what is shown of it."""
+"""tau of drafters, alone and in pairs: pooled, and resampled by rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from spectrain.measure.spire_paper import modelled
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import (
-    DrafterComparison,
     Setting,
     TauSettings,
     compare,
@@ -23,14 +22,6 @@ from spectrain.measure.tau import (
 )
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.reporting.comparisons import (
-    NARROW,
-    difference_text,
-    drafters_caption,
-    drafters_for_terminal,
-    drafters_markdown,
-    drafters_table,
-)
 from tests.conftest import random_prompts
 
 SHORT, LONG, SAMPLED = Setting(256, 0.0), Setting(512, 0.0), Setting(256, 1.0)
@@ -67,7 +58,6 @@ def test_in_pairs_a_difference_is_told_that_would_be_lost_otherwise():
 )
 def test_a_difference_is_resolved_where_its_interval_leaves_0_out(low, high, said):
     assert Estimate(0.0, low, high).resolved is said
-    assert ("unresolved" in difference_text(Estimate(0.125, low, high).as_json(), NARROW)) is not said
 
 
 def test_a_difference_without_an_interval_is_not_resolved():
@@ -88,9 +78,9 @@ POOLS = ["all, greedy", "all, T=1", "all"]
 
 def test_all_are_held_to_the_first():
     found = compare({"ours": {SHORT: OURS}, "theirs": {SHORT: THEIRS}})
-    assert found["ours"].difference is None
-    assert found["theirs"].difference[SHORT].value == pytest.approx(-0.4)
-    assert found["theirs"].tau[Setting(None, 0.0)].value == pytest.approx(1.4)
+    assert "difference" not in found["ours"]
+    assert found["theirs"]["difference"]["256 tokens, greedy"]["value"] == pytest.approx(-0.4)
+    assert found["theirs"]["tau"]["all, greedy"]["value"] == pytest.approx(1.4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -108,60 +98,26 @@ def test_parts_of_the_rows_count_as_the_whole(llama_target, temperature):
     assert (whole[:, 1] <= 9).all()
 
 
-def comparison(**drafters: np.ndarray) -> DrafterComparison:
-    counts = {name: {SHORT: c, LONG: c} for name, c in drafters.items()}
-    return DrafterComparison(compare(counts), [SHORT, LONG], 2, 64, 4)
-
-
-def test_what_is_shown_are_the_numbers_beside_those_of_the_paper():
-    found = comparison(spire=OURS, vanilla=THEIRS)
-    header, _, ours, theirs, less = drafters_markdown(found).splitlines()
-    assert header == "| drafter | 256 tokens, greedy | 512 tokens, greedy | all, greedy | paper, 512 tokens |"
-    assert ours == f"| spire | {' | '.join(['1.800 ± 1.000'] * 3)} | 3.401 |"
-    assert theirs == f"| vanilla | {' | '.join(['1.400 ± 0.500'] * 3)} | 2.647 |"
-    apart = "-0.400 ± 0.500 unresolved"  # the interval ends at 0
-    assert less == f"| vanilla - spire | {' | '.join([apart] * 3)} | -0.754 |"  # 2.647 - 3.401
-    ((title, table),) = drafters_for_terminal(found)
-    assert "2 held-out contexts of 256, 512 tokens each, in pairs with spire" in title
-    assert table.to_dict("list") == {
-        "drafter": ["spire", "vanilla", "vanilla - spire"],
-        "all, greedy": ["1.800 ± 1.000", "1.400 ± 0.500", apart],
-    }
-
-
-def test_drafters_that_the_paper_has_not_stand_alone():
-    found = comparison(mine=OURS, yours=THEIRS)
-    assert "3.401" not in drafters_markdown(found)
-    assert drafters_markdown(found).splitlines()[-1].endswith("|  |")
-    assert "paper" not in drafters_caption(found).lower()
-
-
-def test_one_row_has_no_interval_and_the_file_is_still_json():
-    found = comparison(ours=OURS[:1], theirs=THEIRS[:1])
-    assert drafters_table(found.as_json(), [SHORT.name], NARROW)[SHORT.name].iloc[0] == "3.000"
-    read = json.loads(json.dumps(found.as_json(), allow_nan=False))
-    less = read["drafters"]["theirs"]["difference"][SHORT.name]
-    assert less == {
-        "value": -1.0,
-        "low": None,
-        "high": None,
-    }
+def test_one_row_has_no_interval_and_is_strict_json():
+    found = json.loads(json.dumps(compare({"ours": {SHORT: OURS[:1]}, "theirs": {SHORT: THEIRS[:1]}}), allow_nan=False))
+    assert found["theirs"]["difference"][SHORT.name] == {"value": -1.0, "low": None, "high": None}
 
 
 def test_throughput_is_modelled_from_tau_at_512_tokens_and_T_1_alone():
     """Figure 5: 2.78 of SPIRe and 1.36 of a vanilla drafter with the paper's tau, in proportion to tau with ours."""
     setting = Setting(512, 1.0)
-    pairs = {"spire": OURS, "vanilla": THEIRS}
-    held = compare({name: {setting: c} for name, c in pairs.items()})
-    found = modelled(DrafterComparison(held, [setting], 2, 64, 4))
+
+    def content(setting: Setting, gamma: int = 4, rows: slice = slice(None)) -> dict:
+        drafters = compare({"spire": {setting: OURS[rows]}, "vanilla": {setting: THEIRS[rows]}})
+        return {"gamma": gamma, "drafters": drafters}
+
+    found = modelled(content(setting))
     assert {name: round(paper, 2) for name, (_, paper) in found.items()} == {"spire": 2.78, "vanilla": 1.36}
     ours, paper = found["spire"]
-    assert (ours.value, ours.low, ours.high) == pytest.approx([paper * tau / 3.401 for tau in (1.8, 1.0, 3.0)])
-    assert modelled(DrafterComparison(held, [setting], 2, 64, 5)) == {}  # another k
-    assert modelled(comparison(**pairs)) == {}  # greedy
-    alone = compare({name: {setting: c[:1]} for name, c in pairs.items()})
-    (estimate, _) = modelled(DrafterComparison(alone, [setting], 1, 64, 4))["spire"]
-    assert np.isnan(estimate.low)  # one row has no interval
+    assert list(ours.values()) == pytest.approx([paper * tau / 3.401 for tau in (1.8, 1.0, 3.0)])
+    assert modelled(content(setting, gamma=5)) == {}  # another k
+    assert modelled(content(LONG)) == {}  # greedy
+    assert modelled(content(setting, rows=slice(1)))["spire"][0]["low"] is None  # one row has no interval
 
 
 def test_settings_are_known_by_their_names():
@@ -176,8 +132,8 @@ def test_a_table_of_tau_is_strict_json_and_agrees_with_tau_of_one_drafter(llama_
     settings = TauSettings((12, 8), 3, 8, (0.0, 1.0), 2, 1)
     rows = random_prompts([14] * 4)
     drafter = magicdec.build(llama_target, gamma=3, window_tokens=4)
-    table = measure_tau(llama_target, {"plain": Autoregressive(), "magicdec": drafter}, rows, settings)
-    content = json.loads(json.dumps(table.as_dict(), allow_nan=False))
+    found = measure_tau(llama_target, {"plain": Autoregressive(), "magicdec": drafter}, rows, settings)
+    content = json.loads(json.dumps(found, allow_nan=False))
     assert list(content["tau"]["magicdec"]) == [
         "12 tokens, greedy",
         "12 tokens, T=1",
@@ -187,4 +143,5 @@ def test_a_table_of_tau_is_strict_json_and_agrees_with_tau_of_one_drafter(llama_
     assert content["tau"]["plain"]["12 tokens, greedy"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert content["tokens_per_s"]["plain"]["low"] is None  # one timed context has no interval
     assert content["settings"]["contexts"] == 3
-    assert table.tau["magicdec"][Setting(12, 0.0)] == tau_of(llama_target, drafter, rows, settings)
+    alone = tau_of(llama_target, drafter, rows, settings)
+    assert content["tau"]["magicdec"]["12 tokens, greedy"] == alone.as_json()
