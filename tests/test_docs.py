@@ -1,0 +1,61 @@
+"""Every command that README and docs/ show can be composed: its options exist. Links and pictures lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from spectrain.cli import expand_shorthands, refuse_null_groups
+from spectrain.stores.locations import conf_dir
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"-m (?:spectrain|data_prep)\.(\w+)((?: [^|`#\n]*)?)")
+
+
+def commands() -> list[str]:
+    """What stands behind `python -m`, once each, without what a reader fills in (`...`)."""
+    found = []
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        found += [f"{name} {rest.strip()}" for name, rest in COMMAND.findall(text)]
+    lines = {re.sub(r"<[^>]*>", "x", line) for line in found if "..." not in line.replace('"..."', "")}
+    return sorted(line for line in lines if "echo" not in line)  # the method that docs/design.md adds
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_can_be_composed(line):
+    name, *arguments = shlex.split(line)
+    arguments = [a for a in arguments if "=" in a and not a.startswith("[")]
+    primary = (conf_dir() / f"{name}.yaml").read_text()
+    refuse_null_groups(arguments, primary)
+    arguments = [a for a in expand_shorthands(arguments, samples="- sampling:" in primary) if not is_sweep(a)]
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        compose(name, overrides=arguments)
+
+
+def is_sweep(argument: str) -> bool:
+    """`init=pruned,random`, which only -m takes."""
+    return "," in argument and not re.search(r"[\[{\"]", argument)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name) if name else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in slugs, (target, slugs)
+
+
+def test_readme_fits_on_a_few_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
