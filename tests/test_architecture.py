@@ -25,7 +25,6 @@ SEES_CONFIG = {  # besides commands
     *("spectrain.cli", "spectrain.methods.loading", "spectrain.methods.registry"),
     "spectrain.training.runs",  # a run folder is named by its config
 }
-STILL_TO_MOVE: set[str] = set()  # modules that break a rule below; nothing may be added
 THIRD_PARTY_OF_DECODING = {"torch", "transformers"}
 
 
@@ -70,8 +69,6 @@ def test_the_top_of_the_package_holds_only_commands():
 def test_imports_run_one_way(module):
     """Packages import only what KNOWS allows; no command imports another; `spectrain` never imports `data_prep`."""
     package, found = package_of(module), ours(module)
-    if module in STILL_TO_MOVE:
-        return
     if package.startswith("spectrain"):
         assert {name for name in found if name.startswith("data_prep")} == set()
     assert {name for name in found if is_command(name)} == set()
@@ -90,7 +87,7 @@ def test_decoding_knows_only_torch_and_transformers():
 
 def test_only_entry_points_see_the_config():
     for module, path in modules().items():
-        if not is_command(module) and module not in SEES_CONFIG | STILL_TO_MOVE:
+        if not is_command(module) and module not in SEES_CONFIG:
             assert not {"hydra", "omegaconf"} & {name.split(".")[0] for name in imports(path)}, module
 
 
@@ -114,7 +111,7 @@ def test_checkpoints_are_read_by_training_and_export_alone_and_never_a_pickle():
         # DeepSpeed's pieces hold objects of its own, so they are looked at with weights_only=not folder.
         assert ast.unparse(option) in ("True", "not folder")
     readers = {m for m in modules() if "spectrain.training.checkpoints" in imports(modules()[m])}
-    assert {m for m in readers - STILL_TO_MOVE if not is_command(m) and package_of(m) != "spectrain.training"} == set()
+    assert {m for m in readers if not is_command(m) and package_of(m) != "spectrain.training"} == set()
     for module, path in modules().items():
         assert not {"pickle", "cPickle", "dill", "joblib", "cloudpickle"} & imports(path), module
         for node in calls(path, "np", "load"):

@@ -122,7 +122,10 @@ def test_tuned_options_take_the_place_of_the_defaults(run, asked, stored, tmp_pa
     assert code == 0, err
     options = OmegaConf.load(Path("b") / "config.yaml").measured.methods.sssd
     assert (options.input_scale, options.calibration.input[0][0]) == (0.25, 0.5)
-    for content, reason in (("sssd: {inputscale: 1}", "not an option of the method"), ("- 1", "no file of spectrain.tune")):
+    for content, reason in (
+        ("sssd: {inputscale: 1}", "not an option of the method"),
+        ("- 1", "no file of spectrain.tune"),
+    ):
         (tmp_path / "t.yaml").write_text(content)
         code, _, err = run(*command, "out=c", "tuned=t.yaml")
         assert code == 2
