@@ -14,7 +14,7 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.cost import Method, SparseBudget
 from spectrain.measure.measured_tau import MeasuredTau, choose_tau, read_tau
 from spectrain.measure.model_shape import Shapes
-from spectrain.measure.tau import Setting
+from spectrain.measure.tau import POOLED, Setting
 from spectrain.methods.registry import names
 from spectrain.models.spire import SpireConfig
 
@@ -182,5 +182,6 @@ def _tau_of(
         return None, {}
     if chosen.k is None:
         log.warning("%s does not say with which k tau of %s was measured; k=%d is assumed", file, name, k)
-    source = {"source": f"measured: {chosen.name}, {chosen.setting.name}"} | chosen.tau.as_json()
+    setting = chosen.setting.name.replace(POOLED, "any context", 1)  # benchmarks do not say how long contexts were
+    source = {"source": f"measured: {chosen.name}, {setting}"} | chosen.tau.as_json()
     return source.pop("value"), source
