@@ -277,6 +277,7 @@ def test_an_interrupted_run_goes_on_with_no_other_target(run, small, shared):
     assert "was started with target 0000000000000000" in err
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_one_exports(shared, small, tmp_path):
     """Two CPU ranks, started by Lightning itself: real processes."""
     command = [sys.executable, "-m", "spectrain.train", "+exp=spire", f"target={shared / 'target'}", *small]

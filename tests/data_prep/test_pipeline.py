@@ -89,6 +89,7 @@ assert not any(work.iterdir())
 """
 
 
+@pytest.mark.slow
 def test_a_build_killed_at_every_stage_goes_on_to_the_same_bytes(small, tmp_path):
     """A build is killed behind the rename of one file after another, and last behind the store's own; then one that
     replaces the store, which stands whole at its place all the while but between two renames."""
@@ -118,6 +119,7 @@ command("datastore")(main)()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_scoring_is_one_line_and_code_130(run, small, tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, *small, "out=store"],

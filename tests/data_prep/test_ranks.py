@@ -106,6 +106,7 @@ def alone(launch, name: str, *more: str) -> Path:
     return one / name
 
 
+@pytest.mark.slow
 def test_a_datastore_keeps_the_same_documents(launch):
     folder, _, ended = launch
     assert ended.stdout.count("documents read") == 1
@@ -116,6 +117,7 @@ def test_a_datastore_keeps_the_same_documents(launch):
     assert all(contents(one)[name] == contents(two)[name] for name in arrays)
 
 
+@pytest.mark.slow
 def test_activations_are_the_same_bytes(launch):
     folder, _, ended = launch
     assert ended.stdout.count("bytes per token") == 2  # of two stores
@@ -123,6 +125,7 @@ def test_activations_are_the_same_bytes(launch):
     assert not (folder / ".activations.partial").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_labelling_goes_on(launch):
     folder, _, ended = launch
     n_done = int((folder / "killed after").read_text())
@@ -132,6 +135,7 @@ def test_a_killed_labelling_goes_on(launch):
     assert not (folder / ".acceptance.partial").exists()
 
 
+@pytest.mark.slow
 def test_responses_are_resumed_as_one(launch, capfd):
     folder, typed, ended = launch
     work = folder / ".responses.partial"
@@ -146,6 +150,7 @@ def test_responses_are_resumed_as_one(launch, capfd):
     assert contents(alone(launch, "responses", "allow_failed=true")) == contents(folder / "responses")
 
 
+@pytest.mark.slow
 def test_a_training_from_stored_activations_shares_a_batch(launch):
     folder, _, ended = launch
     assert ended.stdout.count(f"exported to {folder / 'train'}") == 1

@@ -57,7 +57,8 @@ def batch_of(rows: list[TextRow]) -> TextBatch:
 
 
 def training(target: TargetModel, states: DraftStates, mixing_share: float = 0.15) -> HeadTraining:
-    drafter = DrafterFacts(states.kind, "drafter", "0" * 16)
+    kind = "spire" if isinstance(states, SpireStates) else "vanilla"
+    drafter = DrafterFacts(kind, "drafter", "0" * 16)
     facts = HeadFacts(HeadConfig(states.hidden_size, 2), drafter, SAMPLING, w_rej=6.0, mixing_share=mixing_share)
     return HeadTraining(facts, states, target, OptimizerSettings())
 

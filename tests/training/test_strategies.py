@@ -145,6 +145,7 @@ def largest_difference(left: dict, right: dict) -> float:
 RESUMED = ["one_two_one", *(f"{trainer}_{how}" for trainer in ZERO for how in ("cut", "anew"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [*RESUMED, *ZERO, "offload"])
 def test_losses_are_those_of_one_rank_with_the_same_batches(runs, run):
     expected, found = losses(runs / "one"), losses(runs / run)
@@ -156,6 +157,7 @@ def test_losses_are_those_of_one_rank_with_the_same_batches(runs, run):
         assert curve(runs / run)[last]["eval/loss"] == pytest.approx(curve(runs / "one")[last]["eval/loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RESUMED)
 def test_every_step_sees_the_rows_of_an_uninterrupted_run_and_none_twice(runs, run):
     assert rows_by_step(runs / run) == rows_by_step(runs / "one")
@@ -164,6 +166,7 @@ def test_every_step_sees_the_rows_of_an_uninterrupted_run_and_none_twice(runs, r
     assert len(seen) == STEPS * BATCH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ZERO)
 def test_zero_resumes_exactly_at_its_rank_count(runs, trainer):
     assert losses(runs / f"{trainer}_cut") == losses(runs / trainer)
@@ -171,6 +174,7 @@ def test_zero_resumes_exactly_at_its_rank_count(runs, trainer):
     assert largest_difference(whole, cut) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["one", *RESUMED, *ZERO, "offload", *VARIANTS])
 def test_checkpoint_and_whole_state_hold_the_drafter_alone_and_agree(runs, run):
     checkpoint = CheckpointFolder(runs / run / "checkpoints").newest()
@@ -182,12 +186,14 @@ def test_checkpoint_and_whole_state_hold_the_drafter_alone_and_agree(runs, run):
     assert largest_difference(weights, whole) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [*ZERO, *RESUMED])
 def test_exported_weights_are_near_those_of_one_rank(runs, run):
     one, other = (load_file(runs / f"{name}-exported/model.safetensors") for name in ("one", run))
     assert largest_difference(one, other) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ZERO)
 def test_optimizer_state_holds_the_drafter_alone(runs, run):
     folder = CheckpointFolder(runs / run / "checkpoints").newest() / "checkpoint"
@@ -198,6 +204,7 @@ def test_optimizer_state_holds_the_drafter_alone(runs, run):
     assert trainable <= pieces < trainable + 100  # a few numbers fill up the last pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ZERO)
 def test_optimizer_goes_on_unchanged_at_another_number_of_ranks(runs, trainer):
     states = {}
@@ -215,6 +222,7 @@ def test_optimizer_goes_on_unchanged_at_another_number_of_ranks(runs, trainer):
     assert [float(state["step"]) for state in anew["state"].values()] == [STEPS, STEPS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ZERO)
 def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, monkeypatch):
     monkeypatch.chdir(runs)
@@ -228,6 +236,7 @@ def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, mon
     assert largest_difference(weights, load_file(exported / "model.safetensors")) == 0
 
 
+@pytest.mark.slow
 def test_a_bad_loss_on_one_of_two_ranks_stops_both_and_one_says_it(runs):
     said = (runs / "said-by-2.txt").read_text()
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
