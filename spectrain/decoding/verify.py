@@ -109,7 +109,6 @@ def _verify_deterministic(
         walked = torch.tensor(walking, device=logits.device)
         bonus = torch.where(walked, drawn, bonus)  # stands if this is the row's last draw
         last = torch.where(walked & found, frontier.int().argmax(-1), last)
-        frontier &= walked[:, None]
         walking = (walked & found).tolist()
         if not any(walking):
             break
