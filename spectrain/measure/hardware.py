@@ -6,17 +6,16 @@ numbers of the CPU are medians of interleaved repeats: a drifting machine then h
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from spectrain.decoding.errors import UserError
 from spectrain.measure.cost import Hardware, check_positive
+from spectrain.stores.environment import cpu_name
 from spectrain.stores.locations import conf_dir
 
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
@@ -104,11 +103,3 @@ def measure_cpu(dtype: str, repeats: int = REPEATS, n: int = N, stream_bytes: in
                     own.append(elapsed_s)
     product_s, stream_s = (statistics.median(own) for own in seconds)
     return MachineSpeed(cpu_name(), torch.get_num_threads(), 2 * n**3 / product_s, 4 * rows * n / stream_s)
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

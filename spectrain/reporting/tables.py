@@ -35,10 +35,6 @@ def table_of(rows: Iterable[Mapping[str, object]], names: Sequence[str] | None =
     return frame.where(frame.notna(), MISSING)
 
 
-def without_empty_columns(frame: DataFrame) -> DataFrame:
-    return frame.loc[:, (frame != MISSING).any()]
-
-
 def columns_of_words(frame: DataFrame) -> list[str]:
     """The columns that begin at the left: the first, and those that hold a word."""
     return [name for i, name in enumerate(frame) if i == 0 or not all(NUMBER.match(str(cell)) for cell in frame[name])]

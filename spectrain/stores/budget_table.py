@@ -8,7 +8,6 @@ Seconds measured with another device, dtype or thread count say nothing, so such
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.budget import ForwardCost, MethodCurve, NodeBudget
 from spectrain.decoding.errors import UserError
+from spectrain.stores.environment import cpu_name
 from spectrain.stores.folder import digest, read_json, write_json
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,7 @@ def machine_of(target: TargetModel) -> dict:
         n_devices = len({p.device for p in target.model.parameters()})
         name, threads = f"{n_devices} x {torch.cuda.get_device_name(device)}", None
     else:
-        cpuinfo = Path("/proc/cpuinfo")
-        lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-        models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-        processor = next(models, platform.processor() or platform.machine())
-        name, threads = f"{processor} ({device.type})", torch.get_num_threads()
+        name, threads = f"{cpu_name()} ({device.type})", torch.get_num_threads()
     return {"device": name, "dtype": str(target.dtype).removeprefix("torch."), "threads": threads}
 
 

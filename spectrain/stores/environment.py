@@ -58,6 +58,14 @@ def date_of(seconds: float | None = None) -> str:
     return moment.strftime(TO_THE_MINUTE)
 
 
+def cpu_name() -> str:
+    """The model of this machine's processor, as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
 def version_of(library: str) -> str | None:
     try:
         return importlib.metadata.version(library)
