@@ -22,7 +22,6 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure import budget, questions, stopping
 from spectrain.measure.answers import read_answers, write_answers
 from spectrain.measure.baselines import BASELINES
-from spectrain.measure.forward_cost import forward_cost, grid_of
 from spectrain.measure.sssd import choose_options
 from spectrain.methods import registry
 from spectrain.reporting.cost_plots import budget_acceptance, budgets, stopping_fronts
@@ -55,12 +54,12 @@ def tune_budget(cfg: DictConfig, sampling: Sampling) -> None:
     asked = questions.read_questions(cfg.prompts, cfg.limit)
     check_whole("max_new_tokens", cfg.max_new_tokens, 2)
     target = open_target(cfg)
-    grid = grid_of(target, cfg.nodes, cfg.batch_sizes, cfg.contexts, cfg.repeats)
+    grid = budget.grid_of(target, cfg.nodes, cfg.batch_sizes, cfg.contexts, cfg.repeats)
     prompts = list(questions.prompt_ids(asked, target, cfg.chat, cfg.max_new_tokens).values())
     drafters = budget.build_sizes(target, methods, registry.given_artifacts(cfg), grid.nodes, registry.takes_all(cfg))
     run = begun(cfg, target, {"methods": methods, "questions": questions.digest(asked), "machine": machine_of(target)})
     with interruptible(run.path):
-        cost = forward_cost(target, grid, cfg.seed, run.path / "forward.json")
+        cost = budget.forward_cost(target, grid, cfg.seed, run.path / "forward.json")
         work = (partial(generate, target, sampling=sampling, seed=cfg.seed), drafters, prompts)
         rows = budget.measure_groups(*work, grid.batch_sizes[-1], cfg.max_new_tokens, run.path / "groups.jsonl")
     facts = {"target": cfg.target.path, "date": date_of(), "prompts": questions.name_of(cfg.prompts)}

@@ -176,4 +176,4 @@ def nodes_of(drafter: Drafter, batch_size: int) -> int | dict | None:
     if budget.fixed is not None:
         return budget.fixed
     rows = sorted({batch_size} | {2**i for i in range(batch_size.bit_length())})
-    return {AUTO: {str(n): budget.nodes(n, budget.typical_context_tokens) for n in rows}}
+    return {AUTO: {str(n): budget.nodes(n) for n in rows}}

@@ -6,11 +6,11 @@ n-grams of 2 to 5 tokens are counted on prompt and output. The longest known one
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
+from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 

@@ -14,13 +14,13 @@ Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behin
 from __future__ import annotations
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.retrieval.ngram_table import PositionTable
+from spectrain.stores.budget_table import NodeBudget
 
 # Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32 (counted from 0),
 # and y alone behind them.

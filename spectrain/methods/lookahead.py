@@ -16,10 +16,10 @@ from random import Random
 import torch
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
+from spectrain.stores.budget_table import NodeBudget
 
 
 def build(target: TargetModel, **options) -> Lookahead:

@@ -12,10 +12,10 @@ from abc import abstractmethod
 from typing import Protocol
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetOutput, Verified
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import check_whole
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape, draft_tree
 from spectrain.retrieval.datastore import Datastore
+from spectrain.stores.budget_table import NodeBudget
 
 
 class RowState(Protocol):
@@ -106,9 +106,7 @@ class CandidateDrafter(LookupDrafter):
 
     def nodes_of_generation(self, cache: KVCache) -> int:
         """Nodes for all steps of a generation, of a method whose rows keep as many probes as they began with."""
-        if self.budget.fixed is not None:
-            return self.budget.fixed
-        return self.budget.nodes(cache.max_rows, self.budget.typical_context_tokens)
+        return self.budget.nodes(cache.max_rows)
 
     @abstractmethod
     def propose_row(self, state: RowState, tree: CandidateTree, row: int) -> None:

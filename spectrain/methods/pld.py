@@ -7,11 +7,11 @@ Where none occurred, nothing is proposed.
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
+from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 MATCH_RULES = ("latest", "earliest")

@@ -10,11 +10,11 @@ new token after a mismatch: its text does not follow the target's distribution. 
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.budget import NodeBudget
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.budget import NodeBudget
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import Retriever
+from spectrain.stores.budget_table import NodeBudget
 
 RETRIEVAL = ("max_suffix", "min_suffix", "max_matches", "min_matches")
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookahead import prompt_random, remember
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.methods.spectra_retrieval import add_retrieved
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever
+from spectrain.stores.budget_table import NodeBudget
 
 
 def build(target: TargetModel, max_nodes: int | NodeBudget | None = None, **options) -> SpectraCore:

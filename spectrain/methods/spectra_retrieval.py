@@ -7,13 +7,13 @@ the texts that the target predicts best are kept (`data_prep.datastore`).
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.methods.rest import Tail
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 

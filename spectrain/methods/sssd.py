@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from spectrain.decoding import Context, DraftTree, TargetModel
-from spectrain.decoding.budget import NodeBudget
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import NO_TEXT, NO_TOKENS, Queue, RetrievalOptions, Retriever, fuse
+from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up

@@ -12,14 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from spectrain.decoding.budget import NodeBudget
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
 from spectrain.measure.stop_simulation import FIXED, HEAD
 from spectrain.reporting import drawing
 from spectrain.reporting.cost_tables import compact
 from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, line, line_panels
 from spectrain.reporting.tuning import plain_tokens_per_s
-from spectrain.stores.budget_table import BudgetTable, CurveEntry
+from spectrain.stores.budget_table import BudgetTable, CurveEntry, NodeBudget
 
 COLOUR_OF = dict(zip(("vanilla", "magicdec", "spire", "spire_dense"), COLOURS, strict=False))
 MAP_POINTS = 240  # of the map of the fastest methods, in each direction

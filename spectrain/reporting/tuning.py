@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from pandas import DataFrame
 
-from spectrain.decoding.budget import ForwardCost, NodeBudget
 from spectrain.measure.results import BASELINE
 from spectrain.reporting.formats import MISSING, interval, measured, number, percent
 from spectrain.reporting.tables import table_of
-from spectrain.stores.budget_table import BudgetTable, CurveEntry
+from spectrain.stores.budget_table import BudgetTable, CurveEntry, ForwardCost, NodeBudget
 
 HEADS_SHOWN = 10  # of acceptance heads
 # Columns of tables: head -> key of the results, digits, and the factor of another unit.

@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from spectrain.decoding.budget import ForwardCost, Roofline
 from spectrain.decoding.errors import UserError
-from spectrain.measure.forward_cost import Grid, fit_roofline, grid_of, measure_forward, steadied
+from spectrain.measure.budget import Grid, fit_roofline, grid_of, measure_forward, steadied
+from spectrain.stores.budget_table import ForwardCost, Roofline
 
 NODES, BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8), (64, 512, 2048)
 TRUE = Roofline(1e-3, 5e-3, 1e-4, 4e-7, 1e-8, 0.0)  # free up to b n = 50

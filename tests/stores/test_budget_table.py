@@ -10,7 +10,6 @@ from math import log
 import pytest
 
 from spectrain.decoding import generate
-from spectrain.decoding.budget import CONTEXT_BUCKET_TOKENS, ForwardCost, MethodCurve, NodeBudget, Roofline
 from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.logitspec import LogitSpec
@@ -21,22 +20,23 @@ from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.stores.budget_table import CONTEXT_BUCKET_TOKENS, ForwardCost, MethodCurve, NodeBudget, Roofline
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.retrieval.reference import make_store
 
-NODES, BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (1, 2, 8), (64, 256)
+NODES, BATCHES, CONTEXTS = [1, 2, 4, 8, 16, 32], [1, 2, 8], [64, 256]
 ROOFLINE = Roofline(1e-3, 4e-3, 1e-4, 2e-7, 1e-8, 0.0)
 
 
 def cost_of(seconds=ROOFLINE.seconds, roofline: Roofline | None = ROOFLINE) -> ForwardCost:
-    grid = tuple(tuple(tuple(seconds(n, b, c) for c in CONTEXTS) for b in BATCHES) for n in NODES)
+    grid = [[[float(seconds(n, b, c)) for c in CONTEXTS] for b in BATCHES] for n in NODES]
     return ForwardCost(NODES, BATCHES, CONTEXTS, grid, grid, roofline)
 
 
 def curve_of(tau=lambda n: 1 + log(n), full=True, least=1, nodes=NODES[1:]) -> MethodCurve:
-    widths = tuple(((n, 1.0),) if full else ((1, 0.9), (n, 0.1)) for n in nodes)
-    taus = tuple(tau(n) for n in nodes)
-    return MethodCurve(nodes, taus, (2e-4,) * len(nodes), (1e-4,) * len(nodes), widths, 100, least)
+    widths = [[[n, 1.0]] if full else [[1, 0.9], [n, 0.1]] for n in nodes]
+    taus = [tau(n) for n in nodes]
+    return MethodCurve(nodes, taus, [2e-4] * len(nodes), [1e-4] * len(nodes), widths, 100, least)
 
 
 def test_it_takes_the_best_quotient_of_all_candidates():
@@ -62,8 +62,7 @@ def test_grid_points_are_exact_and_what_lies_between_is_linear():
 def test_outside_the_grid_the_fit_says_by_what_it_grows():
     for wanted in ((128, 1, 64), (4, 64, 256), (4, 8, 4096), (128, 64, 4096)):
         assert cost_of().at(*wanted) == pytest.approx(ROOFLINE.seconds(*wanted))
-    for n in NODES:
-        assert cost_of().of_nodes(64, 4096)(n) == pytest.approx(ROOFLINE.seconds(n, 64, 4096))
+    assert cost_of().at(NODES, 64, 4096) == pytest.approx([ROOFLINE.seconds(n, 64, 4096) for n in NODES])
 
 
 def test_a_larger_batch_never_gets_more_nodes():
@@ -91,9 +90,9 @@ def test_a_method_that_seldom_proposes_pays_for_what_it_proposes():
 def test_shares_of_widths_add_up():
     curve = curve_of(full=False)
     for nodes, b in product((1, 2, 3, 11, 32), (1, 2, 8)):
-        widths = curve.widths_at(nodes, b)
-        assert sum(share for _, share in widths) == pytest.approx(1)
-        assert all(width <= nodes for width, _ in widths)
+        widths, shares = curve.widths_at(nodes, b)
+        assert sum(shares) == pytest.approx(1)
+        assert max(widths) <= nodes
 
 
 def test_one_answer_a_context_bucket_is_kept():
@@ -110,13 +109,13 @@ def test_a_fixed_budget_is_that_number():
 def test_json_gives_back_the_same():
     cost, curve = cost_of(), curve_of(full=False)
     assert ForwardCost.from_json(json.loads(json.dumps(asdict(cost)))) == cost
-    assert MethodCurve.from_json(json.loads(json.dumps(asdict(curve)))) == curve
+    assert MethodCurve(**json.loads(json.dumps(asdict(curve)))) == curve
 
 
 class Restless(NodeBudget):
     """Another budget in every step, by rows and context."""
 
-    def nodes(self, batch_size: int, context_tokens: int) -> int:
+    def nodes(self, batch_size: int, context_tokens: int = 100) -> int:
         choices = self.candidates
         return choices[(3 * batch_size + context_tokens) % len(choices)]
 
