@@ -40,7 +40,7 @@ from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
 from spectrain.stores.folder import write_manifest
 from spectrain.stores.locations import bundled_folder
-from spectrain.training.data import FeatureRows, ReadAheadLoader, RowBatch, SeededBatches
+from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
 from spectrain.training.losses import LossSettings
 from spectrain.training.modules import SpireTraining
 from spectrain.training.optim import OptimizerSettings
@@ -159,7 +159,7 @@ def report_training(
     rows = FeatureRows(
         store, np.arange(len(store)), config.captured_layers, args.length, pinned=target.device.type == "cuda"
     )
-    loader = ReadAheadLoader(SeededBatches(len(rows), args.batch, seed=0), rows.__getitem__)
+    loader = SeededLoader(rows.__getitem__, len(rows), args.batch, seed=0)
     batches = endless(loader)
     online, offline = (new_step(args, target, config) for _ in range(2))
     seconds: dict[str, list[float]] = {"body": [], "online": [], "offline": [], "waited": []}
@@ -189,7 +189,7 @@ def report_offline_alone(
     args: argparse.Namespace, offline: Step, rows: FeatureRows, table: Table, target: TargetModel
 ) -> None:
     """Offline steps without online ones between them, in which the loader could rest."""
-    loader = ReadAheadLoader(SeededBatches(len(rows), args.batch, seed=1), rows.__getitem__)
+    loader = SeededLoader(rows.__getitem__, len(rows), args.batch, seed=1)
     batches = endless(loader)
     shares = []
     for step in range(args.pairs + WARM_UP):
@@ -206,7 +206,7 @@ def body(args: argparse.Namespace, target: TargetModel, batch: RowBatch) -> None
         target.model.base_model(input_ids=batch.tokens.to(target.device), use_cache=False)
 
 
-def endless(loader: ReadAheadLoader) -> Iterator[RowBatch]:
+def endless(loader: SeededLoader) -> Iterator[RowBatch]:
     while True:
         yield from loader
 

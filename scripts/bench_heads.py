@@ -42,7 +42,7 @@ def main() -> None:
     target = load_target(args.target)
     states = open_drafter(target, "vanilla", args.drafter).states
     print(f"{args.drafter} for {args.target}, {target.dtype}, {torch.get_num_threads()} threads")
-    rows = TextRows(text_rows(open_acceptance(Path(args.store)).rows))
+    rows = TextRows(text_rows(open_acceptance(Path(args.store)).rows, target.max_positions))
     batches = [rows[list(range(i, i + args.batch))] for i in range(0, len(rows) - args.batch, args.batch)]
     drafter = DrafterFacts("vanilla", args.drafter, states.fingerprint())
     for n_blocks in range(5):

@@ -251,8 +251,8 @@ BREAKS: list[tuple[str, str, str, str]] = [  # file, what stands there (once), w
     ),
     (
         "spectrain/training/data.py",
-        "yield order[start : start + self.batch_size][self.rank :: self.world_size]",
-        "yield order[start : start + self.batch_size]",
+        "(order[start : start + size][rank::world_size] for start in starts)",
+        "(order[start : start + size] for start in starts)",
         "tests/training/test_modules.py tests/training/test_fit.py tests/training/test_strategies.py",
     ),
     (

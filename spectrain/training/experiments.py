@@ -307,7 +307,7 @@ def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> Ro
     check_rows(data)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
         raise UserError(f"held_out_share={share} must be a share of the rows, strictly between 0 and 1")
-    rows = zip(store.rows["id"], (row.cut(data["row_tokens"]) for row in text_rows(store.rows)), strict=True)
+    rows = zip(store.rows["id"], text_rows(store.rows, data["row_tokens"]), strict=True)
     kept = [(row, is_held_out(row_id, share)) for row_id, row in rows if len(row.response)]
     train, held_out = ([row for row, is_out in kept if is_out == wanted] for wanted in (False, True))
     if n_short := len(store.rows) - len(kept):

@@ -157,7 +157,7 @@ def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logg
             strategy=strategy(config),
             max_steps=config["max_steps"],
             check_val_every_n_epoch=None,  # val_check_interval counts batches of the run, not of an epoch
-            use_distributed_sampler=False,  # SeededBatches gives each rank its share
+            use_distributed_sampler=False,  # SeededLoader gives each rank its share
             callbacks=callbacks,
             logger=loggers,
             plugins=[StraightToDisk()],

@@ -20,7 +20,7 @@ from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig
-from spectrain.training.data import SeededBatches, TextBatch, TextRow, TextRows
+from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
 from spectrain.training.experiments import check_head
 from spectrain.training.losses import binary_kl, weighted_bce
 from spectrain.training.modules import HeadTraining, Reliability
@@ -257,7 +257,7 @@ def test_schedules_out_of_range_are_refused(options):
 
 def test_batches_of_like_length_see_every_row_once_and_pad_little():
     lengths = [10 + (37 * i) % 200 for i in range(230)]
-    ranks = [SeededBatches(230, 8, 3, rank, world_size=2, lengths=lengths) for rank in (0, 1)]
+    ranks = [SeededLoader(list, 230, 8, 3, (rank, 2), lengths) for rank in (0, 1)]
     epochs = [[[list(batch) for batch in rank] for rank in ranks] for _ in range(2)]
     for batches in epochs:
         seen = [row for rank in batches for batch in rank for row in batch]
@@ -265,7 +265,7 @@ def test_batches_of_like_length_see_every_row_once_and_pad_little():
         spread = [max(lengths[r] for r in batch) - min(lengths[r] for r in batch) for rank in batches for batch in rank]
         assert np.mean(spread) < 20  # of 200; batches by chance would have about 120
     assert epochs[0] != epochs[1]
-    again = SeededBatches(230, 8, 3, rank=0, world_size=2, lengths=lengths)
+    again = SeededLoader(list, 230, 8, 3, (0, 2), lengths)
     assert [list(batch) for batch in again] == epochs[0][0]
 
 

@@ -18,7 +18,7 @@ from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond
 from spectrain.training.checkpoints import CheckpointFolder
-from spectrain.training.data import FeatureRows, ReadAheadLoader, RowBatch, SeededBatches
+from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
 from spectrain.training.experiments import feature_data
 from spectrain.training.losses import LossSettings
 from spectrain.training.modules import SpireTraining
@@ -203,17 +203,17 @@ def test_no_thread_is_left_and_waiting_is_logged(tmp_path):
 
 def test_the_loader_counts_what_was_given_not_what_was_read():
     read = []
-    loader = ReadAheadLoader(SeededBatches(20, 2, seed=1), lambda rows: read.append(rows) or rows)
-    expected = list(SeededBatches(20, 2, seed=1))
+    loader = SeededLoader(lambda rows: read.append(rows) or rows, 20, 2, seed=1)
+    expected = list(SeededLoader(list, 20, 2, seed=1))
     batches = iter(loader)
     given = [next(batches) for _ in range(4)]
     assert loader.state_dict() == {"epoch": 0, "given": 4}
-    again = ReadAheadLoader(SeededBatches(20, 2, seed=1), lambda rows: rows)
+    again = SeededLoader(list, 20, 2, seed=1)
     again.load_state_dict(loader.state_dict())
     assert given + list(again) == expected
     assert len(read) > 4
     batches.close()
-    plain = SeededBatches(20, 2, seed=1)
+    plain = SeededLoader(list, 20, 2, seed=1)
     assert [list(plain) for _ in range(2)][1] == list(again)  # the next epoch
     assert again.state_dict() == {"epoch": 1, "given": 10}
 
@@ -223,7 +223,7 @@ def test_what_a_reader_raises_reaches_the_trainer():
         raise OSError("the disk went away")
 
     with pytest.raises(OSError, match="went away"):
-        next(iter(ReadAheadLoader(SeededBatches(4, 2, seed=1), fail)))
+        next(iter(SeededLoader(fail, 4, 2, seed=1)))
 
 
 def test_contexts_are_long_rows_that_validation_does_not_see(tmp_path):

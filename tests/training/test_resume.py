@@ -14,7 +14,7 @@ from lightning import Callback, Trainer
 from spectrain.decoding.errors import UserError
 from spectrain.training.callbacks import TAU_METRICS, Checkpoints, KeepBest, StopOnBadLoss
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of
-from spectrain.training.data import RowData, SeededBatches, TokenRows
+from spectrain.training.data import RowData, SeededLoader, TokenRows
 from spectrain.training.loggers import CurveLogger
 from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
@@ -269,8 +269,8 @@ def test_the_random_state_of_the_process_does_not_matter(tmp_path, uninterrupted
 
 
 def test_every_row_is_seen_once_an_epoch_and_ranks_share_a_batch():
-    whole = SeededBatches(12, 4, seed=1)
-    ranks = [SeededBatches(12, 4, seed=1, rank=r, world_size=2) for r in range(2)]
+    whole = SeededLoader(list, 12, 4, seed=1)
+    ranks = [SeededLoader(list, 12, 4, seed=1, share=(r, 2)) for r in range(2)]
     for _ in range(2):
         batches = list(whole)
         assert sorted(sum(batches, [])) == list(range(12))
@@ -279,8 +279,8 @@ def test_every_row_is_seen_once_an_epoch_and_ranks_share_a_batch():
 
 
 def test_order_changes_with_epoch_and_seed():
-    batches = SeededBatches(50, 5, seed=1)
+    batches = SeededLoader(list, 50, 5, seed=1)
     first, second = list(batches), list(batches)
     assert first != second
-    assert first != list(SeededBatches(50, 5, seed=2))
-    assert first == list(SeededBatches(50, 5, seed=1))
+    assert first != list(SeededLoader(list, 50, 5, seed=2))
+    assert first == list(SeededLoader(list, 50, 5, seed=1))
