@@ -29,7 +29,7 @@ from rich.table import Table
 from spectrain.cli import expand_shorthands, leave_ranks, open_target, quiet_libraries
 from spectrain.measure.statistics import median
 from spectrain.stores.locations import conf_dir
-from spectrain.training.experiments import spire_experiment
+from spectrain.training.experiments import drafter_experiment
 from spectrain.training.fit import build_trainer
 from spectrain.training.modules import SpireTraining
 
@@ -111,7 +111,7 @@ def fit_spire(overrides: list[str], callbacks: list[Callback]) -> tuple[Trainer,
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("train", overrides=expand_shorthands(overrides))
     seed_everything(cfg.seed, verbose=False)
-    experiment = spire_experiment(cfg, open_target(cfg, "cpu"))
+    experiment = drafter_experiment(cfg, open_target(cfg, "cpu"))
     trainer = build_trainer(cfg, callbacks, [])
     trainer.fit(experiment.module, datamodule=experiment.data)
     return trainer, experiment.module

@@ -22,8 +22,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import given_artifacts, with_tuned
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.reporting.cards import lookup_card, trained_card
-from spectrain.serving.export_lookup import lookup_export, write_lookup
-from spectrain.serving.exporting import WEIGHTS, run_export, write_export
+from spectrain.serving.exporting import WEIGHTS, lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
 from spectrain.stores.folder import naming_a_full_disk, refuse_existing, write_folder
 from spectrain.training.runs import RunFolder
@@ -62,7 +61,7 @@ def of_run(cfg: DictConfig) -> tuple[Path, Callable[..., None]]:
     if trained.kind == "specdecpp":
         drafter = open_given_drafter(given_artifacts(trained), target, trained.rollout_tokens)
     export = run_export(run, cfg.weights, target, drafter)
-    return out, partial(write_export, export=export, run=run, card=trained_card)
+    return out, partial(write_export, export=export, card=trained_card)
 
 
 def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[..., None]]:

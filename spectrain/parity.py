@@ -30,7 +30,7 @@ from spectrain.reporting.tables import show
 from spectrain.serving.exporting import fill, run_export
 from spectrain.stores.environment import environment, provenance
 from spectrain.stores.folder import refuse_existing, write_folder, write_json
-from spectrain.training.experiments import corpus_rows, spire_config, stored_rows
+from spectrain.training.experiments import drafter_rows
 from spectrain.training.runs import RunFolder
 
 RESULT = "parity.json"
@@ -111,10 +111,7 @@ def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) ->
             f"context_tokens={cfg.context_tokens} and new_tokens={cfg.new_tokens} exceed the target's context of "
             f"{target.max_positions}; lower them"
         )
-    if trained["data"].get("source", "online") == "online":
-        rows = corpus_rows(trained, target).contexts
-    else:
-        rows = stored_rows(trained, target, spire_config(trained, target).captured_layers).contexts
+    rows = drafter_rows(trained, target).contexts
     contexts = [list(row[: cfg.context_tokens]) for row in rows if len(row) >= cfg.context_tokens]
     if not contexts:
         longest = max(map(len, rows))
@@ -127,7 +124,7 @@ def open_method(cfg: DictConfig, run: RunFolder, target: TargetModel) -> Drafter
     options = {} if cfg.gamma is None else {"gamma": cfg.gamma}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        fill(folder, run_export(run, "best", target), str(run.config["target"]["path"]))
+        fill(folder, run_export(run, "best", target))
         return load_method(folder, target, **options)
 
 

@@ -10,7 +10,6 @@ The same command resumes an interrupted run. Any option is an override: `k=6 win
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping
 from functools import partial
@@ -31,15 +30,14 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.methods.speculative import build as build_speculative
-from spectrain.models.artifacts import KINDS, save_spire
-from spectrain.models.vanilla import save_pretrained
+from spectrain.models.artifacts import KINDS
 from spectrain.reporting.cards import trained_card
 from spectrain.reporting.comparisons import tau_table
 from spectrain.reporting.drawing import COLOURS, write_png
 from spectrain.reporting.head_summary import head_table, next_command
 from spectrain.reporting.plots import calibration, training_pictures
 from spectrain.reporting.tables import show
-from spectrain.serving.exporting import Export, save_head_and_drafter, tokens_of, write_export
+from spectrain.serving.exporting import Export, export_of, tokens_of, write_export
 from spectrain.stores.folder import naming_a_full_disk, refuse_existing
 from spectrain.training import experiments
 from spectrain.training.fit import final_metrics, fit, target_device
@@ -71,8 +69,8 @@ def main(cfg: DictConfig) -> None:
 def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     """A SPIRe or vanilla drafter; then its tau beside plain decoding and, where one is given, a vanilla drafter."""
     target = open_target(cfg, target_device(run.config))
-    experiment = experiments.DRAFTERS[cfg.kind](run.config, target)
-    trained = partial(experiments.TRAINED[cfg.kind], run.config, target)
+    experiment = experiments.drafter_experiment(run.config, target)
+    trained = partial(experiments.trained_drafter, run.config, target)
     drafters: dict[str, Drafter] = {"autoregressive": Autoregressive()}
     if cfg.kind == "spire" and cfg.vanilla:  # opened before training, so that a wrong folder is reported at once
         drafters["speculative"] = build_speculative(target, cfg.vanilla, cfg.k)
@@ -81,20 +79,19 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     trainer = fit(run.config, run, experiment, measuring(target, trained, contexts, within), in_multirun())
     if not trainer.is_global_zero:
         return
-    best, drafter = run.best.read(), trained(run.best.weights())
-    # Decoding takes the target's dtype and device; the export stays float32.
-    drafters[KINDS[cfg.kind].method] = decoding_with(copy.deepcopy(drafter), target)
+    best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
+    drafters[KINDS[cfg.kind].method] = decoding_with(trained(weights), target)  # in the target's dtype
     tau = measure_tau(target, drafters, contexts, after, cfg.seed)
+    metrics = final_metrics(trainer) if best.step == steps else run.metrics_at(best.step)
     result = {
-        "steps": trainer.global_step,
-        "tokens": tokens_of(run.config, trainer.global_step),
+        "steps": steps,
+        "tokens": tokens_of(run.config, steps),
         "selected": best.facts(),
-        "metrics": final_metrics(trainer) if best.step == trainer.global_step else run.metrics_at(best.step),
+        "metrics": metrics,
         **tau,
     }
     show([tau_table(tau)], columns=100)
-    save = partial(save_spire, drafter=drafter) if cfg.kind == "spire" else drafter.save_pretrained
-    finish(cfg, run, trainer, Export(cfg.kind, save, result, target), result)
+    finish(cfg, trainer, export_of(run, weights, result, target), result)  # float32
 
 
 def train_head(cfg: DictConfig, run: RunFolder) -> None:
@@ -106,13 +103,11 @@ def train_head(cfg: DictConfig, run: RunFolder) -> None:
     trainer = fit({**run.config, "max_steps": max_steps}, run, experiment, in_sweep=in_multirun())
     if not trainer.is_global_zero:
         return
-    head = experiments.trained_head(facts, run.best.weights())  # under ZeRO-3 the trained one is in pieces
     metrics, bins = final_metrics(trainer), experiment.module.sums.bins()
     result = {"steps": trainer.global_step, "metrics": metrics, "reliability": bins}
     style = {"color": COLOURS[0], "label": f"head, calibration error {metrics['eval/calibration_error']:.3f}"}
     figures = {"eval/calibration": calibration({"head": bins}, {"head": style}, cfg.w_rej, cfg.w_acc)}
-    save = partial(save_head_and_drafter, head=head, facts=facts, drafter=drafter)
-    out = finish(cfg, run, trainer, Export("head", save, result, target), result, figures)
+    out = finish(cfg, trainer, export_of(run, run.best.weights(), result, target, drafter, facts), result, figures)
     Console().print(head_table(facts, result, experiment.source["rows"][0], run.path / "calibration.png"))
     line = next_command(out, str(cfg.target.path), facts.sampling)
     Console().print(f"next: {line}", style="dim", soft_wrap=True, highlight=False)
@@ -123,23 +118,21 @@ def train_target(cfg: DictConfig, run: RunFolder) -> None:
     trainer = fit(run.config, run, experiments.target_experiment(run.config, run), in_sweep=in_multirun())
     if not trainer.is_global_zero:
         return
-    model, tokenizer = experiments.trained_target(run.config, run, run.best.weights())
-    save = partial(save_pretrained, model=model, tokenizer=tokenizer)
     metrics, steps = final_metrics(trainer), trainer.global_step
-    finish(cfg, run, trainer, Export("target", save, {"steps": steps, "tokens": tokens_of(run.config, steps)}), metrics)
+    trained = {"steps": steps, "tokens": tokens_of(run.config, steps)}
+    finish(cfg, trainer, export_of(run, run.best.weights(), trained), metrics)
     log.info("held-out loss %.3f nats per token", metrics["eval/loss"])
 
 
-def finish(
-    cfg: DictConfig, run: RunFolder, trainer: Trainer, made: Export, result: dict, figures: Mapping[str, Figure] = {}
-) -> Path:
+def finish(cfg: DictConfig, trainer: Trainer, export: Export, result: dict, figures: Mapping[str, Figure] = {}) -> Path:
     """Export what was trained, draw it, and keep the run's numbers. Returns the exported folder."""
-    out = run.export(cfg.out, partial(write_export, export=made, run=run, card=trained_card))
+    run = export.run
+    out = run.export(cfg.out, partial(write_export, export=export, card=trained_card))
     drawn = {**{f"plots/{name}": figure for name, figure in training_pictures(run.curve()).items()}, **figures}
     pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
     for name, file in pictures.items():
         write_png(drawn[name], file)
-    publish(trainer, run, out, {"head": "head", "target": "target"}.get(made.kind, "drafter"), pictures)
+    publish(trainer, run, out, export.kind if export.kind in ("head", "target") else "drafter", pictures)
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     return out

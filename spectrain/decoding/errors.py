@@ -17,3 +17,12 @@ def check_whole(name: str, value: object, least: int) -> None:
     """Raise UserError unless the option `name` is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name}={value} must be a whole number of at least {least}")
+
+
+def check_number(name: str, value: object, interval: str) -> None:
+    """Raise UserError unless the option `name` is a number in an interval such as "[0, 1)" or "(0, inf)"."""
+    low, high = map(float, interval[1:-1].split(","))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_inside = is_number and low <= value <= high
+    if not is_inside or (value == low and interval[0] == "(") or (value == high and interval[-1] == ")"):
+        raise UserError(f"{name}={value} must be a number in {interval}")

@@ -1,57 +1,146 @@
-"""Exports of runs, equal from training and `spectrain.export`: weights, tokenizer, facts and a model card."""
+"""Exports of runs, equal from training and `spectrain.export`, and of lookup methods, as folders for other engines.
+
+A run's folder holds weights, tokenizer, facts and a model card; a lookup method's its options, its datastore, and the
+datastore's documents as text.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.methods.loading import token_methods
+from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
 from spectrain.methods.specdecpp import OpenDrafter
-from spectrain.models.artifacts import Artifact, save_spire, write_manifest
+from spectrain.models.artifacts import CORPUS, DATASTORE, Artifact, LookupFacts, save_spire, write_manifest
 from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
 from spectrain.models.vanilla import save_pretrained
-from spectrain.stores.locations import bundled_folder
-from spectrain.training.experiments import head_facts, trained_head, trained_spire, trained_target, trained_vanilla
+from spectrain.retrieval.datastore import Datastore, newest_datastore
+from spectrain.stores.folder import MANIFEST, write_json
+from spectrain.stores.locations import CHECKPOINTS, bundled_folder
+from spectrain.training.experiments import head_facts, trained_drafter, trained_head, trained_target
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
 CARD = "README.md"
 WEIGHTS = ("best", "last")
+TRIED_DOCUMENTS = 200  # whose text is tokenized again
 
 
 @dataclass(frozen=True)
 class Export:
-    """What a run made, ready to be written."""
+    """The model of a run, ready to be written."""
 
-    kind: str  # spire | vanilla | head | target
+    run: RunFolder
     save: Callable[[Path], object]  # writes weights and config into a folder
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
-    target: TargetModel | None = None  # that it was trained for; None: it is a target itself
+    target: TargetModel | None  # that it was trained for; None: it is a target itself
+
+    @property
+    def kind(self) -> str:  # spire | vanilla | head | target
+        kind = self.run.config["kind"]
+        return "head" if kind == "specdecpp" else kind
 
 
-def fill(folder: Path, export: Export, target_path: str) -> str:
-    """Write weights, config, tokenizer and facts into an existing folder; returns the target's fingerprint."""
+def run_export(run: RunFolder, which: str, target: TargetModel | None, drafter: OpenDrafter | None = None) -> Export:
+    """The export of a run as it stands, finished or not.
+
+    Args:
+        run: open.
+        which: "best", the weights that training exports, or "last", those of the newest checkpoint.
+        target: of the run; None where the run trained one.
+        drafter: that a head of the run belongs to.
+
+    Raises:
+        UserError: it has no weights yet, they do not fit its config, or its target or what it read is another by now.
+    """
+    step, weights = run.weights(which)
+    log.info("step %d of %s", step, run.path)
+    trained = trained_facts(run, step)
+    if target is not None:
+        begun, found = run.facts().get("target_fingerprint"), fingerprint(target.model, target.tokenizer)
+        if begun != found:
+            raise UserError(
+                f"{run.path} was started with target {begun}, but {run.config['target']['path']} is {found} now; put "
+                "that target back"
+            )
+    facts = head_facts(run.config, target, drafter.facts, drafter.states)[1] if drafter else None
+    return export_of(run, weights, trained, target, drafter, facts)
+
+
+def export_of(
+    run: RunFolder,
+    weights: dict[str, Tensor],
+    trained: dict,
+    target: TargetModel | None = None,
+    drafter: OpenDrafter | None = None,
+    facts: HeadFacts | None = None,
+) -> Export:
+    """The export of these weights of a run; `drafter` and `facts` are those of an acceptance head."""
+    if target is None:
+        model, tokenizer = trained_target(run.config, run, weights)
+        save = partial(save_pretrained, model=model, tokenizer=tokenizer)
+    elif facts is not None:
+        save = partial(save_head_and_drafter, head=trained_head(facts, weights), facts=facts, drafter=drafter)
+    elif run.config["kind"] == "spire":
+        save = partial(save_spire, drafter=trained_drafter(run.config, target, weights))
+    else:
+        save = trained_drafter(run.config, target, weights).save_pretrained
+    return Export(run, save, trained, target)
+
+
+def save_head_and_drafter(folder: Path, head: AcceptanceHead, facts: HeadFacts, drafter: OpenDrafter) -> None:
+    """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""
+    save_head(folder, head, facts)
+    save_drafter(folder, facts.drafter, drafter.states.module, drafter.tokenizer)
+
+
+def trained_facts(run: RunFolder, step: int) -> dict:
+    """What spectrain.json keeps: the run's result where it is of these weights, else how far they are trained."""
+    result, best, kind = run.read_result(), run.best.read(), run.config["kind"]
+    tokens = {} if kind == "specdecpp" else {"tokens": tokens_of(run.config, step)}
+    if kind == "target":
+        return {"steps": step, **tokens}
+    if result is not None and step == (result.get("selected") or {"step": result["steps"]})["step"]:
+        return result
+    selected = best.facts() if best is not None and best.step == step else None
+    metrics = run.metrics_at(step)
+    return {"steps": step, **tokens, "selected": selected, "metrics": metrics, "finished": bool(result)}
+
+
+def tokens_of(config: Mapping, steps: int) -> int:
+    """Tokens that a training saw in this many steps."""
+    data = config["data"]
+    return steps * config["trainer"]["accumulate_grad_batches"] * data["batch_size"] * data["row_tokens"]
+
+
+def fill(folder: Path, export: Export) -> tuple[str, str]:
+    """Write weights, config, tokenizer and facts; return the target's name for engines and its fingerprint."""
     export.save(folder)
     if export.target is None:
-        return ""
-    model, tokenizer = export.target.model, export.target.tokenizer
+        return "", ""
+    path, tokenizer = str(export.run.config["target"]["path"]), export.target.tokenizer
     tokenizer.save_pretrained(folder)
-    target_fingerprint, vocabulary = fingerprint(model, tokenizer), tokenizer_fingerprint(tokenizer)
-    facts = Artifact(export.kind, target_path, target_fingerprint, export.trained, tokenizer_fingerprint=vocabulary)
+    target_fingerprint, vocabulary = fingerprint(export.target.model, tokenizer), tokenizer_fingerprint(tokenizer)
+    facts = Artifact(export.kind, path, target_fingerprint, export.trained, tokenizer_fingerprint=vocabulary)
     write_manifest(folder, facts)
-    return target_fingerprint
+    return engine_path(path), target_fingerprint
 
 
-def write_export(folder: Path, out: Path, export: Export, run: RunFolder, card: Callable[..., str]) -> None:
-    """Fill a folder that will appear as `out` with what a run made; `card` makes the text of the model card."""
-    path = str(run.config["target"]["path"]) if export.target is not None else ""
-    target = engine_path(path), fill(folder, export, path)
+def write_export(folder: Path, out: Path, export: Export, card: Callable[..., str]) -> None:
+    """Fill a folder that will appear as `out`; `card` makes the text of the model card."""
+    target, run = fill(folder, export), export.run
     (folder / CARD).write_text(card(export.kind, named(out), target, run.config, export.trained, run.attempts))
     for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
         shutil.copymode(folder / CARD, file)
@@ -67,62 +156,108 @@ def engine_path(target: str) -> str:
     return f"checkpoints/{target}" if target and bundled_folder(target) else target
 
 
-def tokens_of(config: Mapping, steps: int) -> int:
-    """Tokens that a training saw in this many steps."""
-    data = config["data"]
-    return steps * config["trainer"]["accumulate_grad_batches"] * data["batch_size"] * data["row_tokens"]
+@dataclass(frozen=True)
+class LookupExport:
+    """A lookup method, ready to be written."""
+
+    facts: LookupFacts
+    target: str  # path
+    tokenizer: PreTrainedTokenizerBase
+    store: Datastore | None  # None: the method has none
 
 
-def save_head_and_drafter(folder: Path, head: AcceptanceHead, facts: HeadFacts, drafter: OpenDrafter) -> None:
-    """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""
-    save_head(folder, head, facts)
-    save_drafter(folder, facts.drafter, drafter.states.module, drafter.tokenizer)
-
-
-def run_export(run: RunFolder, weights: str, target: TargetModel | None, drafter: OpenDrafter | None = None) -> Export:
-    """What a run, finished or not, has made so far.
+def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExport:
+    """A lookup method for the tokenizer of a target.
 
     Args:
-        run: open.
-        weights: "best", those that training exports, or "last", those of the newest checkpoint.
-        target: of the run; None where the run trained one.
-        drafter: that a head of the run belongs to.
+        method: the content of its yaml.
+        datastore: folder; None: the newest fitting one below `checkpoints/`.
+        target: folder or id.
 
     Raises:
-        UserError: it has no weights yet, they do not fit its config, or its target or what it read is another by now.
+        UserError: the method needs more than tokens, an option is out of range, or the datastore is missing, damaged or
+            of another tokenizer.
     """
-    config = run.config
-    step, tensors = run.weights(weights)
-    log.info("step %d of %s", step, run.path)
-    trained = trained_facts(run, step)
-    if target is None:
-        model, tokenizer = trained_target(config, run, tensors)
-        return Export("target", partial(save_pretrained, model=model, tokenizer=tokenizer), trained)
-    begun, found = run.facts().get("target_fingerprint"), fingerprint(target.model, target.tokenizer)
-    if begun != found:
+    name, options = method["_target_"].split(".")[-2], plain_options(method)
+    if name not in token_methods():
         raise UserError(
-            f"{run.path} was started with target {begun}, but {config['target']['path']} is {found} now; put that "
-            "target back"
+            f"method={name} needs the target's logits, states or a drafter's weights, which an engine gives no lookup "
+            f"method; export one of {', '.join(token_methods())}"
         )
-    if config["kind"] == "spire":
-        save = partial(save_spire, drafter=trained_spire(config, target, tensors))
-    elif config["kind"] == "vanilla":
-        save = trained_vanilla(config, target, tensors).save_pretrained
-    else:
-        _, facts = head_facts(config, target, drafter.facts, drafter.states)
-        head = trained_head(facts, tensors)
-        save = partial(save_head_and_drafter, head=head, facts=facts, drafter=drafter)
-    return Export({"specdecpp": "head"}.get(config["kind"], config["kind"]), save, trained, target)
+    if options.get("last_logits"):
+        raise UserError(
+            f"method={name} with last_logits=true needs the target's logits, which an engine gives no lookup method; "
+            "give method.last_logits=false"
+        )
+    if options.get("max_nodes") == AUTO:
+        raise UserError("max_nodes=auto is for the machine that it was measured on; give method.max_nodes as a number")
+    tokenizer, vocab_size = open_tokenizer(target)
+    vocabulary = tokenizer_fingerprint(tokenizer)
+    takes_store = "datastore" in options
+    if not takes_store and datastore:
+        raise UserError(f"datastore={datastore} is nothing that this method takes; remove it")
+    folder, store = options.pop("datastore", None) or datastore, None
+    if takes_store and options.get("datastore_source", True):
+        store = Datastore(folder or newest_datastore(CHECKPOINTS, vocabulary, ""))
+        store.check_fits(vocabulary, target)
+        store.verify()  # a copy must not spread damage
+        log.info("datastore: %s", store.folder)
+    # Options out of range are reported at the export, not at the start of a server.
+    given = {"datastore": str(store.folder)} if store is not None else {"datastore": None} if name == "sssd" else {}
+    build_function(method_config(name))(None, **options, **given)
+    tokens = store.manifest.tokens if store is not None else 0
+    facts = LookupFacts(name, options, vocabulary, vocab_size, store is not None, tokens)
+    return LookupExport(facts, target, tokenizer, store)
 
 
-def trained_facts(run: RunFolder, step: int) -> dict:
-    """What spectrain.json keeps: the run's result where it is of these weights, else how far they are trained."""
-    result, best, kind = run.read_result(), run.best.read(), run.config["kind"]
-    tokens = {} if kind == "specdecpp" else {"tokens": tokens_of(run.config, step)}
-    if kind == "target":
-        return {"steps": step, **tokens}
-    if result is not None and step == (result.get("selected") or {"step": result["steps"]})["step"]:
-        return result
-    selected = best.facts() if best is not None and best.step == step else None
-    metrics = run.metrics_at(step)
-    return {"steps": step, **tokens, "selected": selected, "metrics": metrics, "finished": bool(result)}
+def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
+    """The target's tokenizer and vocabulary, without its weights. Raises UserError where they cannot be read."""
+    path = str(bundled_folder(target) or target)
+    try:
+        return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    except Exception as error:  # transformers, tokenizers and the hub each raise their own types here
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        raise UserError(
+            f"target={target} has no tokenizer that can be read ({line}); give a folder or an id"
+        ) from error
+
+
+def write_lookup(folder: Path, out: Path, export: LookupExport, card: Callable[..., str]) -> None:
+    """Fill a folder that will appear as `out`; `card` makes the text of the model card."""
+    facts, store, tokenizer = export.facts, export.store, export.tokenizer
+    tokenizer.save_pretrained(folder)
+    made_of, ranked_by, about_store = {"documents": 0, "tokens": 0}, "", {}
+    if store is not None:
+        facts = replace(facts, corpus_same_tokens=write_store(store, tokenizer, folder))
+        manifest, ranked_by = store.manifest, store.manifest.target_fingerprint
+        made_of = {"documents": manifest.documents, "tokens": manifest.tokens}
+        built_from = manifest.build.get("config", {})
+        about_store = made_of | {"built_from": built_from, "same_tokens": facts.corpus_same_tokens}
+    write_json(folder / "config.json", facts)
+    vocabulary = facts.tokenizer_fingerprint
+    write_manifest(folder, Artifact("lookup", export.target, ranked_by, made_of, tokenizer_fingerprint=vocabulary))
+    target = engine_path(export.target), vocabulary
+    (folder / CARD).write_text(card(named(out), target, facts.method, facts.options, about_store))
+
+
+def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
+    """Write the files that a datastore is opened by, and its documents as text, as SGLang's NGRAM reads them.
+
+    Returns:
+        The share of evenly chosen documents whose text is tokenized as it was; others match worse in another engine.
+    """
+    (folder / DATASTORE).mkdir()
+    for name in [name for shard in store.manifest.shards for name in shard.files] + [MANIFEST]:
+        shutil.copyfile(store.folder / name, folder / DATASTORE / name)
+    tokens, texts = [], []  # of the chosen documents
+    every = max(1, store.manifest.documents // TRIED_DOCUMENTS)
+    with (folder / CORPUS).open("w", encoding="utf-8") as lines:
+        for i, document in enumerate(document.tolist() for document in store.documents()):
+            text = tokenizer.decode(document, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if text:  # one JSON string per line: SGLang refuses objects
+                lines.write(json.dumps(text, ensure_ascii=False) + "\n")
+            if i % every == 0:
+                tokens.append(document)
+                texts.append(text)
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return sum(a == b for a, b in zip(tokens, encoded, strict=True)) / len(tokens)

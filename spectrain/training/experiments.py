@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
-from spectrain.stores.features import newest_features, open_features
+from spectrain.stores.features import FeatureStore, newest_features, open_features
 from spectrain.stores.folder import digest, write_folder
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.rows import (
@@ -60,6 +60,22 @@ class Experiment:
     source: dict = field(default_factory=dict)  # what else a resumed run must find again
 
 
+def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
+    """A SPIRe drafter for a Llama-like target, or a small Llama for any."""
+    optimizer = OptimizerSettings(**config["optimizer"])
+    if config["kind"] == "spire":
+        drafter = new_drafter(target.model, spire_config(config, target), config["init"])
+        module = SpireTraining(drafter, target, LossSettings(config["loss"], config["omega"]), optimizer)
+    else:
+        model = new_vanilla(target.model, config["n_layer"], config["hidden_size"])
+        module = LanguageModelTraining(model, optimizer, target)
+    data, source = drafter_rows(config, target), {}
+    if isinstance(data.train, FeatureRows):
+        store = data.train.store
+        source["activations"] = [str(store.folder), digest(store.manifest.files)]
+    return Experiment(module, data, target, source)
+
+
 def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     """The shape of the SPIRe drafter for this target."""
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
@@ -67,33 +83,12 @@ def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     return SpireConfig(shape_of(target.model), layers, **{name: config[name] for name in names})
 
 
-def spire_experiment(config: Mapping, target: TargetModel) -> Experiment:
-    """A SPIRe drafter for a Llama-like target."""
-    shape = spire_config(config, target)
-    drafter = new_drafter(target.model, shape, config["init"])
-    loss, optimizer = LossSettings(config["loss"], config["omega"]), OptimizerSettings(**config["optimizer"])
-    module = SpireTraining(drafter, target, loss, optimizer)
-    if config["data"]["source"] == "online":
-        return Experiment(module, corpus_rows(config, target), target)
-    data = stored_rows(config, target, shape.captured_layers)
-    store = data.train.store
-    return Experiment(module, data, target, {"activations": [str(store.folder), digest(store.manifest.files)]})
-
-
-def trained_spire(config: Mapping, target: TargetModel, weights: dict[str, Tensor]) -> SpireDrafter:
+def trained_drafter(
+    config: Mapping, target: TargetModel, weights: dict[str, Tensor]
+) -> SpireDrafter | LlamaForCausalLM:
     """The drafter of a training's weights; see `filled`."""
-    return filled(SpireDrafter(spire_config(config, target)), weights, "drafter")
-
-
-def vanilla_experiment(config: Mapping, target: TargetModel) -> Experiment:
-    """A small Llama for any target."""
-    model = new_vanilla(target.model, config["n_layer"], config["hidden_size"])
-    module = LanguageModelTraining(model, OptimizerSettings(**config["optimizer"]), target)
-    return Experiment(module, corpus_rows(config, target), target)
-
-
-def trained_vanilla(config: Mapping, target: TargetModel, weights: dict[str, Tensor]) -> LlamaForCausalLM:
-    """The model of a training's weights; see `filled`."""
+    if config["kind"] == "spire":
+        return filled(SpireDrafter(spire_config(config, target)), weights, "drafter")
     return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
 
 
@@ -154,11 +149,13 @@ def head_facts(
     p and q are warped as the rows were made, but for what the user gave as `sampling`.
 
     Raises:
-        UserError: there are no rows, or they were made with another target, drafter or warping.
+        UserError: an option is out of range, there are no rows, or they were made with another target, drafter or
+            warping.
     """
     check_head(config)
     prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
-    if config["data"]["source"] == "online":
+    is_online = config["data"]["source"] == "online"
+    if is_online:
         store = open_responses(Path(config["responses"] or newest_responses(CHECKPOINTS, prints[0])))
         store.check_fits(prints[0], config["target"]["path"])
     else:
@@ -166,29 +163,20 @@ def head_facts(
         store.check_fits(*prints, states.block_tokens)
     made = Sampling.from_options(store.manifest.sampling)
     sampling = Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
-    if config["data"]["source"] == "offline" and not sampling.same_distribution(made):
+    if not is_online and not sampling.same_distribution(made):
         raise UserError(
             f"data.path={store.folder} was labelled for {made.describe()}, not for {sampling.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"
         )
-    return store, HeadFacts(
-        head=HeadConfig(states.hidden_size, config["n_blocks"]),
-        drafter=drafter,
-        sampling=sampling,
-        w_rej=float(config["w_rej"]),
-        w_acc=float(config["w_acc"]),
-        mixing_share=float(config["mixing_share"]),
-        rollout_tokens=states.block_tokens,
-    )
+    numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
+    shape = HeadConfig(states.hidden_size, config["n_blocks"])
+    return store, HeadFacts(shape, drafter, sampling, **numbers, rollout_tokens=states.block_tokens)
 
 
 def check_head(config: Mapping) -> None:
-    """Raises UserError where a weight of the loss, or the share of mixed tokens, makes no sense."""
-    for name in ("w_rej", "w_acc"):
-        if not (isinstance(config[name], int | float) and config[name] > 0):
-            raise UserError(f"{name}={config[name]} must be a number above 0")
-    if not (isinstance(config["mixing_share"], int | float) and 0 <= config["mixing_share"] < 1):
-        raise UserError(f"mixing_share={config['mixing_share']} must lie in [0, 1)")
+    """Raise UserError where a weight of the loss, or the share of mixed tokens, is out of range."""
+    for name, interval in (("w_rej", "(0, inf)"), ("w_acc", "(0, inf)"), ("mixing_share", "[0, 1)")):
+        check_number(name, config[name], interval)
 
 
 def trained_head(facts: HeadFacts, weights: dict[str, Tensor]) -> AcceptanceHead:
@@ -206,9 +194,16 @@ def head_steps(config: Mapping, n_rows: int) -> int:
 
 
 def check_rows(data: Mapping) -> None:
-    """Raises UserError where a number of the `data` node makes no sense."""
+    """Raise UserError where a number of the `data` node is out of range."""
     for name in ("row_tokens", "batch_size", "val_rows"):
         check_whole(f"data.{name}", data[name], 1)
+
+
+def drafter_rows(config: Mapping, target: TargetModel) -> RowData:
+    """The rows that a drafter is trained on: the corpus, or stored activations."""
+    if config["data"].get("source", "online") == "online":
+        return corpus_rows(config, target)
+    return stored_rows(config, target, spire_config(config, target).captured_layers)
 
 
 def read_corpus(corpus: Mapping) -> list[Document]:
@@ -217,10 +212,9 @@ def read_corpus(corpus: Mapping) -> list[Document]:
 
 
 def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] | None = None) -> RowData:
-    """The corpus as rows for this target.
+    """The corpus as rows for this target. Raises UserError where it is too small, or rows exceed the target's context.
 
-    Raises:
-        UserError: rows are longer than the target's context, or the corpus is too small.
+    `documents` are those of the corpus, where they are at hand.
     """
     data, corpus = config["data"], config["corpus"]
     check_rows(data)
@@ -247,25 +241,13 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
     Raises:
         UserError: the store is damaged, of another target, lacks a layer, or has too few rows.
     """
-    data = config["data"]
+    data, trainer = config["data"], config["trainer"]
     check_rows(data)
-    if not isinstance(data["verify"], bool):
-        raise UserError(f"data.verify={data['verify']} must be true or false")
-    if not isinstance(data["path"], str | None):
-        raise UserError(f"data.path={data['path']} must be one folder")
-    target_fingerprint = fingerprint(target.model, target.tokenizer)
-    path = data["path"] or newest_features(CHECKPOINTS, target_fingerprint, layers)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks share the verification
-        store = open_features(path, data["verify"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    else:  # ranks that Lightning starts leave it to the first
-        store = open_features(path, data["verify"] and rank_zero_only.rank == 0)
-    store.check_fits(target_fingerprint, config["target"]["path"])
-    store.check_layers(layers)
-    trainer, precision = config["trainer"], store.manifest.precision
-    if precision != trainer["precision"] and rank_zero_only.rank == 0:
+    store = _open_features(data, fingerprint(target.model, target.tokenizer), layers, config["target"]["path"])
+    if store.manifest.precision != trainer["precision"] and rank_zero_only.rank == 0:
         log.warning(
             "%s was computed in %s, and trainer.precision=%s: losses differ by rounding from those of data=online",
-            *(store.folder, precision, trainer["precision"]),
+            *(store.folder, store.manifest.precision, trainer["precision"]),
         )
     lengths = [*config["tau"]["context_tokens"], *([config["select"]["context_tokens"]] if "select" in config else [])]
     rows = FeatureRows(store, np.arange(len(store)), layers, data["row_tokens"], uses_gpu(trainer["accelerator"]))
@@ -278,6 +260,22 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
         )
     log.info("%d training rows and %d held-out rows of %s", len(found.train), store.held_out.sum(), store.folder)
     return found
+
+
+def _open_features(data: Mapping, target_fingerprint: str, layers: tuple[int, ...], target: str) -> FeatureStore:
+    """The store of the `data` node that fits the target, which `target` names."""
+    if not isinstance(data["verify"], bool):
+        raise UserError(f"data.verify={data['verify']} must be true or false")
+    if not isinstance(data["path"], str | None):
+        raise UserError(f"data.path={data['path']} must be one folder")
+    path = data["path"] or newest_features(CHECKPOINTS, target_fingerprint, layers)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks share the verification
+        store = open_features(path, data["verify"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    else:  # ranks that Lightning starts leave it to the first
+        store = open_features(path, data["verify"] and rank_zero_only.rank == 0)
+    store.check_fits(target_fingerprint, target)
+    store.check_layers(layers)
+    return store
 
 
 def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, context_tokens: int) -> RowData:
@@ -293,7 +291,7 @@ def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, c
     contexts = [store.tokens(int(number)).tolist() for number in chosen[:CONTEXTS]]
     train = replace(rows, numbers=np.flatnonzero(~store.held_out))
     by_length = replace(rows, numbers=seen[np.argsort(store.lengths[seen], kind="stable")])
-    is_packed = len(np.unique(train.lengths)) <= 1  # rows of packed text are shuffled as they are online
+    is_packed = len(set(train.lengths)) <= 1  # rows of packed text are shuffled as they are online
     return RowData(train, by_length, batch_size, seed, not is_packed, contexts)
 
 
@@ -305,8 +303,7 @@ def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> Ro
     """
     data, share = config["data"], config["held_out_share"]
     check_rows(data)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        raise UserError(f"held_out_share={share} must be a share of the rows, strictly between 0 and 1")
+    check_number("held_out_share", share, "(0, 1)")
     rows = zip(store.rows["id"], text_rows(store.rows, data["row_tokens"]), strict=True)
     kept = [(row, is_held_out(row_id, share)) for row_id, row in rows if len(row.response)]
     train, held_out = ([row for row, is_out in kept if is_out == wanted] for wanted in (False, True))
@@ -320,7 +317,3 @@ def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> Ro
     held_out = sorted(held_out[: data["val_rows"]], key=len)
     log.info("%d training rows, %d held-out rows of %s", len(train), len(held_out), store.folder)
     return RowData(TextRows(train), TextRows(held_out), data["batch_size"], config["seed"], by_length=True)
-
-
-DRAFTERS = {"spire": spire_experiment, "vanilla": vanilla_experiment}
-TRAINED = {"spire": trained_spire, "vanilla": trained_vanilla}
