@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from spectrain.cli import command
 from spectrain.measure.cost import CostModel
 from spectrain.measure.cost_analysis import CostGrid, investments, roofline
-from spectrain.measure.cost_inputs import check_options, read_grid, read_methods
+from spectrain.measure.cost_inputs import axis, check_options, read_methods
 from spectrain.measure.hardware import read_hardware
 from spectrain.measure.model_shape import read_shapes
+from spectrain.methods.registry import names
 from spectrain.reporting import cost_plots
 from spectrain.reporting.cost_tables import cost_tables
 from spectrain.reporting.drawing import write_png
@@ -36,13 +37,27 @@ CSV_COLUMNS = (
     *("method", "batch", "context_tokens", "k", "tau", "multiplier", "draft_flops", "verify_flops", "target_flops"),
     *("draft_ms", "verify_ms", "target_ms", "step_ms"),
 )
+THROUGHPUT = "Modelled throughput relative to autoregressive decoding"
+FIGURES = {  # view -> what draws it, and its caption
+    "multiplier": (cost_plots.multipliers, f"{THROUGHPUT}, by batch and context; below 1 speculation loses"),
+    "times": (cost_plots.times, "Modelled milliseconds of a step on {hardware}, if both peaks are reached"),
+    "curves": (cost_plots.throughput_curves, f"{THROUGHPUT} at batch {{batch}}"),
+    "break_even": (
+        cost_plots.fastest,
+        "The fastest method by batch and context, and the lines from which each beats autoregressive decoding",
+    ),
+    "intensity": (
+        cost_plots.intensity,
+        "FLOPs per byte of verification: memory-bound below the dashed line, compute-bound above it",
+    ),
+}
 
 
 def main(cfg: DictConfig) -> None:
     options = OmegaConf.to_container(cfg, resolve=True)
-    axes, shapes = read_grid(options), read_shapes(options)
-    methods, tau = read_methods(options, shapes, max(*axes.context_tokens, axes.spot[1]))
-    check_options(options, shapes, methods)
+    check_options(options)
+    shapes, views = read_shapes(options), names(options["views"])
+    methods, tau = read_methods(options, shapes)
     # What a finished run must share with one asked for, though no option names it: the content of files that it read.
     with open_dict(cfg):
         cfg.read = {method.name: [method.tau, method.k, asdict(method.shape)] for method in methods}
@@ -50,8 +65,8 @@ def main(cfg: DictConfig) -> None:
     chosen = HydraConfig.get().runtime.choices.get("hardware") if HydraConfig.initialized() else None
     model = CostModel(shapes.target, read_hardware(options, chosen), cfg.count_unembedding)
     title = Path(shapes.sources["target"]).name if cfg.title is None else str(cfg.title)
-    grid = CostGrid(title, model, methods, axes.batch, axes.context_tokens, axes.spot)
-    invested = investments(grid, options["investment"], cfg.investment.decoding)
+    axes = axis(options, "batch"), axis(options, "context_tokens")
+    grid = CostGrid(title, model, methods, *axes, spot=(cfg.spot.batch, cfg.spot.context_tokens))
     with naming_a_full_disk(run.path):
         run.begin()
         write_csv(run.path / "cost.csv", grid)
@@ -63,14 +78,14 @@ def main(cfg: DictConfig) -> None:
             "analysis": {
                 "batch": grid.spot[0],
                 "context_tokens": grid.spot[1],
-                "methods": [one.as_json() for one in invested],
+                "methods": investments(grid, options["investment"]),
             },
-            "roofline": roofline(grid, cfg.roofline.printed) if "roofline" in axes.views else None,
-            "figures": draw(run.path, grid, axes.views),
+            "roofline": roofline(grid, cfg.roofline.printed) if "roofline" in views else None,
+            "figures": draw(run.path, grid, views),
         }
         run.finish(results)
-    tables = cost_tables(grid, axes.views, shapes.sources, tau, options["roofline"], invested)
     files = ", ".join(["cost.json", "cost.csv", *(figure["file"] for figure in results["figures"])])
+    tables = cost_tables(grid, views, results, cfg.roofline.batch)
     show([(grid.title, None), *tables], TABLE_COLUMNS, f"{run.path}/: {files}")
 
 
@@ -113,43 +128,20 @@ def write_csv(file: Path, grid: CostGrid) -> None:
         writer.writerow(CSV_COLUMNS)
         for method in grid.methods:
             step = grid.model.step(method, grid.batch, grid.context_tokens)
-            gain = method.tau / step.iteration_time_multiplier
-            for (i, j), multiplier in np.ndenumerate(gain):
+            for (i, j), multiplier in np.ndenumerate(method.tau / step.iteration_time_multiplier):
                 costs = [cost[i, j] for cost in (step.draft, step.verify, step.target, step.step)]
                 ms = [grid.model.hardware.milliseconds(cost) for cost in costs]
-                cells = [f"{cell:.6g}" for cell in (multiplier, *costs[:3])]
-                cells += ["" if t is None else f"{t:.6g}" for t in ms]
+                cells = ["" if cell is None else f"{cell:.6g}" for cell in (multiplier, *costs[:3], *ms)]
                 writer.writerow([method.name, grid.batch[i], grid.context_tokens[j], method.k, method.tau, *cells])
 
 
 def draw(folder: Path, grid: CostGrid, views: Sequence[str]) -> list[dict[str, str]]:
     """Draw what the views ask for, as far as the grid and the hardware allow. Returns file names and captions."""
-    several, hardware = len(grid.context_tokens) > 1, grid.model.hardware
-    throughput = "Modelled throughput relative to autoregressive decoding"
-    drawings = {
-        "multiplier": (True, cost_plots.multipliers, f"{throughput}, by batch and context; below 1 speculation loses"),
-        "times": (
-            hardware.flops_per_s is not None,
-            cost_plots.times,
-            f"Modelled milliseconds of a step on {hardware.name}, if both peaks are reached",
-        ),
-        "curves": (several, cost_plots.throughput_curves, f"{throughput} at batch {grid.spot[0]}"),
-        "break_even": (
-            several and len(grid.batch) > 1,
-            cost_plots.fastest,
-            "The fastest method by batch and context, and the lines from which each beats autoregressive decoding",
-        ),
-        "intensity": (
-            len(grid.batch) > 1,
-            cost_plots.intensity,
-            "FLOPs per byte of verification: memory-bound below the dashed line, compute-bound above it",
-        ),
-    }
-    figures = []
-    for view, (possible, drawing, caption) in drawings.items():
-        if view in views and possible:
-            write_png(drawing(grid), folder / f"{view}.png")
-            figures.append({"file": f"{view}.png", "caption": caption})
+    figures, facts = [], {"hardware": grid.model.hardware.name, "batch": grid.spot[0]}
+    for view, (drawing, caption) in FIGURES.items():
+        if view in views and (figure := drawing(grid)) is not None:
+            write_png(figure, folder / f"{view}.png")
+            figures.append({"file": f"{view}.png", "caption": caption.format(**facts)})
     return figures
 
 

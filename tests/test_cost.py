@@ -15,8 +15,8 @@ from PIL import Image
 from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.measure import hardware
-from spectrain.measure.cost_inputs import check_options, read_grid, read_methods
-from spectrain.measure.hardware import MachineSpeed, read_hardware
+from spectrain.measure.cost_inputs import axis, check_options, read_methods
+from spectrain.measure.hardware import read_hardware
 from spectrain.measure.model_shape import read_shapes
 from spectrain.stores.locations import conf_dir
 from tests.conftest import tiny_model
@@ -33,7 +33,8 @@ NUMBERS = "{n_layer: 8, hidden_size: 64, n_head: 8, n_kv_head: 2, head_dim: 8, i
 
 @pytest.fixture(autouse=True)
 def quick_cpu(monkeypatch):
-    monkeypatch.setattr(hardware, "measure_cpu", lambda dtype: MachineSpeed("a CPU", 2, 1e11, 2e10))
+    speed = {"name": "this CPU", "source": "measured by this command", "flops_per_s": 1e11, "bytes_per_s": 2e10}
+    monkeypatch.setattr(hardware, "measure_cpu", lambda dtype: dict(speed))
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_numbers_take_the_place_of_names():
 def test_this_cpu_is_measured_and_says_so(run):
     code, out, err = run("hardware=cpu", "out=here", *SMALL)
     assert code == 0, err
-    assert "this CPU (a CPU, 2 threads): 5 FLOPs per byte in fp32" in " ".join(out.split())
+    assert "this CPU: 5 FLOPs per byte in fp32" in " ".join(out.split())
     found = json.loads(Path("here/cost.json").read_text())["hardware"]
     assert found["source"] == "measured by this command"
 
@@ -190,7 +191,7 @@ def test_without_options_it_is_the_bundled_target_with_drafters_as_the_paper_sha
 def test_a_measured_tau_takes_the_place_of_the_published(content, name, arguments, expected, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
     given = options(f"results={tmp_path / name}", *arguments)
-    methods, sources = read_methods(given, read_shapes(given), 8192)
+    methods, sources = read_methods(given, read_shapes(given))
     assert {method.name: method.tau for method in methods} == expected
     assert all("published" not in source["source"] for source in sources.values())
 
@@ -210,7 +211,7 @@ def test_k_of_a_training_is_read_beside_its_result(tmp_path, run):
 def test_each_method_may_have_its_own_k_and_tau():
     own = ("k={vanilla: 7, spire_dense: 2}", "tau.vanilla=6", "tau.spire_dense=2")
     given = options("methods=[vanilla,spire_dense]", *own)
-    methods, _ = read_methods(given, read_shapes(given), 8192)
+    methods, _ = read_methods(given, read_shapes(given))
     assert [(m.name, m.k, m.tau, m.budget, m.feedback) for m in methods] == [
         ("vanilla", 7, 6, None, False),
         ("spire_dense", 2, 2, None, True),
@@ -289,9 +290,8 @@ def test_bad_options_are_refused(arguments, words):
 
 def read_all(given: dict) -> None:
     """Everything that the command reads from its options."""
-    grid, shapes = read_grid(given), read_shapes(given)
-    methods, _ = read_methods(given, shapes, max(*grid.context_tokens, grid.spot[1]))
-    check_options(given, shapes, methods)
+    check_options(given)
+    read_methods(given, read_shapes(given))
     read_hardware(given)
 
 
@@ -337,5 +337,5 @@ def test_no_weights_are_read(exported, run, monkeypatch):
 
 
 def test_grid_is_sorted_and_unique():
-    grid = read_grid(options("batch=[8,1,8]", "context_tokens=64"))
-    assert (grid.batch, grid.context_tokens) == ((1, 8), (64,))
+    given = options("batch=[8,1,8]", "context_tokens=64")
+    assert (axis(given, "batch"), axis(given, "context_tokens")) == ([1, 8], [64])

@@ -20,10 +20,11 @@ import numpy as np
 from spectrain.decoding.errors import UserError, check_whole
 
 
-def check_positive(name: str, value: object) -> None:
-    """Raise UserError unless the option `name` is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"{name}={value} must be a number above 0")
+def check_number(name: str, value: object, *, zero: bool = False) -> None:
+    """Raise UserError unless the option `name` is a finite number above 0, or 0 where `zero` allows it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (0 < value < math.inf or (zero and value == 0)):
+        raise UserError(f"{name}={value} must be a number {'of at least' if zero else 'above'} 0")
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,9 @@ class Shape:
     body_parameters: int | None = None  # of the decoder blocks, counted in a model; None: of norms, attention and MLP
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "hidden_size", "n_head", "n_kv_head", "head_dim", "intermediate_size"):
-            check_whole(name, getattr(self, name), 1)
-        check_whole("vocab_size", self.vocab_size, 0)
-        if self.body_parameters is not None:
-            check_whole("body_parameters", self.body_parameters, 1)
+        for name, value in vars(self).items():
+            if value is not None:
+                check_whole(name, value, 0 if name == "vocab_size" else 1)
         if self.n_head % self.n_kv_head:
             raise UserError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
 
@@ -81,12 +80,11 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("operational_intensity", "weight_bytes", "kv_bytes", "flops_per_s", "bytes_per_s"):
-            if getattr(self, name) is not None or not name.endswith("_per_s"):
-                check_positive(name, getattr(self, name))
+        for name in ("operational_intensity", "weight_bytes", "kv_bytes"):
+            check_number(name, getattr(self, name))
 
     def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
-        """FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
+        """Compute the FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
         return np.maximum(flops, n_bytes * self.operational_intensity)
 
     def milliseconds(self, cost: np.ndarray) -> np.ndarray | None:
@@ -130,7 +128,8 @@ class Method:
 
     def __post_init__(self) -> None:
         check_whole(f"k of {self.name}", self.k, 1)
-        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or not 1 <= self.tau <= self.k + 1:
+        check_number(f"tau.{self.name}", self.tau)
+        if not 1 <= self.tau <= self.k + 1:
             raise UserError(
                 f"tau.{self.name}={self.tau} must lie in 1 .. k + 1 = {self.k + 1}: a step yields the target's own "
                 "token and at most k drafted ones"
@@ -212,10 +211,11 @@ class CostModel:
 
     def critical_batch(self, context_tokens: Sequence[int], k: int) -> np.ndarray:
         """Rows from which verifying k tokens per row is compute-bound, [L]; inf where it never is."""
-        weights = self.parameters(self.target) * self.hardware.weight_bytes
-        flops_as_bytes = 2.0 * k * self.parameters(self.target) / self.hardware.operational_intensity
-        spare = flops_as_bytes - self._cache_bytes(context_tokens)
-        return np.where(spare > 0, weights / np.where(spare > 0, spare, 1), math.inf)
+        parameters = self.parameters(self.target)
+        spare = 2.0 * k * parameters / self.hardware.operational_intensity - self._cache_bytes(context_tokens)
+        return np.divide(
+            parameters * self.hardware.weight_bytes, spare, out=np.full(spare.shape, math.inf), where=spare > 0
+        )
 
     def _cache_bytes(self, context_tokens: Sequence[int]) -> np.ndarray:
         """Bytes of one row's KV cache, [L]."""

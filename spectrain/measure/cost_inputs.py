@@ -1,4 +1,4 @@
-"""What `spectrain.cost` computes with, read from its options: the grid, and the methods with their tau.
+"""What `spectrain.cost` computes with, read from its options: the axes, and the methods with their tau.
 
 `options` is the resolved content of conf/cost.yaml as plain values.
 """
@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.cost import Method, SparseBudget
+from spectrain.measure.cost import Method, SparseBudget, check_number
 from spectrain.measure.measured_tau import MeasuredTau, choose_tau, read_tau
 from spectrain.measure.model_shape import Shapes
 from spectrain.measure.tau import POOLED, Setting
@@ -23,78 +22,52 @@ log = logging.getLogger(__name__)
 METHODS = ("vanilla", "magicdec", "spire", "spire_dense")
 ALL = METHODS[:3]
 VIEWS = ("multiplier", "times", "curves", "break_even", "analysis", "intensity", "roofline")
-SECTIONS = (
-    *("target", "numbers", "tau", "published", "results_at", "results_names", "spot", "investment", "roofline"),
-)
+SECTIONS = ("target", "numbers", "tau", "published", "results_at", "results_names", "spot", "investment", "roofline")
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Which cells are computed, and what is shown of them."""
-
-    batch: tuple[int, ...]
-    context_tokens: tuple[int, ...]
-    spot: tuple[int, int]  # batch and context of the cost analysis
-    views: tuple[str, ...]
-
-
-def check_options(options: Mapping, shapes: Shapes, methods: tuple[Method, ...]) -> None:
-    """Raise UserError where options contradict the shapes, or are out of range."""
-    if options["count_unembedding"] not in (True, False):
-        raise UserError(f"count_unembedding={options['count_unembedding']} must be true or false")
-    for name, shape in ({"target": shapes.target} | {method.name: method.shape for method in methods}).items():
-        if options["count_unembedding"] and not shape.vocab_size:
-            raise UserError(f"count_unembedding=true needs the vocabulary of {name}; give numbers.{name} a vocab_size")
-    if shapes.spire.hidden_size != shapes.target.hidden_size:
-        raise UserError(
-            f"the SPIRe drafter is {shapes.spire.hidden_size} wide and the target {shapes.target.hidden_size}, but it "
-            "consists of the target's blocks; give a drafter of this target"
-        )
-    check_whole("roofline.batch", options["roofline"]["batch"], 1)
-    for name, value in options["investment"].items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
-            raise UserError(f"investment.{name}={value} must be a number of at least 0")
-
-
-def read_grid(options: Mapping) -> Grid:
-    """Read batch sizes, context lengths and views.
-
-    Raises:
-        UserError: a size is no positive whole number, a view is unknown, or a value stands in place of a section.
-    """
+def check_options(options: Mapping) -> None:
+    """Raise UserError where a value stands in place of a section, is out of range, or is no known name."""
     for name in SECTIONS:
         if not isinstance(options[name], Mapping):
             raise UserError(
                 f"{name}={options[name]} must stay a group of options; give one of them, as {name}.<option>="
             )
-    axes = {}
     for name in ("batch", "context_tokens"):
-        values = options[name] if isinstance(options[name], list) else [options[name]]
-        if not values:
+        if options[name] == []:
             raise UserError(f"{name}=[] names no value; give some, as {name}=[1,64]")
-        for value in values:
+        for value in options[name] if isinstance(options[name], list) else [options[name]]:
             check_whole(name, value, 1)
-        axes[name] = tuple(sorted(set(values)))
         check_whole(f"spot.{name}", options["spot"][name], 1)
-    views = tuple(names(options["views"]))
-    unknown = [view for view in views if view not in VIEWS]
-    if unknown or not views:
-        raise UserError(f"views={unknown[0] if unknown else '[]'} is unknown; choose among {', '.join(VIEWS)}")
-    return Grid(**axes, spot=(options["spot"]["batch"], options["spot"]["context_tokens"]), views=views)
+    check_whole("roofline.batch", options["roofline"]["batch"], 1)
+    for name, value in options["investment"].items():
+        if value is not None:
+            check_number(f"investment.{name}", value, zero=True)
+    if options["count_unembedding"] not in (True, False):
+        raise UserError(f"count_unembedding={options['count_unembedding']} must be true or false")
+    check_names("views", names(options["views"]), VIEWS)
+    check_names("methods", names(options["methods"]), (*METHODS, "all"))
 
 
-def read_budget(options: Mapping, exported: SpireConfig | None, longest: int) -> SparseBudget:
-    """Read the sparse cache of magicdec and spire.
+def axis(options: Mapping, name: str) -> list[int]:
+    """Return the batch sizes or context lengths, rising."""
+    return sorted(set(options[name])) if isinstance(options[name], list) else [options[name]]
 
-    Raises:
-        UserError: the window is longer than the longest context.
-    """
+
+def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given or ["[]"]:
+        if name not in known:
+            raise UserError(f"{option}={name} is unknown; choose among {', '.join(known)}")
+
+
+def read_budget(options: Mapping, exported: SpireConfig | None) -> SparseBudget:
+    """Read the sparse cache of magicdec and spire. Raises UserError if its window is longer than every context."""
     window, sink = options["window_tokens"], options["sink_tokens"]
     if window == "auto" and exported is not None:
         window, sink = exported.window_tokens, exported.sink_tokens
     if window in ("auto", "share"):
         return SparseBudget(sink, None, options["window_share"])
     check_whole("window_tokens", window, 1)
+    longest = max(*axis(options, "context_tokens"), options["spot"]["context_tokens"])
     if window > longest:
         raise UserError(
             f"window_tokens={window} is longer than the longest context of {longest} tokens, so nothing is sparse; "
@@ -103,24 +76,14 @@ def read_budget(options: Mapping, exported: SpireConfig | None, longest: int) ->
     return SparseBudget(sink, window)
 
 
-def read_methods(options: Mapping, shapes: Shapes, longest: int) -> tuple[tuple[Method, ...], dict[str, dict]]:
+def read_methods(options: Mapping, shapes: Shapes) -> tuple[list[Method], dict[str, dict]]:
     """Read the methods with their tau, and where the tau of each is from.
 
-    Args:
-        options: of the command.
-        shapes: of target and drafters.
-        longest: the longest context, in tokens.
-
     Raises:
-        UserError: a method is unknown, its tau is missing or out of range, or was measured with another k.
+        UserError: tau is missing or out of range, or was measured with another k; the unembedding is to be counted,
+            but a vocabulary is unknown.
     """
-    wanted = ALL if "all" in names(options["methods"]) else tuple(names(options["methods"]))
-    unknown = [name for name in wanted if name not in METHODS]
-    if unknown or not wanted:
-        raise UserError(
-            f"methods={unknown[0] if unknown else '[]'} is unknown; choose among {', '.join(METHODS)}, or all"
-        )
-    budget = read_budget(options, shapes.exported, longest)
+    budget = read_budget(options, shapes.exported)
     feedback = shapes.exported.feedback if shapes.exported is not None else True
     parts = {
         "vanilla": (shapes.vanilla, None, False),
@@ -128,16 +91,16 @@ def read_methods(options: Mapping, shapes: Shapes, longest: int) -> tuple[tuple[
         "spire": (shapes.spire, budget, feedback),
         "spire_dense": (shapes.spire, None, feedback),
     }
-    found = read_tau(Path(str(options["results"]))) if options["results"] is not None else None
-    methods, sources = [], {}
-    for name in wanted:
+    measured = read_tau(Path(str(options["results"]))) if options["results"] is not None else None
+    chosen, methods, sources = names(options["methods"]), [], {}
+    for name in ALL if "all" in chosen else chosen:
         k = _k_of(options["k"], name)
-        tau, source = _tau_of(options, found, name, k)
+        tau, source = _tau_of(options, measured, name, k)
         if tau is not None:
-            shape, own_budget, own_feedback = parts[name]
-            methods.append(Method(name, shape, k, tau, own_budget, own_feedback))
+            shape, *cache = parts[name]
+            methods.append(Method(name, shape, k, tau, *cache))
             sources[name] = source
-        elif "all" in names(options["methods"]):
+        elif "all" in chosen:
             log.warning("%s is left out: %s has no tau of it", name, options["results"])
         else:
             raise UserError(
@@ -145,10 +108,13 @@ def read_methods(options: Mapping, shapes: Shapes, longest: int) -> tuple[tuple[
             )
     if not methods:
         raise UserError(
-            f"results={options['results']} has no tau of {', '.join(wanted)}; give results_names.<method>= or "
+            f"results={options['results']} has no tau of {', '.join(ALL)}; give results_names.<method>= or "
             "tau.<method>="
         )
-    return tuple(methods), sources
+    for name, shape in ({"target": shapes.target} | {method.name: method.shape for method in methods}).items():
+        if options["count_unembedding"] and not shape.vocab_size:
+            raise UserError(f"count_unembedding=true needs the vocabulary of {name}; give numbers.{name} a vocab_size")
+    return methods, sources
 
 
 def _k_of(k: object, method: str) -> int:
@@ -164,12 +130,12 @@ def _k_of(k: object, method: str) -> int:
 
 
 def _tau_of(
-    options: Mapping, found: list[MeasuredTau] | None, name: str, k: int
+    options: Mapping, measured: Sequence[MeasuredTau] | None, name: str, k: int
 ) -> tuple[float | None, dict[str, str | float | None]]:
-    """tau and its source; None where `results` has none."""
+    """Read tau and its source; None where `results` has none."""
     if options["tau"].get(name) is not None:
         return options["tau"][name], {"source": "given"}
-    if found is None:
+    if measured is None:
         if k != options["published"]["k"]:
             raise UserError(
                 f"k={k}: the published tau of {name} is of k={options['published']['k']}, and tau depends on it; give "
@@ -177,7 +143,7 @@ def _tau_of(
             )
         return options["published"][name], {"source": "published (SPIRe, Table 1)"}
     file = Path(str(options["results"]))
-    chosen = choose_tau(file, found, name, k, options["results_names"].get(name), Setting(**options["results_at"]))
+    chosen = choose_tau(file, measured, name, k, options["results_names"].get(name), Setting(**options["results_at"]))
     if chosen is None:
         return None, {}
     if chosen.k is None:

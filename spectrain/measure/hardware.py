@@ -6,15 +6,14 @@ numbers of the CPU are medians of interleaved repeats: a drifting machine then h
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from spectrain.decoding.errors import UserError
-from spectrain.measure.cost import Hardware, check_positive
+from spectrain.measure.cost import Hardware, check_number
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.locations import conf_dir
 
@@ -49,32 +48,20 @@ def read_hardware(options: Mapping, chosen: str | None = None) -> Hardware:
         return Hardware(f"{given} FLOPs per byte", given, **sizes, source="given")
     if node.get("operational_intensity") is not None:
         return Hardware(node["name"], node["operational_intensity"], **sizes, source=node["source"])
-    name, source, peaks = node["name"], node["source"], {k: node[k] for k in ("flops_per_s", "bytes_per_s")}
-    if None in peaks.values():
-        speed, source = measure_cpu(dtype), "measured by this command"
-        name = f"this CPU ({speed.name}, {speed.threads} thread{'s' if speed.threads > 1 else ''})"
-        peaks = {"flops_per_s": speed.flops_per_s, "bytes_per_s": speed.bytes_per_s}
-    elif dtype not in peaks["flops_per_s"]:
-        known = ", ".join(peaks["flops_per_s"])
-        raise UserError(f"hardware={name} has no peak for dtype={dtype}; choose among {known}")
+    facts = {key: node[key] for key in ("name", "source", "flops_per_s", "bytes_per_s")}
+    if facts["flops_per_s"] is None or facts["bytes_per_s"] is None:
+        facts = measure_cpu(dtype)
+    elif dtype not in facts["flops_per_s"]:
+        known = ", ".join(facts["flops_per_s"])
+        raise UserError(f"hardware={facts['name']} has no peak for dtype={dtype}; choose among {known}")
     else:
-        peaks["flops_per_s"] = peaks["flops_per_s"][dtype]
-    for key, value in peaks.items():
-        check_positive(f"hardware.{key}", value)
-    return Hardware(name, peaks["flops_per_s"] / peaks["bytes_per_s"], **sizes, **peaks, dtype=dtype, source=source)
+        facts["flops_per_s"] = facts["flops_per_s"][dtype]
+    for key in ("flops_per_s", "bytes_per_s"):
+        check_number(f"hardware.{key}", facts[key])
+    return Hardware(operational_intensity=facts["flops_per_s"] / facts["bytes_per_s"], dtype=dtype, **sizes, **facts)
 
 
-@dataclass(frozen=True)
-class MachineSpeed:
-    """What this CPU does per second, as medians."""
-
-    name: str
-    threads: int
-    flops_per_s: float
-    bytes_per_s: float
-
-
-def measure_cpu(dtype: str, repeats: int = REPEATS, n: int = N, stream_bytes: int = STREAM_BYTES) -> MachineSpeed:
+def measure_cpu(dtype: str, repeats: int = REPEATS, n: int = N, stream_bytes: int = STREAM_BYTES) -> dict:
     """Time a matrix product, and a matrix-vector product with a matrix that no cache holds, as decoding reads weights.
 
     Args:
@@ -82,6 +69,9 @@ def measure_cpu(dtype: str, repeats: int = REPEATS, n: int = N, stream_bytes: in
         repeats: of each, in turn.
         n: rows and columns of the product.
         stream_bytes: size of the matrix that is streamed.
+
+    Returns:
+        `name`, `source`, and the medians `flops_per_s` and `bytes_per_s`.
 
     Raises:
         UserError: the dtype cannot be measured.
@@ -91,15 +81,18 @@ def measure_cpu(dtype: str, repeats: int = REPEATS, n: int = N, stream_bytes: in
     a, b = (torch.ones(n, n, dtype=DTYPES[dtype]) for _ in range(2))
     rows = stream_bytes // (4 * n)
     matrix, vector = torch.ones(rows, n), torch.ones(n)  # float32: in other dtypes the kernel is slower than memory
-    work: tuple[Callable[[], object], ...] = (lambda: a @ b, lambda: matrix @ vector)
-    seconds: tuple[list[float], ...] = ([], [])
+    seconds = []
     with torch.inference_mode():
-        for repeat in range(repeats + 1):
-            for one, own in zip(work, seconds, strict=True):
+        for _ in range(repeats + 1):
+            for left, right in ((a, b), (matrix, vector)):
                 begun = time.perf_counter()
-                one()
-                elapsed_s = time.perf_counter() - begun
-                if repeat:  # the first is the warm-up
-                    own.append(elapsed_s)
-    product_s, stream_s = (statistics.median(own) for own in seconds)
-    return MachineSpeed(cpu_name(), torch.get_num_threads(), 2 * n**3 / product_s, 4 * rows * n / stream_s)
+                left @ right
+                seconds.append(time.perf_counter() - begun)
+    product_s, stream_s = np.median(np.reshape(seconds, (-1, 2))[1:], axis=0)  # the first is the warm-up
+    threads = torch.get_num_threads()
+    return {
+        "name": f"this CPU ({cpu_name()}, {threads} thread{'s' if threads > 1 else ''})",
+        "source": "measured by this command",
+        "flops_per_s": float(2 * n**3 / product_s),
+        "bytes_per_s": float(4 * rows * n / stream_s),
+    }

@@ -19,6 +19,7 @@ from spectrain.stores.folder import read_json
 from spectrain.stores.locations import bundled_folder
 
 BUNDLED = "pystdlib-8l"
+BY_NUMBERS = "given by numbers"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # without them transformers takes its own defaults
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 DIMENSIONS = ("n_layer", "hidden_size", "n_head", "n_kv_head", "head_dim", "intermediate_size", "vocab_size")
@@ -39,41 +40,43 @@ def read_shapes(options: Mapping) -> Shapes:
     """Read the shapes of target and drafters from folders and numbers, or take those that the paper would.
 
     Raises:
-        UserError: a folder or number is wrong, or a model is given twice.
+        UserError: a folder or number is wrong, a model is given twice, or the SPIRe drafter is of another target.
     """
-    numbers, path, sources = options["numbers"], options["target"]["path"], {}
+    numbers, path = options["numbers"], options["target"]["path"]
+    found, exported = {}, None  # model -> shape and source
     if path is not None and numbers["target"] is not None:
         raise UserError(f"target={path} and numbers.target are both given; give numbers.target=null")
-    if numbers["target"] is not None:
-        target, sources["target"] = shape_of_numbers("numbers.target", numbers["target"]), "given by numbers"
-    else:
-        sources["target"] = str(path or BUNDLED)
-        target = shape_of_model(sources["target"], "target")
-    vanilla, exported = None, None
+    if numbers["target"] is None:
+        found["target"] = shape_of_model(str(path or BUNDLED), "target"), str(path or BUNDLED)
+    target = found["target"][0] if found else shape_of_numbers("numbers.target", numbers["target"])
+    for name, base in (("target", None), ("vanilla", None), ("spire", target)):
+        if numbers[name] is not None:
+            found[name] = shape_of_numbers(f"numbers.{name}", numbers[name], base), BY_NUMBERS
     for path in names(options["drafter"]):
         kind = "spire" if is_spire(Path(path)) else "vanilla"
-        if kind in sources or numbers[kind] is not None:
-            also = "another drafter" if kind in sources else f"numbers.{kind}"
+        if kind in found:
+            also = f"numbers.{kind}" if found[kind][1] == BY_NUMBERS else "another drafter"
             raise UserError(f"drafter={path} is a {kind} drafter, and so is {also}; give one of them")
-        sources[kind] = path
         if kind == "spire":
             exported = exported_config(Path(path))
+            shape = Shape(exported.n_layer, **{name: getattr(exported.shape, name) for name in DIMENSIONS[1:]})
         else:
-            vanilla = shape_of_model(path, "drafter")
-    if vanilla is None and numbers["vanilla"] is not None:
-        vanilla, sources["vanilla"] = shape_of_numbers("numbers.vanilla", numbers["vanilla"]), "given by numbers"
-    elif vanilla is None:  # as `+exp=vanilla` makes it: half the width in as many heads, so 1/8 of the body
-        halved = ("n_layer", "hidden_size", "head_dim", "intermediate_size")
-        halves = {name: max(1, getattr(target, name) // 2) for name in halved}
-        vanilla = dataclasses.replace(target, body_parameters=None, **halves)
-        sources["vanilla"] = "half the target's layers and width"
-    if exported is not None:
-        dimensions = {name: getattr(exported.shape, name) for name in DIMENSIONS[1:]}
-        return Shapes(target, vanilla, Shape(n_layer=exported.n_layer, **dimensions), sources, exported)
+            shape = shape_of_model(path, "drafter")
+        found[kind] = shape, path
+    # As `+exp=vanilla` makes it: half the width in as many heads, so 1/8 of the body.
+    halves = {name: max(1, getattr(target, name) // 2) for name in (*DIMENSIONS[:2], "head_dim", "intermediate_size")}
     n_layer = max(1, target.n_layer // 4)
-    given = numbers["spire"] if numbers["spire"] is not None else {"n_layer": n_layer}
-    sources["spire"] = "given by numbers" if numbers["spire"] is not None else f"{n_layer} of the target's blocks"
-    return Shapes(target, vanilla, shape_of_numbers("numbers.spire", given, target), sources, None)
+    counted = dataclasses.replace(target, body_parameters=None)
+    found.setdefault("vanilla", (dataclasses.replace(counted, **halves), "half the target's layers and width"))
+    found.setdefault("spire", (dataclasses.replace(counted, n_layer=n_layer), f"{n_layer} of the target's blocks"))
+    spire = found["spire"][0]
+    if spire.hidden_size != target.hidden_size:
+        raise UserError(
+            f"the SPIRe drafter is {spire.hidden_size} wide and the target {target.hidden_size}, but it consists of "
+            "the target's blocks; give a drafter of this target"
+        )
+    sources = {name: found[name][1] for name in ("target", "vanilla", "spire")}
+    return Shapes(target, found["vanilla"][0], spire, sources, exported)
 
 
 def shape_of_model(name: str, option: str) -> Shape:
@@ -90,27 +93,8 @@ def shape_of_model(name: str, option: str) -> Shape:
         UserError: there is no such config, it lacks a dimension, or the model does not cost what the formulas say.
     """
     path = str(bundled_folder(name) or name)
-    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
-        raise UserError(f"{option}={path} does not exist; give a folder or hub id of a causal LM, or its numbers")
-    try:
-        given, _ = PretrainedConfig.get_config_dict(path)
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{option}={path} has no config that transformers can read ({reason}); give a folder or hub id of a causal "
-            "LM, or its numbers"
-        ) from error
-    _check_complete(path, option, given, config)
+    config = _read_config(path, option)
     text = config.get_text_config()
-    kind = unsupported_layer_type(config)
-    experts = next((name for name in EXPERTS if (getattr(text, name, None) or 1) > 1), None)
-    if kind is not None or experts is not None:
-        what = f"layers of type {kind}" if kind is not None else f"{experts}={getattr(text, experts)}"
-        raise UserError(
-            f"{option}={path} has {what}, whose cost is not modelled; choose a dense model with full attention, or "
-            "give its numbers"
-        )
     try:
         with torch.device("meta"):
             body = sum(p.numel() for p in find_blocks(AutoModelForCausalLM.from_config(config)).parameters())
@@ -133,13 +117,35 @@ def shape_of_model(name: str, option: str) -> Shape:
     )
 
 
-def _check_complete(path: str, option: str, given: Mapping, config: PretrainedConfig) -> None:
-    """Raise UserError where the file lacks a dimension: transformers would fill in that of some 7B model."""
+def _read_config(path: str, option: str) -> PretrainedConfig:
+    """Read a config that is complete, and of a model whose cost the formulas give."""
+    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        raise UserError(f"{option}={path} does not exist; give a folder or hub id of a causal LM, or its numbers")
+    try:
+        given, _ = PretrainedConfig.get_config_dict(path)
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{option}={path} has no config that transformers can read ({reason}); give a folder or hub id of a causal "
+            "LM, or its numbers"
+        ) from error
+    text = config.get_text_config()
+    # transformers would fill in a missing dimension with that of some 7B model.
     inner = next((given[key] for key in ("text_config", "llm_config") if isinstance(given.get(key), Mapping)), given)
-    known_as = getattr(config.get_text_config(), "attribute_map", {})
-    missing = [name for name in NEEDED if name not in inner and known_as.get(name, name) not in inner]
-    if missing:
-        raise UserError(f"{option}={path}: config.json has no {missing[0]}; complete it, or give the shape by numbers")
+    known_as = getattr(text, "attribute_map", {})
+    for name in NEEDED:
+        if name not in inner and known_as.get(name, name) not in inner:
+            raise UserError(f"{option}={path}: config.json has no {name}; complete it, or give the shape by numbers")
+    kind = unsupported_layer_type(config)
+    experts = next((name for name in EXPERTS if (getattr(text, name, None) or 1) > 1), None)
+    if kind is not None or experts is not None:
+        what = f"layers of type {kind}" if kind is not None else f"{experts}={getattr(text, experts)}"
+        raise UserError(
+            f"{option}={path} has {what}, whose cost is not modelled; choose a dense model with full attention, or "
+            "give its numbers"
+        )
+    return config
 
 
 def is_spire(folder: Path) -> bool:
@@ -171,20 +177,19 @@ def shape_of_numbers(option: str, given: Mapping, base: Shape | None = None) -> 
     Raises:
         UserError: a field is unknown, missing, or does not fit the others.
     """
-    fields = [field.name for field in dataclasses.fields(Shape)]
+    fields = (*DIMENSIONS, "body_parameters")
     if not isinstance(given, Mapping):
         raise UserError(
             f"{option}={given} must be several numbers, as '{option}={{n_layer: 8, hidden_size: 512, ...}}'"
         )
+    values = {} if base is None else dataclasses.asdict(base) | {"body_parameters": None}
+    values |= {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in fields:
             raise UserError(f"{option}.{name} is unknown; a shape has {', '.join(fields)}")
-    values = {} if base is None else dataclasses.asdict(base) | {"body_parameters": None}
-    values |= {name: value for name, value in given.items() if value is not None}
-    needed = DIMENSIONS[:-1]
-    missing = [name for name in needed if name not in values]
-    if missing:
-        raise UserError(f"{option} has no {missing[0]}; a shape by numbers needs {', '.join(needed)}")
+    for name in DIMENSIONS[:-1]:
+        if name not in values:
+            raise UserError(f"{option} has no {name}; a shape by numbers needs {', '.join(DIMENSIONS[:-1])}")
     try:
         return Shape(**values)
     except UserError as error:

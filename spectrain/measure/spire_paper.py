@@ -8,7 +8,7 @@ from functools import cache
 
 import yaml
 
-from spectrain.measure.cost import CostModel, Method
+from spectrain.measure.cost import CostModel
 from spectrain.measure.cost_inputs import METHODS, read_methods
 from spectrain.measure.hardware import read_hardware
 from spectrain.measure.model_shape import read_shapes
@@ -40,24 +40,16 @@ def paper_tau() -> dict[str, float]:
     return {name: published[name] for name in METHODS[:3]} | ABLATIONS | {"dense_kv": published["spire_dense"]}
 
 
-@cache
-def _model() -> tuple[CostModel, dict[str, Method]]:
-    shapes = read_shapes(options())
-    methods, _ = read_methods(options(), shapes, max(options()["context_tokens"]))
-    return CostModel(shapes.target, read_hardware(options())), {method.name: method for method in methods}
-
-
 def multiplier(name: str, tau: float) -> float:
     """Model the throughput of a drafter with this tau relative to plain decoding of the paper's target, at its spot.
 
     A drafter without feedback costs as much as one with it, as in the paper's figure.
     """
-    model, methods = _model()
+    shapes, spot = read_shapes(options()), options()["spot"]
+    methods = {method.name: method for method in read_methods(options(), shapes)[0]}
     method = methods["spire_dense" if name == "dense_kv" else name if name in methods else "spire"]
-    spot = options()["spot"]
-    return float(
-        model.multiplier(dataclasses.replace(method, tau=tau), [spot["batch"]], [spot["context_tokens"]])[0, 0]
-    )
+    model = CostModel(shapes.target, read_hardware(options()))
+    return model.multiplier(dataclasses.replace(method, tau=tau), [spot["batch"]], [spot["context_tokens"]]).item()
 
 
 def modelled(content: Mapping) -> dict[str, tuple[dict, float]]:

@@ -15,8 +15,8 @@ from matplotlib.patches import Rectangle
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
 from spectrain.measure.stop_simulation import FIXED, HEAD
 from spectrain.reporting import drawing
-from spectrain.reporting.cost_tables import compact
 from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, line, line_panels
+from spectrain.reporting.formats import compact
 from spectrain.reporting.tuning import plain_tokens_per_s
 from spectrain.stores.budget_table import BudgetTable, CurveEntry, NodeBudget
 
@@ -47,9 +47,11 @@ def multipliers(found: CostGrid) -> Figure:
     return figure
 
 
-def times(found: CostGrid) -> Figure:
-    """Milliseconds per step if both peaks are reached, autoregressive decoding first."""
+def times(found: CostGrid) -> Figure | None:
+    """Milliseconds per step if both peaks are reached, autoregressive decoding first; None without peaks."""
     hardware = found.model.hardware
+    if hardware.flops_per_s is None:
+        return None
     steps = {m: found.model.step(m, found.batch, found.context_tokens) for m in found.methods}
     panels = {f"{AUTOREGRESSIVE}: 1 token per step": hardware.milliseconds(next(iter(steps.values())).target)}
     panels |= {f"{m.name}: {m.tau:.2f} tokens per step": hardware.milliseconds(step.step) for m, step in steps.items()}
@@ -74,9 +76,11 @@ def heat_maps(
     return figure
 
 
-def throughput_curves(found: CostGrid) -> Figure:
+def throughput_curves(found: CostGrid) -> Figure | None:
     """SPIRe, Figures 1 and 6: throughput over the context length at the batch size of the cost analysis."""
     batch, contexts = found.spot[0], found.context_tokens
+    if len(contexts) == 1:
+        return None
     lines = [line([(c, 1) for c in contexts], color=BASELINE_COLOUR, ls="--", label=AUTOREGRESSIVE)]
     for m in found.methods:
         points = zip(contexts, found.model.multiplier(m, [batch], contexts)[0], strict=True)
@@ -87,8 +91,10 @@ def throughput_curves(found: CostGrid) -> Figure:
     return line_panels({title: lines}, *labels, panel_in=(6.4, 3.4), log_ticks=ticks, ylim=(0, None))
 
 
-def intensity(found: CostGrid) -> Figure:
+def intensity(found: CostGrid) -> Figure | None:
     """SPIRe, Figure 3: operational intensity of verification by tokens verified together, one line per context."""
+    if len(found.batch) == 1:
+        return None
     k, contexts, limit = found.methods[0].k, found.context_tokens, found.model.hardware.operational_intensity
     tokens = [k * batch for batch in found.batch]
     lines = [line([(t, limit) for t in tokens], color="black", ls="--", label=f"compute-bound above {limit:.0f}")]
@@ -104,11 +110,13 @@ def intensity(found: CostGrid) -> Figure:
 
 
 @drawing.styled
-def fastest(found: CostGrid) -> Figure:
+def fastest(found: CostGrid) -> Figure | None:
     """The fastest method at every batch size and context, with lines where each equals autoregressive decoding."""
+    if len(found.batch) == 1 or len(found.context_tokens) == 1:
+        return None
     model, methods = found.model, found.methods
     batches = np.geomspace(found.batch[0], found.batch[-1], MAP_POINTS)
-    contexts = np.unique(np.geomspace(*found.ends, MAP_POINTS).round())
+    contexts = np.unique(np.geomspace(found.context_tokens[0], found.context_tokens[-1], MAP_POINTS).round())
     best = best_methods(model, methods, batches, contexts)
     names = [AUTOREGRESSIVE, *(method.name for method in methods)]
     hues = [BASELINE_COLOUR, *(COLOUR_OF[method.name] for method in methods)]

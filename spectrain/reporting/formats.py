@@ -22,6 +22,11 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
+def compact(value: float) -> str:
+    """A count of tokens or rows on an axis: 8192, 64K."""
+    return f"{value / 1024:g}K" if value >= 16384 and value % 1024 == 0 else f"{value:g}"
+
+
 def fixed(value: object, digits: int, sign: str = "") -> str:
     value = number(value)
     return MISSING if value is None else f"{value:{sign},.{digits}f}"

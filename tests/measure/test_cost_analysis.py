@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.measure.cost import Hardware, Shape
+from spectrain.measure.cost import CostModel, Hardware, Shape
 from spectrain.measure.cost_analysis import (
     CostGrid,
-    Investment,
     best_methods,
     free_attention_tokens,
-    free_budgets,
     free_tokens,
+    investment,
+    roofline,
     spans_where,
     where_faster,
 )
@@ -31,35 +31,34 @@ LLAMA_2_7B = Shape(n_layer=32, hidden_size=4096, n_head=32, n_kv_head=32, head_d
     [(2.78, 0.25, "6.40", "6.15"), (2.05, 0, "5.12", "5.12"), (2.82, 0.25, "6.45", "6.20"), (2.14, 0, "5.33", "5.33")],
 )
 def test_section_5(multiplier, training, saved, net):
-    one = Investment("any", multiplier, training, decoding=10)
-    assert (f"{one.saved:.2f}", f"{one.net:.2f}") == (saved, net)
+    one = investment(multiplier, training, decoding=10)
+    assert (f"{one['saved']:.2f}", f"{one['net']:.2f}") == (saved, net)
 
 
 def test_training_is_paid_where_saving_equals_it():
-    one = Investment("spire", 2.0, 0.25, decoding=10)
-    assert one.break_even_decoding == 0.5
-    assert Investment("spire", 2.0, 0.25, decoding=0.5).net == 0
-    assert Investment("magicdec", 2.0, 0, 10).break_even_decoding == 0
-    assert math.isinf(Investment("vanilla", 0.9, 0.1, 10).break_even_decoding)
-    assert Investment("vanilla", 0.9, 0.1, 10).net < 0
+    assert investment(2.0, 0.25, decoding=10)["break_even_decoding"] == 0.5
+    assert investment(2.0, 0.25, decoding=0.5)["net"] == 0
+    assert investment(2.0, 0, 10)["break_even_decoding"] == 0
+    assert math.isinf(investment(0.9, 0.1, 10)["break_even_decoding"])
+    assert investment(0.9, 0.1, 10)["net"] < 0
 
 
 def test_runs_of_contexts_are_found_to_the_token():
-    assert spans_where(lambda c: c >= 777, 32, 8192) == ((777, 8192),)
-    assert spans_where(lambda c: c < 777, 32, 8192) == ((32, 776),)
-    assert spans_where(lambda c: (c > 100) & (c <= 5000), 32, 8192) == ((101, 5000),)
-    assert spans_where(lambda c: (c < 100) | (c > 5000), 32, 8192) == ((32, 99), (5001, 8192))
-    assert spans_where(lambda c: c > 0, 32, 8192) == ((32, 8192),)
-    assert spans_where(lambda c: c < 0, 32, 8192) == ()
-    assert spans_where(lambda c: c > 0, 64, 64) == ((64, 64),)
+    assert spans_where(lambda c: c >= 777, 32, 8192) == [(777, 8192)]
+    assert spans_where(lambda c: c < 777, 32, 8192) == [(32, 776)]
+    assert spans_where(lambda c: (c > 100) & (c <= 5000), 32, 8192) == [(101, 5000)]
+    assert spans_where(lambda c: (c < 100) | (c > 5000), 32, 8192) == [(32, 99), (5001, 8192)]
+    assert spans_where(lambda c: c > 0, 32, 8192) == [(32, 8192)]
+    assert spans_where(lambda c: c < 0, 32, 8192) == []
+    assert spans_where(lambda c: c > 0, 64, 64) == [(64, 64)]
 
 
 def test_runs_that_nearly_touch_are_one():
     def holds(c: np.ndarray) -> np.ndarray:
         return (c >= 60) & ~((c >= 64) & (c < 66))
 
-    assert spans_where(holds, 32, 128) == ((60, 63), (66, 128))
-    assert spans_where(holds, 32, 128, gap=8) == ((60, 128),)
+    assert spans_where(holds, 32, 128) == [(60, 63), (66, 128)]
+    assert spans_where(holds, 32, 128, gap=8) == [(60, 128)]
 
 
 def test_magicdec_pays_from_where_figure_4_says():
@@ -120,13 +119,18 @@ def test_at_the_free_budget_arithmetic_and_memory_take_equal_time(inputs, output
         assert ratio(tokens) == pytest.approx(1, rel=1e-6)
 
 
+def products_of(shape: Shape) -> dict[str, dict]:
+    found = roofline(CostGrid("any", CostModel(shape, ASCEND), (), (1,), (128,), (1, 128)), None)
+    return {one["operation"]: one for one in found["products"]}
+
+
 def test_each_product_of_a_block_has_a_budget():
-    products = {one.operation: one for one in free_budgets(ASCEND, LLAMA_2_7B)}
+    products = products_of(LLAMA_2_7B)
     assert list(products) == ["queries", "keys, values", "output", "MLP in", "MLP out"]
-    assert products["MLP in"].tokens < products["queries"].tokens
+    assert products["MLP in"]["tokens"] < products["queries"]["tokens"]
     grouped = Shape(n_layer=1, hidden_size=4096, n_head=32, n_kv_head=8, head_dim=128, intermediate_size=11008)
-    keys = {one.operation: one for one in free_budgets(ASCEND, grouped)}["keys, values"]
-    assert (keys.inputs, keys.outputs) == (4096, 1024)
+    keys = products_of(grouped)["keys, values"]
+    assert (keys["inputs"], keys["outputs"]) == (4096, 1024)
 
 
 @pytest.mark.parametrize("group", [1, 4])

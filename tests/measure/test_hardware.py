@@ -25,10 +25,9 @@ def test_rates_are_work_over_the_median_time(dtype, monkeypatch):
 
     monkeypatch.setattr(hardware.time, "perf_counter", clock)
     found = measure_cpu(dtype, repeats=3, n=64, stream_bytes=4 * 64 * 100)
-    assert found.flops_per_s == 2 * 64**3 / 2.0
-    assert found.bytes_per_s == 4 * 64 * 100 / 0.5
-    assert found.threads == torch.get_num_threads()
-    assert found.name
+    assert found["flops_per_s"] == 2 * 64**3 / 2.0
+    assert found["bytes_per_s"] == 4 * 64 * 100 / 0.5
+    assert f", {torch.get_num_threads()} thread" in found["name"]
 
 
 def test_other_numbers_cannot_be_measured():

@@ -50,7 +50,10 @@ def test_an_exported_spire_drafter_has_the_shape_of_its_blocks(tmp_path):
     found = exported_config(folder)
     assert (found.k, found.window_tokens, found.sink_tokens, found.feedback) == (3, 9, 2, True)
     blocks = find_blocks(target.model)[-2:]
-    given = {"numbers": {"target": vars(TARGET), "vanilla": None, "spire": None}, "target": {"path": None}}
+    given = {
+        "numbers": {"target": vars(TARGET) | {"hidden_size": 32}, "vanilla": None, "spire": None},
+        "target": {"path": None},
+    }
     shapes = read_shapes(given | {"drafter": str(folder)})
     assert shapes.spire.body == sum(p.numel() for block in blocks for p in block.parameters())
     assert shapes.exported == found
