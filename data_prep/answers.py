@@ -23,9 +23,9 @@ from rich.markup import escape
 from data_prep.pipeline import Build
 from data_prep.progress import show_facts, speed
 from data_prep.ranks import decided
-from spectrain.decoding import Generation, Sampling, TargetModel
+from spectrain.decoding import Sampling, TargetModel
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.loop import check_prompt
+from spectrain.decoding.loop import Emitted, check_prompt
 from spectrain.stores.folder import digest, each_line, end_last_line
 from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
@@ -104,30 +104,25 @@ class Answers:
 
 
 def answer_in_loop(
-    prompts: Sequence[Prompt], answers: Answers, decode: Callable[..., list[Generation]], batch_size: int
+    prompts: Sequence[Prompt], answers: Answers, decode: Callable[..., Iterator[Emitted]], batch_size: int
 ) -> None:
     """Let the target answer in the decoding loop.
 
     Args:
         prompts: what is answered.
         answers: where the answers go.
-        decode: `generate` with the target, any method, and all options but those of the prompts.
+        decode: `stream` with the target, any method, and all options but those of the prompts.
         batch_size: prompts decoded together.
     """
     together = max(DECODED_TOGETHER, 64 * batch_size)
     for start in range(0, len(prompts), together):
         group = prompts[start : start + together]
-
-        def keep(index: int, generation: Generation, group: Sequence[Prompt] = group) -> None:
-            answers.add(group[index], Answer(generation.tokens, generation.finish_reason))
-
-        decode(
-            [prompt.tokens for prompt in group],
-            prompt_numbers=[prompt.number for prompt in group],
-            batch_size=batch_size,
-            on_tokens=lambda index, tokens, sources: answers.advance(0, len(tokens)),
-            on_finished=keep,
-        )
+        texts, numbers = [prompt.tokens for prompt in group], [prompt.number for prompt in group]
+        for step in decode(texts, prompt_numbers=numbers, batch_size=batch_size):
+            answers.advance(0, len(step.tokens))
+            if step.generation is not None:
+                answer = Answer(step.generation.tokens, step.generation.finish_reason)
+                answers.add(group[step.prompt_index], answer)
 
 
 @dataclass(frozen=True)

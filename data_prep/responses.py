@@ -26,7 +26,7 @@ from data_prep.progress import show_facts, target_override
 from data_prep.ranks import decided, interruptible, launch, rank_device
 from data_prep.server import CompletionServer
 from spectrain.cli import command, open_target
-from spectrain.decoding import Sampling, fingerprint, generate, tokenizer_fingerprint
+from spectrain.decoding import Sampling, fingerprint, stream, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.methods.registry import build_configured
@@ -109,7 +109,7 @@ def answer(cfg: DictConfig, build: Build, questions: list[Question], answering: 
         source = partial(server.answer, target=target, answering=answering)
     else:
         method = build_configured(cfg, target, answering.sampling)
-        decode = partial(generate, target, method, verification=cfg.verification, **vars(answering))
+        decode = partial(stream, target, method, verification=cfg.verification, **vars(answering))
         source = partial(answer_in_loop, decode=decode, batch_size=cfg.batch_size)
     manifest = ResponseManifest(
         target=cfg.target.path,

@@ -113,7 +113,7 @@ BREAKS: list[tuple[str, str, str, str]] = [  # file, what stands there (once), w
         "tests/decoding/test_loop.py",
     ),
     (
-        "spectrain/decoding/drafter.py",
+        "spectrain/decoding/context.py",
         "tokens[row, max(0, end - n) : end]",
         "tokens[row, end - n : end]",
         "tests/decoding/test_drafter.py",

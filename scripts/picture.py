@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from spectrain import load_method, load_target
-from spectrain.decoding import Source
-from spectrain.decoding.text import Pieces, Reply
+from spectrain.decoding import Source, stream
+from spectrain.decoding.text import Pieces, Reply, prompt_ids
 
 PROMPT = """class TestList(unittest.TestCase):
     def test_append(self):
@@ -41,12 +41,10 @@ def main() -> None:
     console.print(f'[bold]$ python -m spectrain.generate method={options.method} prompt="..."[/bold]\n')
     console.print(Text(PROMPT, style="dim"), end="")
     pieces = Pieces(target.tokenizer)
-
-    def show(index: int, tokens: list[int], sources: list[int]) -> None:
-        for token, source in zip(tokens, sources, strict=True):
+    for step in stream(target, method, [prompt_ids(target.tokenizer, PROMPT)], options.new):
+        for token, source in zip(step.tokens, step.sources, strict=True):
             console.print(Text(pieces.add(token), style="green" if source != Source.ROOT else ""), end="")
-
-    reply = method.generate(PROMPT, options.new, on_tokens=show)
+    reply = Reply("", step.generation)
     rates = {name: [] for name in ("method", "plain")}
     for _ in range(TURNS):
         for name, other in (("method", method), ("plain", plain)):

@@ -1,4 +1,4 @@
-"""Streams one continuation and says what speculation gained.
+"""Stream one continuation and say what speculation gained.
 
     python -m spectrain.generate method=spire prompt="def read_config(path):"
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spectrain.cli import command, open_target
-from spectrain.decoding import Generation, Sampling, Source, generate
+from spectrain.decoding import Generation, Sampling, Source, stream
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.text import Pieces
 from spectrain.measure.statistics import decode_s
@@ -41,7 +41,7 @@ def main(cfg: DictConfig) -> None:
     target = open_target(cfg)
     drafter = build_configured(cfg, target, sampling)
     decode = partial(
-        generate,
+        stream,
         target,
         prompts=[conversation_ids(target.tokenizer, [str(cfg.prompt)], [], cfg.chat)],
         max_new_tokens=cfg.max_new_tokens,
@@ -51,28 +51,25 @@ def main(cfg: DictConfig) -> None:
         stop_strings=tuple(cfg.stop_strings),
     )
     console, pieces = Console(highlight=False, soft_wrap=True), Pieces(target.tokenizer)
-
-    def show(prompt_index: int, tokens: list[int], sources: list[int]) -> None:
-        for token, source in zip(tokens, sources, strict=True):
+    console.print(Text(str(cfg.prompt), style="dim"), end="")
+    for step in decode(drafter):
+        for token, source in zip(step.tokens, step.sources, strict=True):
             if text := pieces.add(token):
                 console.print(Text(text, style=COLOURS.get(Source(source), "")), end="")
-
-    console.print(Text(str(cfg.prompt), style="dim"), end="")
-    (generation,) = decode(drafter, on_tokens=show)
-    console.print(f"\n\n{summary(generation)}")
+    console.print(f"\n\n{summary(step.generation)}")
     if cfg.baseline:
         # The median of runs without streaming. The two take turns, so that a drifting machine hurts both.
         rates: dict[str, list[float]] = {"ours": [], "plain": []}
         for _ in range(TIMED_RUNS):
             for name, one in (("ours", drafter), ("plain", Autoregressive())):
-                (timed,) = decode(one)
-                rates[name].append(len(timed.tokens) / decode_s(timed))
+                *_, last = decode(one)
+                rates[name].append(len(last.generation.tokens) / decode_s(last.generation))
         ours, plain = (median(values) for values in rates.values())
         console.print(f"{ours:.0f} tokens/s, {ours / plain:.2f}x autoregressive decoding ({plain:.0f} tokens/s)")
 
 
 def summary(generation: Generation) -> str:
-    """How many tokens were written, at which acceptance length, and how many drafted tokens were accepted."""
+    """Say how many tokens were written, at which acceptance length, and how many drafted tokens were accepted."""
     drafted, forwards = sum(generation.drafted), generation.target_forwards
     parts = [f"{len(generation.tokens)} tokens ({generation.finish_reason})"]
     if forwards:  # prefill draws the first token

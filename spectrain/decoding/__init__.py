@@ -1,11 +1,12 @@
 """The decoding loop: one lossless loop for every method, batch first. See `loop.py`."""
 
-from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.context import Context
+from spectrain.decoding.drafter import Drafter
 from spectrain.decoding.fingerprint import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
-from spectrain.decoding.loop import generate
+from spectrain.decoding.loop import generate, stream
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree, Source
@@ -25,6 +26,7 @@ __all__ = [
     "fingerprint",
     "generate",
     "load_target",
+    "stream",
     "tokenizer_fingerprint",
     "verify",
 ]

@@ -10,81 +10,10 @@ Letters: n active rows, R rows of a forward, H key/value heads, S slots, N nodes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
-
-
-@dataclass
-class _Step:
-    """Where the current forward writes; shared by the layers of a cache."""
-
-    max_rows: int
-    capacity: int = 0  # slots of a row
-    rows: range = range(0)
-    starts: Sequence[int] = ()  # first slot written in each row
-    common_start: int | None = None  # where all rows start at the same slot: a slice copy then replaces the scatter
-    n_nodes: int = 0
-    used: int = 0  # slots that attention reads
-    slots: Tensor | None = None  # [R, N] int64, computed when first needed
-
-    def slots_like(self, states: Tensor) -> Tensor:
-        """The slots of each node, expanded to `states` [R, H, N, D_head] for a scatter."""
-        if self.slots is None or self.slots.device != states.device:
-            starts = torch.tensor(self.starts, device=states.device)
-            self.slots = starts[:, None] + torch.arange(self.n_nodes, device=states.device)
-        return self.slots[:, None, :, None].expand_as(states)
-
-
-class SlotLayer(CacheLayerMixin):
-    """Keys and values of one block, [max_rows, H, S, D_head] each."""
-
-    def __init__(self, step: _Step):
-        super().__init__()
-        self._step = step
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate buffers with the heads, width, dtype and device of the first states [R, H, N, D_head]."""
-        rows, slots = self._step.max_rows, self._step.capacity
-        # Zeros, not empty: a masked slot has weight 0, but 0 * NaN of uninitialised memory is NaN.
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], slots, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], slots, value_states.shape[3])
-        self.is_initialized = True
-
-    def grow(self, capacity: int) -> None:
-        """Extend each row to `capacity` slots."""
-        missing = capacity - self.keys.shape[2]
-        self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, missing))
-        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, missing))
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the step's K and V [R, H, N, D_head]. Return all slots that it may read, [R, H, used, D_head]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        step, first, n_rows = self._step, self._step.rows.start, len(self._step.rows)
-        whole = n_rows == step.max_rows
-        written = []
-        # `narrow` rather than slicing: this runs twice per layer, and a Python slice costs as much as the copy.
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            rows = buffer if whole else buffer.narrow(0, first, n_rows)
-            if step.common_start is not None:
-                rows.narrow(2, step.common_start, step.n_nodes).copy_(states)
-            else:  # scatter_ is several times cheaper here than advanced indexing
-                rows.scatter_(2, step.slots_like(states), states)
-            written.append(rows.narrow(2, 0, step.used))
-        return written[0], written[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._step.used, 0
-
-    def get_seq_length(self) -> int:
-        return self._step.used - self._step.n_nodes
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class KVCache(Cache):
@@ -96,49 +25,72 @@ class KVCache(Cache):
     """
 
     def __init__(self, max_rows: int, block_tokens: int = 256):
-        self._step = _Step(max_rows)
-        self.block_tokens = block_tokens
-        self.lengths: list[int] = []  # committed tokens of each active row
         super().__init__(layers=[])
-
-    @property
-    def max_rows(self) -> int:
-        return self._step.max_rows
+        self.max_rows, self.block_tokens = max_rows, block_tokens
+        self.keys: list[Tensor] = []  # of each block, [max_rows, H, S, D_head]
+        self.values: list[Tensor] = []
+        self.lengths: list[int] = []  # committed tokens of each active row
+        self.capacity = 0  # S
+        # Where the current forward writes: rows, the first slot of each, the slot that all rows start at (if they do),
+        # nodes per row, slots that attention reads, and the slots [R, N] of a scatter (computed when first needed).
+        self._rows, self._starts, self._common_start = range(0), (), None
+        self._n_nodes, self._used, self._slots = 0, 0, None
 
     @property
     def n_rows(self) -> int:
         return len(self.lengths)
 
-    @property
-    def capacity(self) -> int:
-        """Slots per row."""
-        return self._step.capacity
+    def __len__(self) -> int:
+        return len(self.keys)
 
-    @property
-    def cache_bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._used - self._n_nodes
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._used, 0
 
     def begin(self, rows: range, starts: Sequence[int], n_nodes: int) -> int:
         """Set where the next forward writes: row rows[r] from slot starts[r] on. Return how many slots it will read."""
-        step = self._step
         assert len(starts) == len(rows), (rows, starts)
-        assert rows.stop <= step.max_rows, (rows, step.max_rows)
+        assert rows.stop <= self.max_rows, (rows, self.max_rows)
         first = starts[0]
-        step.rows, step.starts, step.n_nodes, step.slots = rows, starts, n_nodes, None
-        step.common_start = first if all(start == first for start in starts) else None
-        step.used = max(starts) + n_nodes
-        if step.used > step.capacity:
-            step.capacity = -(-step.used // self.block_tokens) * self.block_tokens
-            for layer in self.layers:
-                if layer.is_initialized:
-                    layer.grow(step.capacity)
-        return step.used
+        self._rows, self._starts, self._n_nodes, self._slots = rows, starts, n_nodes, None
+        self._common_start = first if all(start == first for start in starts) else None
+        self._used = max(starts) + n_nodes
+        if self._used > self.capacity:
+            missing = -(-self._used // self.block_tokens) * self.block_tokens - self.capacity
+            self.capacity += missing
+            for buffers in (self.keys, self.values):
+                for i, states in enumerate(buffers):  # one by one, so that the old ones are freed on the way
+                    buffers[i] = torch.nn.functional.pad(states, (0, 0, 0, missing))
+        return self._used
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer; see `SlotLayer.update`."""
-        while len(self.layers) <= layer_idx:
-            self.layers.append(SlotLayer(self._step))
-        return self.layers[layer_idx].update(key_states, value_states)
+        """Write a block's K and V [R, H, N, D_head]. Return all slots that it may read, [R, H, used, D_head].
+
+        Each attention layer of the model calls this.
+        """
+        if layer_idx == len(self.keys):
+            # Zeros, not empty: a masked slot has weight 0, but 0 * NaN of uninitialised memory is NaN.
+            for buffers, states in ((self.keys, key_states), (self.values, value_states)):
+                buffers.append(states.new_zeros(self.max_rows, states.shape[1], self.capacity, states.shape[3]))
+        first, n_rows = self._rows.start, len(self._rows)
+        written = []
+        # `narrow` rather than slicing: this runs twice per layer, and a Python slice costs as much as the copy.
+        for buffer, states in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
+            rows = buffer if n_rows == self.max_rows else buffer.narrow(0, first, n_rows)
+            if self._common_start is not None:
+                rows.narrow(2, self._common_start, self._n_nodes).copy_(states)
+            else:  # scatter_ is several times cheaper here than advanced indexing
+                rows.scatter_(2, self._slots_like(states), states)
+            written.append(rows.narrow(2, 0, self._used))
+        return written[0], written[1]
+
+    def _slots_like(self, states: Tensor) -> Tensor:
+        if self._slots is None or self._slots.device != states.device:
+            starts = torch.tensor(self._starts, device=states.device)
+            self._slots = starts[:, None] + torch.arange(self._n_nodes, device=states.device)
+        return self._slots[:, None, :, None].expand_as(states)
 
     def commit(self, path: Tensor | None, counts: Sequence[int]) -> None:
         """Keep the accepted nodes of the last forward, in place, and forget the rest.
@@ -156,20 +108,18 @@ class KVCache(Cache):
             accepted = places < torch.tensor(counts, device=path.device)[:, None]
             read = starts + torch.where(accepted, path, places)  # past the end a node is written onto itself
             write = starts + places
-            for layer in self.layers:
-                for states in (layer.keys[:n_rows], layer.values[:n_rows]):
-                    shape = (n_rows, states.shape[1], width, states.shape[3])
-                    moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
-                    states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
+            for states in (*self.keys, *self.values):
+                shape = (n_rows, states.shape[1], width, states.shape[3])
+                moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
+                states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def free(self, row: int) -> None:
         """Remove a row: the last row moves into its place."""
         last, length = self.n_rows - 1, self.lengths[-1]
         if row != last:
-            for layer in self.layers:
-                layer.keys[row, :, :length] = layer.keys[last, :, :length]
-                layer.values[row, :, :length] = layer.values[last, :, :length]
+            for states in (*self.keys, *self.values):
+                states[row, :, :length] = states[last, :, :length]
             self.lengths[row] = length
         self.lengths.pop()
 
@@ -180,9 +130,8 @@ class KVCache(Cache):
 
     def read(self, layer_idx: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the slots [n, K] int64 of one layer. Return keys and values [n, H, K, D_head]."""
-        layer = self.layers[layer_idx]
-        slots = slots.to(layer.keys.device)[:, None, :, None]
-        keys, values = layer.keys[: slots.shape[0]], layer.values[: slots.shape[0]]
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        slots = slots.to(keys.device)[:, None, :, None]
         return (
             keys.gather(2, slots.expand(-1, keys.shape[1], -1, keys.shape[3])),
             values.gather(2, slots.expand(-1, values.shape[1], -1, values.shape[3])),

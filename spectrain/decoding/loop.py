@@ -7,14 +7,15 @@ Batching is continuous: `batch_size` slots are kept filled from the list of prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from spectrain.decoding.drafter import Context, Drafter
-from spectrain.decoding.errors import UserError
-from spectrain.decoding.generation import Clock, Ending, Generation, Row
+from spectrain.decoding.context import Context
+from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice
 from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
@@ -22,12 +23,36 @@ from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
 
-OnTokens = Callable[[int, list[int], list[int]], None]  # (prompt index, new tokens, source of each)
-OnFinished = Callable[[int, Generation], None]  # (prompt index, its continuation)
+if TYPE_CHECKING:
+    from spectrain.decoding.drafter import Drafter
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The tokens that one row gained, by prefill or in a step."""
+
+    prompt_index: int
+    tokens: list[int]
+    sources: list[int]  # Source of each
+    generation: Generation | None  # the whole continuation, where it ended with these tokens
+
+
+def generate(
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    **options,
+) -> list[Generation]:
+    """Continue each prompt. Arguments and errors are those of `stream`; the generations are in the prompts' order."""
+    steps = stream(target, drafter, prompts, max_new_tokens, sampling, **options)
+    ended = {step.prompt_index: step.generation for step in steps if step.generation is not None}
+    return [ended[index] for index in range(len(prompts))]
 
 
 @torch.inference_mode()
-def generate(
+def stream(
     target: TargetModel,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
@@ -40,11 +65,11 @@ def generate(
     stop_token_ids: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
     verification: str = "token",
-    on_tokens: OnTokens | None = None,
-    on_finished: OnFinished | None = None,
     cache_block_tokens: int = 256,
-) -> list[Generation]:
-    """Continue each prompt. The text follows the target's own distribution, whatever the drafter guesses.
+) -> Iterator[Emitted]:
+    """Continue each prompt, and yield its tokens as they are accepted.
+
+    The text follows the target's own distribution, whatever the drafter guesses.
 
     Args:
         target: the model whose text this is.
@@ -58,73 +83,47 @@ def generate(
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
         stop_strings: a text ends with the token that completes one of them; needs the target's tokenizer.
         verification: "token" or "block": how drafts that were drawn from a q are verified; see `verify`.
-        on_tokens: called for each row after each step.
-        on_finished: called for each row when it ends.
         cache_block_tokens: the caches grow in multiples of this.
 
-    Returns:
-        One Generation per prompt, in the order of the prompts.
+    Yields:
+        For each row after each step, the tokens that it gained.
 
     Raises:
         UserError: a prompt is empty, too long for the target, or holds tokens outside its vocabulary; or the batch
             does not fit in memory.
     """
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1; raise max_new_tokens")
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size={batch_size} must be at least 1; raise batch_size")
+    check_whole("max_new_tokens", max_new_tokens, 1)
+    n_slots = len(prompts) if batch_size is None else min(batch_size, len(prompts))
+    if batch_size is not None:
+        check_whole("batch_size", batch_size, 1)
     if stop_strings and target.tokenizer is None:
         raise UserError("stop_strings need the target's tokenizer; load the target with one, or use stop_token_ids")
     for index, prompt in enumerate(prompts):
         check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
     if not prompts:
-        return []
-    n_slots = min(batch_size or len(prompts), len(prompts))
-    ending = Ending(
-        eos_ids=frozenset(target.eos_ids),
-        stop_ids=frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids),
-        stop_strings=tuple(stop_strings),
-        tokenizer=target.tokenizer,
-    )
+        return
+    stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
+    ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
     target = target.with_capture(drafter.capture_layers)
     free_before = free_bytes(target.device)
     cache = KVCache(n_slots, cache_block_tokens)
     context = Context(sampling or Sampling(), target.device, n_slots)
-    batch = _Batch(target, drafter, cache, context, ending, verification, on_tokens)
+    batch = _Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
+    generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
+    waiting = 0
     try:
         drafter.start(target, cache)
-        generators = [row_generator(seed, i) for i in prompt_numbers or range(len(prompts))]
-        return _run(batch, prompts, generators, n_slots, max_new_tokens, on_finished)
+        while waiting < len(prompts) or batch.rows:
+            first, waiting = waiting, min(waiting + n_slots - len(batch.rows), len(prompts))
+            if waiting > first:
+                yield from batch.join(first, prompts[first:waiting], generators[first:waiting], max_new_tokens)
+            else:
+                yield from batch.step()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         longest = max(map(len, prompts)) + max_new_tokens
         raise UserError(out_of_memory_advice(target, cache, n_slots, longest, free_before)) from error
-
-
-def _run(
-    batch: _Batch,
-    prompts: Sequence[Sequence[int]],
-    generators: Sequence[torch.Generator],
-    n_slots: int,
-    max_new_tokens: int,
-    on_finished: OnFinished | None,
-) -> list[Generation]:
-    generations: list[Generation | None] = [None] * len(prompts)
-    waiting = 0
-    while waiting < len(prompts) or batch.rows:
-        joining = range(waiting, min(waiting + n_slots - len(batch.rows), len(prompts)))
-        if joining:
-            waiting = joining.stop
-            chosen = slice(joining.start, joining.stop)
-            ended = batch.join(joining, prompts[chosen], generators[chosen], max_new_tokens)
-        else:
-            ended = batch.step()
-        for row in ended:
-            generations[row.prompt_index] = generation = row.generation(batch.clock)
-            if on_finished is not None:
-                on_finished(row.prompt_index, generation)
-    return generations
 
 
 def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
@@ -144,6 +143,16 @@ def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int
         )
 
 
+@dataclass
+class _Row:
+    """A prompt that is being continued."""
+
+    prompt_index: int
+    joined_s: float
+    shares_at_start: dict[str, float]
+    generation: Generation
+
+
 @dataclass(eq=False)
 class _Batch:
     """The active rows. Cache, context, drafter and `rows` keep the same order; all of them free a row by swapping."""
@@ -154,29 +163,23 @@ class _Batch:
     context: Context
     ending: Ending
     verification: str
-    on_tokens: OnTokens | None
-    rows: list[Row] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.clock = Clock(self.target.device)
+    clock: Clock
+    rows: list[_Row] = field(default_factory=list)
 
     def join(
         self,
-        indices: range,
+        first_index: int,
         prompts: Sequence[Sequence[int]],
         generators: Sequence[torch.Generator],
         max_new_tokens: int,
-    ) -> list[Row]:
-        """Read prompts into new rows at the end and draw their first tokens. Return the rows that ended with these."""
+    ) -> list[Emitted]:
+        """Read prompts into new rows at the end and draw their first tokens."""
         joined_s = self.clock.now
-        context, first = self.context, len(self.rows)
-        new = range(first, first + len(prompts))
-        lengths = [len(prompt) for prompt in prompts]
-        tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : lengths[row]] = torch.tensor(prompt)
+        context, lengths = self.context, [len(prompt) for prompt in prompts]
+        new = range(len(self.rows), len(self.rows) + len(prompts))
         context.append(prompts, max_new_tokens, generators)
-        output = self.target.prefill(tokens.to(context.device), lengths, self.cache, new)
+        tokens = context.tokens[new.start :, : max(lengths)].to(context.device)
+        output = self.target.prefill(tokens, lengths, self.cache, new)
         last_logits = output.logits[:, 0]
         uniforms = None
         if not context.sampling.greedy:
@@ -186,11 +189,12 @@ class _Batch:
         self.drafter.prefill(context, output, new)
 
         share_s = self.clock.restart() / len(prompts)
-        self.rows += [Row(index, joined_s, share_s, dict(self.clock.shares)) for index in indices]
+        for index in range(first_index, first_index + len(prompts)):
+            self.rows.append(_Row(index, joined_s, dict(self.clock.shares), Generation(prefill_s=share_s)))
         return self._emit(new, [[token] for token in roots.tolist()], [[int(Source.ROOT)]] * len(prompts))
 
-    def step(self) -> list[Row]:
-        """Run one step for all rows. Return the rows that ended."""
+    def step(self) -> list[Emitted]:
+        """Run one step for all rows."""
         context, clock, n_rows = self.context, self.clock, len(self.rows)
         tree = self.drafter.propose(context)
         if not tree.is_chain:
@@ -207,35 +211,40 @@ class _Batch:
         self.drafter.observe(context, tree, output, verified)
         clock.lap("draft", n_rows)
         for row, by_source, by_depth in zip(self.rows, step.by_source, step.by_depth, strict=True):
-            row.count_drafted(by_source, by_depth)
+            row.generation.count_drafted(by_source, by_depth)
         return self._emit(range(n_rows), step.emitted, step.sources)
 
-    def _emit(self, rows: range, emitted: list[list[int]], sources: list[list[int]]) -> list[Row]:
+    def _emit(self, rows: range, emitted: list[list[int]], sources: list[list[int]]) -> list[Emitted]:
         """Give each row its new tokens, cut where its text ends, and remove the rows that ended."""
-        ended = []
+        gained, ended = [], []
         for index, tokens, origins in zip(rows, emitted, sources, strict=True):
             row = self.rows[index]
+            found = row.generation
             room = self.context.room[index] + len(tokens)  # before these tokens
-            kept, row.finish_reason = self.ending.cut(row.tokens, tokens[:room])
-            if row.finish_reason is None and len(kept) >= room:
-                row.finish_reason = "length"
-            if row.tokens:  # the first token is prefill's
-                row.accepted.append(min(len(kept), len(tokens) - 1))
-            row.tokens += kept
-            row.sources += origins[: len(kept)]
-            if self.on_tokens is not None:
-                self.on_tokens(row.prompt_index, kept, origins[: len(kept)])
-            if row.finish_reason is not None:
+            kept, reason = self.ending.cut(found.tokens, tokens[:room])
+            if reason is None and len(kept) >= room:
+                reason = "length"
+            if found.tokens:  # the first token is prefill's
+                found.accepted.append(min(len(kept), len(tokens) - 1))
+            found.tokens += kept
+            found.sources += origins[: len(kept)]
+            gained.append(Emitted(row.prompt_index, kept, origins[: len(kept)], found if reason else None))
+            if reason is not None:
+                found.finish_reason = reason
                 ended.append(index)
-        left = []
+        n_rows, left = len(self.rows), [self.rows[index] for index in ended]
         for index in reversed(ended):
             for part in (self.cache, self.context, self.drafter):
                 part.free(index)
-            left.append(self.rows[index])
             self.rows[index] = self.rows[-1]
             self.rows.pop()
-        self.clock.lap("other", max(1, len(self.rows) + len(left)))
-        return left
+        self.clock.lap("other", n_rows)
+        for row in left:
+            row.generation.target_forwards = len(row.generation.accepted)
+            row.generation.elapsed_s = self.clock.now - row.joined_s
+            shares = self.clock.shares.items()
+            row.generation.time_s = {stage: share - row.shares_at_start[stage] for stage, share in shares}
+        return gained
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from transformers.utils import logging
 
 from spectrain.decoding import Generation, Sampling, TargetModel
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.generation import STAGES
-from spectrain.decoding.tree import Source
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 
@@ -117,13 +115,8 @@ def _continue(
         target_forwards=len(fed) if drafts else len(fed) - 1,
         accepted=[count - 1 for count in emitted.counts[1:]] if drafts else [],
         drafted=[fed[0] - len(prompt), *(count - 1 for count in fed[1:])] if drafts else [],
-        drafted_by_source=[0] * len(Source),
-        steps_by_depth=[],
-        retrieval_hits=0,
-        sources=[],
         elapsed_s=elapsed_s,
         prefill_s=elapsed_s,  # cannot be separated from the rest
-        time_s=dict.fromkeys(STAGES, 0.0),
     )
 
 

@@ -200,8 +200,8 @@ def _reader_of(drafter: Speculative | Spire, known: _KnownText) -> Callable[[Con
 
     def copy(context: Context) -> None:
         lengths = [n - 1 for n in context.n_tokens]
-        for number, layer in enumerate(whole.layers):
-            rows = (one[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for one in (layer.keys, layer.values))
+        for number, states in enumerate(zip(whole.keys, whole.values, strict=True)):
+            rows = (one[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for one in states)
             drafter.cache.fill(number, *rows, lengths)
 
     return copy

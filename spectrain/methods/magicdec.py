@@ -98,7 +98,7 @@ class MagicDec(Drafter):
         turn = None
         if self.positions == "cache" and kept != lengths:
             turn = rotation(-skipped, self._inv_freq)
-        for layer_idx in range(len(self.full.layers)):
+        for layer_idx in range(len(self.full)):
             keys, values = self.full.read(layer_idx, slots)
             if turn is not None:
                 keys = turned(keys, turn)
@@ -169,4 +169,4 @@ def _keys_at(target: TargetModel, tokens: Tensor, position: int) -> list[Tensor]
     cache = KVCache(len(tokens), block_tokens=1)
     cache.lengths = [0] * len(tokens)
     target.score(DraftTree.root_only(tokens), cache, torch.full_like(tokens[:, None], position))
-    return [layer.keys.float() for layer in cache.layers]
+    return [keys.float() for keys in cache.keys]

@@ -90,4 +90,4 @@ def oracle_script(continuations: dict[tuple[int, ...], list[int]], gamma: int):
 def cached_states(cache, row: int) -> list[Tensor]:
     """The committed keys and values of a row, layer by layer."""
     length = cache.lengths[row]
-    return [states[row, :, :length].clone() for layer in cache.layers for states in (layer.keys, layer.values)]
+    return [states[row, :, :length].clone() for pair in zip(cache.keys, cache.values, strict=True) for states in pair]

@@ -88,7 +88,7 @@ def test_capacity_grows_by_blocks_and_is_reported(llama_target):
     cache = prefilled(llama_target, random_prompts([17]), block_tokens=8, max_rows=2)
     assert cache.capacity == 24
     # 3 layers x (K and V) x 2 rows x 4 heads x 24 slots x 8 wide x 4 bytes
-    assert cache.cache_bytes == 3 * 2 * 2 * 4 * 24 * 8 * 4
+    assert sum(states.nbytes for states in (*cache.keys, *cache.values)) == 3 * 2 * 2 * 4 * 24 * 8 * 4
 
 
 def test_read_gathers_slots(llama_target):
@@ -96,8 +96,8 @@ def test_read_gathers_slots(llama_target):
     slots = torch.tensor([[0, 7, 3], [5, 0, 1]])
     keys, values = cache.read(1, slots)
     for row in range(2):
-        assert torch.equal(keys[row], cache.layers[1].keys[row][:, slots[row]])
-        assert torch.equal(values[row], cache.layers[1].values[row][:, slots[row]])
+        assert torch.equal(keys[row], cache.keys[1][row][:, slots[row]])
+        assert torch.equal(values[row], cache.values[1][row][:, slots[row]])
 
 
 def test_truncate_forgets_the_end(llama_target):
@@ -129,6 +129,6 @@ def test_fill_copies_and_takes_no_row_longer_than_given(llama_target):
     keys, values = source.read(0, torch.arange(5)[None])
     cache.fill(0, keys, values, [5])
     keys.zero_()
-    assert torch.equal(cache.layers[0].keys[0, :, :5], source.layers[0].keys[0, :, :5])
+    assert torch.equal(cache.keys[0][0, :, :5], source.keys[0][0, :, :5])
     with pytest.raises(AssertionError):
         cache.fill(0, keys, values, [6])

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from spectrain.decoding import Drafter, Sampling, Source, TargetModel, generate
+from spectrain.decoding import Drafter, Sampling, Source, TargetModel, generate, stream
 from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import method_config, method_names
@@ -134,16 +134,9 @@ def test_nothing_follows_eos_inside_an_accepted_block(llama, position):
     target, prompt, text = llama
     eos = text[position]
     # Prefill emits text[0]; with 4 drafts a step the first block is text[1..4] and the bonus text[5].
-    streamed = []
-    (generation,) = generate(
-        target,
-        oracle(prompt, text, 4),
-        [prompt],
-        20,
-        stop_token_ids=[eos],
-        on_tokens=lambda i, t, s: streamed.extend(t),
-    )
-    assert generation.tokens == text[: position + 1] == streamed
+    steps = list(stream(target, oracle(prompt, text, 4), [prompt], 20, stop_token_ids=[eos]))
+    generation = steps[-1].generation
+    assert generation.tokens == text[: position + 1] == [token for step in steps for token in step.tokens]
     assert generation.finish_reason == "stop"
     assert generation.target_forwards == (0 if position == 0 else 1)
     assert generation.accepted == ([] if position == 0 else [min(position, 4)])  # cut tokens are not counted
@@ -215,13 +208,11 @@ def test_tokens_stream_as_they_are_emitted(llama):
     target, _, _ = llama
     prompts = random_prompts([4, 9, 2, 5])
     seen = {index: ([], []) for index in range(4)}
-
-    def collect(index, tokens, sources):
-        seen[index][0].extend(tokens)
-        seen[index][1].extend(sources)
-
     drafter = Speculative(TargetModel(noisy_copy(target.model)))
-    generations = generate(target, drafter, prompts, 12, batch_size=2, on_tokens=collect)
+    for step in stream(target, drafter, prompts, 12, batch_size=2):
+        seen[step.prompt_index][0].extend(step.tokens)
+        seen[step.prompt_index][1].extend(step.sources)
+    generations = generate(target, drafter, prompts, 12, batch_size=2)
     assert [seen[i] for i in range(4)] == [(g.tokens, g.sources) for g in generations]
 
 
@@ -331,18 +322,18 @@ def test_generation_leaves_no_gradients_and_no_random_state(llama):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_on_finished_hears_of_each_row_as_it_ends(llama):
-    target, _, _ = llama
-    steps, finished = [], {}
-    generations = generate(
-        target,
-        DRAFTERS["autoregressive"]("llama"),
-        random_prompts(LENGTHS),
-        9,
-        Sampling(temperature=1.0),
-        batch_size=2,
-        on_tokens=lambda index, tokens, sources: steps.append(index),
-        on_finished=lambda index, generation: finished.setdefault(index, (generation, len(steps))),
-    )
-    assert [finished[i][0] for i in range(len(LENGTHS))] == generations
+def test_a_stream_gives_each_generation_with_its_last_tokens(llama):
+    target, prompts, sampling = llama[0], random_prompts(LENGTHS), Sampling(temperature=1.0)
+    finished = {}
+    for number, step in enumerate(stream(target, Autoregressive(), prompts, 9, sampling, batch_size=2)):
+        assert step.prompt_index not in finished
+        if step.generation is not None:
+            finished[step.prompt_index] = (step.generation.tokens, number)
+    generations = generate(target, Autoregressive(), prompts, 9, sampling, batch_size=2)
+    assert [finished[i][0] for i in range(len(LENGTHS))] == [generation.tokens for generation in generations]
     assert len({when for _, when in finished.values()}) > 1
+
+
+def test_a_stream_leaves_its_reader_outside_of_inference_mode(llama):
+    for _ in stream(llama[0], Autoregressive(), [[4, 5]], 3):
+        assert not torch.is_inference_mode_enabled()

@@ -71,7 +71,7 @@ def test_messages_go_through_the_chat_template(target, monkeypatch):
 
 
 def test_errors_reach_the_caller_of_a_stream(target):
-    with pytest.raises(UserError, match="max_new_tokens=0 must be at least 1"):
+    with pytest.raises(UserError, match="max_new_tokens=0 must be a whole number of at least 1"):
         next(load_method("pld", target).stream(PROMPT, 0))
 
 
