@@ -29,9 +29,10 @@ from rich.table import Table
 
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.training.checkpoints import step_of
-from spectrain.training.runs import RunFolder, without_clock
+from spectrain.training.runs import Curve, RunFolder
 
 COMPARED = (".safetensors", ".arrow", ".npy", ".bin", ".png")  # what a command makes; not logs, notes and clocks
+BY_THE_CLOCK = ("train/tokens_per_s", "train/wait_share")  # metrics that differ between equal runs
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,11 @@ def differences(whole: Path, killed: Path) -> list[str]:
         found.append("other runs were made")
     partial = [str(file.relative_to(killed)) for file in killed.rglob(".*") if not is_known_hidden(file)]
     return found + [f"{name} was left behind" for name in partial]
+
+
+def without_clock(curve: Curve) -> Curve:
+    """The curve without what depends on the machine's speed: equal runs have equal ones."""
+    return {step: {name: v for name, v in row.items() if name not in BY_THE_CLOCK} for step, row in curve.items()}
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -70,26 +70,21 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     """A SPIRe or vanilla drafter; then its tau beside plain decoding and, where one is given, a vanilla drafter."""
     target = open_target(cfg, target_device(run.config))
     experiment = experiments.drafter_experiment(run.config, target)
-    trained = partial(experiments.trained_drafter, run.config, target)
+    drafter_of = partial(experiments.trained_drafter, run.config, target)
     drafters: dict[str, Drafter] = {"autoregressive": Autoregressive()}
     if cfg.kind == "spire" and cfg.vanilla:  # opened before training, so that a wrong folder is reported at once
         drafters["speculative"] = build_speculative(target, cfg.vanilla, cfg.k)
     after, within = tau_settings(run.config, target)
     contexts = experiment.data.contexts
-    trainer = fit(run.config, run, experiment, measuring(target, trained, contexts, within), in_multirun())
+    trainer = fit(run.config, run, experiment, measuring(target, drafter_of, contexts, within), in_multirun())
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
-    drafters[KINDS[cfg.kind].method] = decoding_with(trained(weights), target)  # in the target's dtype
+    drafters[KINDS[cfg.kind].method] = decoding_with(drafter_of(weights), target)  # in the target's dtype
     tau = measure_tau(target, drafters, contexts, after, cfg.seed)
     metrics = final_metrics(trainer) if best.step == steps else run.metrics_at(best.step)
-    result = {
-        "steps": steps,
-        "tokens": tokens_of(run.config, steps),
-        "selected": best.facts(),
-        "metrics": metrics,
-        **tau,
-    }
+    trained = {"steps": steps, "tokens": tokens_of(run.config, steps)}
+    result = {**trained, "selected": best.facts(), "metrics": metrics, **tau}
     show([tau_table(tau)], columns=100)
     finish(cfg, trainer, export_of(run, weights, result, target), result)  # float32
 

@@ -53,7 +53,6 @@ CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "expor
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
 # A run may go on with another number of ranks.
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
-BY_THE_CLOCK = ("train/tokens_per_s", "train/wait_share")  # metrics that differ between equal runs
 
 Curve = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -80,34 +79,37 @@ class RunFolder:
         Raises:
             UserError: the run is finished already, or the folder holds something else.
         """
-        resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest(_hashed(resolved))}")
-        run = cls(path, resolved, id=f"{plain(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
-        if not path.exists():
-            return run
-        if rank_zero_only.rank != 0:
-            # With `fresh` rank zero may be replacing what stands here.
-            ended = not cfg.fresh and (path / result).is_file() and (path / CONFIG).is_file()
-            if ended and isinstance(reason := run._why_not_to_resume(), FinishedRun):
-                raise reason
-            return run
-        if not (path / CONFIG).is_file():
-            if any(path.iterdir()):
-                raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
+        config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest(_hashed(config))}")
+        run = cls(path, config, id=f"{plain(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
+        holds_run, is_rank_zero = (path / CONFIG).is_file(), rank_zero_only.rank == 0
+        if not holds_run and is_rank_zero and path.exists() and any(path.iterdir()):
+            raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
+        if not holds_run or (cfg.fresh and not is_rank_zero):  # rank zero may be replacing what stands here
             return run
         reason = run._why_not_to_resume()
-        if reason and not cfg.fresh:
+        if reason and not cfg.fresh and (is_rank_zero or isinstance(reason, FinishedRun)):
             raise reason
-        begun = run.facts()
-        return run if reason or begun is None else dataclasses.replace(run, id=begun["id"])
+        begun = run.facts() if is_rank_zero and not reason else None
+        return dataclasses.replace(run, id=begun["id"]) if begun else run
+
+    def _why_not_to_resume(self) -> UserError | None:
+        before, ours = _hashed(OmegaConf.to_container(OmegaConf.load(self.path / CONFIG))), _hashed(self.config)
+        differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
+        if differing:
+            return UserError(
+                f"run_dir={self.path} holds a run of another config (differs in {', '.join(differing)}); "
+                "give another run_dir or fresh=true"
+            )
+        if (self.path / self.result).is_file():
+            return FinishedRun(
+                f"this run is finished ({self.path}); change an option, or repeat it from the start with fresh=true"
+            )
+        return None
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """A run as it stands, finished or not.
-
-        Raises:
-            UserError: the folder is no run, or its facts are damaged.
-        """
+        """A run as it stands, finished or not. Raises UserError where the folder is no run, or is damaged."""
         if not (path / CONFIG).is_file() or not (path / FACTS).is_file():
             raise UserError(
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
@@ -120,21 +122,6 @@ class RunFolder:
         except (YAMLError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"run={path} has a damaged config.yaml, run.json or result.json ({error})") from error
         return run
-
-    def _why_not_to_resume(self) -> UserError | None:
-        before = _hashed(OmegaConf.to_container(OmegaConf.load(self.path / CONFIG)))
-        ours = _hashed(self.config)
-        differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
-        if differing:
-            return UserError(
-                f"run_dir={self.path} holds a run of another config (differs in {', '.join(differing)}); "
-                "give another run_dir or fresh=true"
-            )
-        if (self.path / self.result).is_file():
-            return FinishedRun(
-                f"this run is finished ({self.path}); change an option, or repeat it from the start with fresh=true"
-            )
-        return None
 
     @rank_zero_only
     def begin(self, target_fingerprint: str | None = None) -> None:
@@ -179,11 +166,13 @@ class RunFolder:
     @rank_zero_only
     def keep_to(self, source: dict) -> None:
         """Note what a training reads besides its config. Raises UserError where a resumed run reads other things."""
-        begun, source = self._read(SOURCE), strict(source)
+        source = strict(source)
+        begun = self._read(SOURCE)
         if begun is None:
             write_json(self.path / SOURCE, source)
+            return
         for name, found in source.items():
-            if begun is not None and begun[name] != found:
+            if begun[name] != found:
                 raise UserError(
                     f"{self.path} was started with other {name} ({begun[name]}) than were found now ({found}); give "
                     "those, or another run_dir"
@@ -191,25 +180,33 @@ class RunFolder:
 
     @property
     def attempts(self) -> list[dict]:
-        """What is known of each start of this run so far."""
+        """The facts of each start of this run so far."""
         begun = self.facts()
         return begun.get("attempts", []) if begun and begun["id"] == self.id else []
 
     def facts(self) -> dict | None:
-        """What run.json says; None where nothing began."""
+        """The content of run.json; None where nothing began."""
         return self._read(FACTS)
+
+    def read_result(self) -> dict | None:
+        """The numbers that `finish` kept; None of an unfinished run."""
+        return self._read(self.result)
 
     def _read(self, name: str) -> dict | None:
         file = self.path / name
         return read_json(file) if file.is_file() else None
 
+    def finish(self, result: dict) -> None:
+        """Mark the run as finished and keep its numbers."""
+        write_json(self.path / self.result, result)
+
     def curve(self) -> Curve:
         """Every number that was logged, by step, as if the run had never been interrupted."""
-        files = [self.path / "metrics" / f"version_{i}" / "metrics.csv" for i in range(len(self.attempts))]
+        files = (self.path / "metrics" / f"version_{i}" / "metrics.csv" for i in range(len(self.attempts)))
         return merged([(facts["done_steps"], file) for facts, file in zip(self.attempts, files, strict=True)])
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """What validation logged of a step's weights; {} where nothing was."""
+        """The metrics that validation logged of a step's weights; {} where there are none."""
         logged = self.curve().get(step - 1, {})  # the number that Lightning gives the step
         return {name: value for name, value in logged.items() if name.startswith("eval/")}
 
@@ -241,7 +238,7 @@ class RunFolder:
             UserError: there are none, or they are damaged.
         """
         best, newest = self.best.read(), self.checkpoints.newest()
-        selected = best is not None and (best.tau is not None or newest is None or best.step >= step_of(newest))
+        selected = best is not None and (best.tau is not None or best.step >= self.checkpoint_step)
         if selected and which == "best":
             return best.step, self.best.weights()
         if newest is None:
@@ -275,14 +272,6 @@ class RunFolder:
         with naming_a_full_disk(folder, ", which goes on from the run's last checkpoint"):
             write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
         return folder
-
-    def read_result(self) -> dict | None:
-        """The numbers that `finish` kept; None of an unfinished run."""
-        return self._read(self.result)
-
-    def finish(self, result: dict) -> None:
-        """Mark the run as finished and keep its numbers."""
-        write_json(self.path / self.result, result)
 
 
 def plain(name: str) -> str:
@@ -323,8 +312,3 @@ def read_csv(file: Path) -> Curve:
             values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
             curve.setdefault(int(row["step"]), {}).update(values)
     return curve
-
-
-def without_clock(curve: Curve) -> Curve:
-    """The curve without what depends on the machine's speed: equal runs have equal ones."""
-    return {step: {name: v for name, v in row.items() if name not in BY_THE_CLOCK} for step, row in curve.items()}

@@ -15,7 +15,7 @@ from spectrain.stores import environment
 from spectrain.training import fit as fitting
 from spectrain.training import runs
 from spectrain.training.loggers import CurveLogger
-from spectrain.training.runs import RunFolder, merged, read_csv, without_clock
+from spectrain.training.runs import RunFolder, merged, read_csv
 from tests.test_cli import composed
 
 
@@ -173,7 +173,6 @@ def test_a_later_attempt_replaces_the_curve_from_where_it_went_on(tmp_path):
         19: {"train/loss": 2.0, "eval/loss": 7.0},
         29: {"train/loss": 30.0, "eval/loss": 70.0},
     }
-    assert without_clock({1: {"train/loss": 1.0, "train/tokens_per_s": 3.0}}) == {1: {"train/loss": 1.0}}
 
 
 def test_a_kill_while_a_column_is_added_to_the_csv_loses_no_row(tmp_path, monkeypatch):
