@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from spectrain.decoding import fingerprint
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.locations import PACKAGE
@@ -34,7 +34,7 @@ from spectrain.training.callbacks import (
     StopOnBadLoss,
     TokensPerSecond,
 )
-from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_anew, ranks_of, step_of
+from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_anew, ranks_of
 from spectrain.training.experiments import Experiment
 from spectrain.training.loggers import keep_config, loggers
 from spectrain.training.runs import RunFolder
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 OURS = ("strategy", "activation_checkpointing")  # options of the `trainer` node that are not Lightning's
 ZERO_OPTIONS = ("stage", "offload_optimizer")  # of a `trainer.strategy` node
-LOST_RANK = ("Connection closed by peer", "Connection reset by peer")
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 Measure = Callable[[dict[str, Tensor]], tuple[float, float, float]]
 
 
@@ -62,50 +62,38 @@ def fit(
         in_sweep: whether this is one of several trainings of one command.
 
     Raises:
-        UserError: the trainer's hardware is missing, there are too few rows, the checkpoint cannot be read, the loss is
-            no number any more, or memory runs out.
+        UserError: an option is out of range, the trainer's hardware is missing, there are too few rows, the checkpoint
+            cannot be read, the loss is no number any more, or memory runs out.
     """
+    module, data, target = experiment.module, experiment.data, experiment.target
     check_whole("max_steps", config["max_steps"], 1)
-    checkpoint_s, n_rows, batch_size = config["checkpoint_s"], len(experiment.data.train), config["data"]["batch_size"]
-    if isinstance(checkpoint_s, bool) or not isinstance(checkpoint_s, int | float) or checkpoint_s < 0:
-        raise UserError(f"checkpoint_s={checkpoint_s} must be seconds between two checkpoints, 0 or more")
+    check_number("checkpoint_s", config["checkpoint_s"], "[0, inf]")
     check_whole("select.every", config["select"]["every"], 0)
     trainer = build_trainer(config, callbacks(config, run, measure), loggers(config["logger"], run), in_sweep)
-    if n_rows < batch_size:
-        raise UserError(
-            f"there are {n_rows} training rows, fewer than one batch of {batch_size}; lower data.batch_size or "
-            "data.row_tokens, or give more text"
-        )
-    check_accumulation(config, trainer, n_rows // batch_size)
-    target = experiment.target
+    check_batches(config, trainer, len(data.train))
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
     with run.held():
         if experiment.source:
             run.keep_to(experiment.source)
-        _train(config, run, experiment, trainer)
+        log.info("run folder: %s", run.path)
+        meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
+        checkpoint = run.checkpoints.newest()
+        if checkpoint:
+            log.info("resuming from %s", checkpoint)
+            prepare_resume(checkpoint, trainer)
+        if config["trainer"]["activation_checkpointing"]:
+            module.recompute_activations()
+        keep_config(trainer, run)
+        facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
+        run.note_attempt(run.checkpoint_step, facts)
+        with naming_the_remedy(config["data"]):
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+            trainer.validate(module, datamodule=data, verbose=False)
     return trainer
 
 
-def _train(config: Mapping, run: RunFolder, experiment: Experiment, trainer: Trainer) -> None:
-    """Train from the run's newest checkpoint, or from the start, to the last validation; see `fit`."""
-    log.info("run folder: %s", run.path)
-    meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
-    module, data, checkpoint = experiment.module, experiment.data, run.checkpoints.newest()
-    if checkpoint:
-        log.info("resuming from %s", checkpoint)
-        prepare_resume(checkpoint, trainer)
-    if config["trainer"]["activation_checkpointing"]:
-        module.recompute_activations()
-    facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
-    keep_config(trainer, run)
-    run.note_attempt(step_of(checkpoint) if checkpoint else 0, facts)
-    with naming_the_remedy(config["data"]):
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        trainer.validate(module, datamodule=data, verbose=False)
-
-
 def final_metrics(trainer: Trainer) -> dict[str, float]:
-    """What the last validation and the last step logged, by name."""
+    """The metrics of the last validation and the last step, by name."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -122,14 +110,11 @@ def callbacks(config: Mapping, run: RunFolder, measure: Measure | None) -> list[
 
 @contextmanager
 def naming_the_remedy(data: Mapping) -> Iterator[None]:
-    """Turn running out of memory, and losing another rank, into a UserError that says what to change.
-
-    `data` is the config's node.
-    """
+    """Turn running out of memory, and losing another rank, into a UserError that says what to change."""
     try:
         yield
     except Exception as error:
-        lost = isinstance(error, RuntimeError) and any(said in str(error) for said in LOST_RANK)  # as gloo says it
+        lost = isinstance(error, RuntimeError) and any(said in str(error) for said in LOST_RANK)
         if lost or isinstance(error, torch.distributed.DistError):
             raise UserError(
                 "another rank ended, and this one cannot go on alone; see what it said, then give the same command"
@@ -186,10 +171,10 @@ def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logg
 
 
 def strategy(config: Mapping) -> str | Strategy:
-    """What `trainer.strategy` says: a name that Lightning knows, or a node with options of DeepSpeed.
+    """The strategy that `trainer.strategy` asks for: a name that Lightning knows, or a node with options of DeepSpeed.
 
     Raises:
-        UserError: the node makes no sense, or the optimizer needs whole matrices, which DeepSpeed cuts.
+        UserError: the node has something else, or the optimizer needs whole matrices, which DeepSpeed cuts.
     """
     given = config["trainer"]["strategy"]
     if not isinstance(given, Mapping):
@@ -210,27 +195,32 @@ def strategy(config: Mapping) -> str | Strategy:
 
 def target_device(config: Mapping) -> str:
     """Where the frozen target runs: with the trainer."""
-    accelerator = config["trainer"]["accelerator"]
+    accelerator, rank = config["trainer"]["accelerator"], os.environ.get("LOCAL_RANK")
     if accelerator == "cpu":
         return "cpu"
-    rank = os.environ.get("LOCAL_RANK")
-    return config["target"]["device"] if rank is None or not uses_gpu(accelerator) else f"cuda:{rank}"
+    return f"cuda:{rank}" if rank is not None and uses_gpu(accelerator) else config["target"]["device"]
 
 
 def ranks_of_torchrun() -> dict[str, int]:
-    """What replaces trainer.devices and trainer.num_nodes under torchrun; {} without it."""
+    """The values under torchrun of trainer.devices and trainer.num_nodes; {} without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return {}
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return {"devices": local, "num_nodes": world // local}
 
 
-def check_accumulation(config: Mapping, trainer: Trainer, n_batches: int) -> None:
-    """Raises UserError where DeepSpeed would carry a gradient from the `n_batches` of an epoch into the next one.
+def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:
+    """Raise UserError where the training rows make no batch, or no whole steps.
 
-    Lightning does not count such a gradient.
+    DeepSpeed would carry a gradient from one epoch into the next, which Lightning does not count.
     """
-    accumulated = config["trainer"]["accumulate_grad_batches"]
+    batch_size, accumulated = config["data"]["batch_size"], config["trainer"]["accumulate_grad_batches"]
+    n_batches = n_rows // batch_size
+    if not n_batches:
+        raise UserError(
+            f"there are {n_rows} training rows, fewer than one batch of {batch_size}; lower data.batch_size or "
+            "data.row_tokens, or give more text"
+        )
     left = n_batches % accumulated and trainer.max_steps > n_batches // accumulated
     if left and isinstance(trainer.strategy, ZeroStrategy):
         raise UserError(
@@ -245,8 +235,7 @@ def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
     Raises:
         UserError: it is damaged, or was written with DeepSpeed and is read without, or the other way.
     """
-    sharded = isinstance(trainer.strategy, ZeroStrategy)
-    ranks = ranks_of(checkpoint)
+    sharded, ranks = isinstance(trainer.strategy, ZeroStrategy), ranks_of(checkpoint)
     if sharded != (ranks is not None):
         before, now = ("without", "with") if sharded else ("with", "without")
         raise UserError(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_number
 
 LOSSES = ("mixed", "distill", "hard")
 CHUNK_POSITIONS = 1024
@@ -39,8 +39,7 @@ class LossSettings:
     def __post_init__(self) -> None:
         if self.kind not in LOSSES:
             raise UserError(f"loss={self.kind} is unknown; choose {', '.join(LOSSES)}")
-        if not 0 <= self.omega <= 1:
-            raise UserError(f"omega={self.omega} must lie between 0 and 1")
+        check_number("omega", self.omega, "[0, 1]")
 
     @property
     def weights(self) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number, check_whole
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps that is left -> share of the learning rate
     "linear": lambda left: left,
@@ -39,16 +39,13 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise UserError(f"optimizer.schedule={self.schedule} is unknown; choose {' or '.join(SCHEDULES)}")
-        share = self.warmup_share
-        if share is not None and not (isinstance(share, float | int) and 0 <= share < 1):
-            raise UserError(f"optimizer.warmup_share={share} must be a share of all steps, in [0, 1)")
         if self.name not in ("adamw", "muon"):
             raise UserError(f"optimizer.name={self.name} is unknown; choose adamw or muon")
-        if not (isinstance(self.lr, float | int) and self.lr > 0 and self.weight_decay >= 0):
-            raise UserError(
-                f"optimizer.lr={self.lr} must be above 0 and optimizer.weight_decay={self.weight_decay} not below"
-            )
+        check_number("optimizer.lr", self.lr, "(0, inf)")
+        check_number("optimizer.weight_decay", self.weight_decay, "[0, inf)")
         check_whole("optimizer.warmup_steps", self.warmup_steps, 0)
+        if self.warmup_share is not None:
+            check_number("optimizer.warmup_share", self.warmup_share, "[0, 1)")
 
 
 class MuonAdamW(Optimizer):

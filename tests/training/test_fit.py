@@ -10,7 +10,7 @@ import torch
 
 from spectrain.decoding.errors import UserError
 from spectrain.training import fit as fitting
-from spectrain.training.fit import build_trainer, check_accumulation, prepare_resume, strategy
+from spectrain.training.fit import build_trainer, check_batches, prepare_resume, strategy
 from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
 from tests.test_cli import composed
 
@@ -122,14 +122,14 @@ def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun():
 @pytest.mark.parametrize(("accumulated", "n_batches", "max_steps"), [(2, 41, 20), (2, 40, 99), (1, 41, 99)])
 def test_gradients_that_end_with_the_epoch_may_be_accumulated(accumulated, n_batches, max_steps):
     cfg = composed("train", "+exp=spire", f"trainer.accumulate_grad_batches={accumulated}")
-    check_accumulation(cfg, SimpleNamespace(strategy=zero(), max_steps=max_steps), n_batches)
+    check_batches(cfg, SimpleNamespace(strategy=zero(), max_steps=max_steps), 4 * n_batches)
 
 
 def test_a_gradient_that_would_run_on_into_the_next_epoch_is_refused_under_deepspeed():
     cfg = composed("train", "+exp=spire", "trainer.accumulate_grad_batches=2")
     with pytest.raises(UserError, match="accumulate_grad_batches=2 does not divide the 41 batches of an epoch"):
-        check_accumulation(cfg, SimpleNamespace(strategy=zero(), max_steps=21), 41)
-    check_accumulation(cfg, SimpleNamespace(strategy=None, max_steps=21), 41)
+        check_batches(cfg, SimpleNamespace(strategy=zero(), max_steps=21), 4 * 41)
+    check_batches(cfg, SimpleNamespace(strategy=None, max_steps=21), 4 * 41)
 
 
 def test_a_checkpoint_is_written_where_it_belongs_and_nowhere_else(tmp_path, monkeypatch):

@@ -63,5 +63,5 @@ def test_equal_distributions_are_always_accepted():
 def test_unknown_loss_and_omega_are_refused():
     with pytest.raises(UserError, match="loss=soft is unknown"):
         LossSettings("soft")
-    with pytest.raises(UserError, match="omega=2 must lie"):
+    with pytest.raises(UserError, match="omega=2 must be a number in"):
         LossSettings("mixed", 2)
