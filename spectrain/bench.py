@@ -9,7 +9,6 @@ Run the same command to resume after an interruption. A question that fails is r
 from __future__ import annotations
 
 import logging
-import platform
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,29 +18,20 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from spectrain.cli import command, open_target
+from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.verify import VERIFICATIONS
+from spectrain.measure import questions
 from spectrain.measure.baselines import BASELINES, build_baseline
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.questions import digest, name_of, read_questions, use_chat
 from spectrain.measure.results import nodes_of, summarise
+from spectrain.methods import registry
 from spectrain.methods.pld import PromptLookup
-from spectrain.methods.registry import (
-    BASELINE,
-    budgets_digest,
-    build_method,
-    build_methods,
-    given_artifacts,
-    method_config,
-    method_configs,
-    names,
-)
 from spectrain.methods.speculative import Speculative
 from spectrain.reporting.benchmarks import terminal_table
 from spectrain.reporting.render import write_report
-from spectrain.stores.environment import provenance
+from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, read_json, sha256, write_json
 from spectrain.stores.prompts import conversation_ids
 from spectrain.training.runs import RunFolder
@@ -54,15 +44,15 @@ TABLE_COLUMNS = 100  # where the output is no terminal
 def main(cfg: DictConfig) -> None:
     sampling = Sampling.from_options(cfg.sampling)
     check(cfg)
-    methods = method_configs(cfg, reserved=BASELINES)
-    questions = read_questions(cfg.prompts, cfg.limit)
+    methods = registry.method_configs(cfg, reserved=BASELINES)
+    asked = questions.read_questions(cfg.prompts, cfg.limit)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     with open_dict(cfg):
-        cfg.measured = {"methods": methods, "questions": digest(questions)} | budgets_digest(methods)
+        cfg.measured = {"methods": methods, "questions": questions.digest(asked)} | registry.budgets_digest(methods)
     run = RunFolder.find(cfg, result="results.json")
     target = open_target(cfg)
-    prompt_ids = partial(conversation_ids, target.tokenizer, chat=use_chat(cfg.chat, target.tokenizer))
-    drafters, skipped = build_methods(cfg, methods, target, sampling)
+    chat = questions.use_chat(cfg.chat, target.tokenizer)
+    drafters, skipped = registry.build_methods(cfg, methods, target, sampling)
     baselines = build_baselines(cfg, target, drafters)
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
@@ -74,13 +64,14 @@ def main(cfg: DictConfig) -> None:
     more = options | {"batch_size": cfg.batch_size, "verification": cfg.verification}
     decoders = {name: partial(generate, target, drafter, **more) for name, drafter in drafters.items()}
     decoders |= {name: partial(baseline, **options) for name, baseline in baselines.items()}
-    benchmark = Benchmark(target, decoders, questions, prompt_ids, cfg.max_new_tokens, cfg.batch_size)
-    known = facts(cfg, target, len(questions))
-    rows = benchmark.run(run.path / "questions.jsonl")
+    prompt_ids = partial(conversation_ids, target.tokenizer, chat=chat)
+    known = facts(cfg, target, len(asked))
+    with interruptible(run.path):
+        benchmark = Benchmark(target, decoders, asked, prompt_ids, cfg.max_new_tokens, cfg.batch_size)
+        rows = benchmark.run(run.path / "questions.jsonl")
     kinds = dict.fromkeys(drafters, "method") | dict.fromkeys(baselines, "peer")
-    looking_up = [name for name, drafter in drafters.items() if drafter.looks_up]
-    measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32, looking_up)
-    if not measured[BASELINE]["questions"]:
+    measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32)
+    if not measured[registry.BASELINE]["questions"]:
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
     for name, drafter in drafters.items():
         measured[name] |= {"max_nodes": nodes_of(drafter, cfg.batch_size), "warning": drafter.warning}
@@ -97,11 +88,9 @@ def check(cfg: DictConfig) -> None:
     """Raise UserError where an option is out of range."""
     for name in ("max_new_tokens", "batch_size"):
         check_whole(name, cfg[name], 1)
-    if cfg.limit is not None:
-        check_whole("limit", cfg.limit, 1)
     if cfg.verification not in VERIFICATIONS:
         raise UserError(f"verification={cfg.verification} must be one of {', '.join(VERIFICATIONS)}")
-    for name in names(cfg.peers):
+    for name in registry.names(cfg.peers):
         if name not in BASELINES:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}")
     if cfg.peers and cfg.batch_size != 1:
@@ -114,16 +103,17 @@ def build_baselines(
     """Build Hugging Face's own generation, with the options and the draft model of our methods."""
     lookup = next((d for d in drafters.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
     speculative = next((d for d in drafters.values() if isinstance(d, Speculative)), None)
-    if "hf_assisted" in names(cfg.peers) and speculative is None:
-        speculative = build_method(method_config("speculative"), target, given_artifacts(cfg))
-    return {name: build_baseline(name, target, lookup, speculative) for name in names(cfg.peers)}
+    if "hf_assisted" in registry.names(cfg.peers) and speculative is None:
+        config = registry.method_config("speculative")
+        speculative = registry.build_method(config, target, registry.given_artifacts(cfg))
+    return {name: build_baseline(name, target, lookup, speculative) for name in registry.names(cfg.peers)}
 
 
 def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
     """Note which datastores a run began with. Raises UserError where a resumed run finds other ones."""
     file = run.path / "datastores.json"
     found = {name: [str(folder), sha256(folder / MANIFEST)] for name, folder in stores.items()}
-    begun = read_json(file) if file.is_file() else found
+    begun = read_json(file) if file.is_file() else {}
     for name, (folder, _) in begun.items():
         if found.get(name) != begun[name]:
             raise UserError(
@@ -134,24 +124,17 @@ def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
 
 
 def facts(cfg: DictConfig, target: TargetModel, n_questions: int) -> dict:
-    """What a reader needs to know to judge the numbers, or to repeat them."""
-    device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    """Collect what a reader needs to know to judge the numbers, or to repeat them."""
+    options = ("batch_size", "max_new_tokens", "max_nodes", "verification", "seed")
     return {
         **provenance(),
         "target": cfg.target.path,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
-        "prompts": name_of(cfg.prompts),
+        "prompts": questions.name_of(cfg.prompts),
         "questions": n_questions,
-        "device": f"{device} ({name})",
-        "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "batch_size": cfg.batch_size,
-        "max_new_tokens": cfg.max_new_tokens,
-        "max_nodes": cfg.max_nodes,
+        **device_facts(target.device, target.dtype),
+        **{name: cfg[name] for name in options},
         "sampling": OmegaConf.to_container(cfg.sampling),
-        "verification": cfg.verification,
-        "seed": cfg.seed,
     }
 
 

@@ -20,7 +20,6 @@ from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure import budget, questions, stopping
-from spectrain.measure.answers import read_answers, write_answers
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.sssd import choose_options
 from spectrain.methods import registry
@@ -89,7 +88,7 @@ def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
     run = begun(cfg, target, {"questions": questions.digest(asked), "method": method})
     with interruptible(run.path):
         file = answered(cfg, target, opened, asked, Sampling(), run)
-        found = choose_options(opened, method, grid, read_answers(file, target, least=2))
+        found = choose_options(opened, method, grid, questions.read_answers(file, target, least=2))
     defaults = registry.method_config("sssd")
     changed = {k: v for k, v in found["options"].items() if v != defaults.get(k) and k not in NO_OPTIONS}
     output = registry.write_tuned(run.path / "sssd.yaml", {"sssd": changed}, "spectrain.tune method=sssd")
@@ -114,7 +113,7 @@ def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
     run = begun(cfg, target, {"questions": questions.digest(asked), **search.digests()}, "results.json")
     with interruptible(run.path):
         file = answered(cfg, target, search.writer, asked, sampling, run)
-        texts = read_answers(file, target, sampling, cfg.max_new_tokens)
+        texts = questions.read_answers(file, target, sampling, cfg.max_new_tokens)
         found = stopping.compare_stop_rules(target, search, texts, run.path / "timed.jsonl")
     facts = {"target": cfg.target.path, "prompts": questions.name_of(cfg.responses or cfg.prompts)}
     facts |= {"texts": len(texts), "timed": min(options.timed, len(texts))}
@@ -142,7 +141,7 @@ def answered(
     if cfg.responses:
         return Path(cfg.responses)
     file, prompts = run.path / "responses.jsonl", questions.prompt_ids(asked, target, cfg.chat, cfg.max_new_tokens)
-    write_answers(target, drafter, prompts, cfg.max_new_tokens, sampling, cfg.seed, file)
+    questions.write_answers(target, drafter, prompts, cfg.max_new_tokens, sampling, cfg.seed, file)
     return file
 
 

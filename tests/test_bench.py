@@ -236,19 +236,20 @@ def test_a_run_without_any_answer_is_not_finished(run, tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
-    answered = Benchmark.rows
+    groups = Benchmark.groups
 
     def interrupted(self, done):
-        for n, rows in enumerate(answered(self, done)):
+        for n, rows in enumerate(groups(self, done)):
             if n == 3 and not done:
                 raise KeyboardInterrupt
             yield rows
 
-    monkeypatch.setattr(Benchmark, "rows", interrupted)
+    monkeypatch.setattr(Benchmark, "groups", interrupted)
     command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
     code, _, err = run(*command)
     assert code == 130
-    assert "interrupted with 3 answers in b/questions.jsonl; run the same command to resume" in err
+    assert "interrupted; run the same command to resume in b" in err
+    assert len(question_rows("b")) == 3
     assert not (Path("b") / "results.json").exists()
     assert run(*command)[0] == 0
     assert len(question_rows("b")) == 6
@@ -289,6 +290,7 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
 )
 def test_wrong_requests_are_refused(opened, tmp_path, monkeypatch, arguments, reason):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a missing folder is looked for on the hub
     with pytest.raises(UserError) as error:
         prepare(opened, composed("bench", *arguments))
     assert reason in str(error.value)

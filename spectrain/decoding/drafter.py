@@ -30,7 +30,6 @@ class Drafter(ABC):
     artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
     target: TargetModel | None = None  # what `generate` and `stream` decode; the registry sets it
     warning: str | None = None  # what a reader of its numbers must know
-    looks_up = False  # drafts are found in a table or store, so it can be told how often something was found
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
         """Begins a generation: forgets all rows. `cache` is the target's, to be read only; `cache.max_rows` bounds n.

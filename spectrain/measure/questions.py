@@ -1,29 +1,40 @@
-"""The questions that methods are measured on: a prompt file, or held-out modules of the Python standard library."""
+"""The questions that methods are measured on, and answers of a target to them, as token ids.
+
+Questions come from a prompt file, or are held-out modules of the Python standard library. Answers are known texts on
+which `spectrain.tune` simulates decoding.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
-from spectrain.stores.prompts import Question, conversation_ids, read_prompts
+from spectrain.measure.simulation import Text
+from spectrain.stores.folder import RowFile
+from spectrain.stores.prompts import Question, conversation_ids, json_rows, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
 STDLIB_QUESTIONS = 20
 STDLIB_CHARACTERS = 1200  # of a module, to be continued
+DECODED_TOGETHER = 8  # rows
 
 
 def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
-    """The first `limit` questions of a prompt file; without a file, of the standard library (20 by default)."""
+    """Read the first `limit` questions of a prompt file; without a file, of the standard library (20 by default)."""
     if prompts is not None:
         return read_prompts(prompts, limit)
+    if limit is not None:
+        check_whole("limit", limit, 1)
     documents = [d for d in read_documents(None) if is_held_out(d.id, STDLIB_HELD_OUT)]
     long_enough = [d for d in documents if len(d.text) > 2 * STDLIB_CHARACTERS]
     chosen = long_enough[: limit or STDLIB_QUESTIONS]
@@ -31,35 +42,20 @@ def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
 
 
 def name_of(prompts: str | None) -> str:
-    """What results call the questions of `read_questions`."""
+    """Return the name of the questions of `read_questions` in results."""
     return Path(prompts).name if prompts else "held-out modules of the Python standard library"
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """A hash of the questions: a resumed run must have the same."""
+    """Hash the questions: a resumed run must have the same."""
     return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()[:16]
 
 
-def prompt_ids(
-    questions: Sequence[Question], target: TargetModel, chat: str | bool, max_new_tokens: int
-) -> dict[str, list[int]]:
-    """The token ids of each question's first turn, by its id. Raises UserError where one does not fit the target."""
-    chat, found = use_chat(chat, target.tokenizer), {}
-    for question in questions:
-        found[question.id] = conversation_ids(target.tokenizer, question.turns[:1], [], chat)
-        check_prompt(target, found[question.id], max_new_tokens, f"prompt {question.id}")
-    return found
-
-
 def use_chat(chat: str | bool, tokenizer: PreTrainedTokenizerBase) -> bool | None:
-    """Whether prompts go into the tokenizer's chat template; None: where it has one.
-
-    Args:
-        chat: auto, true or false, as users give it.
-        tokenizer: the target's.
+    """Read the option `chat`: whether prompts go into the tokenizer's chat template; None: where it has one.
 
     Raises:
-        UserError: `chat` is something else, or the tokenizer has no template for chat=true.
+        UserError: `chat` is not auto, true or false, or the tokenizer has no template for chat=true.
     """
     if chat == "auto":
         return None
@@ -68,3 +64,91 @@ def use_chat(chat: str | bool, tokenizer: PreTrainedTokenizerBase) -> bool | Non
     if chat and tokenizer.chat_template is None:
         raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=auto or false")
     return chat
+
+
+def prompt_ids(
+    questions: Sequence[Question], target: TargetModel, chat: str | bool, max_new_tokens: int
+) -> dict[str, list[int]]:
+    """Tokenize each question's first turn, by its id. Raises UserError where one does not fit the target."""
+    chat, found = use_chat(chat, target.tokenizer), {}
+    for question in questions:
+        found[question.id] = conversation_ids(target.tokenizer, question.turns[:1], [], chat)
+        check_prompt(target, found[question.id], max_new_tokens, f"prompt {question.id}")
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A line of `responses.jsonl`."""
+
+    id: str
+    prompt: list[int]
+    response: list[int]
+    target: str  # fingerprint
+    sampling: str
+
+
+def write_answers(
+    target: TargetModel,
+    drafter: Drafter,
+    prompts: Mapping[str, list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    file: Path,
+) -> None:
+    """Answer the prompts that `file` lacks. Answers follow the target's distribution, whatever the drafter is."""
+    answers, writer = RowFile(file, Answer), (fingerprint(target.model, target.tokenizer), sampling.describe())
+    done = {answer.id for answer in answers.rows}
+    todo = [(number, name) for number, name in enumerate(prompts) if name not in done]
+    for start in track(range(0, len(todo), DECODED_TOGETHER), "responses", console=Console(stderr=True)):
+        numbers, names = zip(*todo[start : start + DECODED_TOGETHER], strict=True)
+        asked, options = [prompts[name] for name in names], {"seed": seed, "batch_size": DECODED_TOGETHER}
+        found = generate(target, drafter, asked, max_new_tokens, sampling, prompt_numbers=numbers, **options)
+        for name, generation in zip(names, found, strict=True):
+            answers.append(Answer(name, prompts[name], generation.tokens, *writer))
+
+
+def read_answers(
+    file: Path, target: TargetModel, sampling: Sampling | None = None, max_new_tokens: int | None = None, least: int = 1
+) -> list[Text]:
+    """Read the answers of at least two tokens.
+
+    Args:
+        file: of `write_answers`, perhaps of another run.
+        target: that wrote them.
+        sampling, max_new_tokens: that this target must have written them with; None: this is not checked.
+        least: number of such answers that are needed.
+
+    Raises:
+        UserError: the file is missing or has too few answers; or a row has no token ids of this vocabulary, or was
+            written by something else.
+    """
+    if not file.is_file():
+        raise UserError(f"responses={file} does not exist; give responses.jsonl of a run of spectrain.tune")
+    expected, texts = {}, []
+    if sampling is not None:
+        expected = {"target": fingerprint(target.model, target.tokenizer), "sampling": sampling.describe()}
+    for number, row in json_rows(file, f"responses={file}"):
+        where = f"responses={file} row {number}"
+        text = Text(row.get("prompt"), row.get("response"))
+        for ids in (text.prompt, text.response):
+            if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < target.vocab_size for i in ids):
+                raise UserError(f"{where} has no prompt and response as token ids of this target; let tune write them")
+        for name, value in expected.items():
+            if row.get(name, value) != value:
+                raise UserError(f"{where} was written with {name} {row[name]}, not {value}; give the same {name}")
+        if len(text.response) < 2 or not text.prompt:
+            continue
+        texts.append(text)
+        if max_new_tokens is not None:
+            check_prompt(target, text.prompt, max_new_tokens, where)
+            n_tokens, ended = len(text.response), text.response[-1] in target.eos_ids
+            if n_tokens > max_new_tokens or (n_tokens < max_new_tokens and not ended):
+                raise UserError(
+                    f"{where} has a response of {n_tokens} tokens, which max_new_tokens={max_new_tokens} does not "
+                    "give; give the max_new_tokens that it was written with"
+                )
+    if len(texts) < least:
+        raise UserError(f"there are {len(texts)} responses of two tokens or more, not {least}; give more prompts")
+    return texts

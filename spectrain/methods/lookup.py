@@ -36,7 +36,6 @@ class LookupDrafter(Drafter):
         UserError: max_nodes has no room for a guess.
     """
 
-    looks_up = True
     store: Datastore | None = None  # that it drafts from
 
     def __init__(self, max_nodes: int | NodeBudget):

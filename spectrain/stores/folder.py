@@ -212,16 +212,19 @@ def read_lines(file: Path) -> list[dict]:
 class RowFile(Generic[Row]):
     """The rows of a measurement, each a dataclass, in a JSON-lines file that an interrupted run continues.
 
-    `rows` are those that the file holds. Lines that were cut off, or that have other fields, are dropped.
+    `rows` are those that the file holds. Lines that were cut off or have other fields are dropped, and rows that `keep`
+    refuses.
     """
 
-    def __init__(self, file: Path, row_type: type[Row]) -> None:
+    def __init__(self, file: Path, row_type: type[Row], keep: Callable[[Row], bool] = lambda row: True) -> None:
         self.file, self.rows = file, []
         for values in each_line(file):
             try:
-                self.rows.append(row_type(**values))
+                row = row_type(**values)
             except TypeError:
                 continue
+            if keep(row):
+                self.rows.append(row)
         write_lines(file, map(dataclasses.asdict, self.rows))
 
     def append(self, row: Row) -> None:

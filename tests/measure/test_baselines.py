@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from spectrain.decoding import Sampling, TargetModel, generate
-from spectrain.decoding.errors import UserError
 from spectrain.measure.baselines import BASELINES, build_baseline
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
@@ -61,8 +60,3 @@ def test_baselines_sample_reproducibly_and_leave_the_global_generator_alone(targ
     texts = [decode(prompts, 20, sampling, prompt_numbers=[n])[0].tokens for n in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_what_is_no_baseline_is_one_sentence(target):
-    with pytest.raises(UserError, match="peers=x is unknown; choose among hf_generate"):
-        build_baseline("x", target)

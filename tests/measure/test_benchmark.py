@@ -52,7 +52,7 @@ def questions(n: int) -> list[Question]:
 def test_methods_take_turns_and_begin_in_turn(target):
     calls = []
     three = {name: Recorder(name, calls, target) for name in "abc"}
-    rows = [row for group in benchmark(target, questions(3), three).rows(set()) for row in group]
+    rows = [row for group in benchmark(target, questions(3), three).groups(set()) for row in group]
     assert [(name, numbers) for name, numbers, _ in calls] == [
         *[("a", [0]), ("b", [0]), ("c", [0])],
         *[("b", [64]), ("c", [64]), ("a", [64])],
@@ -65,7 +65,7 @@ def test_what_is_measured_is_not_measured_again(target):
     calls = []
     two = {name: Recorder(name, calls, target) for name in "ab"}
     done = {("q0", "a"), ("q1", "a"), ("q1", "b")}
-    rows = [row for group in benchmark(target, questions(3), two).rows(done) for row in group]
+    rows = [row for group in benchmark(target, questions(3), two).groups(done) for row in group]
     assert [(row.question_id, row.method) for row in rows] == [("q0", "b"), ("q2", "a"), ("q2", "b")]
     assert calls[0][1] == [0]  # the seed of a question is its own, whatever was skipped
     assert calls[1][1] == [128]
@@ -75,7 +75,7 @@ def test_turns_are_played_with_the_replies_before_them(target):
     calls = []
     asked = [question("two", "7", "9"), question("one", "8")]
     decoder = {"a": Recorder("a", calls, target)}
-    ((two, one),) = benchmark(target, asked, decoder, batch_size=2).rows(set())
+    ((two, one),) = benchmark(target, asked, decoder, batch_size=2).groups(set())
     assert [numbers for _, numbers, _ in calls] == [[0, 64], [1]]
     assert (two.turns, one.turns) == (2, 1)
     assert two.prompt_tokens == [1, 2 + len(two.replies[0])]
@@ -84,14 +84,14 @@ def test_turns_are_played_with_the_replies_before_them(target):
 
 def test_batches_are_filled_from_groups_of_several(target):
     calls = []
-    groups = list(benchmark(target, questions(10), {"a": Recorder("a", calls, target)}, batch_size=2).rows(set()))
+    groups = list(benchmark(target, questions(10), {"a": Recorder("a", calls, target)}, batch_size=2).groups(set()))
     assert [len(group) for group in groups] == [8, 2]
 
 
 def test_a_question_that_fails_is_recorded_and_the_others_are_answered(target):
     calls = []
     decoders = {"a": Recorder("a", calls, target, poison=6), "b": Recorder("b", calls, target)}
-    rows = [row for group in benchmark(target, questions(3), decoders).rows(set()) for row in group]
+    rows = [row for group in benchmark(target, questions(3), decoders).groups(set()) for row in group]
     errors = {(row.question_id, row.method): row.error for row in rows}
     assert errors.pop(("q1", "a")) == "RuntimeError: poison"
     assert set(errors.values()) == {None}
@@ -107,7 +107,7 @@ def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
 
     decoders = {"a": Recorder("a", calls, target)}
     bench = Benchmark(target, decoders, asked, long_ids, 4, batch_size=4)
-    ((short, grows, long),) = bench.rows(set())
+    ((short, grows, long),) = bench.groups(set())
     assert calls == [("a", [0, 64], 4)]  # one call for all that fit
     assert short.error is None
     assert "has 300 tokens and max_new_tokens=4, but the target's context holds 256" in grows.error
@@ -117,7 +117,7 @@ def test_a_conversation_too_long_for_the_target_leaves_its_batch_alone(target):
 
 def test_what_fails_in_a_batch_fails_for_its_group(target):
     decoders = {"a": Recorder("a", [], target, poison=6)}
-    (rows,) = benchmark(target, questions(3), decoders, batch_size=3).rows(set())
+    (rows,) = benchmark(target, questions(3), decoders, batch_size=3).groups(set())
     assert [row.error for row in rows] == ["RuntimeError: poison"] * 3
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from spectrain.decoding import Generation, Source
-from spectrain.measure.results import BASELINE, QuestionRow, summarise
+from spectrain.measure.results import BASELINE, QuestionRow, question_row, summarise
+from spectrain.stores.prompts import Question
 
 ROOT, INPUT, LOGITS = int(Source.ROOT), int(Source.INPUT), int(Source.LOGITS)
 KINDS = {BASELINE: "method", "lookup": "method", "hf_generate": "peer"}
@@ -39,10 +40,8 @@ def turn(**changes) -> Generation:
 
 
 def row(method: str, question: str, *turns: Generation, category: str = "maths") -> QuestionRow:
-    one = QuestionRow(question, category, method, peak_memory_bytes=1000)
-    for generation in turns:
-        one.add_turn(7, generation, "text")
-    return one
+    asked = Question(question, category, ("x",) * len(turns))
+    return question_row(asked, method, [[0] * 7] * len(turns), turns, ["text"] * len(turns), peak_memory_bytes=1000)
 
 
 def plain(tokens: list[int], seconds: float) -> Generation:
@@ -84,7 +83,7 @@ def test_two_turns_make_one_row():
 
 
 def test_measures_of_a_method():
-    lookup = summarise(ROWS, KINDS, greedy=True, float32=True, looking_up=["lookup"])["lookup"]
+    lookup = summarise(ROWS, KINDS, greedy=True, float32=True)["lookup"]
     assert lookup["mean_accepted"] == pytest.approx(10 / 6)
     assert lookup["tokens_per_s_micro"] == pytest.approx(12 / 4.0)
     assert lookup["tokens_per_s_macro"] == pytest.approx(3.0)
@@ -110,6 +109,12 @@ def test_lossless_is_said_of_greedy_float32_only():
     assert (half["lossless"], half["greedy_mismatches"]) == (None, 1)
     sampled = summarise(ROWS, KINDS, greedy=False, float32=True)["lookup"]
     assert (sampled["lossless"], sampled["greedy_mismatches"]) == (None, None)
+
+
+def test_a_method_that_drafts_from_no_table_or_store_has_no_hit_rate():
+    guessing = turn(drafted_by_source=by_source(draft=8), retrieval_hits=0)
+    rows = [row("lookup", "a", guessing), row("lookup", "b", guessing)]
+    assert summarise(rows, {"lookup": "method"}, True, True)["lookup"]["retrieval_hit_rate"] is None
 
 
 def test_baseline_looks_nothing_up_and_peers_show_no_steps():

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from spectrain import tune
-from spectrain.measure import answers
+from spectrain.measure import questions
 
 GRID = (
     *("grid.input_scale=[0.5,1.0]", "grid.input_prefix_decay=[0.5]", "grid.input_depth_decay=[1.0]"),
@@ -49,7 +49,7 @@ def test_the_choice_is_written_and_loaded_by_bench(run, command, stored):
 
 def test_stored_responses_need_no_decoding_and_give_the_same(run, command, monkeypatch):
     assert run(*command, "out=t")[0] == 0
-    monkeypatch.setattr(answers, "generate", None)
+    monkeypatch.setattr(questions, "generate", None)
     code, _, err = run(*command, "out=u", "responses=t/responses.jsonl")
     assert code == 0, err
     first, second = (json.loads(Path(f"{run}/result.json").read_text()) for run in "tu")

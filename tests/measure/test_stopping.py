@@ -16,7 +16,7 @@ from spectrain.cli import command
 from spectrain.decoding import Sampling, TargetModel, fingerprint, load_target
 from spectrain.decoding.errors import UserError
 from spectrain.measure import stopping
-from spectrain.measure.answers import read_answers
+from spectrain.measure.questions import read_answers
 from spectrain.methods.registry import method_config, with_tuned
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.artifacts import Artifact, write_manifest
