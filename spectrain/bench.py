@@ -80,7 +80,7 @@ def main(cfg: DictConfig) -> None:
     write_report(run.path / "report.html", results, list(map(vars, rows)))
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
-    console.print(terminal_table(results))
+    console.print(terminal_table(results, console.width))
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
 
 

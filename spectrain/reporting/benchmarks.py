@@ -17,14 +17,14 @@ from spectrain.reporting.plots import benchmark_plots, categories_of, ordered
 from spectrain.reporting.tables import Marked, for_terminal, table_of
 
 FAILURES_SHOWN = 20
-OF_TERMINAL = ["method", "answers", "mean accepted", "tokens/s", "speedup", "outside forward", "accepted / drafted"]
-OF_TERMINAL += ["retrieval hits", "lossless"]  # which fit into 100 columns
+OF_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "accepted share", "lossless"]  # fit into 80 columns
+OF_WIDE_TERMINAL = [*OF_TERMINAL[:5], "outside forward", "accepted share", "retrieval hits", "lossless"]  # into 100
 
 
-def terminal_table(results: Mapping) -> Table:
-    """The results as a table for a terminal of 100 columns; what failed or was skipped stands below it."""
+def terminal_table(results: Mapping, width: int = 100) -> Table:
+    """The results as a table for a terminal of `width` columns; what failed or was skipped stands below it."""
     methods = results["methods"]
-    frame = methods_table(methods).reindex(columns=OF_TERMINAL)
+    frame = methods_table(methods).reindex(columns=OF_WIDE_TERMINAL if width >= 100 else OF_TERMINAL)
     frame["method"] = [f"{name}*" if is_baseline(methods[name]) else name for name in frame.index]
     for column in ("tokens/s", "speedup"):
         frame[column] = [cell.partition(" ±")[0] for cell in frame[column]]
@@ -86,12 +86,12 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
     return {
         "method": shown_name(name, one),
         "answers": Marked(f"{answered}/{answered + failed}") if failed else str(answered),
-        "mean accepted": plus_minus(measured(one, "mean_accepted"), 2),
+        "tau": plus_minus(measured(one, "mean_accepted"), 2),
         "tokens/s": plus_minus(measured(one, "tokens_per_s_micro"), 1),
         "speedup": plus_minus(measured(one, "speedup"), 2),
         "lossless": "reference" if name == BASELINE else texts.get(one.get("lossless"), MISSING),
         "outside forward": percent(None if forward is None else 1.0 - forward),
-        "accepted / drafted": percent(accepted / drafted if drafted and accepted is not None else None),
+        "accepted share": percent(accepted / drafted if drafted and accepted is not None else None),
         "retrieval hits": percent(one.get("retrieval_hit_rate")),
         "discarded per token": fixed(one.get("discard_rate"), 2),
         "forwards per token": fixed(one.get("verification_rate"), 2),

@@ -24,12 +24,12 @@ GLOSSARY = (
         "autoregressive",
         "baseline",
         "answers",
-        "mean accepted",
+        "tau",
         "±",
         "tokens/s",
         "speedup",
     ),
-    *("outside forward", "accepted / drafted", "retrieval hits", "lossless", "discarded per token"),
+    *("outside forward", "accepted share", "retrieval hits", "lossless", "discarded per token"),
     *("forwards per token", "peak memory", "draft, forward, verify, commit, other", "source"),
 )
 NAMES = ["autoregressive", "logitspec", "spectra_core", "spire", "hf_prompt_lookup"]
@@ -282,7 +282,7 @@ def test_one_method_or_none_makes_a_report(names, tmp_path):
 
 def terminal(results: dict, width: int = 100) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=width).print(terminal_table(results))
+    Console(file=out, width=width).print(terminal_table(results, width))
     return out.getvalue().splitlines()
 
 
@@ -301,6 +301,16 @@ def test_the_terminal_table_keeps_numbers_whole_in_100_columns():
     assert "skipped specdecpp: no acceptance head fits [this target]; train one" in text
     folded = "".join(line.split(" ")[0] for line in lines)
     assert "a_variant_of_a_method_with_a_rather_long_name" in folded
+
+
+@pytest.mark.parametrize("width", [80, 99, 140])
+def test_headings_take_two_lines_at_most_and_nothing_is_cut_off(width):
+    lines = terminal(fake_results(), width)
+    assert max(map(len, lines)) <= width
+    head = lines[: next(i for i, line in enumerate(lines) if "─" in line)]
+    assert len(head) <= 2
+    assert not any("…" in line for line in lines)
+    assert any(line.startswith("autoregressive ") for line in lines)
 
 
 def test_the_fastest_stands_first_and_the_unknown_last():
