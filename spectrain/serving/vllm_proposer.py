@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,15 @@ WARM_TOKENS = 32
 KEPT_CALLS = 8  # calls for which a request outside the batch is kept: it may have been preempted
 KEY_TOKENS = 8  # last tokens by which a moved request is looked up, before its whole text is compared
 
-Read = Callable[[np.ndarray, RowState | None], RowState | None]
+
+@dataclass
+class Request:
+    """A method's state of one request. It depends on the text alone, so it serves any row whose text begins so."""
+
+    state: RowState
+    text: np.ndarray  # [n_tokens] int32: the tokens that the state has read
+    row: int  # of the last call that included it
+    seen: int  # number of that call
 
 
 class LookupProposer:
@@ -65,7 +73,8 @@ class LookupProposer:
         self.vocab_size = facts.vocab_size
         self.drafter = open_lookup(folder, facts, target=None)
         self.read_tokens = self.drafter.options.datastore_prefix if isinstance(self.drafter, Sssd) else 1  # T
-        self.memory = Memory()
+        self._requests: list[Request] = []
+        self._calls = 0
         self._warm_up()
         log.info("drafting by %s, up to %d tokens, from %s", facts.method, self.draft_tokens, folder)
 
@@ -88,47 +97,56 @@ class LookupProposer:
             One list per row, of at most num_speculative_tokens tokens; empty if no continuation is known.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        rows, texts, rooms = [], [], []
+        rows = {}  # texts by row
         for row, sampled in enumerate(sampled_token_ids):
-            n_tokens = int(num_tokens_no_spec[row])
-            room = min(self.draft_tokens, self.max_model_len - n_tokens)  # no draft past the longest text
-            if len(sampled) and room > 0:
-                rows.append(row)
-                texts.append(token_ids_cpu[row, :n_tokens])
-                rooms.append(room)
-        states = self.memory.states(rows, texts, [len(sampled_token_ids[row]) for row in rows], self._read)
-        known = [i for i, state in enumerate(states) if state is not None]
-        if known:
-            chains = self._draft([states[i] for i in known], [texts[i] for i in known], [rooms[i] for i in known])
-            for i, chain in zip(known, chains, strict=True):
-                drafts[rows[i]] = chain
+            if len(sampled) and num_tokens_no_spec[row] < self.max_model_len:  # no draft past the longest text
+                rows[row] = token_ids_cpu[row, : num_tokens_no_spec[row]].astype(np.int32)
+        requests = self._read(rows, [len(sampled) for sampled in sampled_token_ids])
+        if requests:
+            for request, draft in zip(requests, self._draft(requests), strict=True):
+                drafts[request.row] = draft
         return drafts
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Do nothing: vLLM calls this on every proposer, but there are no weights."""
 
-    def _read(self, text: np.ndarray, state: RowState | None) -> RowState | None:
-        """Return the state after these tokens, a new one if there was none; None if a token is not in the vocabulary.
+    def _read(self, rows: dict[int, np.ndarray], n_new: Sequence[int]) -> list[Request]:
+        """Find the requests of these rows, by their last row, else by the text before its new tokens, and read on.
 
-        Compiled lookups do not check tokens, and vLLM has placeholders, for example for images.
+        Rows with a token that is not in the vocabulary are left out: compiled lookups do not check tokens, and vLLM has
+        placeholders, for example for images.
         """
-        if len(text) and not (int(text.min()) >= 0 and int(text.max()) < self.vocab_size):
-            return None
-        tokens = text.tolist()
-        if state is None:
-            return self.drafter.new_row(tokens)
-        state.extend(tokens)
-        return state
+        self._calls += 1
+        by_row = {request.row: request for request in self._requests}
+        by_end: dict[tuple, list[Request]] = {}
+        for request in self._requests:
+            by_end.setdefault(_end(request.text), []).append(request)
+        found = []
+        for row, text in rows.items():
+            known = (by_row.get(row), *by_end.get(_end(text[: max(0, len(text) - n_new[row])]), ()))
+            request = next((r for r in known if r and r.seen < self._calls and _begins(text, r.text)), None)
+            unread = text[len(request.text) :] if request else text
+            if len(unread) and not 0 <= unread.min() <= unread.max() < self.vocab_size:
+                continue
+            if request is None:
+                request = Request(self.drafter.new_row(unread.tolist()), text, row, self._calls)
+                self._requests.append(request)
+            else:
+                request.state.extend(unread.tolist())
+                request.text, request.row, request.seen = text, row, self._calls
+            found.append(request)
+        self._requests = [request for request in self._requests if self._calls - request.seen < KEPT_CALLS]
+        return found
 
-    def _draft(self, states: list[RowState], texts: list[np.ndarray], rooms: list[int]) -> list[list[int]]:
-        tails = np.zeros((len(texts), self.read_tokens), dtype=np.int64)
-        lengths = [min(self.read_tokens, len(text)) for text in texts]
-        for tail, text, length in zip(tails, texts, lengths, strict=True):
-            tail[:length] = text[len(text) - length :]
-        self.drafter.rows = states
+    def _draft(self, requests: Sequence[Request]) -> list[list[int]]:
+        tails = np.zeros((len(requests), self.read_tokens), dtype=np.int64)
+        lengths = [min(self.read_tokens, len(request.text)) for request in requests]
+        for tail, request, length in zip(tails, requests, lengths, strict=True):
+            tail[:length] = request.text[len(request.text) - length :]
+        rooms = [min(self.draft_tokens, self.max_model_len - len(request.text)) for request in requests]
+        self.drafter.rows = [request.state for request in requests]
         tree = self.drafter.propose(Batch(torch.from_numpy(tails), lengths, [room + 1 for room in rooms]))
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        return [likeliest_branch(*row) for row in zip(tokens, parents, strict=True)]
+        return [likeliest_branch(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)]
 
     def _warm_up(self) -> None:
         """Compile everything before the first request waits for it."""
@@ -136,7 +154,7 @@ class LookupProposer:
         longest, self.max_model_len = self.max_model_len, WARM_TOKENS + self.draft_tokens
         for n_tokens in (WARM_TOKENS - 1, WARM_TOKENS):  # read, then extended
             self.propose([[0], [0]], np.full(2, n_tokens, dtype=np.int32), texts)
-        self.max_model_len, self.memory = longest, Memory()
+        self.max_model_len, self._requests = longest, []
 
 
 @dataclass(frozen=True)
@@ -194,81 +212,10 @@ def check_model(folder: Path, facts: LookupFacts, model: Any) -> None:
     check_tokenizer(folder, facts, tokenizer_fingerprint(tokenizer), str(name))
 
 
-@dataclass
-class Request:
-    """A method's state of one request."""
-
-    state: RowState
-    text: np.ndarray  # [capacity] int32: the tokens that the state has read, then free entries
-    n_tokens: int
-    row: int  # of the last call that included it
-    seen: int  # number of that call
-
-    def begins(self, text: np.ndarray) -> bool:
-        """Whether `text` begins with the tokens that were read."""
-        n_tokens = self.n_tokens
-        return n_tokens <= len(text) and np.array_equal(self.text[:n_tokens], text[:n_tokens])
-
-    def keep(self, text: np.ndarray) -> None:
-        """Record that the state has read all of `text`."""
-        if len(text) > len(self.text):
-            longer = np.empty(2 * len(text), dtype=np.int32)
-            longer[: self.n_tokens] = self.text[: self.n_tokens]
-            self.text = longer
-        self.text[self.n_tokens : len(text)] = text[self.n_tokens :]
-        self.n_tokens = len(text)
+def _begins(text: np.ndarray, beginning: np.ndarray) -> bool:
+    return len(beginning) <= len(text) and np.array_equal(text[: len(beginning)], beginning)
 
 
-class Memory:
-    """The states of requests, found by their last row, else by their text.
-
-    A state depends on the text alone, so any state that has read the beginning of a row's text serves that row.
-    """
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-        self._calls = 0
-
-    def states(
-        self, rows: Sequence[int], texts: Sequence[np.ndarray], new: Sequence[int], read: Read
-    ) -> list[RowState | None]:
-        """Return the state of each row after all of its text; None where the text cannot be read.
-
-        Args:
-            rows: numbers of the rows in the engine's arrays.
-            texts: of each row, int32.
-            new: number of tokens that this step added to each row.
-            read: (tokens, state or None) -> the state after them, or None if they cannot be read.
-        """
-        self._calls += 1
-        by_row = {request.row: request for request in self._requests}
-        by_end: dict[tuple, list[Request]] = {}
-        for request in self._requests:
-            by_end.setdefault(_end(request.text, request.n_tokens), []).append(request)
-        taken: set[int] = set()
-        states = []
-        for row, text, n_new in zip(rows, texts, new, strict=True):
-            found = None
-            for request in (by_row.get(row), *by_end.get(_end(text, len(text) - n_new), ())):
-                if request is not None and id(request) not in taken and request.begins(text):
-                    found = request
-                    break
-            if found is None:
-                state = read(text, None)
-                if state is not None:
-                    found = Request(state, text.astype(np.int32), len(text), row, self._calls)
-                    self._requests.append(found)
-            else:
-                state = read(text[found.n_tokens :], found.state)
-                found.keep(text)
-            if found is not None:
-                taken.add(id(found))
-                found.row, found.seen = row, self._calls if state is not None else -KEPT_CALLS
-            states.append(state)
-        self._requests = [request for request in self._requests if self._calls - request.seen < KEPT_CALLS]
-        return states
-
-
-def _end(text: np.ndarray, n_tokens: int) -> tuple[int, bytes]:
-    """A key of the text's first n_tokens that differs for nearly all texts."""
-    return n_tokens, text[max(0, n_tokens - KEY_TOKENS) : max(0, n_tokens)].astype(np.int32).tobytes()
+def _end(text: np.ndarray) -> tuple[int, bytes]:
+    """A key that differs for nearly all texts."""
+    return len(text), text[-KEY_TOKENS:].tobytes()
