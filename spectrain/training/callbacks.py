@@ -25,32 +25,26 @@ TAU_METRICS = ("eval/tau", "eval/tau_low", "eval/tau_high")  # with its 95 % int
 class TokensPerSecond(Callback):
     """Logs `train/tokens_per_s` of all ranks, and `train/wait_share`, the share of time that rank zero waits for data.
 
-    Both are smoothed over about 20 batches.
+    Both are means over about the last 20 batches.
     """
 
     def __init__(self) -> None:
-        self._last_s: float | None = None
-        self._waited_s = 0.0  # by the loader's clock
-        self._smoothed: float | None = None
-        self._wait_share: float | None = None
+        self._last: tuple[float, float] | None = None  # time, and seconds waited by the loader's clock
+        self._means: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
         now_s, waited_s = time.perf_counter(), getattr(trainer.train_dataloader, "waited_s", 0.0)
-        if self._last_s is not None:
-            elapsed_s = now_s - self._last_s
-            self._smoothed = smooth(self._smoothed, batch.n_tokens * trainer.world_size / elapsed_s)
-            self._wait_share = smooth(self._wait_share, (waited_s - self._waited_s) / elapsed_s)
-            module.log("train/tokens_per_s", self._smoothed, prog_bar=True, rank_zero_only=True)
-            module.log("train/wait_share", self._wait_share, rank_zero_only=True)
-        self._last_s, self._waited_s = now_s, waited_s
+        if self._last is not None:
+            elapsed_s = now_s - self._last[0]
+            values = {"tokens_per_s": batch.n_tokens * trainer.world_size / elapsed_s}
+            values["wait_share"] = (waited_s - self._last[1]) / elapsed_s
+            for name, value in values.items():
+                self._means[name] = 0.95 * self._means.get(name, value) + 0.05 * value
+                module.log(f"train/{name}", self._means[name], prog_bar=name == "tokens_per_s", rank_zero_only=True)
+        self._last = now_s, waited_s
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._last_s = None  # validation is not training time
-
-
-def smooth(before: float | None, value: float) -> float:
-    """A mean over about the last 20 values."""
-    return value if before is None else 0.95 * before + 0.05 * value
+        self._last = None  # validation is not training time
 
 
 class ProgressBar(TQDMProgressBar):
@@ -220,7 +214,7 @@ def validation_follows(trainer: Trainer) -> bool:
 
 
 def unlogged(trainer: Trainer) -> dict[str, float]:
-    """What Lightning logs of a step after `on_train_batch_end`; a checkpoint written in that hook would lose it."""
+    """The numbers that Lightning logs after `on_train_batch_end`, so that a checkpoint of that hook would lose them."""
     found = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("train/")}
     return {**found, "epoch": trainer.current_epoch}
 
@@ -250,18 +244,20 @@ class StopOnBadLoss(Callback):
 
 def stop_at_bad_weights(trainer: Trainer, module: LightningModule, folder: CheckpointFolder) -> None:
     """Raise an AllRanksError on all ranks where a weight of one is NaN or infinite. All ranks call it."""
-    stop_where(not all_finite(module), trainer, folder, "the weights are no numbers any more")
+    parts = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())  # ZeRO-3: its shard
+    bad = not all(bool(part.detach().isfinite().all()) for part in parts)
+    stop_where(bad, trainer, folder, "the weights are no numbers any more")
 
 
-def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, what: str) -> None:
+def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, reason: str) -> None:
     """Raise an AllRanksError on all ranks where `bad` holds on one of them. All ranks call it."""
     if not trainer.strategy.reduce_boolean_decision(bad, all=False):
         return
-    found: list[str | None] = [what if bad else None]
+    reasons: list[str | None] = [reason if bad else None]
     if trainer.world_size > 1:
-        found = [None] * trainer.world_size
-        torch.distributed.all_gather_object(found, what if bad else None)
-    rank, said = next((rank, text) for rank, text in enumerate(found) if text)
+        reasons = [None] * trainer.world_size
+        torch.distributed.all_gather_object(reasons, reason if bad else None)
+    rank, said = next((rank, text) for rank, text in enumerate(reasons) if text)
     where = f" of rank {rank}" if trainer.world_size > 1 else ""
     checkpoint = trainer.strategy.broadcast(folder.newest())
     last = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written before"
@@ -269,9 +265,3 @@ def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, what: str)
         f"{said}{where} at step {trainer.global_step}, {last}; lower optimizer.lr or raise data.batch_size, and start "
         "again"
     )
-
-
-def all_finite(module: LightningModule) -> bool:
-    """Whether all weights, or this rank's part of them, are finite."""
-    parts = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())  # ZeRO-3: its shard
-    return all(bool(part.detach().isfinite().all()) for part in parts)

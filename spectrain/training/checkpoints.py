@@ -37,8 +37,10 @@ PARTIAL = ".partial.ckpt"
 
 
 class StraightToDisk(TorchCheckpointIO):
-    """Writes a checkpoint where it belongs. Lightning's own makes it in memory, copies it there, and moves it by way of
-    the system's temporary folder, where a kill would leave it."""
+    """Writes a checkpoint where it belongs, not by way of memory and the system's temporary folder as Lightning does.
+
+    A kill would leave it there.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         with open(path, "wb") as file:
@@ -53,8 +55,11 @@ class CheckpointFolder:
 
     def newest(self) -> Path | None:
         """The whole checkpoint of the latest step, None where there is none."""
-        found = self._by_step()
-        return found[max(found)] if found else None
+        return max(self.all(), key=step_of, default=None)
+
+    def all(self) -> list[Path]:
+        """All whole checkpoints: one, but for a kill while the one before was removed."""
+        return [file for file in self.path.glob("*") if NAME.fullmatch(file.name)]
 
     def save(self, trainer: Trainer) -> Path:
         """Write the trainer's state as the newest checkpoint. All ranks call it, after a whole optimizer step."""
@@ -74,19 +79,14 @@ class CheckpointFolder:
             raise
         trainer.strategy.barrier("after a checkpoint")
         if trainer.is_global_zero:
-            for file in [partial, *partial.rglob("*")] if partial.is_dir() else [partial]:
+            for file in [partial, *partial.rglob("*")]:
                 to_disk(file)
             partial.rename(final)
-            for checkpoint in self._by_step().values():
+            for checkpoint in self.all():
                 if checkpoint != final:
                     _remove(checkpoint)
         trainer.strategy.barrier("renamed a checkpoint")
         return final
-
-    def _by_step(self) -> dict[int, Path]:
-        if not self.path.is_dir():
-            return {}
-        return {int(found[1]): child for child in self.path.iterdir() if (found := NAME.fullmatch(child.name))}
 
 
 def step_of(checkpoint: Path) -> int:
@@ -100,7 +100,7 @@ def ranks_of(checkpoint: Path) -> int | None:
 
 
 def check_readable(checkpoint: Path) -> None:
-    """Raises UserError where a checkpoint is damaged."""
+    """Raise UserError where a checkpoint is damaged."""
     folder = checkpoint.is_dir()
     try:
         for file in sorted(checkpoint.glob("checkpoint/*.pt")) if folder else [checkpoint]:
@@ -115,10 +115,8 @@ def check_readable(checkpoint: Path) -> None:
 def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The trained weights of a checkpoint, float32 on the CPU, as the LightningModule calls them.
 
-    DeepSpeed's pieces are put together. Tied weights stand under each of their names.
-
-    Raises:
-        UserError: the checkpoint is damaged.
+    DeepSpeed's pieces are put together. Tied weights stand under each of their names. Raises UserError where the
+    checkpoint is damaged.
     """
     check_readable(checkpoint)
     if not checkpoint.is_dir():
@@ -171,12 +169,12 @@ class Best:
 
 @dataclass(frozen=True)
 class BestFolder:
-    """Where the weights lie that are exported. Reading writes nothing."""
+    """The weights that are exported. Reading writes nothing."""
 
     path: Path
 
     def read(self) -> Best | None:
-        """Raises UserError where `best.json` is damaged."""
+        """The facts of the kept weights, None where there are none. Raises UserError where they are damaged."""
         file = self.path / "best.json"
         try:
             return Best(**read_json(file)) if file.is_file() else None
@@ -211,8 +209,10 @@ class BestFolder:
         kept = Best(step, f"step-{step:08d}.safetensors", *(tau or ()))
         self.path.mkdir(parents=True, exist_ok=True)
         partial = self.path / ".partial.safetensors"
+        # Clones, because safetensors refuses tied weights, which share memory.
+        untied = {name: t.clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
         try:
-            save_file(untied(weights), partial)
+            save_file(untied, partial)
             partial.replace(self.path / kept.file)
         finally:
             partial.unlink(missing_ok=True)  # a disk that is full needs the room
@@ -223,16 +223,6 @@ class BestFolder:
         return True
 
 
-def untied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights that share no memory, which safetensors refuses."""
-    seen: set[int] = set()
-    found = {}
-    for name, t in weights.items():
-        found[name] = t.clone() if t.data_ptr() in seen else t.contiguous()
-        seen.add(t.data_ptr())
-    return found
-
-
 def filled(module: nn.Module, weights: dict[str, Tensor], name: str) -> nn.Module:
     """The module with the weights that a training kept under `name`; a training keeps nothing else.
 
@@ -240,12 +230,12 @@ def filled(module: nn.Module, weights: dict[str, Tensor], name: str) -> nn.Modul
         UserError: names or shapes differ from the module's.
     """
     expected = {f"{name}.{key}": t.shape for key, t in module.state_dict().items()}
-    found = {key: t.shape for key, t in weights.items()}
-    differing = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+    differing = sorted(dict(expected.items() ^ {key: t.shape for key, t in weights.items()}.items()))
     if differing:
+        more = ", ..." if len(differing) > 4 else ""
         raise UserError(
             f"the checkpoint does not hold what the run's config.yaml describes (differs in {', '.join(differing[:4])}"
-            f"{', ...' if len(differing) > 4 else ''}); was config.yaml edited?"
+            f"{more}); was config.yaml edited?"
         )
     module.load_state_dict({key.removeprefix(f"{name}."): t for key, t in weights.items()})
     return module
