@@ -117,9 +117,11 @@ def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
         found = stopping.compare_stop_rules(target, search, texts, run.path / "timed.jsonl")
     facts = {"target": cfg.target.path, "prompts": questions.name_of(cfg.responses or cfg.prompts)}
     facts |= {"texts": len(texts), "timed": min(options.timed, len(texts))}
-    results = provenance() | device_facts(target.device, target.dtype) | facts | search.described() | found.results()
+    results = provenance() | device_facts(target.device, target.dtype) | facts | search.described() | found
     write_png(stopping_fronts(results), run.path / "pareto.png")
-    registry.write_tuned(run.path / "tuned.yaml", search.tuned_options(found.best), "spectrain.tune method=specdecpp")
+    registry.write_tuned(
+        run.path / "tuned.yaml", search.tuned_options(found["best"]), "spectrain.tune method=specdecpp"
+    )
     run.finish(results)
     show(stopping_parts(results), 150, f"{run.path}/results.json, pareto.png, tuned.yaml")
 

@@ -15,7 +15,7 @@ T tokens of prompt and text, C captured layers of the target, D hidden size, M h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, TargetOutput
-from spectrain.decoding.errors import check_whole
 from spectrain.decoding.sampling import draw_token
 from spectrain.measure.simulation import Text
 from spectrain.methods.specdecpp import OpenDrafter
@@ -44,6 +43,11 @@ class DraftPaths:
     entropy: np.ndarray  # [n - 1, g] float32, nats
     heads: np.ndarray  # [M, n - 1, g] float32: f of each token; 0 where the drafter does not read it
 
+    @property
+    def room(self) -> np.ndarray:
+        """Tokens that the draft behind each root may have, [n - 1] int64; a deeper one is never emitted whole."""
+        return self.max_new_tokens - 2 - np.arange(self.n_tokens - 1)
+
 
 @torch.inference_mode()
 def draft_paths(
@@ -57,45 +61,40 @@ def draft_paths(
     coins: np.random.Generator,
     rows: int = 64,
 ) -> DraftPaths:
-    """Roll the drafter out from every root of a text.
+    """Roll the drafter out from every root of a text, `rows` roots at a time.
 
-    Args:
-        target: wrote the text.
-        opened: the drafter; it runs as it does in decoding.
-        heads: of this drafter; they share its forwards.
-        text: its response has at least two tokens.
-        gamma: most tokens of a draft.
-        max_new_tokens: the limit of the text.
-        sampling: by which the text was drawn.
-        coins: decides which drafted tokens were accepted and which others were drawn; must not have drawn the text.
-        rows: roots drafted from at a time.
+    The target has drawn the text, whose response has at least two tokens, by `sampling` and up to max_new_tokens. The
+    drafter runs as it does in decoding, up to gamma tokens; the heads share its forwards. `coins` decides which drafted
+    tokens were accepted and which others were drawn, so it must not have drawn the text.
     """
-    check_whole("rows", rows, 1)
     target = target.with_capture(opened.states.capture_layers)
     known = _KnownText.read(target, text, sampling, coins, gamma)
-    recorder = _Recorder(heads)
+    n_roots = len(text.response) - 1
+    recorder = _Recorder(heads, n_roots, gamma)
     drafter = opened.with_stop(gamma, recorder)
-    reader = _reader_of(drafter, known)
-    accepted, n_tokens = [], len(text.response)
-    for start in range(0, n_tokens - 1, rows):
-        roots = range(start, min(start + rows, n_tokens - 1))
+    whole = KVCache(1)  # of an ordinary draft model, which reads the text once
+    if isinstance(drafter, Speculative):
+        tokens = known.tokens[None, :-1].to(drafter.draft_model.device)
+        drafter.draft_model.prefill(tokens, [tokens.shape[1]], whole, range(1))
+    accepted: list[int] = []
+    for start in range(0, n_roots, rows):
+        roots = range(start, min(start + rows, n_roots))
+        recorder.rows = slice(roots.start, roots.stop)
         context = _TextContext(known, roots, max_new_tokens)
         drafter.start(target, KVCache(len(roots)))
-        reader(context)
-        recorder.parts.append(torch.zeros(2 + len(heads), len(roots), gamma))
+        _read_until_roots(drafter, context, whole)
         drafter.propose(context)
         accepted += context.accepted.tolist()
-    recorded = torch.cat(recorder.parts, dim=1).numpy()
-    return DraftPaths(n_tokens, max_new_tokens, np.array(accepted), recorded[0], recorded[1], recorded[2:])
+    recorded = recorder.values.numpy()
+    return DraftPaths(n_roots + 1, max_new_tokens, np.array(accepted), recorded[0], recorded[1], recorded[2:])
 
 
 @dataclass(frozen=True)
 class _KnownText:
     """A text, the target's outputs on it, and uniform random numbers in [0, 1), float32."""
 
-    prompt: list[int]
-    text: list[int]
-    tokens: Tensor  # [T] int64, both
+    text: Text
+    tokens: Tensor  # [T] int64, prompt and response
     sampling: Sampling
     p: Tensor | None  # [n, V] float32: what each token of the text was drawn from; None: greedy
     captured: Tensor | None  # [1, T, C, D]
@@ -107,18 +106,13 @@ class _KnownText:
     def read(
         cls, target: TargetModel, text: Text, sampling: Sampling, coins: np.random.Generator, gamma: int
     ) -> _KnownText:
-        tokens = torch.tensor([*text.prompt, *text.response], device=target.device)
-        p = captured = None
-        if not sampling.greedy or target.capture_layers:
-            features = target.features(tokens[None])
-            captured = features.captured
-            if not sampling.greedy:
-                before = features.final_hidden[0, len(text.prompt) - 1 : -1]  # [n, D]: the state before each token
-                p = sampling.warp(target.logits_of(before))
-        n = len(text.response)
-        numbers = (coins.random(shape, dtype=np.float32) for shape in ((n,), (n,), (n, gamma)))
-        numbers = (torch.from_numpy(one).to(target.device) for one in numbers)
-        return cls(text.prompt, text.response, tokens, sampling, p, captured, *numbers)
+        tokens, n = torch.tensor([*text.prompt, *text.response], device=target.device), len(text.response)
+        features = target.features(tokens[None])
+        before = features.final_hidden[0, -n - 1 : -1]  # [n, D]: the state before each token
+        p = None if sampling.greedy else sampling.warp(target.logits_of(before))
+        numbers = [coins.random(shape, dtype=np.float32) for shape in ((n,), (n,), (n, gamma))]
+        numbers = [torch.from_numpy(one).to(target.device) for one in numbers]
+        return cls(text, tokens, sampling, p, features.captured, *numbers)
 
 
 class _TextContext(Context):
@@ -127,11 +121,12 @@ class _TextContext(Context):
     def __init__(self, known: _KnownText, roots: range, max_new_tokens: int) -> None:
         # Greedy for those who ask: the tree needs no q, as nobody verifies it.
         super().__init__(Sampling(), known.tokens.device, len(roots))
-        self.known = known
-        self.append([known.prompt + known.text[:t] for t in roots], 0, [None] * len(roots))
-        first = len(known.prompt)
-        self.root(range(len(roots)), known.tokens[first + roots.start : first + roots.stop], self.last_logits)
+        self.known, prompt = known, known.text.prompt
+        self.append([prompt + known.text.response[:t] for t in roots], 0, [None] * len(roots))
+        tokens = known.tokens[len(prompt) + roots.start : len(prompt) + roots.stop]
+        self.root(range(len(roots)), tokens, self.last_logits)
         self.room = [max(max_new_tokens - t - 1, 2) for t in roots]  # the oracle asks about the last token, too
+        self.roots_at = roots
         self.places = torch.tensor(roots, device=self.device)  # [R] in the text, of the tokens drawn last
         self.alive = torch.ones_like(self.places, dtype=torch.bool)  # accepted so far
         self.accepted = torch.zeros_like(self.places)
@@ -139,10 +134,10 @@ class _TextContext(Context):
 
     def draw(self, logits: Tensor, active: Sequence[bool] | None = None) -> tuple[Tensor, None]:
         self.places, self.depth = self.places + 1, self.depth + 1
-        n_tokens = len(self.known.text)
+        n_tokens = len(self.known.text.response)
         self.alive &= self.places < n_tokens  # a draft beyond the end is cut off
         places = self.places.clamp_max(n_tokens - 1)
-        truth = self.known.tokens[len(self.known.prompt) + places]
+        truth = self.known.tokens[len(self.known.text.prompt) + places]
         if self.known.sampling.greedy:
             tokens = logits.argmax(-1)
             self.alive &= tokens == truth
@@ -153,14 +148,13 @@ class _TextContext(Context):
 
     def _coupled(self, q: Tensor, p: Tensor, truth: Tensor, places: Tensor) -> Tensor:
         """Tokens [R], from q and p [R, V] and the text's own tokens. Ends the rows whose token was rejected."""
-        first = int(self.places[0]) - self.depth
         residual = (q - p).clamp_min(0)
         q_truth, p_truth = (values.gather(1, truth[:, None])[:, 0] for values in (q, p))
         # Without a residual q = p, and nothing can have been rejected.
         accepts = (self.known.accept[places] * p_truth < q_truth) | (residual.sum(-1) == 0)
         weights = torch.where(self.alive[:, None], residual, q)
         weights = torch.where((weights.sum(-1) > 0)[:, None], weights, q)
-        behind = self.known.behind[first : first + len(q), self.depth - 1]
+        behind = self.known.behind[self.roots_at.start : self.roots_at.stop, self.depth - 1]
         others = draw_token(weights, torch.where(self.alive, self.known.reject[places], behind))
         self.alive &= accepts
         return torch.where(self.alive, truth, others)
@@ -169,39 +163,31 @@ class _TextContext(Context):
 class _Recorder(StopRule):
     """Never stops; records what rules look at."""
 
-    def __init__(self, heads: Sequence[AcceptanceHead]) -> None:
+    def __init__(self, heads: Sequence[AcceptanceHead], n_roots: int, gamma: int) -> None:
         self.heads = [head.eval() for head in heads]
         self.needs_hidden = bool(self.heads)
-        self.parts: list[Tensor] = []  # [2 + M, R, g] of each group of rows: confidence, entropy, heads
+        self.values = torch.zeros(2 + len(heads), n_roots, gamma)  # confidence, entropy, heads
+        self.rows = slice(0)  # the roots that are drafted from
 
     def before(self, i: int, logits: Tensor) -> None:
-        self.parts[-1][0, :, i - 1] = confidence(logits)
-        self.parts[-1][1, :, i - 1] = entropy(logits)
+        self.values[0, self.rows, i - 1] = confidence(logits)
+        self.values[1, self.rows, i - 1] = entropy(logits)
 
     def read(self, i: int, hidden: Tensor | None) -> None:
         for number, head in enumerate(self.heads, start=2):
-            self.parts[-1][number, :, i - 1] = head.probability(hidden)
+            self.values[number, self.rows, i - 1] = head.probability(hidden)
 
 
-def _reader_of(drafter: Speculative | Spire, known: _KnownText) -> Callable[[Context], None]:
-    """A function that gives the drafter the text before each root of a context. The text itself is read once."""
+def _read_until_roots(drafter: Speculative | Spire, context: _TextContext, whole: KVCache) -> None:
+    """Give the drafter the text before each root: of the cache of the whole text, or of the target's activations."""
+    captured = context.known.captured
     if isinstance(drafter, Spire):
-
-        def read(context: Context) -> None:
-            captured = known.captured
-            if captured is not None:
-                captured = captured[:, : max(context.n_tokens)].expand(context.n_rows, -1, -1, -1)
-            output = TargetOutput(context.last_logits, captured, context.roots[:, None])
-            drafter.prefill(context, output, range(context.n_rows))
-
-        return read
-    model, whole = drafter.draft_model, KVCache(1)
-    model.prefill(known.tokens[None, :-1].to(model.device), [len(known.tokens) - 1], whole, range(1))
-
-    def copy(context: Context) -> None:
-        lengths = [n - 1 for n in context.n_tokens]
-        for number, states in enumerate(zip(whole.keys, whole.values, strict=True)):
-            rows = (one[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for one in states)
-            drafter.cache.fill(number, *rows, lengths)
-
-    return copy
+        if captured is not None:
+            captured = captured[:, : max(context.n_tokens)].expand(context.n_rows, -1, -1, -1)
+        output = TargetOutput(context.last_logits, captured, context.roots[:, None])
+        drafter.prefill(context, output, range(context.n_rows))
+        return
+    lengths = [n - 1 for n in context.n_tokens]
+    for number, states in enumerate(zip(whole.keys, whole.values, strict=True)):
+        rows = (one[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for one in states)
+        drafter.cache.fill(number, *rows, lengths)

@@ -64,21 +64,20 @@ class Fronts:
     def of(
         cls, families: Mapping[str, Sequence[int]], rates: np.ndarray, chosen_by: np.ndarray | None = None
     ) -> Fronts:
-        """The fronts of families, given by the numbers of their settings.
+        """Find the fronts of families, given by the numbers of their settings.
 
         Args:
             families: of the settings.
             rates: [2, S] verification and discard rates.
             chosen_by: the rates by which settings are chosen; None: the same.
         """
-        lines, lows, highs = {}, [], []
+        lines, chosen = {}, rates if chosen_by is None else chosen_by
         for name, numbers in families.items():
             own = np.array(numbers)
-            line = rates[:, own[front((rates if chosen_by is None else chosen_by)[:, own])]]
+            line = rates[:, own[front(chosen[:, own])]]
             lines[name] = line[:, np.argsort(line[0], kind="stable")]
-            lows.append(float(line[0].min()))
-            highs.append(float(rates[0, own].max()))
-        low, high = max(lows), min(highs)
+        low = max(float(line[0, 0]) for line in lines.values())
+        high = min(float(rates[0, np.array(numbers)].max()) for numbers in families.values())
         areas = {name: area_below(line, low, high) if low < high else math.nan for name, line in lines.items()}
         return cls(low, high, lines, areas)
 
@@ -127,28 +126,22 @@ def compare(
         return Fronts.of(families, rates, chosen)
 
     def heights(weights: np.ndarray) -> np.ndarray:
-        """In sample and held out, [2, F]."""
+        """In sample and held out, and both less those of the first family, [4, F]."""
         halves = weights * even, weights * ~even
         crossed = np.full((1, len(families)), math.nan)
         if all(counts.tokens @ half for half in halves):
             crossed = [list(fronts(*pair).heights.values()) for pair in (halves[::-1], halves)]
-        return np.array([list(fronts(weights).heights.values()), np.mean(crossed, axis=0)])
+        found = np.array([list(fronts(weights).heights.values()), np.mean(crossed, axis=0)])
+        return np.concatenate([found, found - found[:, :1]])
 
     def of_resamples(picks: np.ndarray, axis: int) -> np.ndarray:
         return np.stack([heights(np.bincount(pick.astype(int), minlength=n_texts)) for pick in picks], axis=-1)
 
-    values, samples = heights(np.ones(n_texts)), np.empty((2, len(families), 0))
+    values, samples = heights(np.ones(n_texts)), np.empty((4, len(families), 0))
     if n_texts >= 4:
         samples = bootstrap_samples(of_resamples, np.arange(n_texts), n_resamples=n_resamples, seed=seed)
-
-    def estimates(values: np.ndarray, samples: np.ndarray) -> list[dict[str, Estimate]]:
-        return [
-            {name: Estimate.of_samples(values[kind, i], samples[kind, i]) for i, name in enumerate(families)}
-            for kind in (0, 1)
-        ]
-
-    return FrontComparison(
-        fronts(np.ones(n_texts)),
-        *estimates(values, samples),
-        *estimates(values - values[:, :1], samples - samples[:, :1]),
-    )
+    estimates = [
+        {name: Estimate.of_samples(*pair) for name, *pair in zip(families, *measure, strict=True)}
+        for measure in zip(values, samples, strict=True)
+    ]
+    return FrontComparison(fronts(np.ones(n_texts)), *estimates)

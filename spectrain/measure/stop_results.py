@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
+from pandas import DataFrame
 
+from spectrain.measure.draft_paths import DraftPaths
 from spectrain.measure.pareto import compare, front
-from spectrain.measure.statistics import ratio_of_sums
-from spectrain.measure.stop_simulation import FIXED, HEAD, Counts, Setting
-from spectrain.measure.stop_times import TimedRow, Times, fit_times, measured_rate, speedup
+from spectrain.measure.statistics import Estimate, ratio_of_sums, speedup
+from spectrain.measure.stop_simulation import FIXED, HEAD, Counts, Setting, simulate_oracle
+from spectrain.measure.stop_times import Times, fit_times
 from spectrain.methods.registry import BASELINE
 from spectrain.stores.folder import strict
 
@@ -26,177 +24,179 @@ DEFINITIONS = {
 }
 
 
-def grouped(settings: Sequence[Setting], by: str) -> dict[str, list[int]]:
-    """The numbers of the settings by one of their attributes, without those that have none."""
-    found: dict[str, list[int]] = {}
-    for i, setting in enumerate(settings):
-        if (key := getattr(setting, by)) is not None:
-            found.setdefault(key, []).append(i)
+def predicted(settings: Sequence[Setting], counts: Counts, times: Times) -> DataFrame:
+    """Describe every setting with its rates and the speed that follows from them, one row per setting."""
+    rows = []
+    for i, (setting, rates) in enumerate(zip(settings, counts.rates.T.tolist(), strict=True)):
+        rate = times.predicted_rate(setting.family, counts.tokens, counts.draft_forwards[i], counts.target_calls[i])
+        rows.append(
+            {
+                "name": str(setting),
+                "family": setting.family,
+                "head": setting.head,
+                "judge": setting.judge,
+                "value": setting.value,
+                **dict(zip(("verification_rate", "discard_rate", "draft_forwards_rate"), rates, strict=True)),
+                "tau": 1 / rates[0],
+                "predicted_tokens_per_s": rate.value,
+                "predicted_tokens_per_s_ci95": [rate.low, rate.high],
+            }
+        )
+    return DataFrame(rows, dtype=object)  # a draft length stays a whole number beside thresholds
+
+
+def fastest(settings: DataFrame, by: str | list[str]) -> DataFrame:
+    """The fastest settings of the groups, as predicted."""
+    rates = settings.predicted_tokens_per_s.astype(float)
+    return settings.loc[rates.groupby([settings[name] for name in by], sort=False).idxmax()]
+
+
+def stop_results(settings: DataFrame, counts: Counts, times: Times, regression: DataFrame, timed: DataFrame) -> dict:
+    """The content of `results.json`, without the oracle and what was asked for.
+
+    Args:
+        settings: of `predicted`; row i belongs to entry i of the counts.
+        counts: of all texts.
+        times: fitted to the regression.
+        regression: timed rows of some settings and of plain decoding.
+        timed: of the best settings, of plain decoding and the oracle.
+    """
+    families = numbers_of(settings, "family")
+    judged = {f"{HEAD}, {judge}": own for judge, own in numbers_of(settings, "judge").items()}
+    rates, names, groups = counts.rates[:2], settings["name"], families | judged
+    found = compare(counts, families)
+    areas = {
+        name: {
+            "area": found.fronts.areas[name],
+            "mean_discard_rate": found.heights[name],
+            "held_out_mean_discard_rate": found.held_out[name],
+        }
+        for name in families
+    }
+    # The heads' front less that of each other family, and the two ways to judge.
+    pairs = [(HEAD, family) for family in families if family != HEAD] + ([tuple(judged)] if len(judged) == 2 else [])
+    return strict(
+        {
+            "definitions": DEFINITIONS,
+            "settings": settings.to_dict("records"),
+            "fronts": {name: [names[own[i]] for i in front(rates[:, own])] for name, own in groups.items()},
+            "areas": {"verification_rates": [found.fronts.low, found.fronts.high], "families": areas},
+            "differences": [difference(counts, groups, *pair) for pair in pairs],
+            "single_heads": single_heads(settings, counts, families[FIXED]),
+            "times": regression_results(times, regression),
+            "best": best_results(settings, timed),
+        }
+    )
+
+
+def numbers_of(settings: DataFrame, by: str) -> dict[str, list[int]]:
+    """The numbers of the settings by one of their columns, without those that have none."""
+    return {key: own.index.tolist() for key, own in settings.groupby(by, sort=False)}
+
+
+def difference(
+    counts: Counts, groups: Mapping[str, Sequence[int]], name: str, minus: str, n_resamples: int = 2000
+) -> dict:
+    """The mean discard rate along the front of one group less that of another, over what both reach."""
+    compared = compare(counts, {minus: groups[minus], name: groups[name]}, n_resamples)
+    return {
+        "family": name,
+        "minus": minus,
+        "verification_rates": [compared.fronts.low, compared.fronts.high],
+        "areas": [compared.fronts.areas[name], compared.fronts.areas[minus]],
+        "mean_discard_rate_difference": compared.differences[name],
+        "held_out": compared.held_out_differences[name],
+        "share_on_or_below": compared.fronts.shares_below()[name],
+    }
+
+
+def single_heads(settings: DataFrame, counts: Counts, fixed: Sequence[int]) -> list[dict]:
+    """Each head and way to judge: its fastest threshold (Table 3), and its front against that of fixed lengths."""
+    found = []
+    for best in fastest(settings, ["head", "judge"]).to_dict("records"):
+        head, judge = best["head"], best["judge"]
+        own = settings.index[(settings["head"] == head) & (settings.judge == judge)].tolist()
+        groups = {FIXED: fixed, (name := f"{head}, {judge}"): own}
+        against = difference(counts, groups, name, FIXED, HEAD_RESAMPLES)
+        found.append({"head": head, "judge": judge, "best": best, "difference": against})
     return found
 
 
-@dataclass(frozen=True)
-class StopMeasurements:
-    """What was simulated and timed. Entry i of the counts belongs to setting i."""
+def regression_results(times: Times, regression: DataFrame) -> dict:
+    """Table 2: the joint regression, one regression per family, and the target by itself."""
 
-    settings: Sequence[Setting]
-    counts: Counts
-    regression: Sequence[TimedRow]
-    times: Times
-    best: dict[str, int]  # family -> its fastest setting, as predicted
-    timed: Sequence[TimedRow]  # of the best settings, of plain decoding and the oracle
-    oracle: Mapping | None  # the longest draft, and what each text takes; None when sampled
+    def fit(family: str) -> dict:
+        own = fit_times(regression[regression.family == family])
+        draft = {} if family == BASELINE else {"draft_s": own.draft_s[family]}
+        return {"target_s": own.target_s, **draft, "r2": own.r2, "r2_uncentred": own.r2_uncentred}
 
-    def results(self) -> dict:
-        """The content of `results.json`, without what was asked for."""
-        rates = self.counts.rates[:2]
-        fronts = {name: [own[i] for i in front(rates[:, own])] for name, own in (self.families | self.judged).items()}
-        found = compare(self.counts, self.families)
-        families = {
-            name: {"area": area, "mean_discard_rate": found.heights[name]}
-            | {"held_out_mean_discard_rate": found.held_out[name]}
-            for name, area in found.fronts.areas.items()
+    intervals = times.intervals()
+    return {
+        "target_s": times.target_s,
+        "target_s_ci95": intervals["target"],
+        "families": {
+            family: {"draft_s": seconds, "draft_s_ci95": intervals[family], "by_itself": fit(family)}
+            for family, seconds in times.draft_s.items()
+        },
+        "r2": times.r2,
+        "r2_uncentred": times.r2_uncentred,
+        "stand_alone": fit(BASELINE),
+        "rows": regression.to_dict("records"),
+    }
+
+
+def best_results(settings: DataFrame, timed: DataFrame) -> dict:
+    """Table 3: plain decoding and the fastest setting of each family, predicted and measured."""
+    best = {one["family"]: one for one in fastest(settings, ["family"]).to_dict("records")}
+    fixed = timed[timed.setting == best[FIXED]["name"]]
+    found = {}
+    for family, one in ({BASELINE: {"name": BASELINE}} | best).items():
+        own = timed[timed.setting == one["name"]]
+        found[family] = one | {
+            "tau_measured": ratio_of_sums(own.tokens, own.target_calls),
+            "measured_tokens_per_s": ratio_of_sums(own.tokens, own.seconds),
+            "speedup": measured_speedup(own, timed[timed.setting == BASELINE]),
+            "over_best_fixed_gamma": measured_speedup(own, fixed),
         }
-        # The heads' front less that of each other family, and the two ways to judge.
-        pairs = [({HEAD: self.families[HEAD]}, {name: own}) for name, own in self.families.items() if name != HEAD]
-        if len(judged := [{name: own} for name, own in self.judged.items()]) == 2:
-            pairs.append(tuple(judged))
-        return strict(
-            {
-                "definitions": DEFINITIONS,
-                "settings": self.rows,
-                "fronts": {name: [str(self.settings[i]) for i in own] for name, own in fronts.items()},
-                "areas": {"verification_rates": [found.fronts.low, found.fronts.high], "families": families},
-                "differences": [self.difference(*pair) for pair in pairs],
-                "single_heads": self.single_heads(),
-                "times": self.regression_results(),
-                "best": self.best_results(),
-                "oracle": None if self.oracle is None else self.oracle_results(),
-            }
-        )
+    return found
 
-    @cached_property
-    def families(self) -> dict[str, list[int]]:
-        """The settings of each family, fixed lengths first."""
-        return grouped(self.settings, "family")
 
-    @cached_property
-    def judged(self) -> dict[str, list[int]]:
-        """All heads that judge in each way."""
-        return {f"{HEAD}, {judge}": own for judge, own in grouped(self.settings, "judge").items()}
-
-    @cached_property
-    def rows(self) -> list[dict]:
-        """What is known of each setting."""
-        found = []
-        for i, (setting, rates) in enumerate(zip(self.settings, self.counts.rates.T.tolist(), strict=True)):
-            counts = self.counts.tokens, self.counts.draft_forwards[i], self.counts.target_calls[i]
-            predicted = self.times.predicted_rate(setting.family, *counts)
-            found.append(
-                {
-                    "name": str(setting),
-                    "family": setting.family,
-                    "head": setting.head,
-                    "judge": setting.judge,
-                    "value": setting.value,
-                    **dict(zip(("verification_rate", "discard_rate", "draft_forwards_rate"), rates, strict=True)),
-                    "tau": 1 / rates[0],
-                    "predicted_tokens_per_s": predicted.value,
-                    "predicted_tokens_per_s_ci95": [predicted.low, predicted.high],
-                }
-            )
-        return found
-
-    def difference(
-        self, one: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]], n_resamples: int = 2000
-    ) -> dict:
-        """The mean discard rate along the front of `one` family less that of `other`, over what both reach."""
-        ((name, _),), ((less, _),) = one.items(), other.items()
-        compared = compare(self.counts, {**other, **one}, n_resamples)
-        return {
-            "family": name,
-            "minus": less,
-            "verification_rates": [compared.fronts.low, compared.fronts.high],
-            "areas": [compared.fronts.areas[name], compared.fronts.areas[less]],
-            "mean_discard_rate_difference": compared.differences[name],
-            "held_out": compared.held_out_differences[name],
-            "share_on_or_below": compared.fronts.shares_below()[name],
-        }
-
-    def single_heads(self) -> list[dict]:
-        """Each head and way to judge: its fastest threshold (Table 3), and its front against that of fixed lengths."""
-
-        def rate(i: int) -> float:
-            value = self.rows[i]["predicted_tokens_per_s"]
-            return value if math.isfinite(value) else -math.inf
-
-        found, fixed = [], {FIXED: self.families[FIXED]}
-        for head, numbers in grouped(self.settings, "head").items():
-            for judge in dict.fromkeys(self.settings[i].judge for i in numbers):
-                own = [i for i in numbers if self.settings[i].judge == judge]
-                difference = self.difference({f"{head}, {judge}": own}, fixed, HEAD_RESAMPLES)
-                best = self.rows[max(own, key=rate)]
-                found.append({"head": head, "judge": judge, "best": best, "difference": difference})
-        return found
-
-    def regression_results(self) -> dict:
-        """Table 2: the joint regression, one regression per family, and the target by itself."""
-
-        def fit(family: str) -> dict:
-            own = fit_times([row for row in self.regression if row.family == family])
-            draft = {} if family == BASELINE else {"draft_s": own.draft_s[family]}
-            return {"target_s": own.target_s, **draft, "r2": own.r2, "r2_uncentred": own.r2_uncentred}
-
-        times, intervals = self.times, self.times.intervals()
-        return {
-            "target_s": times.target_s,
-            "target_s_ci95": intervals["target"],
-            "families": {
-                family: {"draft_s": seconds, "draft_s_ci95": intervals[family], "by_itself": fit(family)}
-                for family, seconds in times.draft_s.items()
-            },
-            "r2": times.r2,
-            "r2_uncentred": times.r2_uncentred,
-            "stand_alone": fit(BASELINE),
-            "rows": self.regression,
-        }
-
-    def timed_rows(self, name: str) -> list[TimedRow]:
-        return [row for row in self.timed if row.setting == name]
-
-    def best_results(self) -> dict:
-        """Table 3: the fastest setting of each family, predicted and measured."""
-        fixed = self.timed_rows(str(self.settings[self.best[FIXED]]))
-        described = {BASELINE: {"name": BASELINE}, **{family: self.rows[i] for family, i in self.best.items()}}
-        found = {}
-        for family, one in described.items():
-            own = self.timed_rows(one["name"])
-            found[family] = one | {
-                "tau_measured": ratio_of_sums([row.tokens for row in own], [row.target_calls for row in own]),
-                "measured_tokens_per_s": measured_rate(own),
-                "speedup": speedup(own, self.timed_rows(BASELINE)),
-                "over_best_fixed_gamma": speedup(own, fixed),
-            }
-        return found
-
-    def oracle_results(self) -> dict:
-        """Theorem 4.1 in numbers, beside what the loop measured."""
-        texts, own = self.oracle["texts"], self.timed_rows(ORACLE)
-        tokens, calls, drafts = (
-            np.array([text[name] for text in texts]) for name in ("tokens", "target_calls", "draft_forwards")
-        )
-        timed = [text for text in texts if text["measured_target_calls"] is not None]
-        rate = self.times.predicted_rate
-        return {
-            **self.oracle,
-            "verification_rate": calls.sum() / tokens.sum(),
+def oracle_results(texts: Sequence[DraftPaths], gamma: int | None, times: Times, timed: DataFrame) -> dict:
+    """Theorem 4.1 in numbers, beside what the loop measured. `gamma` is the longest draft; None: without limit."""
+    counts, own = simulate_oracle(texts, gamma), timed[timed.setting == ORACLE]
+    tokens, calls, forwards = counts.tokens, counts.target_calls[0], counts.draft_forwards[0]
+    measured = {row.question: (row.target_calls, row.discarded) for row in own.itertuples()}
+    real_calls, real_discarded = zip(*(measured.get(i, (None, None)) for i in range(len(texts))), strict=True)
+    missed = [paths.accepted == 0 if gamma is None else None for paths in texts]  # S of the theorem
+    columns = {
+        "question": range(len(texts)),
+        "tokens": tokens,
+        "disagreements": [None if places is None else int(places.sum()) for places in missed],
+        "last_token_disagrees": [None if places is None else bool(places[-1]) for places in missed],
+        "target_calls": calls,
+        "draft_forwards": forwards,
+        "measured_target_calls": real_calls,
+        "measured_discarded": real_discarded,
+    }
+    return strict(
+        {
+            "longest_draft": gamma,
+            "texts": DataFrame(columns, dtype=object).to_dict("records"),
+            "verification_rate": float(calls.sum() / tokens.sum()),
             "discard_rate": 0.0,
             # The theorem's drafter runs only for tokens that are accepted; the loop looks at the next one, too.
-            "theorem_tokens_per_s": rate(FIXED, tokens, tokens - calls, calls),
-            "predicted_tokens_per_s": rate(FIXED, tokens, drafts, calls),
-            "measured_tokens_per_s": measured_rate(own),
-            "speedup": speedup(own, self.timed_rows(BASELINE)),
-            "timed": len(timed),
-            "equal": all(text["measured_target_calls"] == text["target_calls"] for text in timed),
-            "measured_discarded": sum(text["measured_discarded"] for text in timed),
+            "theorem_tokens_per_s": times.predicted_rate(FIXED, tokens, tokens - calls, calls),
+            "predicted_tokens_per_s": times.predicted_rate(FIXED, tokens, forwards, calls),
+            "measured_tokens_per_s": ratio_of_sums(own.tokens, own.seconds),
+            "speedup": measured_speedup(own, timed[timed.setting == BASELINE]),
+            "timed": len(measured),
+            "equal": all(real == calls[i] for i, (real, _) in measured.items()),
+            "measured_discarded": sum(discarded for _, discarded in measured.values()),
         }
+    )
+
+
+def measured_speedup(rows: DataFrame, baseline: DataFrame) -> Estimate:
+    """The ratio of tokens per second on the questions that both have answered."""
+    both = rows.merge(baseline, on="question")
+    return speedup(both.tokens_x, both.seconds_x, both.tokens_y, both.seconds_y)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.draft_paths import DraftPaths
-from spectrain.methods import stopping
+from spectrain.methods.specdecpp import OpenDrafter
+from spectrain.methods.speculative import Speculative
+from spectrain.methods.spire import Spire
+from spectrain.methods.stopping import HEURISTICS, HeadStop, StopRule
 from spectrain.models.head import AcceptanceHead
 
 FIXED, HEAD = "fixed gamma", "specdecpp"
@@ -24,34 +26,12 @@ FAMILIES = {"gamma": FIXED, "confidence": "confidence", "entropy": "entropy", "h
 
 @dataclass(frozen=True)
 class Setting:
-    """A stop rule with its options.
+    """A stop rule with its options."""
 
-    Args:
-        rule: "confidence", "entropy", "head", or "gamma" for a fixed draft length.
-        value: the draft length, or the rule's threshold.
-        head: the head's name where the rule is "head".
-        judge: "current" or "previous" where the rule is "head"; see `HeadStop`.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-
-    rule: str
-    value: float
-    head: str | None = None
-    judge: str | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.head is not None) == (self.rule == "head") == (self.judge is not None), self
-        if self.rule == "gamma":
-            check_whole("stopping.gammas", self.value, 1)
-        elif self.rule == "entropy":
-            stopping.check_entropy("stopping.entropy", self.value)
-        else:
-            name = "stopping.thresholds" if self.rule == "head" else "stopping.confidence"
-            stopping.check_share(name, self.value)
-        if self.judge not in (None, *stopping.JUDGED):
-            raise UserError(f"stopping.judge={self.judge} must be one of {', '.join(stopping.JUDGED)}")
+    rule: str  # "gamma" for a fixed draft length, "confidence", "entropy" or "head"
+    value: float  # the draft length, or the rule's threshold
+    head: str | None = None  # its name; None for other rules, as is `judge`
+    judge: str | None = None  # "current" or "previous"; see `HeadStop`
 
     def __str__(self) -> str:
         return f"{self.head} {self.value:g} {self.judge}" if self.rule == "head" else f"{self.rule} {self.value:g}"
@@ -60,35 +40,30 @@ class Setting:
     def family(self) -> str:
         return FAMILIES[self.rule]
 
-    def stop(self, heads: Mapping[str, AcceptanceHead], min_candidates: int = 1) -> stopping.StopRule:
-        """The rule as decoding runs it. A fixed length has none: see `gamma_within`."""
-        if self.rule == "gamma":
-            return stopping.StopRule()
-        if self.rule == "head":
-            return stopping.HeadStop(heads[self.head], self.value, min_candidates, self.judge)
-        return stopping.HEURISTICS[self.rule](self.value, min_candidates)
-
     def gamma_within(self, max_candidates: int) -> int:
         """Most tokens of its drafts."""
         return int(self.value) if self.rule == "gamma" else max_candidates
 
+    def drafter(
+        self, opened: OpenDrafter, heads: Mapping[str, AcceptanceHead], max_candidates: int, min_candidates: int = 1
+    ) -> Speculative | Spire:
+        """The drafter whose drafts end by this rule."""
+        stop = StopRule()
+        if self.rule == "head":
+            stop = HeadStop(heads[self.head], self.value, min_candidates, self.judge)
+        elif self.rule != "gamma":
+            stop = HEURISTICS[self.rule](self.value, min_candidates)
+        return opened.with_stop(self.gamma_within(max_candidates), stop)
+
 
 @dataclass(frozen=True)
 class Counts:
-    """The cost of texts under each setting. Prefill and the first token, which it draws, do not count.
-
-    A Counts of one text has no last axis.
-    """
+    """The cost of texts under each setting. Prefill and the first token, which it draws, do not count."""
 
     tokens: np.ndarray  # [Q] int64: n - 1
     target_calls: np.ndarray  # [S, Q] int64
     discarded: np.ndarray  # [S, Q] int64: drafted, but not emitted
     draft_forwards: np.ndarray  # [S, Q] int64
-
-    @classmethod
-    def stack(cls, texts: Sequence[Counts]) -> Counts:
-        names = ("tokens", "target_calls", "discarded", "draft_forwards")
-        return cls(*(np.stack([getattr(one, name) for one in texts], axis=-1) for name in names))
 
     @property
     def rates(self) -> np.ndarray:
@@ -98,45 +73,47 @@ class Counts:
 
 
 def simulate_stops(
-    paths: DraftPaths, settings: Sequence[Setting], heads: Sequence[str], max_candidates: int, min_candidates: int = 1
+    texts: Sequence[DraftPaths],
+    settings: Sequence[Setting],
+    heads: Sequence[str],
+    max_candidates: int,
+    min_candidates: int = 1,
 ) -> Counts:
-    """Decode one text under every setting.
+    """Decode texts under every setting.
 
     Args:
-        paths: its drafts, of at least max_candidates tokens where the text has room for them.
+        texts: their drafts, of at least max_candidates tokens where a text has room for them.
         settings: rules; a fixed length may be max_candidates at most.
-        heads: names of the heads of `paths`, in their order.
+        heads: names of the heads of `texts`, in their order.
         max_candidates: most tokens of a draft.
         min_candidates: tokens that a rule drafts in any case.
     """
-    lengths, forwards = zip(
-        *(_drafts(paths, setting, heads, max_candidates, min_candidates) for setting in settings), strict=True
-    )
-    return _walk(paths, np.stack(lengths), np.stack(forwards))
+    walks = []
+    for paths in texts:
+        drafts = [_drafts(paths, setting, heads, max_candidates, min_candidates) for setting in settings]
+        walks.append(_walk(paths.accepted, *np.stack(drafts, axis=1)))
+    return _counts(texts, walks)
 
 
-def simulate_oracle(paths: DraftPaths, gamma: int | None = None) -> Counts:
+def simulate_oracle(texts: Sequence[DraftPaths], gamma: int | None = None) -> Counts:
     """Decode greedily, ending each draft right before its first rejection and leaving the last token to the target.
 
     Args:
-        paths: greedy ones.
+        texts: greedy ones.
         gamma: most tokens of a draft; None: as many as the target agrees with, for drafters whose guess at a place
             does not depend on the root (Theorem 4.1).
     """
-    room = _room(paths)
-    agreed = paths.accepted
-    if gamma is None:
-        places = np.arange(len(room))
-        misses = np.where(agreed == 0, places, len(room))
-        agreed = np.minimum.accumulate(misses[::-1])[::-1] - places  # tokens up to the next one that was missed
-    left = room if gamma is None else np.minimum(room, gamma)
-    lengths = np.minimum.reduce([agreed, paths.n_tokens - 2 - np.arange(len(room)), left])
-    return _walk(paths, lengths[None], (lengths + (lengths < left))[None], accepted=lengths)
-
-
-def _room(paths: DraftPaths) -> np.ndarray:
-    """Tokens that the draft behind each root may have, [R] int64; a draft deeper than that is never emitted whole."""
-    return paths.max_new_tokens - 2 - np.arange(paths.n_tokens - 1)
+    walks = []
+    for paths in texts:
+        agreed, left, places = paths.accepted, paths.room, np.arange(paths.n_tokens - 1)
+        if gamma is None:
+            misses = np.where(agreed == 0, places, len(places))
+            agreed = np.minimum.accumulate(misses[::-1])[::-1] - places  # tokens up to the next one that was missed
+        else:
+            left = np.minimum(left, gamma)
+        lengths = np.minimum.reduce([agreed, paths.n_tokens - 2 - places, left])
+        walks.append(_walk(lengths, lengths[None], (lengths + (lengths < left))[None]))
+    return _counts(texts, walks)
 
 
 def _drafts(
@@ -147,20 +124,19 @@ def _drafts(
     The first forward reads the root, each further one a drafted token. The last token is read where a rule then ended
     the draft: the head judges that very token, the others look at the distribution of the next.
     """
-    left = np.minimum(_room(paths), setting.gamma_within(max_candidates))
+    left = np.minimum(paths.room, setting.gamma_within(max_candidates))
     if setting.rule == "gamma":
         return left, left
-    if setting.rule == "head":
+    if setting.rule == "head":  # column i - 1 judges token i
         likely = np.cumprod(paths.heads[heads.index(setting.head)], axis=1, dtype=np.float32)
-        # Column i - 1 judges token i: "current" ends the draft with it, "previous" with the next one.
-        ends = _first(likely < 1 - setting.value, min_candidates - 1) + 1
-        if setting.judge == "previous":
-            ends = _first(likely < 1 - setting.value, max(min_candidates - 2, 0)) + 2
-            return (lengths := np.minimum(ends, left)), lengths
-    elif setting.rule == "confidence":
-        ends = _first(paths.confidence < setting.value, min_candidates)  # column i says whether token i + 1 is drawn
-    else:
-        ends = _first(paths.entropy > setting.value, min_candidates)
+        doubted = likely < 1 - setting.value
+        if setting.judge == "previous":  # ends with the token behind it, which is not read
+            lengths = np.minimum(_first(doubted, max(min_candidates - 2, 0)) + 2, left)
+            return lengths, lengths
+        ends = _first(doubted, min_candidates - 1) + 1
+    else:  # column i says whether token i + 1 is drawn
+        unsure = paths.confidence < setting.value if setting.rule == "confidence" else paths.entropy > setting.value
+        ends = _first(unsure, min_candidates)
     lengths = np.minimum(ends, left)
     return lengths, lengths + (lengths < left)
 
@@ -171,17 +147,25 @@ def _first(found: np.ndarray, start: int) -> np.ndarray:
     return np.where(found.any(1), found.argmax(1) + start, np.iinfo(np.int32).max)
 
 
-def _walk(paths: DraftPaths, lengths: np.ndarray, forwards: np.ndarray, accepted: np.ndarray | None = None) -> Counts:
-    """Go from root to root, for all settings at once; lengths and forwards are [S, R]."""
-    emitted = np.minimum(lengths, paths.accepted if accepted is None else accepted)
-    n_settings, n_roots = lengths.shape
-    calls, discarded, drafted = (np.zeros(n_settings, dtype=np.int64) for _ in range(3))
-    going, roots = np.arange(n_settings), np.zeros(n_settings, dtype=np.int64)
+def _walk(accepted: np.ndarray, lengths: np.ndarray, forwards: np.ndarray) -> np.ndarray:
+    """Go from root to root, for all settings at once. Returns target calls, discarded tokens and forwards, [3, S].
+
+    Args:
+        accepted: tokens [R] that a draft of full length would emit.
+        lengths: tokens [S, R] of the draft behind each root.
+        forwards: of the drafter, [S, R].
+    """
+    emitted = np.minimum(lengths, accepted)
+    cost = np.stack([np.ones_like(lengths), lengths - emitted, forwards])  # [3, S, R]
+    totals = np.zeros(cost.shape[:2], dtype=np.int64)
+    going, roots = np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64)
     while len(going):
         cells = going, roots[going]
-        calls[going] += 1
-        discarded[going] += (lengths - emitted)[cells]
-        drafted[going] += forwards[cells]
+        totals[:, going] += cost[:, *cells]
         roots[going] += emitted[cells] + 1
-        going = going[roots[going] < n_roots]
-    return Counts(np.array(paths.n_tokens - 1), calls, discarded, drafted)
+        going = going[roots[going] < lengths.shape[1]]
+    return totals
+
+
+def _counts(texts: Sequence[DraftPaths], walks: Sequence[np.ndarray]) -> Counts:
+    return Counts(np.array([paths.n_tokens - 1 for paths in texts]), *np.stack(walks, axis=-1))

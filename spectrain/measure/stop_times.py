@@ -12,19 +12,19 @@ Letters: K families, Q questions, B bootstrap resamples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pandas import DataFrame
 from rich.console import Console
 from rich.progress import track
 
 from spectrain.decoding import Drafter, Generation
 from spectrain.measure.simulation import Text
-from spectrain.measure.statistics import Estimate, ratio_of_sums
-from spectrain.measure.statistics import speedup as speedup_of
-from spectrain.methods.stopping import CountingStop, StopRule
+from spectrain.measure.statistics import Estimate
+from spectrain.methods.stopping import StopRule
 from spectrain.stores.folder import RowFile
 
 N_RESAMPLES = 2000
@@ -46,40 +46,39 @@ class TimedRow:
     seconds: float
 
 
-@dataclass(frozen=True)
-class TimedDrafter:
-    """A drafter to be timed. Where its `stop` is a CountingStop, the drafter's forwards are counted."""
-
-    name: str  # of the setting
-    family: str
-    drafter: Drafter
-
-
 def time_drafters(
     decode: Callable[..., list[Generation]],
     texts: Sequence[Text],
     max_new_tokens: int,
     file: Path,
     stage: str,
-    drafters: Sequence[TimedDrafter],
-) -> list[TimedRow]:
+    drafters: Mapping[tuple[str, str], Drafter],
+) -> DataFrame:
     """Decode the prompts with every drafter, question by question, each time beginning with another drafter.
 
-    Rows that the file holds are not measured again. `decode` is `generate` of a target, sampling and seed. Returns the
-    rows of this stage.
+    Args:
+        decode: `generate` of a target, sampling and seed.
+        texts: whose prompts are asked.
+        max_new_tokens: of each answer.
+        file: rows that it holds are not measured again.
+        stage: of the rows.
+        drafters: by the name of their setting and its family.
+
+    Returns:
+        The rows of this stage, with the fields of `TimedRow`.
     """
-    rows = RowFile(file, TimedRow)
+    rows, keys = RowFile(file, TimedRow), list(drafters)
     done = {(row.stage, row.question, row.setting) for row in rows.rows}
-    asked = [(i, drafters[(i + turn) % len(drafters)]) for i in range(len(texts)) for turn in range(len(drafters))]
-    todo = [(i, one) for i, one in asked if (stage, i, one.name) not in done]
-    for one in drafters if todo else ():
-        decode(one.drafter, [texts[0].prompt], WARM_TOKENS, prompt_numbers=[0])
-    for question, one in track(todo, f"seconds, {stage}", console=Console(stderr=True)):
-        stop = getattr(one.drafter, "stop", None) or CountingStop(StopRule())
+    asked = [(i, keys[(i + turn) % len(keys)]) for i in range(len(texts)) for turn in range(len(keys))]
+    todo = [(question, key) for question, key in asked if (stage, question, key[0]) not in done]
+    for drafter in drafters.values() if todo else ():
+        decode(drafter, [texts[0].prompt], WARM_TOKENS, prompt_numbers=[0])
+    for question, key in track(todo, f"seconds, {stage}", console=Console(stderr=True)):
+        stop = getattr(drafters[key], "stop", StopRule())
         stop.draft_forwards = 0
-        (generation,) = decode(one.drafter, [texts[question].prompt], max_new_tokens, prompt_numbers=[question])
+        (generation,) = decode(drafters[key], [texts[question].prompt], max_new_tokens, prompt_numbers=[question])
         row = TimedRow(
-            *(stage, question, one.name, one.family),
+            *(stage, question, *key),
             tokens=len(generation.tokens) - 1,
             discarded=sum(generation.drafted) - sum(generation.accepted),
             target_calls=generation.target_forwards,
@@ -87,8 +86,8 @@ def time_drafters(
             seconds=sum(generation.time_s.values()),
         )
         rows.append(row)
-    names = {one.name for one in drafters}
-    return [row for row in rows.rows if row.stage == stage and row.setting in names]
+    names = {name for name, _ in drafters}
+    return DataFrame([row for row in rows.rows if row.stage == stage and row.setting in names])
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,6 @@ class Times:
     r2: float  # 1 - residual / centred sum of squares; nan where all rows took equally many forwards
     r2_uncentred: float  # 1 - residual / sum of squares, as regressions without intercept often have it
     samples: np.ndarray  # [B, 1 + K] the same of resampled questions: target, then the families in order
-
-    def seconds(self, family: str, draft_forwards: float, target_calls: float) -> float:
-        return self.target_s * target_calls + self.draft_s[family] * draft_forwards
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """The 95 % interval of each time: "target" and the families."""
@@ -117,7 +113,8 @@ class Times:
         The interval is a bootstrap over texts and, independently, over the questions of the regression.
         """
         counts = np.stack([tokens, draft_forwards, target_calls], axis=1).astype(float)
-        value = counts[:, 0].sum() / self.seconds(family, counts[:, 1].sum(), counts[:, 2].sum())
+        whole = counts.sum(axis=0)
+        value = whole[0] / (self.target_s * whole[2] + self.draft_s[family] * whole[1])
         picks = np.random.default_rng(seed + 1).integers(len(counts), size=(len(self.samples), len(counts)))
         sums = counts[picks].sum(axis=1)  # [B, 3]
         draft_s = self.samples[:, 1 + list(self.draft_s).index(family)]
@@ -125,14 +122,12 @@ class Times:
         return Estimate(float(value), *np.quantile(rates, [0.025, 0.975]).tolist())
 
 
-def fit_times(rows: Sequence[TimedRow], seed: int = 0) -> Times:
+def fit_times(rows: DataFrame, seed: int = 0) -> Times:
     """Fit the regression and its bootstrap over questions. A family that never drafted has a t_draft of nan."""
-    families = list(dict.fromkeys(row.family for row in rows))
-    facts = np.zeros((len(rows), 1 + len(families)))
-    for i, row in enumerate(rows):
-        facts[i, 0], facts[i, 1 + families.index(row.family)] = row.target_calls, row.draft_forwards
-    seconds = np.array([row.seconds for row in rows])
-    questions = np.array([row.question for row in rows])
+    families = rows.family.unique().tolist()
+    drafts = [rows.draft_forwards.where(rows.family == family, 0) for family in families]
+    facts = np.stack([rows.target_calls, *drafts], axis=1).astype(float)  # [rows, 1 + K]
+    seconds, questions = rows.seconds.to_numpy(), rows.question.to_numpy()
     # The normal equations of each question: a resample adds up those that it drew.
     own = [questions == q for q in np.unique(questions)]
     squares = np.stack([facts[rows_of].T @ facts[rows_of] for rows_of in own])
@@ -152,19 +147,3 @@ def _solve(squares: np.ndarray, products: np.ndarray) -> np.ndarray:
     found = np.full(len(products), math.nan)
     found[used] = np.linalg.lstsq(squares[np.ix_(used, used)], products[used], rcond=None)[0]
     return found
-
-
-def measured_rate(rows: Sequence[TimedRow]) -> Estimate:
-    """Tokens per second of measured rows."""
-    return ratio_of_sums([row.tokens for row in rows], [row.seconds for row in rows])
-
-
-def speedup(rows: Sequence[TimedRow], baseline: Sequence[TimedRow]) -> Estimate:
-    """The ratio of both rates on the questions that both have answered."""
-    pairs = {row.question: row for row in baseline}
-    own = [row for row in rows if row.question in pairs]
-    theirs = [pairs[row.question] for row in own]
-    return speedup_of(
-        *([row.tokens for row in own], [row.seconds for row in own]),
-        *([row.tokens for row in theirs], [row.seconds for row in theirs]),
-    )

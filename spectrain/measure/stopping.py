@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,15 +21,15 @@ from rich.progress import track
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.draft_paths import DraftPaths, draft_paths
+from spectrain.measure.draft_paths import draft_paths
 from spectrain.measure.simulation import Text
-from spectrain.measure.stop_results import ORACLE, StopMeasurements, grouped
-from spectrain.measure.stop_simulation import FIXED, HEAD, Counts, Setting, simulate_oracle, simulate_stops
-from spectrain.measure.stop_times import TimedDrafter, TimedRow, Times, fit_times, time_drafters
+from spectrain.measure.stop_results import ORACLE, fastest, oracle_results, predicted, stop_results
+from spectrain.measure.stop_simulation import FIXED, HEAD, Counts, Setting, simulate_stops
+from spectrain.measure.stop_times import fit_times, time_drafters
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import BASELINE, find_artifact
-from spectrain.methods.specdecpp import OpenDrafter, open_drafter
-from spectrain.methods.stopping import CountingStop, OracleStop
+from spectrain.methods.specdecpp import OpenDrafter, open_given_drafter
+from spectrain.methods.stopping import OracleStop, check_judge, check_threshold
 from spectrain.models.artifacts import MANIFEST, read_manifest
 from spectrain.models.head import AcceptanceHead, HeadFacts, read_head_facts
 from spectrain.stores.folder import sha256
@@ -43,21 +42,8 @@ COIN_STREAM = 0xC01  # tells the coins' random numbers from all others of this s
 
 
 @dataclass(frozen=True)
-class OpenHead:
-    """An acceptance head with its weights."""
-
-    folder: Path
-    facts: HeadFacts
-    module: AcceptanceHead
-
-
-@dataclass(frozen=True)
 class StopOptions:
-    """What is compared, and how texts are decoded.
-
-    Raises:
-        UserError: a value is out of range, or a list that is needed is empty.
-    """
+    """What is compared, and how texts are decoded. Values out of range raise UserError."""
 
     gammas: Sequence[int]  # fixed draft lengths
     confidence: Sequence[float]  # thresholds, as the two below
@@ -75,11 +61,20 @@ class StopOptions:
         for name in ("gammas", "thresholds", "judge"):
             if not getattr(self, name):
                 raise UserError(f"stopping.{name} is empty; give at least one value")
-        check_whole("max_new_tokens", self.max_new_tokens, 3)  # the first two are never drafted
-        check_whole("seed", self.seed, 0)
-        for name in ("method.min_candidates", "method.max_candidates", "stopping.timed", "stopping.rows"):
-            check_whole(name, getattr(self, name.split(".")[1]), 1)
-        self.settings(["a head"])
+        least = {"method.min_candidates": 1, "method.max_candidates": 1, "stopping.timed": 1, "stopping.rows": 1}
+        least |= {"max_new_tokens": 3, "seed": 0}  # the first two tokens are never drafted
+        for name, bound in least.items():
+            check_whole(name, getattr(self, name.split(".")[-1]), bound)
+        checks = {
+            "gammas": partial(check_whole, least=1),
+            "confidence": partial(check_threshold, below=1),
+            "entropy": partial(check_threshold, below=np.inf),
+            "thresholds": partial(check_threshold, below=1),
+            "judge": check_judge,
+        }
+        for name, check in checks.items():
+            for value in getattr(self, name):
+                check(f"stopping.{name}", value)
         for name, value in (("stopping.gammas", max(self.gammas)), ("method.min_candidates", self.min_candidates)):
             if value > self.max_candidates:
                 raise UserError(
@@ -97,6 +92,15 @@ class StopOptions:
 
 
 @dataclass(frozen=True)
+class OpenHead:
+    """An acceptance head with its weights."""
+
+    folder: Path
+    facts: HeadFacts
+    module: AcceptanceHead
+
+
+@dataclass(frozen=True)
 class StopSearch:
     """A drafter, the heads that were trained on it, and the options of their comparison."""
 
@@ -104,14 +108,6 @@ class StopSearch:
     heads: dict[str, OpenHead]
     options: StopOptions
     sampling: Sampling
-
-    @property
-    def settings(self) -> list[Setting]:
-        return self.options.settings(list(self.heads))
-
-    @property
-    def modules(self) -> dict[str, AcceptanceHead]:
-        return {name: head.module for name, head in self.heads.items()}
 
     @property
     def writer(self) -> Drafter:
@@ -145,22 +141,16 @@ class StopSearch:
             **{name: getattr(self.options, name) for name in given},
         }
 
-    def timed_drafter(self, setting: Setting) -> TimedDrafter:
-        stop = CountingStop(setting.stop(self.modules, self.options.min_candidates))
-        drafter = self.opened.with_stop(setting.gamma_within(self.options.max_candidates), stop)
-        return TimedDrafter(str(setting), setting.family, drafter)
-
-    def tuned_options(self, best: Mapping[str, int]) -> dict[str, dict]:
-        """The best setting of each family, as options of the methods that can run with this drafter."""
+    def tuned_options(self, best: Mapping[str, Mapping]) -> dict[str, dict]:
+        """The best setting of each family, of the results, as options of methods that can run with this drafter."""
         limits = {name: getattr(self.options, name) for name in ("min_candidates", "max_candidates")}
-        chosen = {family: self.settings[i] for family, i in best.items()}
-        spire, head = self.opened.facts.kind == "spire", chosen[HEAD]
-        folder = str(self.heads[head.head].folder)
-        tuned: dict[str, dict] = {"spire" if spire else "speculative": {"gamma": chosen[FIXED].value}}
-        tuned["specdecpp"] = {"head": folder, "threshold": head.value, **limits, "judge": head.judge}
+        spire, head = self.opened.facts.kind == "spire", best[HEAD]
+        folder = str(self.heads[head["head"]].folder)
+        tuned: dict[str, dict] = {"spire" if spire else "speculative": {"gamma": best[FIXED]["value"]}}
+        tuned["specdecpp"] = {"head": folder, "threshold": head["value"], **limits, "judge": head["judge"]}
         for family in ("confidence", "entropy"):
-            if family in chosen and not spire:  # these methods take an ordinary draft model
-                tuned[f"{family}_stop"] = {"threshold": chosen[family].value, **limits}
+            if family in best and not spire:  # these methods take an ordinary draft model
+                tuned[f"{family}_stop"] = {"threshold": best[family]["value"], **limits}
         return tuned
 
 
@@ -179,9 +169,6 @@ def open_search(
         drafters: the drafter's folder by its kind; empty: the drafter that the first (or newest) head names.
         options: drafts of a SPIRe drafter are at most as long as its window.
         sampling: of the texts; a head that was trained for another one gives a warning.
-
-    Raises:
-        UserError: they do not fit one another or the target, a pattern matches nothing, or there is no head.
     """
     prints = fingerprint(target.model, target.tokenizer)
     folders: list[Path] = []
@@ -193,11 +180,7 @@ def open_search(
     if not drafters:
         known = read_head_facts(folders[0] if folders else Path(find_artifact("head", target)), prints).drafter
         drafters = {known.kind: known.path if Path(known.path).exists() else find_artifact(known.kind, target)}
-    if len(drafters) > 1:
-        raise UserError(
-            f"drafter=[{','.join(drafters.values())}] names two drafters; give the one that the heads were trained on"
-        )
-    opened = open_drafter(target, *next(iter(drafters.items())))
+    opened = open_given_drafter(drafters, target)
     heads: dict[str, OpenHead] = {}
     for folder in folders or _fitting_heads(prints, opened):
         facts = read_head_facts(folder, prints)
@@ -227,39 +210,48 @@ def _fitting_heads(prints: str, opened: OpenDrafter) -> list[Path]:
     return found
 
 
-def compare_stop_rules(target: TargetModel, search: StopSearch, texts: Sequence[Text], file: Path) -> StopMeasurements:
-    """Simulate all settings, time some, and time the best of each family. `file` keeps timed rows if interrupted.
+def compare_stop_rules(target: TargetModel, search: StopSearch, texts: Sequence[Text], file: Path) -> dict:
+    """Simulate all settings, time some, and time the best of each family.
 
-    Raises:
-        UserError: every timed text ended with its first token.
+    Returns the content of `results.json`, without what was asked for. `file` keeps timed rows if interrupted.
     """
-    options, settings, paths = search.options, search.settings, []
+    options, opened, sampling = search.options, search.opened, search.sampling
+    modules = {name: head.module for name, head in search.heads.items()}
+    settings, paths = options.settings(list(modules)), []
     for number, text in enumerate(track(texts, "drafts", console=Console(stderr=True))):
         coins = np.random.default_rng((options.seed, number, COIN_STREAM))
-        limits = options.max_candidates, options.max_new_tokens, search.sampling, coins, options.rows
-        paths.append(draft_paths(target, search.opened, list(search.modules.values()), text, *limits))
+        limits = options.max_candidates, options.max_new_tokens, sampling, coins, options.rows
+        paths.append(draft_paths(target, opened, list(modules.values()), text, *limits))
     limits = options.max_candidates, options.min_candidates
-    counts = Counts.stack([simulate_stops(one, settings, list(search.heads), *limits) for one in paths])
+    counts = simulate_stops(paths, settings, list(modules), *limits)
+
     timed = texts[: options.timed]
-    decode = partial(generate, target, sampling=search.sampling, seed=options.seed)
+    decode = partial(generate, target, sampling=sampling, seed=options.seed)
     time = partial(time_drafters, decode, timed, options.max_new_tokens, file)
-    plain = TimedDrafter(BASELINE, BASELINE, Autoregressive())
-    regression = time("regression", [plain, *map(search.timed_drafter, regression_settings(settings, counts))])
-    drafted = [row for row in regression if row.draft_forwards]
-    if not drafted:
+    by_name = {str(setting): setting for setting in settings}
+
+    def drafters_of(names: Sequence[str]) -> dict[tuple[str, str], Drafter]:
+        """Plain decoding, and the drafters of these settings."""
+        chosen = [by_name[name] for name in names]
+        drafters = {(str(one), one.family): one.drafter(opened, modules, *limits) for one in chosen}
+        return {(BASELINE, BASELINE): Autoregressive()} | drafters
+
+    regression = time("regression", drafters_of([str(one) for one in regression_settings(settings, counts)]))
+    drafted = regression[regression.draft_forwards > 0]
+    if drafted.empty:
         raise UserError("every timed text ended with its first token; give other prompts")
     times = fit_times(drafted, options.seed)
-    best = fastest_settings(settings, counts, times)
-    last, oracle = [plain, *(search.timed_drafter(settings[i]) for i in best.values())], None
-    if search.sampling.greedy:
-        # A SPIRe drafter's guess depends on the root, so its oracle's drafts are limited.
-        gamma = None if search.opened.facts.kind == "vanilla" else options.max_candidates
-        stop = CountingStop(OracleStop({tuple(text.prompt): text.response for text in timed}))
-        last.append(TimedDrafter(ORACLE, ORACLE, search.opened.with_stop(gamma or options.max_new_tokens, stop)))
+    described = predicted(settings, counts, times)
+    last = drafters_of(fastest(described, ["family"])["name"])
+    if not sampling.greedy:
+        return stop_results(described, counts, times, regression, time("best", last)) | {"oracle": None}
+    # A SPIRe drafter's guess depends on the root, so its oracle's drafts are limited.
+    gamma = None if opened.facts.kind == "vanilla" else options.max_candidates
+    stop = OracleStop({tuple(text.prompt): text.response for text in timed})
+    last[ORACLE, ORACLE] = opened.with_stop(gamma or options.max_new_tokens, stop)
     measured = time("best", last)
-    if search.sampling.greedy:
-        oracle = {"longest_draft": gamma, "texts": oracle_rows(paths, gamma, measured)}
-    return StopMeasurements(settings, counts, regression, times, best, measured, oracle)
+    oracle = oracle_results(paths, gamma, times, measured)
+    return stop_results(described, counts, times, regression, measured) | {"oracle": oracle}
 
 
 def regression_settings(settings: Sequence[Setting], counts: Counts) -> list[Setting]:
@@ -279,32 +271,3 @@ def regression_settings(settings: Sequence[Setting], counts: Counts) -> list[Set
         places = [(2 * i + 1) * len(own) // (2 * count) for i in range(count)]
         found += dict.fromkeys(own[place] for place in places if own)
     return found
-
-
-def fastest_settings(settings: Sequence[Setting], counts: Counts, times: Times) -> dict[str, int]:
-    """The setting of each family that is predicted to be the fastest."""
-    totals = zip(settings, counts.draft_forwards.sum(1), counts.target_calls.sum(1), strict=True)
-    seconds = [times.seconds(setting.family, forwards, calls) for setting, forwards, calls in totals]
-    seconds = [s if math.isfinite(s) else math.inf for s in seconds]
-    return {family: min(own, key=seconds.__getitem__) for family, own in grouped(settings, "family").items()}
-
-
-def oracle_rows(paths: Sequence[DraftPaths], gamma: int | None, measured: Sequence[TimedRow]) -> list[dict]:
-    """What Theorem 4.1 says of each text, and what the loop did on those that were timed."""
-    real = {row.question: row for row in measured if row.setting == ORACLE}
-    rows = []
-    for number, one in enumerate(paths):
-        count, missed = simulate_oracle(one, gamma), one.accepted == 0  # |S| of the theorem: tokens that were missed
-        rows.append(
-            {
-                "question": number,
-                "tokens": int(count.tokens),
-                "disagreements": int(missed.sum()) if gamma is None else None,
-                "last_token_disagrees": bool(missed[-1]) if gamma is None else None,
-                "target_calls": int(count.target_calls[0]),
-                "draft_forwards": int(count.draft_forwards[0]),
-                "measured_target_calls": real[number].target_calls if number in real else None,
-                "measured_discarded": real[number].discarded if number in real else None,
-            }
-        )
-    return rows

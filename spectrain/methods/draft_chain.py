@@ -76,29 +76,28 @@ def draft_chain(
     drafting = [count > 0 for count in left]
     if not any(drafting):
         return DraftTree.root_only(context.roots)
-    if stop is not None:
-        stop.begin(context)
+    stop = stop or StopRule()
+    stop.begin(context)
     tokens, probs, lengths = [], [], [0] * len(left)
     said = first()
+    stop.draft_forwards += 1
     for i in range(1, max(left) + 1):
-        if stop is not None:
-            drafting = _without(drafting, stop.before(i, said.logits))
-            if not any(drafting):
-                break
+        drafting = _without(drafting, stop.before(i, said.logits))
+        if not any(drafting):
+            break
         token, q = context.draw(said.logits, None if all(drafting) else drafting)
         tokens.append(token)
         probs.append(q)
         lengths = [length + going for length, going in zip(lengths, drafting, strict=True)]
         drafting = [going and i < count for going, count in zip(drafting, left, strict=True)]
-        if stop is not None:
-            drafting = _without(drafting, stop.drawn(i, said.logits, token))
+        drafting = _without(drafting, stop.drawn(i, said.logits, token))
         if not any(drafting):
             break
         said = step(token, i)
-        if stop is not None:
-            drafting = _without(drafting, stop.read(i, said.hidden))
-            if not any(drafting):
-                break
+        stop.draft_forwards += 1
+        drafting = _without(drafting, stop.read(i, said.hidden))
+        if not any(drafting):
+            break
     if not tokens:
         return DraftTree.root_only(context.roots)
     ragged = torch.tensor(lengths, device=context.device) if min(lengths) < len(tokens) else None

@@ -21,19 +21,10 @@ def build(
     max_candidates: int = 20,
     max_nodes: int | None = None,
 ) -> Speculative:
-    """The method from a Hugging Face folder or id.
+    """Build the method from a draft model, a Hugging Face folder or id.
 
-    Args:
-        target: what is decoded.
-        drafter: the draft model.
-        rule: "confidence" or "entropy", of the distribution that the next token would be drawn from.
-        threshold: the draft ends where the largest probability is below it, or the entropy (nats) above it.
-        min_candidates: tokens drafted in any case.
-        max_candidates: tokens drafted at most.
-        max_nodes: nodes that the target may score, root and drafted tokens; caps max_candidates.
-
-    Raises:
-        UserError: the drafter cannot be loaded or does not fit, or a value makes no sense.
+    The rule "confidence" ends the draft where the largest probability of the next token is below the threshold,
+    "entropy" where the entropy (nats) is above it. `max_nodes` counts the root, too, and caps max_candidates.
     """
     if rule not in HEURISTICS:
         raise UserError(f"rule={rule} must be one of {', '.join(HEURISTICS)}")

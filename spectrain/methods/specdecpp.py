@@ -43,22 +43,19 @@ class OpenDrafter:
         return Speculative(self.states.model, gamma, stop=stop)
 
     def open_head(self, folder: Path, facts: HeadFacts) -> AcceptanceHead:
-        """A head for decoding with this drafter, where the drafter stands; see `load_head`."""
+        """Load a head for decoding with this drafter, where the drafter stands; see `load_head`."""
         head = load_head(folder, facts, self.facts, self.states.hidden_size)
         return head.to(next(self.states.module.parameters()).device).eval().requires_grad_(False)
 
 
 def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: int = 10) -> OpenDrafter:
-    """A drafter of this kind, vanilla or spire.
+    """Open a drafter of the target.
 
     Args:
         target: what it drafts for.
-        kind: of its export.
-        folder: where it lies; a vanilla one may be any Hugging Face folder or id.
+        kind: vanilla or spire.
+        folder: its export; of a vanilla drafter, any Hugging Face folder or id.
         rollout_tokens: of a SPIRe drafter's rollouts over a whole text; see `SpireStates`.
-
-    Raises:
-        UserError: it cannot be loaded, or does not fit the target.
     """
     if kind == "spire":
         drafter = load_spire(Path(folder), fingerprint(target.model, target.tokenizer))
@@ -71,17 +68,8 @@ def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: in
     return OpenDrafter(DrafterFacts(kind, str(folder), states.fingerprint()), states)
 
 
-def open_given_drafter(given: Mapping[str, str], target: TargetModel, rollout_tokens: int) -> OpenDrafter:
-    """The drafter that a head is trained on: the one that the user gave, else the newest vanilla one.
-
-    Args:
-        given: folders by kind.
-        target: what it drafts for.
-        rollout_tokens: see `open_drafter`.
-
-    Raises:
-        UserError: several were given, or the drafter has no hidden state or does not fit the target.
-    """
+def open_given_drafter(given: Mapping[str, str], target: TargetModel, rollout_tokens: int = 10) -> OpenDrafter:
+    """Open the drafter that a head is trained on: of the folders `given` by kind, else the newest vanilla one."""
     if len(given) > 1:
         raise UserError(f"drafter=[{','.join(given.values())}] are several; a head belongs to one drafter, so give one")
     kind, folder = next(iter(given.items()), None) or ("vanilla", find_artifact("vanilla", target))
@@ -98,20 +86,10 @@ def build(
     judge: str = "current",
     max_nodes: int | None = None,
 ) -> Drafter:
-    """The method from an exported head and the drafter it was trained on.
+    """Build the method from the folders of an exported head and of the drafter that it was trained on.
 
-    Args:
-        target: what is decoded.
-        head: folder of the head.
-        drafter: folder of the drafter.
-        threshold: h: the draft ends once the probability of a rejection is above it.
-        min_candidates: tokens drafted in any case.
-        max_candidates: tokens drafted at most.
-        judge: "current" or "previous"; see `HeadStop`.
-        max_nodes: nodes that the target may score, root and drafted tokens; caps max_candidates.
-
-    Raises:
-        UserError: head, drafter and target do not belong together, or a value makes no sense.
+    The draft ends once the probability of a rejection is above the threshold h; see `HeadStop`. `max_nodes` counts the
+    root, too, and caps max_candidates.
     """
     gamma = candidates_within(min_candidates, max_candidates, max_nodes)
     facts = read_head_facts(Path(head), fingerprint(target.model, target.tokenizer))

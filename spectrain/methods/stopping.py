@@ -10,6 +10,7 @@ Letters: n rows, V vocabulary, D hidden size of the drafter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -30,6 +31,7 @@ class StopRule:
     """
 
     needs_hidden = False  # whether `read` looks at the drafter's state
+    draft_forwards = 0  # of the drafter, for all rows of a batch together, as `draft_chain` counts them
 
     def begin(self, context: Context) -> None:
         """A new draft of all rows of `context`."""
@@ -51,22 +53,18 @@ class HeadStop(StopRule):
     scale. `judge="previous"`, as the paper's code does, draws one more, whose distribution is known by then.
 
     Args:
-        head: predicts from the drafter's state of a token that it is accepted, given that those before it are.
+        head: f, which predicts from the drafter's state of a token that it is accepted, given that those before it are.
         threshold: h, in (0, 1).
         min_candidates: tokens that are drafted whatever the head says; the reference has 2.
         judge: see above.
-
-    Raises:
-        UserError: a value is out of range.
     """
 
     needs_hidden = True
 
     def __init__(self, head: AcceptanceHead, threshold: float, min_candidates: int = 1, judge: str = "current") -> None:
-        check_share("threshold", threshold)
+        check_threshold("threshold", threshold, below=1)
         check_whole("min_candidates", min_candidates, 1)
-        if judge not in JUDGED:
-            raise UserError(f"judge={judge} must be one of {', '.join(JUDGED)}")
+        check_judge("judge", judge)
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
@@ -91,38 +89,39 @@ class HeadStop(StopRule):
         return due if i >= self.min_candidates else None
 
 
-class ConfidenceStop(StopRule):
-    """Stops before drawing from a distribution whose largest probability is below the threshold (Kim 2024, Liu 2024).
+class UnsureStop(StopRule):
+    """Stops before drawing from a distribution of which the draft model is unsure.
 
     The distribution is the draft model's own, before temperature and the like.
-
-    Raises:
-        UserError: a value is out of range.
     """
 
+    below: float  # which the threshold must be
+
     def __init__(self, threshold: float, min_candidates: int = 1) -> None:
-        check_share("threshold", threshold)
+        check_threshold("threshold", threshold, self.below)
         check_whole("min_candidates", min_candidates, 1)
         self.threshold, self.min_candidates = threshold, min_candidates
 
     def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        return (confidence(logits) < self.threshold).tolist() if i > self.min_candidates else None
+        return self.unsure(logits).tolist() if i > self.min_candidates else None
 
 
-class EntropyStop(StopRule):
-    """Stops before drawing from a distribution of an entropy, in nats, above the threshold (SpecDec++, appendix B.1).
+class ConfidenceStop(UnsureStop):
+    """Where the largest probability is below the threshold (Kim 2024, Liu 2024)."""
 
-    Raises:
-        UserError: a value is out of range.
-    """
+    below = 1.0
 
-    def __init__(self, threshold: float, min_candidates: int = 1) -> None:
-        check_entropy("threshold", threshold)
-        check_whole("min_candidates", min_candidates, 1)
-        self.threshold, self.min_candidates = threshold, min_candidates
+    def unsure(self, logits: Tensor) -> Tensor:
+        return confidence(logits) < self.threshold
 
-    def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        return (entropy(logits) > self.threshold).tolist() if i > self.min_candidates else None
+
+class EntropyStop(UnsureStop):
+    """Where the entropy, in nats, is above the threshold (SpecDec++, appendix B.1)."""
+
+    below = math.inf
+
+    def unsure(self, logits: Tensor) -> Tensor:
+        return entropy(logits) > self.threshold
 
 
 HEURISTICS = {"confidence": ConfidenceStop, "entropy": EntropyStop}
@@ -156,28 +155,6 @@ class OracleStop(StopRule):
         return [i >= len(rest) or guess != rest[i - 1] for guess, rest in zip(guesses, self._next, strict=True)]
 
 
-class CountingStop(StopRule):
-    """Another rule, with the drafter's forwards counted: one for the roots, one for each token that is read."""
-
-    def __init__(self, rule: StopRule) -> None:
-        self.rule, self.needs_hidden = rule, rule.needs_hidden
-        self.draft_forwards = 0  # of all rows of a batch together
-
-    def begin(self, context: Context) -> None:
-        self.draft_forwards += 1
-        self.rule.begin(context)
-
-    def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        return self.rule.before(i, logits)
-
-    def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> list[bool] | None:
-        return self.rule.drawn(i, logits, tokens)
-
-    def read(self, i: int, hidden: Tensor | None) -> list[bool] | None:
-        self.draft_forwards += 1
-        return self.rule.read(i, hidden)
-
-
 def confidence(logits: Tensor) -> Tensor:
     """The largest probability [n] float32 of distributions given by logits [n, V]."""
     logits = logits.float()
@@ -190,13 +167,13 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_q.exp() * log_q.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
 
 
-def check_share(name: str, value: float) -> None:
-    """Raises UserError unless the value is a number strictly between 0 and 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise UserError(f"{name}={value} must lie strictly between 0 and 1")
+def check_threshold(name: str, value: object, below: float) -> None:
+    """Raise UserError unless the option `name` is a number strictly between 0 and `below`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+        raise UserError(f"{name}={value} must lie strictly between 0 and {below:g}")
 
 
-def check_entropy(name: str, value: float) -> None:
-    """Raises UserError unless the value is a number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UserError(f"{name}={value} must be an entropy above 0, in nats")
+def check_judge(name: str, value: object) -> None:
+    """Raise UserError unless the option `name` is a way to judge tokens that `HeadStop` knows."""
+    if value not in JUDGED:
+        raise UserError(f"{name}={value} must be one of {', '.join(JUDGED)}")

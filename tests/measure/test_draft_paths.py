@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from spectrain.measure.simulation import Text
 from spectrain.measure.stop_simulation import Counts, Setting, simulate_oracle, simulate_stops
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.specdecpp import OpenDrafter
-from spectrain.methods.stopping import CountingStop, OracleStop
+from spectrain.methods.stopping import OracleStop
 from spectrain.models.draft_states import ModelStates, SpireStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig
 from tests.conftest import noisy_copy, random_prompts, tiny_model
@@ -48,13 +46,12 @@ def opened(kind: str, scale: float = 0.03) -> tuple[TargetModel, OpenDrafter]:
     return target, OpenDrafter(DrafterFacts(kind, "tiny", "0"), states)
 
 
-def real(target, drafter_of, prompt, max_new_tokens, rule, sampling=None, **options) -> tuple[Counts, list[int]]:
-    """One prompt through the loop under a rule."""
-    counting = CountingStop(rule)
-    (generation,) = generate(target, drafter_of(counting), [prompt], max_new_tokens, sampling, **options)
-    discarded = sum(generation.drafted) - sum(generation.accepted)
-    counts = (np.array([n]) for n in (generation.target_forwards, discarded, counting.draft_forwards))
-    return Counts(np.array(len(generation.tokens) - 1), *counts), generation.tokens
+def real(target, method, prompt, max_new_tokens, stops) -> tuple[tuple[int, ...], list[int]]:
+    """One prompt through the loop: its counts as `numbers` gives them, and its text."""
+    method.stop.draft_forwards = 0
+    (found,) = generate(target, method, [prompt], max_new_tokens, stop_token_ids=stops)
+    discarded = sum(found.drafted) - sum(found.accepted)
+    return (len(found.tokens) - 1, discarded, found.target_forwards, method.stop.draft_forwards), found.tokens
 
 
 def paths_of(target, drafter, heads, prompt, text, max_new_tokens, sampling, seed=0, rows=5) -> DraftPaths:
@@ -65,7 +62,11 @@ def paths_of(target, drafter, heads, prompt, text, max_new_tokens, sampling, see
 
 
 def numbers(counts: Counts, i: int = 0) -> tuple[int, ...]:
-    return int(counts.tokens), int(counts.discarded[i]), int(counts.target_calls[i]), int(counts.draft_forwards[i])
+    """Of one text under setting i."""
+    return (
+        int(counts.tokens[0]),
+        *(int(one[i, 0]) for one in (counts.discarded, counts.target_calls, counts.draft_forwards)),
+    )
 
 
 def greedy_texts(target, stop_early: bool, n_tokens: int = 26) -> list[tuple[list[int], list[int], int, list[int]]]:
@@ -89,14 +90,12 @@ def test_greedy_counts_are_those_of_the_real_loop(kind, min_candidates, stop_ear
     seen = set()
     for prompt, text, max_new_tokens, stops in greedy_texts(target, stop_early):
         paths = paths_of(target, drafter, list(heads.values()), prompt, text, max_new_tokens, Sampling())
-        counts = simulate_stops(paths, SETTINGS, list(heads), MAX_CANDIDATES, min_candidates)
+        counts = simulate_stops([paths], SETTINGS, list(heads), MAX_CANDIDATES, min_candidates)
         for i, setting in enumerate(SETTINGS):
-            gamma, rule = setting.gamma_within(MAX_CANDIDATES), setting.stop(heads, min_candidates)
-            expected, written = real(
-                *(target, partial(drafter.with_stop, gamma), prompt, max_new_tokens, rule), stop_token_ids=stops
-            )
+            method = setting.drafter(drafter, heads, MAX_CANDIDATES, min_candidates)
+            expected, written = real(target, method, prompt, max_new_tokens, stops)
             assert written == text
-            assert numbers(counts, i) == numbers(expected), str(setting)
+            assert numbers(counts, i) == expected, str(setting)
             seen.add(numbers(counts, i))
     assert len(seen) > 15
 
@@ -113,14 +112,13 @@ def test_the_oracle_discards_nothing_and_calls_the_target_as_often_as_theorem_4_
         missing_last.add(in_s)
         paths = paths_of(target, drafter, [], prompt, text, max_new_tokens, Sampling())
         assert [i + 1 for i, accepted in enumerate(paths.accepted) if accepted == 0] == wrong
-        oracle = OracleStop({tuple(prompt): text})
-        expected, written = real(
-            *(target, partial(drafter.with_stop, max_new_tokens), prompt, max_new_tokens, oracle), stop_token_ids=stops
-        )
+        method = drafter.with_stop(max_new_tokens, OracleStop({tuple(prompt): text}))
+        expected, written = real(target, method, prompt, max_new_tokens, stops)
         assert written == text
-        assert numbers(simulate_oracle(paths)) == numbers(expected)
-        assert expected.discarded[0] == 0
-        assert expected.target_calls[0] == len(wrong) + (not in_s)
+        assert numbers(simulate_oracle([paths])) == expected
+        _, discarded, target_calls, _ = expected
+        assert discarded == 0
+        assert target_calls == len(wrong) + (not in_s)
     assert stop_early or missing_last == {True, False}
 
 
@@ -128,12 +126,10 @@ def test_a_spire_oracle_is_simulated_within_its_longest_draft():
     target, drafter = opened("spire")
     for prompt, text, max_new_tokens, stops in greedy_texts(target, stop_early=False):
         paths = paths_of(target, drafter, [], prompt, text, max_new_tokens, Sampling())
-        oracle = OracleStop({tuple(prompt): text})
-        expected, _ = real(
-            *(target, partial(drafter.with_stop, MAX_CANDIDATES), prompt, max_new_tokens, oracle), stop_token_ids=stops
-        )
-        assert numbers(simulate_oracle(paths, MAX_CANDIDATES)) == numbers(expected)
-        assert expected.discarded[0] == 0
+        method = drafter.with_stop(MAX_CANDIDATES, OracleStop({tuple(prompt): text}))
+        expected, _ = real(target, method, prompt, max_new_tokens, stops)
+        assert numbers(simulate_oracle([paths], MAX_CANDIDATES)) == expected
+        assert expected[1] == 0  # discarded
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "spire"])
@@ -153,10 +149,11 @@ def test_sampled_rates_are_those_of_the_real_loop(kind):
             simulated.append(np.zeros((len(settings), 3)))
             continue
         work = (target, drafter, list(heads.values()), prompt, generation.tokens, max_new_tokens, sampling)
-        counts = simulate_stops(paths_of(*work, seed=number, rows=64), settings, list(heads), MAX_CANDIDATES)
-        simulated.append(np.stack([[counts.tokens] * len(settings), counts.discarded, counts.target_calls], axis=1))
+        counts = simulate_stops([paths_of(*work, seed=number, rows=64)], settings, list(heads), MAX_CANDIDATES)
+        tokens = np.full(len(settings), counts.tokens[0])
+        simulated.append(np.stack([tokens, counts.discarded[:, 0], counts.target_calls[:, 0]], axis=1))
     for i, setting in enumerate(settings):
-        method = drafter.with_stop(setting.gamma_within(MAX_CANDIDATES), setting.stop(heads))
+        method = setting.drafter(drafter, heads, MAX_CANDIDATES)
         run = generate(target, method, [prompt] * n_texts, max_new_tokens, sampling, seed=2, **options)
         measured = np.array([[len(g.tokens) - 1, sum(g.drafted) - sum(g.accepted), g.target_forwards] for g in run])
         ours = np.array(simulated)[:, i]

@@ -90,6 +90,11 @@ def test_everything_is_found_and_the_choice_runs(run, asked):
     assert [one["minus"] for one in found["differences"]] == [
         *("fixed gamma", "confidence", "entropy", "specdecpp, previous")
     ]
+    timed = [json.loads(line) for line in Path("t/timed.jsonl").read_text().splitlines()]
+    for one in found["best"].values():
+        own = [row for row in timed if row["stage"] == "best" and row["setting"] == one["name"]]
+        rate = sum(row["tokens"] for row in own) / sum(row["seconds"] for row in own)
+        assert one["measured_tokens_per_s"]["value"] == pytest.approx(rate)
     assert found["oracle"]["equal"]
     assert found["oracle"]["measured_discarded"] == 0
     for text in found["oracle"]["texts"]:
@@ -182,7 +187,7 @@ OPTIONS = stopping.StopOptions(
     [
         ({"thresholds": [0.5, 1.0]}, "stopping.thresholds=1.0 must lie strictly between 0 and 1"),
         ({"confidence": [0]}, "stopping.confidence=0 must lie strictly between 0 and 1"),
-        ({"entropy": [-1]}, "stopping.entropy=-1 must be an entropy above 0"),
+        ({"entropy": [-1]}, "stopping.entropy=-1 must lie strictly between 0 and inf"),
         ({"gammas": [2.5]}, "stopping.gammas=2.5 must be a whole number"),
         ({"gammas": [7]}, "stopping.gammas has 7, but a draft has at most 6 tokens"),
         ({"gammas": []}, "stopping.gammas is empty"),
@@ -209,7 +214,7 @@ def test_settings_out_of_range_are_refused(changes, reason):
         (["{e}/linear"], {"vanilla": "{e}/other"}, "was trained on the vanilla drafter"),
         ([], {"vanilla": "{e}/other"}, "holds no acceptance head for the drafter"),
         ([], {}, "head for this target; train one with python -m spectrain.train +exp=specdecpp"),
-        ([], {"vanilla": "{e}/vanilla", "spire": "{e}/spire"}, "names two drafters"),
+        ([], {"vanilla": "{e}/vanilla", "spire": "{e}/spire"}, "are several; a head belongs to one drafter"),
     ],
 )
 def test_heads_and_drafters_that_do_not_belong_together_are_refused(
@@ -246,7 +251,7 @@ def test_responses_of_something_else_are_refused(target, tmp_path, row, reason):
     ("arguments", "reason"),
     [
         (["stopping.gammas=null"], "stopping.gammas is empty"),
-        (["drafter=[{e}/vanilla,{e}/spire]"], "names two drafters"),
+        (["drafter=[{e}/vanilla,{e}/spire]"], "are several; a head belongs to one drafter"),
         (
             ["stopping.heads=[{e}/on_spire]", "method.max_candidates=9", "stopping.gammas=[9]"],
             "stopping.gammas has 9, but a draft has at most 8 tokens",

@@ -124,7 +124,7 @@ def test_thresholds_outside_the_open_interval_are_refused(threshold):
 
 
 def test_other_options_out_of_range_are_refused():
-    with pytest.raises(UserError, match="entropy above 0"):
+    with pytest.raises(UserError, match="threshold=0 must lie strictly between 0 and inf"):
         EntropyStop(0)
     with pytest.raises(UserError, match="min_candidates=0"):
         HeadStop(ScriptedHead(), 0.5, min_candidates=0)
