@@ -207,8 +207,8 @@ BREAKS: list[tuple[str, str, str, str]] = [  # file, what stands there (once), w
     # retrieval
     (
         "spectrain/retrieval/fusion.py",
-        "if below + 1 < n_waiting and _before(items, numbers, heap[below + 1], heap[below]):",
-        "if below + 1 < n_waiting and _before(items, numbers, heap[below], heap[below + 1]):",
+        "heappush(queue, (-priority, *ties",
+        "heappush(queue, (priority, *ties",
         "tests/retrieval/test_fusion.py",
     ),
     # stores and data_prep

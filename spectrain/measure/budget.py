@@ -282,8 +282,7 @@ def measure_groups(
             decode(drafter, own, 2, **options)
             warmed.add(name)
         found = decode(drafter, own, max_new_tokens, **options)
-        shape = getattr(drafter, "probe_shape", None)
-        n_always = 1 + (shape.n_probes if shape is not None else 0)
+        n_always = 1 + drafter.probe_shape.n_probes
         widths = Counter(n_always + drafted for g in found for drafted in g.drafted)
         contexts = [len(prompt) + len(g.tokens) // 2 for prompt, g in zip(own, found, strict=True)]
         row = GroupRow(
@@ -309,7 +308,7 @@ def curve_entries(
     """
     entries = []
     for name, budgets in drafters.items():
-        probes = any(getattr(drafter, "probe_shape", None) for drafter in budgets.values())
+        probes = any(drafter.probe_shape.n_probes for drafter in budgets.values())
         own = [row for row in rows if row.method == name and row.forwards]
         if not own:
             raise UserError(f"{name}: every text ended with its first token; give other prompts")

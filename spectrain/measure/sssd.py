@@ -57,7 +57,7 @@ def choose_options(opened: Sssd, method: Mapping, grid: Mapping[str, Sequence], 
     best_discounts = {**method, **combinations[best]}
     lookup = with_options(opened, best_discounts)
     factors = calibrate(
-        *([(text.prompt, text.response) for text in deciding], lookup.workers[0].retriever),
+        *([(text.prompt, text.response) for text in deciding], lookup.retrievers[0]),
         *(lookup.options.max_prefix, lookup.branch_tokens),
     )
     # Measured factors take the place of the discounts.

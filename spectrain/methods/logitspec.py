@@ -79,6 +79,9 @@ class LogitSpec(CandidateDrafter):
         UserError: an option is out of range, or nothing is left to propose.
     """
 
+    retriever: Retriever | None = None  # see `build_with_datastore`
+    datastore_ranks = 0
+
     def __init__(
         self,
         max_nodes: int | NodeBudget = 64,
@@ -102,8 +105,6 @@ class LogitSpec(CandidateDrafter):
         self.last_logits, self.retrieval = last_logits, retrieval
         longest = 1 + continuation_tokens if retrieval else 1
         self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * self.max_nodes  # by rank; more than are used
-        self.retriever: Retriever | None = None  # see `build_with_datastore`
-        self.datastore_ranks = 0
         self.ranked: list[list[int]] = []  # one list per row: the likeliest tokens of its last logits, best first
 
     def new_row(self, tokens: list[int]) -> PositionTable:

@@ -9,12 +9,14 @@ Letters: n active rows, N nodes, P probes.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from typing import Protocol
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetOutput, Verified
+from spectrain.decoding import Context, Drafter, DraftTree, TargetOutput, Verified
 from spectrain.decoding.errors import check_whole
-from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape, draft_tree
+from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, draft_tree
 from spectrain.retrieval.datastore import Datastore
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.stores.budget_table import NodeBudget
 
 
@@ -37,6 +39,7 @@ class LookupDrafter(Drafter):
     """
 
     store: Datastore | None = None  # that it drafts from
+    probe_shape: ProbeShape = NO_PROBES  # of the probes, which stand at nodes 1..P of every row
 
     def __init__(self, max_nodes: int | NodeBudget):
         if not isinstance(max_nodes, NodeBudget):
@@ -78,34 +81,7 @@ class LookupDrafter(Drafter):
 
 
 class CandidateDrafter(LookupDrafter):
-    """A lookup method that adds its guesses to one candidate tree per row. It defines `new_row` and `propose_row`.
-
-    Args:
-        max_nodes: as of `LookupDrafter`. A method with probes asks a NodeBudget once, when a generation starts: the
-            number of probes fixes what its rows keep.
-        probe_shape: of the probes, which stand at nodes 1..P of every row; None: no probes.
-
-    Raises:
-        UserError: max_nodes has no room for the probes and a guess.
-    """
-
-    def __init__(self, max_nodes: int | NodeBudget, probe_shape: ProbeShape | None = None):
-        super().__init__(max_nodes)
-        self.set_nodes(self.max_nodes, probe_shape)
-
-    def set_nodes(self, max_nodes: int, probe_shape: ProbeShape | None) -> None:
-        """Say how large trees get and what probes they carry; see the class."""
-        n_probes = probe_shape.n_probes if probe_shape is not None else 0
-        check_whole("max_nodes", max_nodes, 2 + n_probes)
-        self.probe_shape, self.max_nodes = probe_shape, max_nodes
-        self.n_guess_nodes = max_nodes - n_probes  # the root included
-
-    def nodes_of_step(self, context: Context) -> int:
-        return self.max_nodes if self.probe_shape is not None else super().nodes_of_step(context)
-
-    def nodes_of_generation(self, cache: KVCache) -> int:
-        """Nodes for all steps of a generation, of a method whose rows keep as many probes as they began with."""
-        return self.budget.nodes(cache.max_rows)
+    """A lookup method that adds its guesses to one candidate tree per row. It defines `new_row` and `propose_row`."""
 
     @abstractmethod
     def propose_row(self, state: RowState, tree: CandidateTree, row: int) -> None:
@@ -117,11 +93,34 @@ class CandidateDrafter(LookupDrafter):
 
     def propose(self, context: Context) -> DraftTree:
         trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
-        n_guess_nodes = self.nodes_of_step(context) - (self.max_nodes - self.n_guess_nodes)
+        n_nodes = self.nodes_of_step(context)
         for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
-            tree = CandidateTree(int(tokens[row, context.n_tokens[row] - 1]), n_guess_nodes, room - 1)
-            if room > 1 and n_guess_nodes > 1:
+            root = int(tokens[row, context.n_tokens[row] - 1])
+            tree = CandidateTree(root, n_nodes, room - 1, self.probes(state), self.probe_shape)
+            if tree.n_free:
                 self.propose_row(state, tree, row)
             trees.append(tree)
-        probes = [self.probes(state) for state in self.rows] if self.probe_shape is not None else None
-        return draft_tree(trees, context.device, self.probe_shape, probes)
+        return draft_tree(trees, context.device)
+
+
+class StoreDrafter(CandidateDrafter):
+    """A tree per step of what followed the last tokens in a datastore.
+
+    Args:
+        store: the datastore.
+        options: of the lookup.
+        max_nodes: of a tree, the root included.
+        max_guesses: branches; None: no limit.
+    """
+
+    def __init__(
+        self, store: Datastore, options: RetrievalOptions, max_nodes: int | NodeBudget, max_guesses: int | None = None
+    ):
+        super().__init__(max_nodes)
+        self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
+
+    def new_row(self, tokens: list[int]) -> deque[int]:
+        return deque(tokens, maxlen=self.retriever.options.max_suffix)
+
+    def propose_row(self, state: deque[int], tree: CandidateTree, row: int) -> None:
+        self.retriever.add_to(tree, list(state), self.max_guesses)

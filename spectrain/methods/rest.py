@@ -9,11 +9,10 @@ new token after a mismatch: its text does not follow the target's distribution. 
 
 from __future__ import annotations
 
-from spectrain.decoding import Source, TargetModel
-from spectrain.methods.lookup import CandidateDrafter
-from spectrain.retrieval.candidate_tree import CandidateTree
-from spectrain.retrieval.datastore import Datastore, open_datastore
-from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.decoding import TargetModel
+from spectrain.methods.lookup import StoreDrafter
+from spectrain.retrieval.datastore import open_datastore
+from spectrain.retrieval.fusion import RetrievalOptions
 from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
@@ -27,7 +26,7 @@ def build(
     max_matches: int = 5000,
     branch_tokens: int = 10,
     max_nodes: int | NodeBudget = 65,
-) -> Rest:
+) -> StoreDrafter:
     """The method over the datastore of this folder.
 
     Args:
@@ -43,29 +42,4 @@ def build(
         UserError: the store is missing or damaged, or an option is out of range.
     """
     options = RetrievalOptions(min_suffix, max_suffix, branch_tokens, max_matches, first_matches=True)
-    return Rest(open_datastore(datastore, target), options, max_nodes)
-
-
-class Tail:
-    """The last tokens of a row: a state of those `longest` tokens."""
-
-    def __init__(self, tokens: list[int], longest: int):
-        self.longest, self.tokens = longest, tokens[-longest:]
-
-    def extend(self, tokens: list[int]) -> None:
-        self.tokens = (self.tokens + tokens)[-self.longest :]
-
-
-class Rest(CandidateDrafter):
-    """A tree per step, from one lookup. Arguments as in `build`."""
-
-    def __init__(self, store: Datastore, options: RetrievalOptions, max_nodes: int | NodeBudget = 65):
-        super().__init__(max_nodes)
-        self.store, self.retriever = store, Retriever(store, options)
-
-    def new_row(self, tokens: list[int]) -> Tail:
-        return Tail(tokens, self.retriever.options.max_suffix)
-
-    def propose_row(self, state: Tail, tree: CandidateTree, row: int) -> None:
-        tokens, parents = self.retriever.draft(state.tokens, tree.max_nodes, tree.max_depth)
-        tree.add_tree(tokens, parents, Source.DATASTORE)
+    return StoreDrafter(open_datastore(datastore, target), options, max_nodes)

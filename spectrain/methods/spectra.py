@@ -19,7 +19,7 @@ def build(target: TargetModel, datastore: str, max_nodes: int | NodeBudget | Non
         target: whose tokens the store must hold.
         datastore: folder.
         max_nodes: see `SpectraCore`.
-        options: those of `CoreOptions` and of `spectra_retrieval.retrieval_options`.
+        options: those of `CoreOptions` and of `retrieval_options`.
 
     Raises:
         UserError: the store is missing or damaged, or an option is out of range.

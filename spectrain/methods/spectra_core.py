@@ -5,24 +5,21 @@ probes under the root, and the target predicts the last one. All sub-sequences o
 forward: token -> sequences that followed it, backward: sequence -> the one token that followed it. Then the pool shifts
 left by one.
 
-`Core` holds all of this and knows no drafter, so that a method with other sources of guesses can be made of it.
-
-Letters: n active rows, B rows at most, W candidates, N tokens of one, G guesses, P probes, V vocabulary, r ~ U(0, 1).
+Letters: n active rows, B rows at most, W candidates, N tokens of one, G guesses, V vocabulary, r ~ U(0, 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Context, DraftTree, Source, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.methods.lookahead import prompt_random, remember
-from spectrain.methods.lookup import CandidateDrafter
-from spectrain.methods.spectra_retrieval import add_retrieved
+from spectrain.methods.probing import ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever
 from spectrain.stores.budget_table import NodeBudget
@@ -64,22 +61,14 @@ class CoreOptions:
         if not (self.forward or self.backward):
             raise UserError("forward=False and backward=False leave nothing to guess from; set one of them to true")
 
-    @property
-    def all_nodes(self) -> int:
-        """Root, probes, forward guesses of N - 1 tokens and a backward guess of N."""
-        others = self.ngram_tokens - 1
-        return 1 + others * (self.pool_sequences + self.max_guesses - 1) + self.ngram_tokens
 
-
-class SpectraCore(CandidateDrafter):
+class SpectraCore(ProbingDrafter):
     """The core alone, or with retrieved guesses behind its own.
 
     Args:
         options: see there.
-        max_nodes: root, P = (N - 1) W probes and guesses; None: all of them, 1 + P + (G - 1)(N - 1) + N, or 1 + P + G N
-            with a retriever, whose guesses have N tokens. Where it is smaller than that, W shrinks until the probes
-            take at most half of the nodes. A NodeBudget is asked when a generation starts, for its rows and the
-            typical context.
+        max_nodes: see `ProbingDrafter`; None: all, the root, (N - 1) W probes and (G - 1)(N - 1) + N of guesses, or
+            G N with a retriever, whose guesses have N tokens.
         retriever: fills what the core leaves of the G guesses; None: nothing does.
 
     Raises:
@@ -92,116 +81,57 @@ class SpectraCore(CandidateDrafter):
         max_nodes: int | NodeBudget | None = None,
         retriever: Retriever | None = None,
     ):
-        options = options or CoreOptions()
+        self.options = options = options or CoreOptions()
         self.retriever = retriever
         self.store = retriever.store if retriever is not None else None
+        N, W, G = options.ngram_tokens, options.pool_sequences, options.max_guesses
+        all_nodes = 1 + (N - 1) * W + (N - 1) * (G - 1) + N
         if max_nodes is None:
-            max_nodes = options.all_nodes
-            if retriever is not None:
-                others = options.ngram_tokens - 1
-                max_nodes = 1 + others * options.pool_sequences + options.ngram_tokens * options.max_guesses
-        largest = max_nodes.largest if isinstance(max_nodes, NodeBudget) else max_nodes
-        self.core = Core(options, n_candidates(options, largest))
-        super().__init__(max_nodes, self.core.probe_shape)
+            max_nodes = all_nodes if retriever is None else 1 + (N - 1) * W + N * G
+        super().__init__(max_nodes, W, N, all_nodes)
+        self.is_key = torch.zeros(0, 0, dtype=torch.bool)  # [B, V]: the token is a key of the row's forward dictionary
+
+    def shape_of(self, n_columns: int) -> ProbeShape:
+        below_others = range(1, 1 + (self.levels - 1) * n_columns)
+        return ProbeShape((*[0] * n_columns, *below_others))
 
     def start(self, target: TargetModel, cache) -> None:
         super().start(target, cache)
-        n_nodes = self.nodes_of_generation(cache)
-        if n_nodes != self.max_nodes:
-            options = self.core.options
-            self.core = Core(options, n_candidates(options, n_nodes))
-            self.set_nodes(n_nodes, self.core.probe_shape)
-        self.core.start(target, cache.max_rows)
+        self.is_key = torch.zeros(cache.max_rows, target.vocab_size, dtype=torch.bool, device=target.device)
 
     def new_row(self, tokens: list[int]) -> CoreRow:
-        return self.core.new_row(tokens, self.retriever.options.max_suffix if self.retriever is not None else 0)
+        self.is_key[len(self.rows)] = False
+        tail_tokens = self.retriever.options.max_suffix if self.retriever is not None else 0
+        return CoreRow(tokens, self.options, self.n_columns, tail_tokens)
+
+    def free(self, row: int) -> None:
+        super().free(row)
+        self.is_key[row] = self.is_key[len(self.rows)]
 
     def propose_row(self, state: CoreRow, tree: CandidateTree, row: int) -> None:
         n_guesses = state.add_guesses(tree)
         if self.retriever is not None:
-            add_retrieved(self.retriever, state.tail, tree, self.core.options.max_guesses - n_guesses)
+            self.retriever.add_to(tree, list(state.tail), self.options.max_guesses - n_guesses)
 
     def probes(self, state: CoreRow) -> list[int]:
         return state.candidates
 
-    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
-        predicted = self.core.predict(output.logits, self.rows)
-        counted = torch.cat([verified.accepted[:, None], predicted], dim=1).tolist()  # one transfer
-        for state, (_, *new) in zip(self.rows, counted, strict=True):
-            state.predicted(new)
-        self.feed(context, [accepted for accepted, *_ in counted])
-
-    def free(self, row: int) -> None:
-        super().free(row)
-        self.core.free(row)
-
-
-class Core:
-    """What the core does for all rows at once: the shape of their probes, and the choice of new tokens.
-
-    Args:
-        options: see there.
-        n_candidates: W, at most options.pool_sequences.
-    """
-
-    def __init__(self, options: CoreOptions, n_candidates: int):
-        self.options, self.n_candidates = options, n_candidates
-        # Place by place: token j of candidate i is node 1 + j W + i.
-        below_others = range(1, 1 + (options.ngram_tokens - 2) * n_candidates)
-        self.probe_shape = ProbeShape((*[0] * n_candidates, *below_others))
-        self.is_key = torch.zeros(0, 0, dtype=torch.bool)  # [B, V]: the token is a key of the row's forward dictionary
-        self.n_rows = 0
-
-    def start(self, target: TargetModel, max_rows: int) -> None:
-        """Forgets all rows."""
-        self.is_key = torch.zeros(max_rows, target.vocab_size, dtype=torch.bool, device=target.device)
-        self.n_rows = 0
-
-    def new_row(self, tokens: list[int], tail_tokens: int = 0) -> CoreRow:
-        """The state of a row that joined at the end; tokens: its prompt and its first token, the root."""
-        state = CoreRow(tokens, self.options, self.n_candidates, tail_tokens)
-        self.is_key[self.n_rows] = False
-        self.n_rows += 1
-        return state
-
-    def free(self, row: int) -> None:
-        """A row ended: the last row moves into its place."""
-        self.n_rows -= 1
-        self.is_key[row] = self.is_key[self.n_rows]
-
-    def predict(self, logits: Tensor, rows: Sequence[CoreRow]) -> Tensor:
-        """The token behind each candidate: the most probable, of all or of those that are no keys yet (lines 28 to 33).
-
-        Args:
-            logits: [n, N, V] of the step's tree.
-            rows: n states; each draws an r for each of its candidates.
-
-        Returns:
-            [n, W] int64.
-        """
-        end = 1 + self.probe_shape.n_probes
-        self._mark_keys(rows)
-        logits = logits[:, end - self.n_candidates : end]  # [n, W, V] at the last token of each branch
+    def predict(self, logits: Tensor) -> Tensor:
+        """The most probable token, of all or of those that are no keys yet (Algorithm 1, lines 28 to 33)."""
+        new_keys = [(row, key) for row, state in enumerate(self.rows) for key in state.ngrams.take_new_keys()]
+        if new_keys:
+            row, key = torch.tensor(new_keys, device=self.is_key.device).T
+            self.is_key[row, key] = True
         best = logits.argmax(-1)
-        unseen = [(row, i) for row, state in enumerate(rows) for i in state.draw_unseen(logits.shape[-1])]
+        unseen = [(row, i) for row, state in enumerate(self.rows) for i in state.draw_unseen(logits.shape[-1])]
         if unseen:
             row, i = torch.tensor(unseen, device=logits.device).T
             best[row, i] = logits[row, i].masked_fill(self.is_key[row], -torch.inf).argmax(-1)
         return best
 
-    def _mark_keys(self, rows: Sequence[CoreRow]) -> None:
-        """Takes the keys that the rows' forward dictionaries got since the last call over into the mask."""
-        places = [(i, key) for i, row in enumerate(rows) for key in row.ngrams.take_new_keys()]
-        if places:
-            row_index, key = torch.tensor(places, device=self.is_key.device).T
-            self.is_key[row_index, key] = True
-
 
 class CoreRow:
     """Candidates and dictionaries of one row.
-
-    It draws its random numbers from a generator of its own, seeded by the prompt: neither the row's samples nor its
-    neighbours have a part in them.
 
     Args:
         tokens: the prompt and the first token, the root.
@@ -216,8 +146,7 @@ class CoreRow:
         self.random = prompt_random(prompt)
         others = options.ngram_tokens - 1
         # The end of the text, at least as long as the longest key of the backward dictionary.
-        self.tail_tokens = max(others, tail_tokens)
-        self.tail = tokens[-self.tail_tokens :]
+        self.tail = deque(tokens, maxlen=max(others, tail_tokens))
         # Token j of candidate i stands at j W + i. Algorithm 1, line 3, does not say what the random tokens are drawn
         # from; Lookahead's are the prompt's.
         self.candidates = self.random.choices(prompt, k=others * n_candidates)
@@ -227,7 +156,7 @@ class CoreRow:
                 self.ngrams.enter(tuple(prompt[start : start + options.ngram_tokens]))
 
     def add_guesses(self, tree: CandidateTree) -> int:
-        """Adds forward guesses, the newest first, then the backward guess. Returns how many: at most G.
+        """Add forward guesses, the newest first, then the backward guess. Return how many: at most G.
 
         The backward guess is the best one but comes last (line 15), so its nodes are reserved: it is cut only where the
         whole tree is smaller.
@@ -252,7 +181,7 @@ class CoreRow:
         return [i for i, r in enumerate(draws) if r < self.options.threshold]
 
     def predicted(self, new: list[int]) -> None:
-        """Enters each candidate with its new last token, and shifts the pool left by one; `new`: W tokens."""
+        """Enter each candidate with its new last token, and shift the pool left by one; `new`: W tokens."""
         candidates, n_candidates = self.candidates, self.n_candidates
         for i, token in enumerate(new):
             self.ngrams.enter((*candidates[i::n_candidates], token))
@@ -260,7 +189,7 @@ class CoreRow:
 
     def extend(self, tokens: list[int]) -> None:
         """The text went on. The pool does not move with it: candidates hang under whatever the root is."""
-        self.tail = (self.tail + tokens)[-self.tail_tokens :]
+        self.tail.extend(tokens)
 
 
 class NgramStorage:
@@ -306,17 +235,18 @@ class NgramStorage:
         """What followed the root, the newest first."""
         return list(reversed(self.forward.get(root, ())))
 
-    def backward_guess(self, tail: list[int]) -> list[int]:
+    def backward_guess(self, tail: Iterable[int]) -> list[int]:
         """Algorithm 1, lines 8 to 14: token by token by the longest known suffix, up to N tokens or until none is."""
         text = list(tail)
-        while len(text) < len(tail) + self.max_key_tokens + 1:
+        n_tail = len(text)
+        while len(text) < n_tail + self.max_key_tokens + 1:
             longest = min(self.max_key_tokens, len(text))
             suffixes = (tuple(text[-length:]) for length in range(longest, 0, -1))
             token = next((self.backward[suffix] for suffix in suffixes if suffix in self.backward), None)
             if token is None:
                 break
             text.append(token)
-        return text[len(tail) :]
+        return text[n_tail:]
 
 
 def n_equal(a: Iterable[int], b: Iterable[int]) -> int:
@@ -327,22 +257,3 @@ def n_equal(a: Iterable[int], b: Iterable[int]) -> int:
             break
         count += 1
     return count
-
-
-def n_candidates(options: CoreOptions, max_nodes: int) -> int:
-    """Candidates whose probes take at most half of max_nodes and leave room for a guess.
-
-    Raises:
-        UserError: there is no room for one candidate.
-    """
-    check_whole("max_nodes", max_nodes, 2)
-    if max_nodes >= options.all_nodes:
-        return options.pool_sequences
-    others = options.ngram_tokens - 1
-    fitting = min(max_nodes // 2, max_nodes - 2) // others
-    if fitting == 0:
-        raise UserError(
-            f"max_nodes={max_nodes} must be at least {max(others + 2, 2 * others)} with "
-            f"ngram_tokens={options.ngram_tokens}; raise max_nodes or lower ngram_tokens"
-        )
-    return min(options.pool_sequences, fitting)

@@ -24,7 +24,7 @@ from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
-from spectrain.retrieval.fusion import NO_TEXT, NO_TOKENS, Queue, RetrievalOptions, Retriever, fuse
+from spectrain.retrieval.fusion import NO_STORE, NO_TOKENS, RetrievalOptions, Retriever, fuse
 from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
@@ -76,7 +76,7 @@ class SssdOptions:
             check_whole(name, getattr(self, name), 1)
         if self.branch_tokens is not None:
             check_whole("branch_tokens", self.branch_tokens, 1)
-        for name in DECAYS:
+        for name in (field for field in vars(self) if field.endswith(("_scale", "_decay"))):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 10:
                 raise UserError(f"{name}={value} must be a number above 0, at most 10")
@@ -90,12 +90,6 @@ class SssdOptions:
         for source in self.calibration or {}:
             if source not in ("input", "datastore", "logits"):
                 raise UserError(f"calibration.{source} is unknown; it takes input, datastore and logits")
-
-
-DECAYS = (
-    *("input_scale", "input_prefix_decay", "input_depth_decay", "datastore_prefix_decay", "datastore_depth_decay"),
-    *("logits_scale", "logits_rank_decay"),
-)
 
 
 def branch_of(max_nodes: int) -> int:
@@ -120,55 +114,102 @@ class Sssd(LookupDrafter):
         self.store, self.options = store, options
         self.branch_tokens = options.branch_tokens or branch_of(self.max_nodes)
         self.discounts = Discounts.of(options, self.branch_tokens)
-        self.workers = [self._worker()]
+        self.retrievers = [self._new_retriever()]  # one per thread
         self._pool: ThreadPoolExecutor | None = None
 
-    def _worker(self) -> _Worker:
-        options = self.options
-        retriever = None
-        if self.store is not None:
-            lookup = RetrievalOptions(
-                1, options.datastore_prefix, self.branch_tokens, options.max_matches, options.min_matches
-            )
-            retriever = Retriever(self.store, lookup)
-        return _Worker(retriever, self.discounts)
+    def _new_retriever(self) -> Retriever | None:
+        if self.store is None:
+            return None
+        options, limits = self.options, (self.options.max_matches, self.options.min_matches)
+        return Retriever(self.store, RetrievalOptions(1, options.datastore_prefix, self.branch_tokens, *limits))
 
-    def new_row(self, tokens: list[int]) -> ContinuationTrie | _NoInput:
-        if not (self.options.input_source or self.options.last_logits):
-            return _NoInput()
-        return ContinuationTrie(tokens, self.options.max_prefix, self.branch_tokens)
+    def new_row(self, tokens: list[int]) -> ContinuationTrie:
+        reads_text = self.options.input_source or self.options.last_logits
+        return ContinuationTrie(tokens, *((self.options.max_prefix, self.branch_tokens) if reads_text else (0, 0)))
 
     def propose(self, context: Context) -> DraftTree:
-        n_nodes = self.nodes_of_step(context)
+        n_rows, n_nodes = context.n_rows, self.nodes_of_step(context)
         if n_nodes < 2:
             return DraftTree.root_only(context.roots)
-        step = _Step(self, context, n_nodes)
-        n_rows = context.n_rows
+        tokens, candidates = context.tokens.numpy(), self._candidates(context)
+        drafts = np.zeros((n_rows, 3, n_nodes), dtype=np.int64)  # tokens, parents, sources
+        sizes = np.zeros((n_rows, 2), dtype=np.int64)  # nodes and depth of each draft
+
+        def draft(rows: range, retriever: Retriever | None) -> None:
+            for row in rows:
+                stop = context.n_tokens[row]
+                text = tokens[row, max(0, stop - self.options.datastore_prefix) : stop]
+                known = self.rows[row], candidates[row]
+                sizes[row] = self._draft_row(text, *known, retriever, context.room[row] - 1, drafts[row])
+
         n_threads = min(torch.get_num_threads(), n_rows // ROWS_A_THREAD)
         if n_threads < 2:
-            step.draft_rows(range(n_rows), self.workers[0])
-            return step.tree()
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(torch.get_num_threads() - 1, "sssd")
-        self.workers += [self._worker() for _ in range(n_threads - len(self.workers))]
+            draft(range(n_rows), self.retrievers[0])
+            return packed(drafts, sizes, context.device)
+        self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads() - 1, "sssd")
+        self.retrievers += [self._new_retriever() for _ in range(n_threads - len(self.retrievers))]
         parts = [range(i, n_rows, n_threads) for i in range(n_threads)]
-        others = [
-            self._pool.submit(step.draft_rows, part, worker)
-            for part, worker in zip(parts[1:], self.workers[1:], strict=False)
-        ]
-        step.draft_rows(parts[0], self.workers[0])
-        for other in others:
-            other.result()
-        return step.tree()
+        others = self._pool.map(draft, parts[1:], self.retrievers[1:])  # they start at once
+        draft(parts[0], self.retrievers[0])
+        list(others)
+        return packed(drafts, sizes, context.device)
+
+    def _candidates(self, context: Context) -> list[np.ndarray]:
+        """The likeliest tokens of each row's last logits, best first, without the root."""
+        if not self.options.last_logits:
+            return [NO_TOKENS] * context.n_rows
+        n, logits = self.options.logits_candidates, context.last_logits
+        best = logits.topk(min(n + 1, logits.shape[1])).indices.cpu().numpy()  # the root may be among them: one more
+        roots = context.roots.cpu().numpy()
+        return [tokens[tokens != root][:n] for tokens, root in zip(best, roots, strict=True)]
+
+    def _draft_row(
+        self,
+        text: np.ndarray,
+        state: ContinuationTrie,
+        candidates: np.ndarray,
+        retriever: Retriever | None,
+        max_depth: int,
+        draft: np.ndarray,
+    ) -> tuple[int, int]:
+        """Fill draft [3, N] int64 with a row's tree: tokens, parents, sources. Return its nodes and its depth.
+
+        Args:
+            text: [S or fewer] int64, the end of the row's text, the root last.
+            state: of the row.
+            candidates: [K or fewer] int64 of the last logits, the likeliest first.
+            retriever: of this thread.
+            max_depth: that can still be emitted.
+            draft: see above.
+        """
+        discounts, n_nodes = self.discounts, draft.shape[1]
+        branch_tokens = min(self.branch_tokens, self.options.branch_tokens or branch_of(n_nodes))
+        store_tree, longest = NO_STORE, 0
+        if retriever is not None:
+            store_tree, longest = retriever.tree, retriever.gather(text, branch_tokens)
+        store = store_tree, discounts.datastore[longest]
+        own = (*state.arrays, discounts.input)
+        logits = candidates, discounts.ranks[: len(candidates)], discounts.logits
+        return fuse(store, own, logits, (n_nodes, min(max_depth, branch_tokens), n_nodes), text[-1], draft)
 
 
-class _NoInput:
-    """The state of a row whose text is no source."""
+def packed(drafts: np.ndarray, sizes: np.ndarray, device: torch.device) -> DraftTree:
+    """The trees of a batch, padded to the largest.
 
-    arrays = NO_TEXT
-
-    def extend(self, tokens: list[int]) -> None:
-        """Nothing to remember."""
+    Args:
+        drafts: [n, 3, N] int64, tokens, parents and sources of the nodes.
+        sizes: [n, 2], how many of a row's nodes there are, and its depth.
+        device: where the target reads them.
+    """
+    width, depth = sizes.max(0).tolist()
+    nodes = np.arange(width)
+    draft = drafts[:, :, :width].transpose(1, 0, 2).copy()  # [3, n, width]
+    padding = nodes >= sizes[:, :1]
+    draft[:, padding] = 0
+    draft[1, padding] = PADDING_PARENT
+    is_chain = bool(((draft[1] == nodes - 1) | padding).all())
+    tokens, parents, sources = torch.from_numpy(draft).to(device)
+    return DraftTree(tokens, parents, sources, is_chain=is_chain, max_depth=max(depth, 1))
 
 
 @dataclass(frozen=True)
@@ -183,31 +224,21 @@ class Discounts:
     @classmethod
     def of(cls, options: SssdOptions, branch_tokens: int) -> Discounts:
         calibration = options.calibration or {}
+        depths = np.arange(-1.0, branch_tokens)
 
-        def table(scale: float, prefix_decay: float, depth_decay: float, longest: int, source: str) -> np.ndarray:
-            decays = prefix_decay ** np.arange(longest, -1, -1.0)[:, None]
-            return (
-                scale
-                * decays
-                * depth_decay ** np.arange(-1.0, branch_tokens)
-                * _calibration(calibration.get(source), longest, branch_tokens)
-            )
+        def table(scale: float, prefix_decay: float, depth_decay: float, longest: int, factors) -> np.ndarray:
+            by_prefix = prefix_decay ** np.arange(longest, -1, -1.0)[:, None]
+            return scale * by_prefix * depth_decay**depths * _calibration(factors, longest, branch_tokens)
 
         own, store = options.input_depth_decay, options.datastore_depth_decay
+        scale = options.input_scale if options.input_source else 0.0
         ranks = options.logits_scale / np.arange(1.0, options.logits_candidates + 1) ** options.logits_rank_decay
         logits = calibration.get("logits")
         return cls(
-            datastore=table(1.0, options.datastore_prefix_decay, store, options.datastore_prefix, "datastore"),
-            input=table(
-                options.input_scale if options.input_source else 0.0,
-                options.input_prefix_decay,
-                own,
-                options.max_prefix,
-                "input",
-            ),
-            logits=own ** np.arange(-1.0, branch_tokens)
-            * _calibration([logits] if logits is not None else None, 1, branch_tokens)[1],
-            ranks=ranks,
+            table(1.0, options.datastore_prefix_decay, store, options.datastore_prefix, calibration.get("datastore")),
+            table(scale, options.input_prefix_decay, own, options.max_prefix, calibration.get("input")),
+            table(1.0, 1.0, own, 1, None if logits is None else [logits])[1],
+            ranks,
         )
 
 
@@ -225,81 +256,3 @@ def _calibration(factors: Sequence[Sequence[float]] | None, longest: int, branch
     prefixes = np.clip(np.arange(longest + 1) - 1, 0, len(table) - 1)
     depths = np.clip(np.arange(branch_tokens + 1) - 1, 0, table.shape[1] - 1)
     return table[prefixes][:, depths]
-
-
-class _Worker:
-    """What one thread needs to draft a row."""
-
-    def __init__(self, retriever: Retriever | None, discounts: Discounts):
-        self.retriever, self.discounts = retriever, discounts
-        self.queue = Queue()
-        self.store_tree = retriever.tree if retriever is not None else np.zeros((1, 4), dtype=np.int32)
-
-    def draft(
-        self,
-        text: np.ndarray,
-        state: ContinuationTrie | _NoInput,
-        logit_tokens: np.ndarray,
-        branch_tokens: int,
-        max_depth: int,
-        draft: np.ndarray,
-    ) -> tuple[int, int]:
-        """Fills draft [3, N] int64 with one row's tree: tokens, parents, sources. Returns its nodes and its depth.
-
-        Args:
-            text: [S or fewer] int64, the end of the row's text, the root last.
-            state: of the row.
-            logit_tokens: [K or fewer] int64 candidates of the last logits, the likeliest first.
-            branch_tokens: longest branch.
-            max_depth: that can still be emitted.
-        """
-        discounts = self.discounts
-        longest = self.retriever.gather(text, branch_tokens) if self.retriever is not None else 0
-        store = self.store_tree, discounts.datastore[longest]
-        own = (*state.arrays, discounts.input)
-        logits = logit_tokens, discounts.ranks[: len(logit_tokens)], discounts.logits
-        max_nodes = draft.shape[1]
-        limits = max_nodes, min(max_depth, branch_tokens), max_nodes
-        return fuse(self.queue.arrays, store, own, logits, limits, text[-1], draft)
-
-
-class _Step:
-    """The trees of one step, row by row, in any order and by any thread."""
-
-    def __init__(self, method: Sssd, context: Context, n_nodes: int):
-        options = method.options
-        self.method, self.context = method, context
-        self.branch_tokens = min(method.branch_tokens, options.branch_tokens or branch_of(n_nodes))
-        self.tokens = context.tokens.numpy()
-        self.draft = np.zeros((context.n_rows, 3, n_nodes), dtype=np.int64)
-        self.sizes, self.depths = [1] * context.n_rows, [0] * context.n_rows
-        self.candidates = None
-        if options.last_logits:
-            # The root may be among them: one more.
-            k = min(options.logits_candidates + 1, context.last_logits.shape[1])
-            self.candidates = context.last_logits.topk(k).indices.cpu().numpy()
-
-    def draft_rows(self, rows: Sequence[int], worker: _Worker) -> None:
-        method, context = self.method, self.context
-        for row in rows:
-            stop = context.n_tokens[row]
-            text = self.tokens[row, max(0, stop - method.options.datastore_prefix) : stop]
-            logit_tokens = NO_TOKENS
-            if self.candidates is not None:
-                found = self.candidates[row]
-                logit_tokens = found[found != text[-1]][: method.options.logits_candidates]
-            self.sizes[row], self.depths[row] = worker.draft(
-                text, method.rows[row], logit_tokens, self.branch_tokens, context.room[row] - 1, self.draft[row]
-            )
-
-    def tree(self) -> DraftTree:
-        """All rows, padded to the largest."""
-        width = max(self.sizes)
-        nodes = np.arange(width)
-        draft = self.draft[:, :, :width].transpose(1, 0, 2).copy()  # [3, n, width]
-        padding = nodes >= np.array(self.sizes)[:, None]
-        draft[:, padding] = 0
-        draft[1, padding] = PADDING_PARENT
-        is_chain = bool(((draft[1] == nodes - 1) | padding).all())
-        packed = torch.from_numpy(draft).to(self.context.device)
-        return DraftTree(packed[0], packed[1], packed[2], is_chain=is_chain, max_depth=max(*self.depths, 1))

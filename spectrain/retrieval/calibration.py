@@ -22,7 +22,7 @@ FEW_PLACES = 20.0  # places that say nothing yet: a factor from few places is dr
 
 @njit(nogil=True, cache=True)
 def _tally(tree, node, seen, coming, claimed, kept):
-    """Adds what the tree below `node` claims at each depth that the text reaches, and whether `coming` kept to it."""
+    """Add what the tree below `node` claims at each depth that the text reaches, and whether `coming` kept to it."""
     n_depths = min(len(claimed), len(coming))
     stack = [(tree[node, CHILD], 0)]
     while len(stack) > 0:
@@ -46,7 +46,7 @@ def _tally(tree, node, seen, coming, claimed, kept):
 def calibrate(
     texts: Iterable[tuple[list[int], list[int]]], retriever: Retriever | None, max_prefix: int, branch_tokens: int
 ) -> dict[str, list[list[float]]]:
-    """Factors [prefix - 1][depth - 1] for the sources `input` and `datastore`; 1 where nothing was claimed.
+    """Return factors [prefix - 1][depth - 1] for the sources `input` and `datastore`; 1 where nothing was claimed.
 
     Args:
         texts: (prompt, response) token ids; places are those of the responses.
@@ -55,12 +55,8 @@ def calibrate(
         branch_tokens: E.
     """
     longest = {"input": max_prefix} | ({"datastore": retriever.options.max_suffix} if retriever is not None else {})
-    claimed = {source: np.zeros((n, branch_tokens)) for source, n in longest.items()}  # probability given to nodes
-    kept = {source: np.zeros((n, branch_tokens)) for source, n in longest.items()}  # places where the text was a node
-
-    def add(source: str, prefix: int, tree: np.ndarray, node: int, seen: int, coming: np.ndarray) -> None:
-        _tally(tree, node, float(seen), coming, claimed[source][prefix - 1], kept[source][prefix - 1])
-
+    # [claimed, kept][prefix - 1][depth - 1]: probability given to nodes, and places where the text was a node.
+    counts = {source: np.zeros((2, n, branch_tokens)) for source, n in longest.items()}
     for prompt, response in texts:
         text = np.array(prompt + response, dtype=np.int64)
         trie = ContinuationTrie(prompt, max_prefix, branch_tokens)
@@ -69,12 +65,13 @@ def calibrate(
             coming = text[place : place + branch_tokens]
             for prefix in range(1, trie.n_prefixes + 1):
                 node = trie.cursors[prefix]
-                seen = int(trie.nodes[node, COUNT]) - 1
+                seen = trie.nodes[node, COUNT] - 1
                 if seen > 0:
-                    add("input", prefix, trie.nodes, node, seen, coming)
+                    _tally(trie.nodes, node, float(seen), coming, *counts["input"][:, prefix - 1])
             if retriever is not None:
-                found = retriever.gather(text[max(0, place - retriever.options.max_suffix) : place], branch_tokens)
-                if found:
-                    add("datastore", found, retriever.tree, 0, int(retriever.tree[0, COUNT]), coming)
-    factors = {source: (kept[source] + FEW_PLACES) / (claimed[source] + FEW_PLACES) for source in longest}
+                prefix = retriever.gather(text[max(0, place - retriever.options.max_suffix) : place], branch_tokens)
+                if prefix:
+                    tree = retriever.tree
+                    _tally(tree, 0, float(tree[0, COUNT]), coming, *counts["datastore"][:, prefix - 1])
+    factors = {source: (kept + FEW_PLACES) / (claimed + FEW_PLACES) for source, (claimed, kept) in counts.items()}
     return {name: [[round(value, 4) for value in row] for row in rows.tolist()] for name, rows in factors.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,20 +19,47 @@ import torch
 from spectrain.decoding.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, Source
 
 
+@dataclass(frozen=True)
+class ProbeShape:
+    """The shape of the probes, nodes 1..P of every row's tree."""
+
+    parents: tuple[int, ...] = ()  # of each probe: 0 the root, i the i-th probe (from 1); parents come before children
+
+    @property
+    def n_probes(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depth(self) -> int:
+        """Edges from the root to the deepest probe."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
+NO_PROBES = ProbeShape()
+
+
 class CandidateTree:
     """One row's guesses as a tree that shares equal prefixes. Node 0 is the root; parents come before children.
 
     Args:
         root: the row's last token.
-        max_nodes: maximum number of nodes, root included.
+        max_nodes: maximum number of nodes, root and probes included.
         max_depth: maximum number of edges from the root; longer guesses are cut.
+        probes: P tokens, in the order of `shape`. Guesses never share a node with them.
+        shape: of the probes.
     """
 
-    def __init__(self, root: int, max_nodes: int, max_depth: int):
-        self.max_nodes, self.max_depth = max_nodes, max_depth
-        self.tokens, self.parents, self.sources = [root], [ROOT_PARENT], [int(Source.ROOT)]
-        self.depth = 0  # of the deepest node
-        self.is_chain = True
+    def __init__(
+        self, root: int, max_nodes: int, max_depth: int, probes: Sequence[int] = (), shape: ProbeShape = NO_PROBES
+    ):
+        self.max_nodes, self.max_depth, self.n_probes = max_nodes, max_depth, shape.n_probes
+        self.tokens, self.parents = [root, *probes], [ROOT_PARENT, *shape.parents]
+        self.sources = [int(Source.ROOT)] * len(self.tokens)
+        self.depth = shape.depth  # of the deepest node
+        self.is_chain = not probes
         self._children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     @property
@@ -91,67 +119,26 @@ class CandidateTree:
         return child
 
 
-@dataclass(frozen=True)
-class ProbeShape:
-    """The shape of the probes, nodes 1..P of every row's tree."""
-
-    parents: tuple[int, ...]  # of each probe: 0 the root, i the i-th probe (from 1); parents come before children
-
-    def __post_init__(self) -> None:
-        assert all(0 <= parent <= i for i, parent in enumerate(self.parents)), self.parents
-
-    @property
-    def n_probes(self) -> int:
-        return len(self.parents)
-
-    @property
-    def depth(self) -> int:
-        """Edges from the root to the deepest probe."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return max(depths)
-
-
-def draft_tree(
-    rows: Sequence[CandidateTree],
-    device: torch.device,
-    shape: ProbeShape | None = None,
-    probes: Sequence[Sequence[int]] | None = None,
-) -> DraftTree:
-    """Return the trees of a batch, padded to the largest.
-
-    Args:
-        rows: the guesses of each row.
-        device: where the target reads them.
-        shape: of the probes; None: no probes.
-        probes: P tokens per row, in the order of `shape`.
-    """
-    n_probes = shape.n_probes if shape is not None else 0
-    width = max(len(row.tokens) for row in rows)
-    tokens, parents, sources = [], [], []
-    for i, row in enumerate(rows):
-        padding = width - len(row.tokens)
-        own_probes = probes[i] if n_probes else ()
-        tokens.append([row.tokens[0], *own_probes, *row.tokens[1:], *[0] * padding])
-        # The root keeps index 0; the indices of guesses are shifted by the number of probes.
-        below = row.parents[1:]
-        if n_probes:
-            below = [parent + n_probes if parent > 0 else parent for parent in below]
-        probe_parents = shape.parents if n_probes else ()
-        parents.append([ROOT_PARENT, *probe_parents, *below, *[PADDING_PARENT] * padding])
-        sources.append([*row.sources[:1], *[int(Source.ROOT)] * n_probes, *row.sources[1:], *[0] * padding])
+def draft_tree(rows: Sequence[CandidateTree], device: torch.device) -> DraftTree:
+    """Return the trees of a batch, padded to the largest, where the target reads them."""
+    width, n_probes = max(len(row.tokens) for row in rows), rows[0].n_probes
+    padded: tuple[list, list, list] = ([], [], [])
+    for row in rows:
+        n_missing = width - len(row.tokens)
+        padded[0].append(row.tokens + [0] * n_missing)
+        padded[1].append(row.parents + [PADDING_PARENT] * n_missing)
+        padded[2].append(row.sources + [0] * n_missing)
     # NumPy reads nested lists five times as fast as torch. One transfer to the device.
-    packed = torch.from_numpy(np.array([tokens, parents, sources], dtype=np.int64)).to(device)
+    tokens, parents, sources = torch.from_numpy(np.array(padded, dtype=np.int64)).to(device)
     probe = None
     if n_probes:
-        probe = torch.zeros(len(rows), width + n_probes, dtype=torch.bool, device=device)
+        probe = torch.zeros(len(rows), width, dtype=torch.bool, device=device)
         probe[:, 1 : n_probes + 1] = True
     return DraftTree(
-        packed[0],
-        packed[1],
-        packed[2],
+        tokens,
+        parents,
+        sources,
         probe=probe,
-        is_chain=not n_probes and all(row.is_chain for row in rows),
-        max_depth=max(*(row.depth for row in rows), shape.depth if shape is not None else 0, 1),
+        is_chain=all(row.is_chain for row in rows),
+        max_depth=max(*(row.depth for row in rows), 1),
     )

@@ -111,11 +111,9 @@ class ContinuationTrie:
     """
 
     def __init__(self, tokens: Sequence[int], max_prefix: int, branch_tokens: int):
-        self.max_prefix = max_prefix
-        self.depth = max_prefix + branch_tokens
-        self.n_tokens = 0
+        self.max_prefix, self.depth = max_prefix, max_prefix + branch_tokens
+        self.n_tokens, self._n_nodes = 0, 1
         self.cursors = np.zeros(self.depth + 1, dtype=np.int32)  # by length; see `n_prefixes`
-        self._n_nodes = 1
         self.nodes = np.zeros((FIRST_CAPACITY, 4), dtype=np.int32)
         self._places = _new_places(FIRST_CAPACITY)
         self.extend(tokens)
@@ -124,10 +122,9 @@ class ContinuationTrie:
         """Append these tokens to the text."""
         wanted = self._n_nodes + len(tokens) * self.depth
         if wanted > len(self.nodes):
-            capacity = max(wanted, 2 * len(self.nodes))
-            nodes = np.zeros((capacity, 4), dtype=np.int32)
+            nodes = np.zeros((max(wanted, 2 * len(self.nodes)), 4), dtype=np.int32)
             nodes[: self._n_nodes] = self.nodes[: self._n_nodes]
-            self.nodes, self._places = nodes, _new_places(capacity)
+            self.nodes, self._places = nodes, _new_places(len(nodes))
             _rehash(nodes, self._places)
         new = np.asarray(tokens, dtype=np.int32)
         self._n_nodes = _extend(self.nodes, self._places, self._n_nodes, self.cursors, self.n_tokens, new)
@@ -146,9 +143,7 @@ class ContinuationTrie:
 
 def _new_places(capacity: int) -> np.ndarray:
     """Return an empty hash table [size, 2] int32 of parent and child; `capacity` nodes fill at most half of it."""
-    places = np.empty((1 << (2 * capacity - 1).bit_length(), 2), dtype=np.int32)
-    places.fill(EMPTY)
-    return places
+    return np.full((1 << (2 * capacity - 1).bit_length(), 2), EMPTY, dtype=np.int32)
 
 
 @njit(nogil=True, cache=True)

@@ -76,6 +76,17 @@ class Manifest:
 DATASTORES = StoreKind("datastore", VERSION, Manifest, option="datastore")
 
 
+def _file_names(index: int) -> list[str]:
+    """The files of a shard, in the order of PARTS."""
+    return [f"{part}-{index:05d}.npy" for part in PARTS]
+
+
+def bytes_a_token(vocab_size: int) -> int:
+    """Bytes per token on disk: the token, its place in the suffix array, and the two tokens after it."""
+    width = token_dtype(vocab_size).itemsize
+    return width + 4 + 2 * width
+
+
 def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab_size: int) -> Shard:
     """Write the files of one shard, its documents in the order given. Equal documents give equal bytes.
 
@@ -85,34 +96,21 @@ def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab
         documents: token ids of each; at most MAX_SHARD_TOKENS in all, counting one separator per document.
         vocab_size: V.
     """
-    lengths = np.array([len(document) + 1 for document in documents], dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = np.cumsum([0, *(len(document) + 1 for document in documents)])
     assert offsets[-1] <= MAX_SHARD_TOKENS, offsets[-1]
     tokens = np.full(offsets[-1], vocab_size, dtype=token_dtype(vocab_size))
     for start, document in zip(offsets, documents, strict=False):
         tokens[start : start + len(document)] = document
     suffixes = build_suffix_array(tokens)
-    arrays = {
-        "tokens": tokens,
-        "suffixes": suffixes,
-        "bounds": first_token_bounds(tokens, vocab_size),
-        "pairs": next_pairs(tokens, suffixes),
-        "offsets": offsets,
-    }
+    arrays = tokens, suffixes, first_token_bounds(tokens, vocab_size), next_pairs(tokens, suffixes), offsets
     files = {}
-    for part, name in zip(PARTS, _file_names(index), strict=True):
+    for name, array in zip(_file_names(index), arrays, strict=True):
         temporary = folder / f"{name}.tmp"
         with temporary.open("wb") as file:
-            np.save(file, arrays[part])
+            np.save(file, array)
         temporary.rename(folder / name)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
     return Shard(len(documents), int(offsets[-1]), files)
-
-
-def bytes_a_token(vocab_size: int) -> int:
-    """Bytes per token on disk: the token, its place in the suffix array, and the two tokens after it."""
-    width = token_dtype(vocab_size).itemsize
-    return width + 4 + 2 * width
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -120,13 +118,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_json(folder / MANIFEST, manifest, sort_keys=True)
 
 
-def _file_names(index: int) -> list[str]:
-    """The files of a shard, in the order of PARTS."""
-    return [f"{part}-{index:05d}.npy" for part in PARTS]
-
-
 class Datastore:
-    """An open datastore. Its tuples have one array per shard, in the form that compiled searches take.
+    """An open datastore. Its tuples (tokens, suffixes, ..) have one array per shard, as compiled searches take them.
 
     Args:
         folder: as `data_prep.datastore` wrote it.
@@ -139,27 +132,10 @@ class Datastore:
         self.folder = Path(folder)
         self.manifest = DATASTORES.read_manifest(self.folder)
         DATASTORES.check_sizes(self.folder, self.manifest.files)
+        self.vocab_size = self.separator = self.manifest.vocab_size  # this token closes each document
         shards = [self._open_shard(i, shard) for i, shard in enumerate(self.manifest.shards)]
-        self.tokens: tuple[np.ndarray, ...]
-        self.suffixes: tuple[np.ndarray, ...]
-        self.bounds: tuple[np.ndarray, ...]
-        self.pairs: tuple[np.ndarray, ...]
-        self.offsets: tuple[np.ndarray, ...]
         self.tokens, self.suffixes, self.bounds, self.pairs, self.offsets = zip(*shards, strict=True)
-
-    @property
-    def index(self) -> tuple[tuple[np.ndarray, ...], ...]:
-        """Tokens, suffixes, bounds and pairs, as every compiled search takes them."""
-        return self.tokens, self.suffixes, self.bounds, self.pairs
-
-    @property
-    def vocab_size(self) -> int:
-        return self.manifest.vocab_size
-
-    @property
-    def separator(self) -> int:
-        """The token that closes each document."""
-        return self.manifest.vocab_size
+        self.index = self.tokens, self.suffixes, self.bounds, self.pairs  # as every compiled search takes them
 
     def _open_shard(self, index: int, shard: Shard) -> list[np.ndarray]:
         """Map the arrays of a shard, in the order of PARTS.
@@ -173,15 +149,15 @@ class Datastore:
         expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pairs, n), (np.int64, shard.documents + 1)]
         arrays = []
         for name, (dtype, length) in zip(_file_names(index), expected, strict=True):
-            file = self.folder / name
+            file, facts = self.folder / name, shard.files[name]
             try:
                 mapped = np.load(file, mmap_mode="r")
-                ends_with_file = mapped.offset + mapped.nbytes == shard.files[name]["bytes"]
+                ends_with_file = mapped.offset + mapped.nbytes == facts["bytes"]
                 array = mapped.view(np.ndarray)  # numba is slow to recognise subclasses
             except Exception as error:  # a damaged header is parsed as Python, and fails in as many ways
                 raise DATASTORES.damaged(file, error) from error
             # Its content says where to read, so this small file is read whole.
-            damaged = name.startswith("bounds") and sha256(file) != shard.files[name]["sha256"]
+            damaged = name.startswith("bounds") and sha256(file) != facts["sha256"]
             if damaged or not ends_with_file or array.dtype != dtype or array.shape != (length,):
                 raise DATASTORES.damaged(file, "it does not hold what the manifest says")
             arrays.append(array)
@@ -222,8 +198,7 @@ class Datastore:
 def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
     """Open the datastore that was built for this target's tokenizer; None: the caller has compared the tokenizers.
 
-    Raises:
-        UserError: the folder holds no datastore, it is damaged, or it was built with another tokenizer.
+    Raises UserError where the folder holds no whole datastore, or one that was built with another tokenizer.
     """
     store = Datastore(folder)
     if target is not None and target.tokenizer is not None:
@@ -234,8 +209,7 @@ def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
 def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
     """Return the newest datastore below `root` for this tokenizer, if possible one that this very target ranked.
 
-    Raises:
-        UserError: there is none.
+    Raises UserError where there is none.
     """
 
     def fits(manifest: Manifest) -> int:

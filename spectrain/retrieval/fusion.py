@@ -17,107 +17,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 from numba import njit
 
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.tree import ROOT_PARENT, Source
+from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child, gather
 from spectrain.retrieval.datastore import Datastore
 
-# Columns of the queue's items. Sources in the order of ties: the datastore, prefixes 1..P of the input, the logits.
-KIND, NODE, DEPTH, PARENT, ITEM_TOKEN = range(5)
-DATASTORE_KIND = 0
-QUEUE_ITEMS = 16384  # most items of one fusion; later ones are left out
-
+DATASTORE_KIND = 0  # kinds of sources in the order of ties: the datastore, prefixes 1..P of the input, the logits
 DATASTORE, INPUT, LOGITS, ROOT = (int(s) for s in (Source.DATASTORE, Source.INPUT, Source.LOGITS, Source.ROOT))
 
 # Arguments of `fuse` for a source that is left out.
+NO_STORE = np.zeros((1, 4), dtype=np.int32)
+NO_TEXT = np.zeros((1, 4), dtype=np.int32), np.zeros((0, 2), dtype=np.int32), np.zeros(1, dtype=np.int32)
 NO_TOKENS, NO_PROBS = np.zeros(0, dtype=np.int64), np.zeros(0)
-NO_TEXT = np.zeros((0, 4), dtype=np.int32), np.zeros((0, 2), dtype=np.int32), np.zeros(1, dtype=np.int32)
-
-
-class Queue:
-    """Scratch memory of one fusion at a time; parallel fusions need one each."""
-
-    def __init__(self, max_items: int = QUEUE_ITEMS):
-        self.items = np.zeros((max_items, 5), dtype=np.int32)
-        self.numbers = np.zeros((max_items, 2), dtype=np.float64)  # priority; factor of the children's counts
-        self.heap = np.zeros(max_items, dtype=np.int32)
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For `fuse`."""
-        return self.items, self.numbers, self.heap
 
 
 @njit(nogil=True, cache=True)
-def _before(items, numbers, a, b):
-    if numbers[a, 0] != numbers[b, 0]:
-        return numbers[a, 0] > numbers[b, 0]
-    for column in (DEPTH, KIND, ITEM_TOKEN, PARENT):
-        if items[a, column] != items[b, column]:
-            return items[a, column] < items[b, column]
-    return False
+def _push(queue, priority, depth, kind, token, parent, node, scale):
+    """Add a node of a source that would hang below `parent` of the draft; `scale`: of its children's counts."""
+    if priority > 0:
+        ties = np.int64(depth), np.int64(kind), np.int64(token), np.int64(parent)  # smaller ones come first
+        heappush(queue, (-priority, *ties, np.int64(node), scale))
 
 
 @njit(nogil=True, cache=True)
-def _push(queue, n_waiting, n_items, kind, node, depth, parent, token, priority, scale):
-    """Add an item. Return the numbers of waiting items and of all items so far."""
-    items, numbers, heap = queue
-    if n_items == len(items) or priority <= 0:
-        return n_waiting, n_items
-    items[n_items, KIND] = kind
-    items[n_items, NODE] = node
-    items[n_items, DEPTH] = depth
-    items[n_items, PARENT] = parent
-    items[n_items, ITEM_TOKEN] = token
-    numbers[n_items, 0] = priority
-    numbers[n_items, 1] = scale
-    place = n_waiting
-    while place > 0:
-        above = (place - 1) // 2
-        if not _before(items, numbers, n_items, heap[above]):
-            break
-        heap[place] = heap[above]
-        place = above
-    heap[place] = n_items
-    return n_waiting + 1, n_items + 1
-
-
-@njit(nogil=True, cache=True)
-def _pop(queue, n_waiting):
-    """Remove and return the first item; one fewer is waiting then."""
-    items, numbers, heap = queue
-    first, moved = heap[0], heap[n_waiting - 1]
-    n_waiting -= 1
-    place = 0
-    while 2 * place + 1 < n_waiting:
-        below = 2 * place + 1
-        if below + 1 < n_waiting and _before(items, numbers, heap[below + 1], heap[below]):
-            below += 1
-        if not _before(items, numbers, heap[below], moved):
-            break
-        heap[place] = heap[below]
-        place = below
-    heap[place] = moved
-    return first
-
-
-@njit(nogil=True, cache=True)
-def _push_children(queue, n_waiting, n_items, tree, kind, node, depth, parent, scale, discounts):
-    """Add the children of a node, at this depth, with priority count x scale x discount."""
-    if depth >= len(discounts):
-        return n_waiting, n_items
-    child = tree[node, CHILD]
-    while child != 0:
-        n_waiting, n_items = _push(
-            queue, n_waiting, n_items, kind, child, depth, parent, tree[child, TOKEN],
-            tree[child, COUNT] * scale * discounts[depth], scale,
-        )  # fmt: skip
-        child = tree[child, SIBLING]
-    return n_waiting, n_items
+def _push_children(queue, tree, node, depth, kind, parent, scale, discounts):
+    """Add the children of a source's node, at this depth, with priority count x scale x discount."""
+    if depth < len(discounts):
+        child = tree[node, CHILD]
+        while child != 0:
+            priority = tree[child, COUNT] * scale * discounts[depth]
+            _push(queue, priority, depth, kind, tree[child, TOKEN], parent, child, scale)
+            child = tree[child, SIBLING]
 
 
 @njit(nogil=True, cache=True)
@@ -136,40 +72,32 @@ def _into_draft(draft, n_nodes, parent, token, source):
 
 
 @njit(nogil=True, cache=True)
-def _seed(queue, store, own, logits):
-    """Add the first level of every source. Return the numbers of waiting items and of all items."""
-    n_waiting, n_items = 0, 0
+def _first_level(store, own, logits):
+    """Return a queue with the first level of every source."""
+    queue = [(0.0, 0, 0, 0, 0, 0, 0.0)]  # so numba knows the types: priority, ties, node, scale
+    queue.clear()
     tree, discounts = store
     if tree[0, COUNT] > 0:
-        scale = 1.0 / tree[0, COUNT]
-        n_waiting, n_items = _push_children(
-            queue, n_waiting, n_items, tree, DATASTORE_KIND, 0, 1, 0, scale, discounts
-        )  # fmt: skip
+        _push_children(queue, tree, 0, 1, DATASTORE_KIND, 0, 1.0 / tree[0, COUNT], discounts)
     tree, places, cursors, by_prefix = own
     for length in range(1, len(cursors)):
         node = cursors[length]
         seen = tree[node, COUNT] - 1  # the end of the text is no occurrence with a continuation
         if seen > 0:
-            n_waiting, n_items = _push_children(
-                queue, n_waiting, n_items, tree, length, node, 1, 0, 1.0 / seen, by_prefix[length]
-            )
+            _push_children(queue, tree, node, 1, length, 0, 1.0 / seen, by_prefix[length])
     tokens, probs, discounts = logits
     for i in range(len(tokens)):
-        node = find_child(tree, places, 0, tokens[i]) if len(tree) > 0 else 0
+        node = find_child(tree, places, 0, tokens[i])
         scale = probs[i] / tree[node, COUNT] if node != 0 else 0.0
-        priority = probs[i] * discounts[1]
-        n_waiting, n_items = _push(
-            queue, n_waiting, n_items, len(by_prefix), node, 1, 0, tokens[i], priority, scale
-        )  # fmt: skip
-    return n_waiting, n_items
+        _push(queue, probs[i] * discounts[1], 1, len(by_prefix), tokens[i], 0, node, scale)
+    return queue
 
 
 @njit(nogil=True, cache=True)
-def fuse(queue, store, own, logits, limits, root, draft):
+def fuse(store, own, logits, limits, root, draft):
     """Fill a draft tree with the likeliest nodes.
 
     Args:
-        queue: (items, numbers, heap) of a `Queue`.
         store: (tree [.., 4] int32 from `gather`, discounts [E + 1] float64 by depth for the prefix length that was
             found; entry 0 is not read). A root of count 0 means that nothing was found.
         own: (`nodes` and `places` of a `ContinuationTrie`, its cursors [p + 1] int32 of the last 1..p tokens, discounts
@@ -190,19 +118,16 @@ def fuse(queue, store, own, logits, limits, root, draft):
     n_nodes, n_leaves, deepest = 1, 1, 0
     if max_depth < 1:
         return 1, 0
-    n_waiting, n_items = _seed(queue, store, own, logits)
+    queue = _first_level(store, own, logits)
     logits_kind = len(own[3])
-    items, numbers, _ = queue
     has_child = np.zeros(max_nodes, dtype=np.bool_)
-    while n_waiting > 0 and n_nodes < max_nodes:
-        item = _pop(queue, n_waiting)
-        n_waiting -= 1
-        kind, depth, parent = items[item, KIND], items[item, DEPTH], items[item, PARENT]
+    while len(queue) > 0 and n_nodes < max_nodes:
+        _, depth, kind, token, parent, below, scale = heappop(queue)
         source = DATASTORE if kind == DATASTORE_KIND else INPUT
         if kind == logits_kind and depth == 1:
             source = LOGITS
         before = n_nodes
-        node, n_nodes = _into_draft(draft, n_nodes, parent, items[item, ITEM_TOKEN], source)
+        node, n_nodes = _into_draft(draft, n_nodes, parent, token, source)
         if n_nodes > before:
             if has_child[parent]:
                 if n_leaves == max_leaves:
@@ -211,15 +136,13 @@ def fuse(queue, store, own, logits, limits, root, draft):
                 n_leaves += 1
             has_child[parent] = True
             deepest = max(deepest, depth)
-        if depth < max_depth and items[item, NODE] != 0:
+        if depth < max_depth and below != 0:
             tree, discounts = own[0], logits[2]
             if kind == DATASTORE_KIND:
                 tree, discounts = store
             elif kind != logits_kind:
                 discounts = own[3][kind]
-            n_waiting, n_items = _push_children(
-                queue, n_waiting, n_items, tree, kind, items[item, NODE], depth + 1, node, numbers[item, 1], discounts
-            )
+            _push_children(queue, tree, below, depth + 1, kind, node, scale, discounts)
     return n_nodes, deepest
 
 
@@ -252,9 +175,7 @@ class Retriever:
         self._lengths = options.min_suffix, options.max_suffix
         self._matches = options.max_matches, options.min_matches, options.first_matches
         self._ranges = np.zeros((len(store.tokens), 2), dtype=np.int64)
-        self._queue = Queue(len(self.tree))
         self._even = np.ones(options.branch_tokens + 1)
-        self._no_others = (*NO_TEXT, self._even[None]), (NO_TOKENS, NO_PROBS, self._even)
 
     def gather(self, context: np.ndarray, branch_tokens: int | None = None) -> int:
         """Write the continuations of the context's suffixes to `tree`.
@@ -266,10 +187,8 @@ class Retriever:
         Returns:
             The length of the longest suffix found; 0, with a root of count 0, for none.
         """
-        branch_tokens = branch_tokens or self.options.branch_tokens
-        return int(
-            gather(self.store.index, context, self._lengths, self._matches, branch_tokens, self.tree, self._ranges)
-        )
+        branch = branch_tokens or self.options.branch_tokens
+        return int(gather(self.store.index, context, self._lengths, self._matches, branch, self.tree, self._ranges))
 
     def draft(
         self, context: Sequence[int], max_nodes: int, max_depth: int, max_leaves: int | None = None
@@ -288,11 +207,19 @@ class Retriever:
         tail = np.asarray(context[-self.options.max_suffix :], dtype=np.int64)
         self.gather(tail, min(max_depth, self.options.branch_tokens) or 1)
         if self.tree[0, COUNT] == 0:
-            return [int(tail[-1])], [-1]
+            return [int(tail[-1])], [ROOT_PARENT]
         draft = np.empty((3, max_nodes), dtype=np.int64)
+        even = self._even
+        others = (*NO_TEXT, even[None]), (NO_TOKENS, NO_PROBS, even)
         limits = max_nodes, max_depth, max_leaves or max_nodes
-        n_nodes, _ = fuse(self._queue.arrays, (self.tree, self._even), *self._no_others, limits, tail[-1], draft)
+        n_nodes, _ = fuse((self.tree, even), *others, limits, tail[-1], draft)
         return draft[0, :n_nodes].tolist(), draft[1, :n_nodes].tolist()
+
+    def add_to(self, tree: CandidateTree, context: Sequence[int], max_leaves: int | None = None) -> None:
+        """Add what `draft` finds, up to max_leaves branches (None: no limit), to a tree that may hold other guesses."""
+        if tree.n_free and max_leaves != 0:
+            tokens, parents = self.draft(context, tree.max_nodes - tree.n_probes, tree.max_depth, max_leaves)
+            tree.add_tree(tokens, parents, Source.DATASTORE)
 
     def chain(self, context: Sequence[int], limit: int) -> list[int]:
         """Return the continuation that was seen most often, up to `limit` tokens; [] if no suffix is known."""

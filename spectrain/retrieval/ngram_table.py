@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spectrain.decoding.errors import UserError, check_whole
-
-MATCH_RULES = ("latest", "earliest", "latest_full")
 NEVER = (0, -1)  # occurrences and token of an unknown context
 
 
@@ -25,16 +22,9 @@ class PositionTable:
         match: which of several occurrences is kept: "latest", "earliest" (as in Hugging Face), or "latest_full", the
             last one that is followed by `horizon` tokens; if none is, the first, which is followed by the most.
         horizon: tokens of a full continuation, for "latest_full".
-
-    Raises:
-        UserError: an option is out of range.
     """
 
     def __init__(self, tokens: Sequence[int], max_ngram: int = 3, match: str = "latest", horizon: int = 20):
-        check_whole("max_ngram", max_ngram, 1)
-        check_whole("horizon", horizon, 1)
-        if match not in MATCH_RULES:
-            raise UserError(f"match={match} must be one of {', '.join(MATCH_RULES)}")
         self.max_ngram, self.match, self.horizon = max_ngram, match, horizon
         self.tokens: list[int] = []
         self._positions: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token behind it
@@ -81,13 +71,9 @@ class CountTable:
     Args:
         tokens: the text so far.
         max_order: length of the longest n-gram: a context and the token that follows it.
-
-    Raises:
-        UserError: max_order is below 2.
     """
 
     def __init__(self, tokens: Sequence[int], max_order: int = 5):
-        check_whole("max_order", max_order, 2)
         self.max_order = max_order
         self.tokens: list[int] = []
         self._counts: dict[tuple[int, ...], int] = {}  # (context.., token) -> occurrences

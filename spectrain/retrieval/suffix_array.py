@@ -19,6 +19,7 @@ from pydivsufsort import divsufsort
 
 MAX_SHARD_TOKENS = 2**28  # sorting takes 20 bytes per token; its positions are int32
 CHUNK_TOKENS = 2**22
+TABLE_TOKENS = 3  # first tokens of a suffix that the tables `bounds` and `pairs` hold
 FIRST_LENGTH = 4  # tokens of a suffix that is found about half the time
 FEW_MATCHES = 16
 
@@ -99,6 +100,18 @@ def _first_above(values, low, high, least):
 
 
 @njit(nogil=True, cache=True)
+def _first_place(tokens, suffixes, low, high, context, begin, end, least):
+    """Return the first of the places low..high whose text behind its first three tokens compares as `least` or more."""
+    while low < high:
+        middle = (low + high) // 2
+        if compare(tokens, suffixes[middle] + TABLE_TOKENS, context, begin, end) < least:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(nogil=True, cache=True)
 def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
     """Return low, high: the suffixes of one shard that begin with context[begin:end], an empty range if none does.
 
@@ -119,27 +132,17 @@ def find_range(tokens, suffixes, bounds, pairs, context, begin, end):
         more = np.uint64(1)
     low = _first_above(pairs, low, last, least)
     last = _first_above(pairs, low, last, least + more)
-    if end - begin <= 3:
+    if end - begin <= TABLE_TOKENS:
         return low, last
-    high = last
-    while low < high:
-        middle = (low + high) // 2
-        if compare(tokens, suffixes[middle] + 3, context, begin + 3, end) < 0:
-            low = middle + 1
-        else:
-            high = middle
+    begin += TABLE_TOKENS
+    low = _first_place(tokens, suffixes, low, last, context, begin, end, 0)
     step, inside = 1, low
-    while inside + step <= last and compare(tokens, suffixes[inside + step - 1] + 3, context, begin + 3, end) == 0:
+    while inside + step <= last:
+        if compare(tokens, suffixes[inside + step - 1] + TABLE_TOKENS, context, begin, end) != 0:
+            break
         inside += step
         step *= 2
-    high = min(inside + step, last)
-    while inside < high:
-        middle = (inside + high) // 2
-        if compare(tokens, suffixes[middle] + 3, context, begin + 3, end) == 0:
-            inside = middle + 1
-        else:
-            high = middle
-    return low, inside
+    return low, _first_place(tokens, suffixes, inside, min(inside + step, last), context, begin, end, 1)
 
 
 @njit(nogil=True, cache=True)
@@ -154,12 +157,10 @@ def find_ranges(index, context, length, ranges):
     tokens, suffixes, bounds, pairs = index
     end = len(context)
     total = 0
-    for shard in range(len(tokens)):
-        low, high = find_range(
-            tokens[shard], suffixes[shard], bounds[shard], pairs[shard], context, end - length, end
-        )  # fmt: skip
-        ranges[shard, 0] = low
-        ranges[shard, 1] = high
+    for i in range(len(tokens)):
+        low, high = find_range(tokens[i], suffixes[i], bounds[i], pairs[i], context, end - length, end)
+        ranges[i, 0] = low
+        ranges[i, 1] = high
         total += high - low
     return total
 

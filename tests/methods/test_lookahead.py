@@ -67,7 +67,7 @@ def test_probes_hang_under_the_level_below_and_level_0_is_a_chain(llama_target):
 
 def test_default_sizes_are_those_of_the_paper():
     drafter = build(None)
-    assert (drafter.window_columns, drafter.ngram_tokens, drafter.max_guesses) == (15, 5, 15)
+    assert (drafter.n_columns, drafter.levels, drafter.max_guesses) == (15, 4, 15)
     assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (120, 59)
 
 
@@ -141,7 +141,7 @@ def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
     drafter = Lookahead(max_nodes=max_nodes)
     if max_nodes < 120:
         assert drafter.probe_shape.n_probes <= max_nodes // 2
-    assert drafter.window_columns == min(15, (max_nodes // 2 + 1) // 4)
+    assert drafter.n_columns == min(15, (max_nodes // 2 + 1) // 4)
     walk = Walk(drafter, llama_target, [[7]], [10])
     drafter.rows[0].pool[10] = {(i, i, i, i): None for i in range(20, 35)}
     n_nodes = walk.step([{}], [[9]]).shape[1]
@@ -194,7 +194,7 @@ def test_a_probe_that_is_right_is_not_accepted(llama_target):
 
         def propose(self, context):
             done = context.n_tokens[0] - len(prompt)
-            columns = text[done : done + self.window_columns - 1]
+            columns = text[done : done + self.n_columns - 1]
             self.rows[0].window[1 : 1 + len(columns)] = columns
             self.rows[0].pool.clear()
             return super().propose(context)

@@ -6,7 +6,7 @@ import pytest
 
 from spectrain.decoding import Source
 from spectrain.decoding.errors import UserError
-from spectrain.methods.rest import Rest, Tail
+from spectrain.methods.lookup import StoreDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions
 from tests.retrieval.reference import make_store
@@ -14,15 +14,15 @@ from tests.retrieval.reference import make_store
 V = 200
 
 
-def drafted(method: Rest, text: list[int], max_nodes: int = 65, max_depth: int = 50) -> CandidateTree:
+def drafted(method: StoreDrafter, text: list[int], max_nodes: int = 65, max_depth: int = 50) -> CandidateTree:
     tree = CandidateTree(text[-1], max_nodes, max_depth)
     method.propose_row(method.new_row(text), tree, 0)
     return tree
 
 
-def rest(store, max_nodes: int = 65, **options) -> Rest:
+def rest(store, max_nodes: int = 65, **options) -> StoreDrafter:
     defaults = {"min_suffix": 2, "max_suffix": 16, "branch_tokens": 10, "max_matches": 5000, "first_matches": True}
-    return Rest(store, RetrievalOptions(**defaults | options), max_nodes)
+    return StoreDrafter(store, RetrievalOptions(**defaults | options), max_nodes)
 
 
 def test_the_longest_suffix_wins_and_shorter_ones_are_not_added(tmp_path):
@@ -52,10 +52,10 @@ def test_depth_is_what_may_still_be_emitted(tmp_path):
     assert drafted(rest(store), [0, 1], max_depth=3).tokens == [1, 2, 3, 4]
 
 
-def test_tail_keeps_the_end_of_the_text():
-    tail = Tail([1, 2, 3, 4], 3)
-    tail.extend([5, 6])
-    assert tail.tokens == [4, 5, 6]
+def test_a_row_keeps_the_end_of_its_text(tmp_path):
+    row = rest(make_store(tmp_path, [[1]], V), max_suffix=3).new_row([1, 2, 3, 4])
+    row.extend([5, 6])
+    assert list(row) == [4, 5, 6]
 
 
 def test_wrong_options_are_refused():

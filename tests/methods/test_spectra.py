@@ -8,7 +8,7 @@ from spectrain.decoding import Source, TargetModel, generate
 from spectrain.decoding.errors import UserError
 from spectrain.methods import spectra, spectra_retrieval
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
-from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options
+from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import Retriever
 from tests.conftest import random_prompts, tiny_model
@@ -23,7 +23,8 @@ def leaves(tree: CandidateTree) -> int:
 
 
 def test_retrieval_alone_proposes_g_branches_of_n_tokens(tmp_path):
-    method = SpectraRetrieval(make_store(tmp_path, FAN, V), retrieval_options(2), max_guesses=4)
+    make_store(tmp_path, FAN, V)
+    method = spectra_retrieval.build(None, str(tmp_path), max_guesses=4, ngram_tokens=2)
     assert method.max_nodes == 1 + 4 * 2
     tree = CandidateTree(0, method.max_nodes, 50)
     method.propose_row(method.new_row([7, 0]), tree, 0)
@@ -41,7 +42,7 @@ def test_retrieval_fills_what_the_core_leaves_of_g(tmp_path, core_guesses, retri
     row = method.new_row([3, 4, 0])
     for i in range(core_guesses):
         row.ngrams.enter((0, 10 + i, 20))
-    tree = CandidateTree(0, method.n_guess_nodes, 50)
+    tree = CandidateTree(0, method.max_nodes - method.probe_shape.n_probes, 50)
     method.propose_row(row, tree, 0)
     by_source = [s for s, p in zip(tree.sources, tree.parents, strict=True) if p == 0]
     assert by_source.count(int(Source.DATASTORE)) == retrieved
@@ -67,7 +68,7 @@ def test_build_makes_both_from_one_list_of_options(tmp_path):
     method = spectra.build(target, str(tmp_path), ngram_tokens=3, pool_sequences=4, max_guesses=6, min_suffix=2)
     assert method.retriever.options.branch_tokens == 3
     assert method.retriever.options.min_suffix == 2
-    assert method.core.options.max_guesses == 6
+    assert method.options.max_guesses == 6
     alone = spectra_retrieval.build(target, str(tmp_path), max_guesses=2, ngram_tokens=3)
     (prompt,) = random_prompts([12])
     texts = [generate(target, drafter, [prompt], 20)[0].tokens for drafter in (method, alone)]
@@ -78,4 +79,4 @@ def test_wrong_options_are_refused(tmp_path):
     with pytest.raises(UserError, match="ngram_tokens=0"):
         retrieval_options(0)
     with pytest.raises(UserError, match="max_guesses=0"):
-        SpectraRetrieval(make_store(tmp_path, FAN, V), retrieval_options(3), 0)
+        spectra_retrieval.build(None, str(tmp_path), max_guesses=0)

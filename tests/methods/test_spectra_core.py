@@ -37,7 +37,7 @@ def test_each_candidate_is_a_branch_of_probes_under_the_root(llama_target):
 
 def test_default_sizes_are_those_of_the_paper():
     drafter = core()
-    options = drafter.core.options
+    options = drafter.options
     assert (options.ngram_tokens, options.pool_sequences, options.max_guesses, options.threshold) == (5, 15, 15, 0.1)
     # Root, 15 branches of 4 probes, 14 forward guesses of 4 tokens, one backward guess of 5.
     assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (1 + 60 + 56 + 5, 60)
@@ -65,7 +65,7 @@ def test_pool_shifts_left_and_its_sub_sequences_enter_both_dictionaries(llama_ta
         (10,): 11, (10, 11): 12, (10, 11, 12): 13,
         (20,): 21, (20, 21): 22, (20, 21, 22): 23,
     }  # fmt: skip
-    assert state.tail == [9, 7, 8]
+    assert list(state.tail) == [9, 7, 8]
 
     walk.step([{5: (14,), 6: (24,)}], [[6]])
     forward = listed(state.ngrams)
@@ -140,9 +140,9 @@ def test_keys_move_with_their_row(llama_target):
         walk.step([{}] * 3, [[5]] * 3)
     drafter.free(0)
     for row, token in enumerate((22, 21)):
-        assert [key for key in (20, 21, 22) if drafter.core.is_key[row, key]] == [token]
+        assert [key for key in (20, 21, 22) if drafter.is_key[row, key]] == [token]
     drafter.new_row([7, 8])
-    assert not drafter.core.is_key[2].any()
+    assert not drafter.is_key[2].any()
 
 
 def test_threshold_is_the_probability_of_an_unseen_token():
@@ -233,8 +233,8 @@ def test_the_prompts_ngrams_are_keys_from_the_first_step(llama_target):
 @pytest.mark.parametrize("max_nodes", range(8, 132))
 def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
     drafter = core(max_nodes)
-    assert drafter.core.n_candidates == min(15, max_nodes // 8)
-    assert drafter.probe_shape.n_probes == 4 * drafter.core.n_candidates
+    assert drafter.n_columns == min(15, max_nodes // 8)
+    assert drafter.probe_shape.n_probes == 4 * drafter.n_columns
     walk = Walk(drafter, llama_target, [[7]], [3])
     drafter.rows[0].ngrams.forward = {3: {(i, i, i, i): None for i in range(20, 34)}}
     drafter.rows[0].ngrams.backward = {(3,): 40, (40,): 41, (41,): 42, (42,): 43, (43,): 44, (44,): 45}

@@ -127,7 +127,7 @@ def test_a_batch_drafts_what_its_rows_would_alone(store, monkeypatch):
     texts = [random.integers(0, 10, size=n).tolist() for n in (3, 30, 1 + 1, 17, 60, 9, 21, 33, 12, 2, 44)]
     logits = torch.from_numpy(random.standard_normal((len(texts), V)).astype(np.float32))
     together = tree_of(method, *texts, last_logits=logits)
-    assert len(method.workers) == 2  # two threads took part
+    assert len(method.retrievers) == 2  # two threads took part
     for row, text in enumerate(texts):
         alone = tree_of(Sssd(store, SssdOptions(last_logits=True), 24), text, last_logits=logits[row : row + 1])
         assert paths(together, row) == paths(alone)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spectrain.decoding import Source
-from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape, draft_tree
+from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, draft_tree
 
 CPU = torch.device("cpu")
 GUESSES = st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.sampled_from([3, 4, 5])), max_size=12)
@@ -69,8 +69,8 @@ def test_tree_equals_a_slow_trie(guesses, max_nodes, max_depth):
     assert tree.n_free == (max_nodes - len(paths) if max_depth else 0)
 
 
-def two_rows() -> list[CandidateTree]:
-    rows = [CandidateTree(8, 20, 9), CandidateTree(9, 20, 9)]
+def two_rows(shape: ProbeShape = NO_PROBES, probes=((), ())) -> list[CandidateTree]:
+    rows = [CandidateTree(root, 20, 9, row, shape) for root, row in zip((8, 9), probes, strict=True)]
     rows[0].add([1, 2], Source.FORWARD)
     rows[0].add([3], Source.BACKWARD)
     rows[1].add([4], Source.INPUT)
@@ -88,7 +88,7 @@ def test_rows_are_padded_to_the_largest():
 
 def test_probes_stand_behind_the_root_and_shift_the_guesses():
     shape = ProbeShape((0, 1, 0))  # two branches: probe 1 - probe 2, and probe 3
-    batch = draft_tree(two_rows(), CPU, shape, [[50, 51, 52], [60, 61, 62]])
+    batch = draft_tree(two_rows(shape, [[50, 51, 52], [60, 61, 62]]), CPU)
     assert batch.tokens.tolist() == [[8, 50, 51, 52, 1, 2, 3], [9, 60, 61, 62, 4, 0, 0]]
     assert batch.parents.tolist() == [[-1, 0, 1, 0, 0, 4, 0], [-1, 0, 1, 0, 0, -2, -2]]
     assert batch.source.tolist() == [[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 3, 0, 0]]
@@ -99,9 +99,9 @@ def test_probes_stand_behind_the_root_and_shift_the_guesses():
 
 def test_probes_deeper_than_the_guesses_count_for_the_depth():
     shape = ProbeShape((0, 1, 2, 3))
-    row = CandidateTree(9, 20, 9)
+    row = CandidateTree(9, 20, 9, [5, 6, 7, 8], shape)
     row.add([4], Source.INPUT)
-    batch = draft_tree([row], CPU, shape, [[5, 6, 7, 8]])
+    batch = draft_tree([row], CPU)
     assert shape.depth == batch.max_depth == 4
     assert batch.depth.tolist() == [[0, 1, 2, 3, 4, 1]]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from spectrain.decoding.tree import Source
 from spectrain.retrieval.continuation_tree import ContinuationTrie
-from spectrain.retrieval.fusion import NO_PROBS, NO_TOKENS, Queue, RetrievalOptions, Retriever, fuse
+from spectrain.retrieval.fusion import NO_PROBS, NO_TOKENS, RetrievalOptions, Retriever, fuse
 from tests.retrieval.reference import continuations, fused, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 
@@ -24,7 +24,7 @@ def discounts(draw_from: np.random.Generator, shape: tuple[int, ...]) -> np.ndar
 def kernel(store, trie: ContinuationTrie, input_discounts, logits, limits, root):
     draft = np.zeros((3, limits[0]), dtype=np.int64)
     own = (*trie.arrays, input_discounts)
-    n_nodes, depth = fuse(Queue(4096).arrays, store, own, logits, limits, root, draft)
+    n_nodes, depth = fuse(store, own, logits, limits, root, draft)
     found = [(int(t), int(p), NAMES[int(s)]) for t, p, s in draft[:, :n_nodes].T]
     depths = [0]
     for _, parent, _ in found[1:]:
@@ -92,12 +92,3 @@ def test_a_leaf_limit_keeps_chains_going(tmp_path):
     tokens, parents = retriever.draft([0], 9, 3, max_leaves=2)
     assert len(tokens) - len(set(parents) - {-1}) == 2  # leaves
     assert len(set(parents) - {-1}) + 2 == len(tokens)
-
-
-def test_a_full_queue_leaves_the_rest_out():
-    trie = ContinuationTrie([t for i in range(40) for t in (0, i + 1)] + [0], 1, 2)
-    draft = np.zeros((3, 20), dtype=np.int64)
-    even = np.ones(3)
-    store, own = (np.zeros((1, 4), dtype=np.int32), even), (*trie.arrays, np.array([even, even]))
-    n_nodes, _ = fuse(Queue(8).arrays, store, own, (NO_TOKENS, NO_PROBS, even), (20, 2, 20), 0, draft)
-    assert 2 <= n_nodes <= 9

@@ -1,10 +1,8 @@
 """The incremental tables against slow searches of the whole text, and the rules by hand."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spectrain.decoding.errors import UserError
 from spectrain.retrieval.ngram_table import CountTable, PositionTable
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -114,14 +112,3 @@ def test_the_highest_count_wins_and_of_equal_ones_the_latest():
     assert CountTable([1, 2, 1, 2, 1, 3, 1], max_order=2).chain(1) == [2]
     assert CountTable([1, 2, 1, 3, 1], max_order=2).chain(1) == [3]
     assert CountTable([1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1], max_order=2).chain(1) == [2]
-
-
-def test_wrong_options_are_refused():
-    with pytest.raises(UserError, match="match=last must be one of latest, earliest, latest_full"):
-        PositionTable([], match="last")
-    with pytest.raises(UserError, match="max_ngram=0"):
-        PositionTable([], max_ngram=0)
-    with pytest.raises(UserError, match="horizon=0"):
-        PositionTable([], horizon=0)
-    with pytest.raises(UserError, match="max_order=1"):
-        CountTable([], max_order=1)

@@ -14,10 +14,10 @@ from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.logitspec import LogitSpec
 from spectrain.methods.lookahead import Lookahead
+from spectrain.methods.lookup import StoreDrafter
 from spectrain.methods.pld import PromptLookup
-from spectrain.methods.rest import Rest
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
-from spectrain.methods.spectra_retrieval import SpectraRetrieval, retrieval_options
+from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.stores.budget_table import CONTEXT_BUCKET_TOKENS, ForwardCost, MethodCurve, NodeBudget, Roofline
@@ -128,8 +128,8 @@ class Restless(NodeBudget):
         lambda budget, probing, store: SpectraCore(CoreOptions(ngram_tokens=3), probing),
         lambda budget, probing, store: Lookahead(ngram_tokens=3, max_nodes=probing),
         lambda budget, probing, store: Sssd(store, SssdOptions(last_logits=True), budget),
-        lambda budget, probing, store: Rest(store, RetrievalOptions(1, 8, 5), budget),
-        lambda budget, probing, store: SpectraRetrieval(store, retrieval_options(4), max_nodes=budget),
+        lambda budget, probing, store: StoreDrafter(store, RetrievalOptions(1, 8, 5), budget),
+        lambda budget, probing, store: StoreDrafter(store, retrieval_options(4), budget, max_guesses=15),
         lambda budget, probing, store: SpectraCore(
             CoreOptions(ngram_tokens=3), probing, Retriever(store, retrieval_options(3))
         ),

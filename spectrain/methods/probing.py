@@ -1,0 +1,96 @@
+"""What Lookahead and SPECTRA's core share: guesses are made of what the target predicts behind probes.
+
+Columns of N - 1 tokens run beside the text. In every step the target scores all of them as probes and predicts the
+token behind each column, which ends an n-gram. N-grams that begin with the root are the guesses of a later step.
+
+Letters: n active rows, W columns, N tokens of an n-gram, P probes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from random import Random
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding import Context, DraftTree, TargetModel, TargetOutput, Verified
+from spectrain.decoding.errors import UserError
+from spectrain.methods.lookup import CandidateDrafter
+from spectrain.retrieval.candidate_tree import ProbeShape
+from spectrain.stores.budget_table import NodeBudget
+
+
+class ProbingDrafter(CandidateDrafter):
+    """It defines `new_row`, `propose_row`, `probes`, `shape_of`; its row states have `predicted(new: list[int])`.
+
+    Level by level, cell (level, column) is node `first_node` + level W + column.
+
+    Args:
+        max_nodes: root, probes and guesses. Where it is smaller than `all_nodes`, W shrinks until the probes take at
+            most half of the nodes. A NodeBudget is asked when a generation starts, for its rows and the typical
+            context, because the number of probes fixes what rows keep.
+        most_columns: W where there are enough nodes.
+        ngram_tokens: N.
+        all_nodes: nodes of the largest tree.
+
+    Raises:
+        UserError: max_nodes has no room for one column and a guess.
+    """
+
+    first_node = 1  # of the columns; 0: the first cell is the root itself
+
+    def __init__(self, max_nodes: int | NodeBudget, most_columns: int, ngram_tokens: int, all_nodes: int):
+        super().__init__(max_nodes)
+        self.most_columns, self.levels, self.all_nodes = most_columns, ngram_tokens - 1, all_nodes
+        self._set_nodes(self.max_nodes)
+
+    def start(self, target: TargetModel, cache) -> None:
+        super().start(target, cache)
+        self._set_nodes(self.budget.nodes(cache.max_rows))
+
+    def nodes_of_step(self, context: Context) -> int:
+        return self.max_nodes
+
+    def _set_nodes(self, max_nodes: int) -> None:
+        self.max_nodes, self.n_columns = max_nodes, self.most_columns
+        if max_nodes < self.all_nodes:
+            column = self.levels + self.first_node - 1  # probes of a single one
+            n_probes = min(max_nodes // 2, max_nodes - 2)
+            if n_probes < column:
+                raise UserError(
+                    f"max_nodes={max_nodes} must be at least {max(column + 2, 2 * column)} with "
+                    f"ngram_tokens={self.levels + 1}; raise max_nodes or lower ngram_tokens"
+                )
+            self.n_columns = min(self.most_columns, (n_probes + 1 - self.first_node) // self.levels)
+        self.probe_shape = self.shape_of(self.n_columns)
+
+    @abstractmethod
+    def shape_of(self, n_columns: int) -> ProbeShape:
+        """The probes of W columns."""
+
+    def predict(self, logits: Tensor) -> Tensor:
+        """The token behind each column, [n, W] int64, from the logits [n, W, V] at its last token."""
+        return logits.argmax(-1)
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
+        end = 1 + self.probe_shape.n_probes
+        predicted = self.predict(output.logits[:, end - self.n_columns : end])
+        counted = torch.cat([verified.accepted[:, None], predicted], dim=1).tolist()  # one transfer
+        for state, (_, *new) in zip(self.rows, counted, strict=True):
+            state.predicted(new)
+        self.feed(context, [accepted for accepted, *_ in counted])
+
+
+def remember(ngrams: dict[tuple[int, ...], None], ngram: tuple[int, ...], most: int) -> None:
+    """Put an n-gram at the newest place of an ordered set that keeps the latest `most`."""
+    ngrams.pop(ngram, None)
+    ngrams[ngram] = None
+    if len(ngrams) > most:
+        del ngrams[next(iter(ngrams))]
+
+
+def prompt_random(prompt: list[int]) -> Random:
+    """A generator that a prompt seeds, so that a row's draws depend neither on its samples nor on its neighbours."""
+    return Random(array("q", prompt).tobytes())
