@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.utils.logging import set_tqdm_hook
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.target import TargetModel, unsupported_layer_type
+from spectrain.decoding.target import TargetModel, check_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PARALLEL = {"none": {}, "device_map": {"device_map": "auto"}, "tp": {"tp_plan": "auto"}}
@@ -34,24 +36,19 @@ def load_target(
     Raises:
         UserError: the target is missing, damaged or unsupported.
     """
+    for option, value, known in (("dtype", dtype, DTYPES), ("parallel", parallel, PARALLEL)):
+        if value not in known:
+            raise UserError(f"target.{option}={value} must be one of {', '.join(known)}")
     name = str(path_or_id)
-    if dtype not in DTYPES:
-        raise UserError(f"target.dtype={dtype} must be one of {', '.join(DTYPES)}")
-    if parallel not in PARALLEL:
-        raise UserError(f"target.parallel={parallel} must be one of {', '.join(PARALLEL)}")
     config = _load_config(name)
-    layer_type = unsupported_layer_type(config)
-    if layer_type is not None:
-        raise UserError(
-            f"target {name} ({config.model_type}) has layers of type {layer_type}; "
-            "only full_attention is supported, choose another target"
-        )
+    target_name = f"target {name} ({config.model_type})"
+    check_layers(config, target_name)
+    options = {"config": config, "dtype": DTYPES[dtype], "attn_implementation": "sdpa", **PARALLEL[parallel]}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=DTYPES[dtype], attn_implementation="sdpa", **PARALLEL[parallel]
-        )
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:  # safetensors, torch and transformers each raise their own types here
-        raise UserError(_why_no_model(name, config, error)) from error
+        raise UserError(f"{target_name} {_why_no_model(error)}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
@@ -66,10 +63,20 @@ def load_target(
     target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
     if not _is_causal(target):
         raise UserError(
-            f"target {name} ({config.model_type}) is no causal language model: what follows a token changes its "
-            "logits; choose a decoder-only model"
+            f"{target_name} is no causal language model: what follows a token changes its logits; choose a "
+            "decoder-only model"
         )
     return target
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Silence the bar of transformers that counts loaded weights. Downloads keep theirs."""
+    before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)
 
 
 @torch.inference_mode()
@@ -82,31 +89,30 @@ def _is_causal(target: TargetModel) -> bool:
 
 def _load_config(name: str) -> PretrainedConfig:
     folder = Path(name)
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    is_here = folder.is_dir()
+    if is_here and not (folder / "config.json").is_file():
         raise UserError(f"target folder {name} has no config.json; give the folder that save_pretrained wrote")
-    if not folder.is_dir() and looks_local:
+    if not is_here and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise UserError(f"target folder {name} does not exist; give an existing folder or a Hugging Face id")
     try:
         return AutoConfig.from_pretrained(name)
     except Exception as error:
-        if folder.is_dir():
-            raise UserError(
-                f"target folder {name} has a config.json that transformers cannot read ({_first_line(error)})"
-            ) from error
-        raise UserError(
-            f"target {name} is no folder here, and as a Hugging Face id it could not be fetched (no network, or "
-            "no such model); give an existing folder, or an id while online"
-        ) from error
+        why = (
+            f"folder {name} has a config.json that transformers cannot read ({_first_line(error)})"
+            if is_here
+            else f"{name} is no folder here, and as a Hugging Face id it could not be fetched (no network, or no such "
+            "model); give an existing folder, or an id while online"
+        )
+        raise UserError(f"target {why}") from error
 
 
-def _why_no_model(name: str, config: PretrainedConfig, error: Exception) -> str:
+def _why_no_model(error: Exception) -> str:
     line = _first_line(error)
     if "Unrecognized configuration class" in line or "for this kind of AutoModel" in line:
-        return f"target {name} ({config.model_type}) is no causal language model; choose a decoder-only model"
-    if "SafetensorError" in type(error).__name__ or "safetensors" in str(error).lower() or "deserializ" in str(error):
-        return f"target {name} has a missing or corrupt weight file ({line}); fetch or export it again"
-    return f"target {name} could not be loaded ({line}); check the folder, its dtype and its files"
+        return "is no causal language model; choose a decoder-only model"
+    if any(word in f"{line} {error}".lower() for word in ("safetensor", "deserializ")):
+        return f"has a missing or corrupt weight file ({line}); fetch or export it again"
+    return f"could not be loaded ({line}); check the folder, its dtype and its files"
 
 
 def _first_line(error: Exception) -> str:

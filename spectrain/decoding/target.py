@@ -9,14 +9,14 @@ Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
@@ -73,13 +73,13 @@ class TargetModel:
                 raise UserError(f"capture layer {layer} must be a block of the target, 0..{len(self._blocks) - 1}")
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
-        """The same model, capturing other layers."""
+        """Return the same model, capturing other layers."""
         if tuple(capture_layers) == self.capture_layers:
             return self
         return TargetModel(self.model, self.tokenizer, capture_layers, self.prefill_chunk, self.keeps_hidden)
 
     def with_hidden(self) -> TargetModel:
-        """The same model, whose `score` keeps the final hidden states."""
+        """Return the same model, whose `score` keeps the final hidden states."""
         if self.keeps_hidden:
             return self
         return TargetModel(self.model, self.tokenizer, self.capture_layers, self.prefill_chunk, keeps_hidden=True)
@@ -135,15 +135,13 @@ class TargetModel:
         Returns logits [B, T, V] and captured [B, T, C, D]. The caller decides about gradients. No mask is built: sdpa
         runs with `is_causal`, so memory is linear in T.
         """
-        logits, captured = self._run(tokens, use_cache=False)
+        logits, captured, _ = self._run(tokens, use_cache=False)
         return TargetOutput(logits, captured, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
 
     def features(self, tokens: Tensor) -> Features:
         """Run a plain causal forward over tokens [B, T] int64 that computes the logits of one position only."""
-        final: list[Tensor] = []
-        with self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 1)):
-            _, captured = self._run(tokens, use_cache=False)
-        return Features(captured, final[0])
+        _, captured, final_hidden = self._run(tokens, lambda hidden: hidden[:, :1], use_cache=False)
+        return Features(captured, final_hidden)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""
@@ -174,7 +172,6 @@ class TargetModel:
             entries past a row's length are meaningless.
         """
         assert rows.start == cache.n_rows, (rows, cache.n_rows)
-        assert len(rows) == len(lengths) == tokens.shape[0]
         n_rows, n_tokens = tokens.shape
         last = torch.tensor(lengths, device=tokens.device) - 1
         positions = torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1)
@@ -184,9 +181,9 @@ class TargetModel:
             cache.begin(rows, [start] * n_rows, stop - start)
             # The first chunk is plainly causal, so sdpa needs no mask; padding is to the right of every token.
             mask = None if start == 0 else _causal_mask(stop - start, stop, tokens.device)
-            piece, states = self._run(
+            piece, states, _ = self._run(
                 tokens[:, start:stop],
-                keep=(last - start).clamp(0, stop - start - 1),
+                partial(_at_position, (last - start).clamp(0, stop - start - 1)),
                 position_ids=positions[:, start:stop],
                 attention_mask=mask,
                 past_key_values=cache,
@@ -218,49 +215,45 @@ class TargetModel:
                 positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
         inputs = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        if not self.keeps_hidden:
-            logits, captured = self._run(tree.tokens, **inputs)
-            return TargetOutput(logits, captured, positions)
         if self._splits and not self.capture_layers:  # without a hook, which would cost a draft step a few per cent
             hidden = self.model.base_model(input_ids=tree.tokens, **inputs).last_hidden_state
             return TargetOutput(self.logits_of(hidden), None, positions, hidden)
-        final: list[Tensor] = []
-        with self._unembed.register_forward_pre_hook(partial(_take_hidden, final, 0)):
-            logits, captured = self._run(tree.tokens, **inputs)
-        return TargetOutput(logits, captured, positions, final[0])
+        every = (lambda hidden: hidden) if self.keeps_hidden else None
+        logits, captured, hidden = self._run(tree.tokens, every, **inputs)
+        return TargetOutput(logits, captured, positions, hidden)
 
-    def _run(self, tokens: Tensor, keep: Tensor | None = None, **inputs) -> tuple[Tensor, Tensor | None]:
-        """Call the model. `keep` [B] is the only position of each row to compute logits for; None: all.
+    def _run(
+        self, tokens: Tensor, keep: Callable[[Tensor], Tensor] | None = None, **inputs
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Call the model. Return its logits, the captured block inputs, and, if `keep` is given, the final states.
 
-        Hooks exist during this call only, so the user's model stays unchanged.
+        `keep` maps the final hidden states [B, T, D] to those that logits are computed of. Hooks exist during this call
+        only, so the user's model stays unchanged.
         """
-        found: dict[int, Tensor] = {}
+        inside: dict[int, Tensor] = {}
+        final: list[Tensor] = []
+
+        def at_unembedding(module: nn.Module, args: tuple) -> tuple:
+            final.append(args[0])
+            return (keep(args[0]), *args[1:])
+
         with ExitStack() as hooks:
             for layer in self.capture_layers:
-                hook = partial(_capture, found, layer)
+                hook = partial(_capture, inside, layer)
                 hooks.enter_context(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
             if keep is not None:
-                hooks.enter_context(self._unembed.register_forward_pre_hook(partial(_keep_position, keep)))
+                hooks.enter_context(self._unembed.register_forward_pre_hook(at_unembedding))
             logits = self.model(input_ids=tokens, **inputs).logits
-        if not self.capture_layers:
-            return logits, None
-        return logits, torch.stack([found[layer].to(tokens.device) for layer in self.capture_layers], dim=2)
+        captured = [inside[layer].to(tokens.device) for layer in self.capture_layers]
+        return logits, torch.stack(captured, dim=2) if captured else None, final[0] if final else None
 
 
-def _capture(found: dict[int, Tensor], layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    found[layer] = args[0] if args else kwargs["hidden_states"]
+def _capture(inside: dict[int, Tensor], layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    inside[layer] = args[0] if args else kwargs["hidden_states"]
 
 
-def _take_hidden(final: list[Tensor], keep: int, module: nn.Module, args: tuple) -> tuple | None:
-    """Store the input of the unembedding; logits are computed for `keep` positions, 0: for all."""
-    final.append(args[0])
-    return (args[0][:, :keep], *args[1:]) if keep else None
-
-
-def _keep_position(keep: Tensor, module: nn.Module, args: tuple) -> tuple:
-    hidden = args[0]  # [R, T, D]
-    keep = keep.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1])
-    return (hidden.gather(1, keep), *args[1:])
+def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] -> [R, 1, D]
+    return hidden.gather(1, position.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
 
 def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
@@ -305,11 +298,7 @@ def check_supported(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise UserError(f"{name} is no causal language model; choose a decoder-only target")
-    layer_type = unsupported_layer_type(config)
-    if layer_type is None and getattr(model, "_is_stateful", False):
-        layer_type = "linear_attention"
-    if layer_type is not None:
-        raise UserError(f"{name} has layers of type {layer_type}; choose a target with full_attention only")
+    check_layers(config, name, is_stateful=getattr(model, "_is_stateful", False))
     if config._attn_implementation != "sdpa":
         raise UserError(
             f'{name} was loaded with attn_implementation="{config._attn_implementation}", tree masks need "sdpa"; '
@@ -319,13 +308,21 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UserError(f"{name} takes no position_ids, which trees need; choose a target with RoPE")
 
 
-def unsupported_layer_type(config) -> str | None:
+def check_layers(config: PretrainedConfig, name: str, is_stateful: bool = False) -> None:
+    """Raise UserError if a Hugging Face config names layers other than full attention. `name` is the model's."""
+    layer_type = unsupported_layer_type(config) or ("linear_attention" if is_stateful else None)
+    if layer_type is not None:
+        raise UserError(f"{name} has layers of type {layer_type}; choose a target with full_attention only")
+
+
+def unsupported_layer_type(config: PretrainedConfig) -> str | None:
     """Return the first layer type other than full attention that a Hugging Face config names, or None."""
     config = config.get_text_config()
-    for layer_type in getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ():
+    types = getattr(config, "layer_types", None)
+    for layer_type in types or getattr(config, "attention_layers", None) or ():
         if layer_type not in ("full_attention", "global"):
             return layer_type
     window = getattr(config, "sliding_window", None)
-    if window and not getattr(config, "layer_types", None) and getattr(config, "use_sliding_window", True):
+    if window and not types and getattr(config, "use_sliding_window", True):
         return f"sliding_attention (sliding_window={window})"
     return None

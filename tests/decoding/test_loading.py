@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from spectrain.decoding import load_target
 from spectrain.decoding.errors import UserError
@@ -32,6 +32,14 @@ def test_loaded_target_is_frozen_and_ready(folder):
     assert target.tokenizer.decode([4, 5]) == "w4 w5"
     assert target.forward(torch.tensor([[4, 5]])).captured.shape == (1, 2, 1, 32)
     assert load_target(folder, dtype="bfloat16", device="cpu").dtype == torch.bfloat16
+
+
+def test_loading_shows_no_progress_bar_and_leaves_the_users_setting(folder, capfd, monkeypatch):
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)
+    load_target(folder, device="cpu")
+    assert "Loading weights" not in capfd.readouterr().err
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert "Loading weights" in capfd.readouterr().err
 
 
 def no_config(folder):
