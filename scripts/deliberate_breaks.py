@@ -182,8 +182,8 @@ BREAKS: list[tuple[str, str, str, str]] = [  # file, what stands there (once), w
     ),
     (
         "spectrain/models/labels.py",
-        "return (self.p / self.q).clamp(max=1.0)",
-        "return self.p / self.q",
+        "labels[rows, places] = (p / q).clamp(max=1.0)",
+        "labels[rows, places] = p / q",
         "tests/models/test_labels.py",
     ),
     (

@@ -29,8 +29,7 @@ class DraftStates(ABC):
     block_tokens: int | None = None  # of its rollouts over a text; None: it has none
 
     @abstractmethod
-    def fingerprint(self) -> str:
-        """16 hex digits that identify this drafter."""
+    def fingerprint(self) -> str: ...
 
     @abstractmethod
     def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
@@ -47,7 +46,8 @@ class DraftStates(ABC):
 
     def reads_drafts(self, n_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """[T] bool: positions whose token `hidden` reads as a draft; it reads the others as the target's own text."""
-        return torch.ones(n_tokens, dtype=torch.bool, device=device)
+        positions = torch.arange(n_tokens, device=device)
+        return positions >= 0 if self.block_tokens is None else positions % self.block_tokens != 0
 
 
 class ModelStates(DraftStates):
@@ -70,12 +70,8 @@ class ModelStates(DraftStates):
 class SpireStates(DraftStates):
     """A SPIRe drafter, rolled out from every `block_tokens`-th position: the first token of each block is a root.
 
-    Args:
-        drafter: the model.
-        block_tokens: tokens of a block, root included; a head is trained on drafts of depth 1 .. block_tokens - 1.
-
-    Raises:
-        UserError: a block is longer than the drafter's window, or too short to hold a draft.
+    A head is trained on drafts of depth 1 .. block_tokens - 1. UserError: a block is longer than the drafter's window,
+    or too short to hold a draft.
     """
 
     def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
@@ -97,9 +93,6 @@ class SpireStates(DraftStates):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.drafter.lm_head(hidden)
-
-    def reads_drafts(self, n_tokens: int, device: torch.device | str = "cpu") -> Tensor:
-        return torch.arange(n_tokens, device=device) % self.block_tokens != 0
 
 
 def in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from spectrain.decoding import Sampling, TargetModel
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
-from spectrain.models.labels import LabelledTexts, draw_drafts, label_texts, mix_tokens
+from spectrain.models.labels import LabelledTexts, label_texts, mix_tokens
 from spectrain.models.spire import SpireDrafter
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.models.spire_reference import slow_rollout
@@ -175,10 +175,13 @@ def test_no_position_at_all_gives_no_drafts():
 
 @pytest.mark.parametrize("of", ["target", "drafter"])
 def test_states_that_are_no_numbers_give_labels_that_are_none(of):
-    good, bad = torch.randn(3, 4), torch.full((3, 4), torch.nan)
-    hidden = (bad, good) if of == "target" else (good, bad)
-    draws = draw_drafts(*hidden, lambda h: h, lambda h: h, Sampling(1.0), torch.rand(3, 2))
-    assert draws.labels.isnan().all()
+    target, states = vanilla()
+    model = target if of == "target" else states.model
+    with torch.no_grad():
+        model.unembedding[7] = torch.nan
+    tokens, may_draft, uniforms = asked(states, 2)
+    found = label_texts(target, states, tokens, may_draft, Sampling(1.0), uniforms)
+    assert found.labels[may_draft].isnan().all()
 
 
 def test_mixed_texts_take_drafts_where_the_uniform_says_so():
