@@ -9,10 +9,12 @@ folder `LookupFacts`. docs/export.md lists every file, key and shape.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.errors import UserError
@@ -63,37 +65,28 @@ def write_manifest(folder: Path, artifact: Artifact) -> None:
 
 
 def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
-    """Read `spectrain.json` from the folder that a user gave by this option.
-
-    Raises:
-        UserError: the folder is missing, is no export, or is of another version.
-    """
+    """Read `spectrain.json` from the folder that a user gave by this option. Raise UserError if it is no export."""
     file = folder / MANIFEST
-    if not folder.is_dir():
-        raise UserError(f"{option}={folder} does not exist; give a folder that spectrain.train exported")
     if not file.is_file():
-        raise UserError(f"{option}={folder} has no {MANIFEST}; give a folder that spectrain.train exported")
-    try:
+        what = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
+        raise UserError(f"{option}={folder} {what}; give a folder that spectrain.train exported")
+    with damage_of(str(file)):
         values = read_json(file)
-        version = values.get("version")
-        artifact = Artifact(**values) if version == VERSION else None  # another version may have other keys
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); export the drafter again") from error
-    if artifact is None:
-        raise UserError(f"{folder} has format version {version}, not {VERSION}; export it again")
-    return artifact
+        if values["version"] != VERSION:  # which may have other keys
+            raise UserError(f"{folder} has format version {values['version']}, not {VERSION}; export it again")
+        return Artifact(**values)
 
 
 def check_artifact(folder: Path, kind: str, fingerprint: str) -> None:
     """Raise UserError unless the folder holds a drafter or head of this kind for the target of this fingerprint."""
-    option, made_by = KINDS[kind].option, KINDS[kind].made_by
-    artifact = read_manifest(folder, option)
+    given, made_by = f"{KINDS[kind].option}={folder}", KINDS[kind].made_by
+    artifact = read_manifest(folder, KINDS[kind].option)
     if artifact.kind != kind:
         noun = KINDS[artifact.kind].noun if artifact.kind in KINDS else artifact.kind
-        raise UserError(f"{option}={folder} is a {noun}; give one made by python -m {made_by}")
+        raise UserError(f"{given} is a {noun}; give one made by python -m {made_by}")
     if artifact.target_fingerprint != fingerprint:
         raise UserError(
-            f"{option}={folder} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
+            f"{given} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
             f"({fingerprint}); train one for it with python -m {made_by} target=..."
         )
 
@@ -104,38 +97,36 @@ def check_weights(folder: Path, option: str) -> None:
     if not files:
         raise UserError(f"{option}={folder} has no model.safetensors; export it again")
     for file in files:
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise damaged(f"{option}={folder}", error, f"{file.name}: ") from error
+        with damage_of(f"{option}={folder}", f"{file.name}: "), safe_open(file, "pt"):
+            pass
 
 
-def damaged(what: str, error: Exception, where: str = "") -> UserError:
-    return UserError(f"{what} is damaged ({where}{type(error).__name__}); export it again")
+@contextmanager
+def damage_of(what: str, where: str = "") -> Iterator[None]:
+    """Turn whatever safetensors, json and torch raise while an export is read into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} is damaged ({where}{type(error).__name__}); export it again") from error
 
 
 def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
-    """Return the newest folder of this kind below `root` for the target of this fingerprint.
-
-    Raises:
-        UserError: there is none.
-    """
-    fitting = []
-    for file in root.glob(f"*/{MANIFEST}"):
+    """Return the newest folder of this kind below `root` for this target. Raise UserError if there is none."""
+    for file in sorted(root.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
             artifact = read_manifest(file.parent)
         except UserError as error:
             log.warning("passed over: %s", error)
             continue
-        if artifact.kind == kind and artifact.target_fingerprint == fingerprint:
-            fitting.append(file)
-    if not fitting:
-        raise UserError(
-            f"{root}/ holds no {KINDS[kind].noun} for this target; train one with python -m {KINDS[kind].made_by}, "
-            f"or give {KINDS[kind].option}=<folder>"
-        )
-    return max(fitting, key=lambda file: file.stat().st_mtime).parent
+        if (artifact.kind, artifact.target_fingerprint) == (kind, fingerprint):
+            return file.parent
+    about = KINDS[kind]
+    raise UserError(
+        f"{root}/ holds no {about.noun} for this target; train one with python -m {about.made_by}, or give "
+        f"{about.option}=<folder>"
+    )
 
 
 def save_spire(folder: Path, drafter: SpireDrafter) -> None:
@@ -148,25 +139,16 @@ def save_spire(folder: Path, drafter: SpireDrafter) -> None:
 
 
 def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
-    """Open a SPIRe drafter for the target of this fingerprint.
-
-    Raises:
-        UserError: see `check_artifact`; or a file is missing or damaged.
-    """
+    """Open a SPIRe drafter for the target of this fingerprint. Raise UserError if it does not fit, or is damaged."""
     check_artifact(folder, "spire", fingerprint)
-    try:
+    with damage_of(f"drafter={folder}"):
         values = read_json(folder / "config.json")
-        shape = LlamaShape(**values.pop("shape"))
-        config = SpireConfig(shape=shape, **{**values, "target_layers": tuple(values["target_layers"])})
-        drafter = SpireDrafter(config)
+        shape, layers = LlamaShape(**values.pop("shape")), tuple(values.pop("target_layers"))
+        drafter = SpireDrafter(SpireConfig(shape, layers, **values))
         state = load_file(folder / "model.safetensors")
         if shape.tie_embeddings:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         drafter.load_state_dict(state)
-    except UserError:
-        raise
-    except Exception as error:  # safetensors, json and torch each raise their own types here
-        raise damaged(f"drafter={folder}", error) from error
     return drafter
 
 
@@ -191,10 +173,8 @@ def read_lookup_facts(folder: Path) -> LookupFacts:
             f"lookup={folder} is of kind {artifact.kind}, which an engine cannot look up in; give one made by python "
             "-m spectrain.export method=..."
         )
-    try:
+    with damage_of(f"lookup={folder}"):
         return LookupFacts(**read_json(folder / "config.json"))
-    except (OSError, ValueError, TypeError) as error:
-        raise damaged(f"lookup={folder}", error) from error
 
 
 def check_tokenizer(folder: Path, facts: LookupFacts, tokenizer_fingerprint: str, target: str) -> None:

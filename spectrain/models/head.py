@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.decoding.sampling import Sampling
-from spectrain.models.artifacts import check_artifact, damaged
+from spectrain.models.artifacts import check_artifact, damage_of
 from spectrain.stores.folder import read_json, write_json
 
 DRAFTER = "drafter"  # its folder inside a head's
@@ -37,8 +37,8 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         check_whole("hidden_size", self.hidden_size, 1)
-        if isinstance(self.n_blocks, bool) or not isinstance(self.n_blocks, int) or not 0 <= self.n_blocks <= 4:
-            raise UserError(f"n_blocks={self.n_blocks} must be a whole number from 0 to 4")
+        check_whole("n_blocks", self.n_blocks, 0)
+        check_number("n_blocks", self.n_blocks, "[0, 4]")
 
 
 class AcceptanceHead(nn.Module):
@@ -108,18 +108,14 @@ def save_drafter(
 ) -> None:
     """Put the drafter that a head belongs to into the head's folder.
 
-    Args:
-        folder: existing folder of the head.
-        facts: of the drafter. Its files are copied, because they may be of a higher precision than what was loaded.
-        module: the drafter; saved if it came from the hub, or from files that are not safetensors.
-        tokenizer: of a vanilla drafter.
+    Its files are copied, because they may be of a higher precision than what was loaded. If it came from the hub, or
+    from files that are not safetensors, the module is saved, with the tokenizer of a vanilla drafter.
     """
     source, destination = Path(facts.path), folder / DRAFTER
     destination.mkdir()
     if any(source.glob("*.safetensors")):
-        for pattern in KEPT:
-            for file in source.glob(pattern):
-                shutil.copyfile(file, destination / file.name)
+        for file in (file for pattern in KEPT for file in source.glob(pattern)):
+            shutil.copyfile(file, destination / file.name)
         return
     module.save_pretrained(destination)  # an ordinary model: our own drafters are always safetensors
     if tokenizer is not None:
@@ -133,34 +129,17 @@ def own_drafter(folder: Path | str) -> Path | None:
 
 
 def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
-    """Read `config.json` of a head.
-
-    Raises:
-        UserError: it is no head, was trained for another target, or is damaged; see `check_artifact`.
-    """
+    """Read `config.json` of a head. Raise UserError if it is none, is of another target, or is damaged."""
     check_artifact(folder, "head", target_fingerprint)
-    try:
+    with damage_of(f"head={folder}"):
         values = read_json(folder / "config.json")
-        return HeadFacts(
-            head=HeadConfig(**values.pop("head")),
-            drafter=DrafterFacts(**values.pop("drafter")),
-            sampling=Sampling(**values.pop("sampling")),
-            **values,
-        )
-    except UserError:
-        raise
-    except Exception as error:  # json and dataclasses each raise their own types here
-        raise damaged(f"head={folder}", error) from error
+        for name, kind in (("head", HeadConfig), ("drafter", DrafterFacts), ("sampling", Sampling)):
+            values[name] = kind(**values[name])
+        return HeadFacts(**values)
 
 
 def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size: int) -> AcceptanceHead:
-    """Open a head for use with this drafter.
-
-    Args:
-        folder: of the head.
-        facts: from `read_head_facts`.
-        drafter: the drafter in use.
-        hidden_size: of the drafter's final state.
+    """Open the head in a folder, which has these facts, for use with a drafter whose final state is of this width.
 
     Raises:
         UserError: the head was trained on another drafter, or is damaged.
@@ -177,8 +156,6 @@ def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size
             "train a head for this one with +exp=specdecpp"
         )
     head = AcceptanceHead(facts.head)
-    try:
+    with damage_of(f"head={folder}"):
         head.load_state_dict(load_file(folder / "model.safetensors"))
-    except Exception as error:  # safetensors and torch each raise their own types here
-        raise damaged(f"head={folder}", error) from error
     return head

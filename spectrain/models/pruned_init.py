@@ -1,7 +1,6 @@
 """Pruned initialisation: a SPIRe drafter from the target's own modules (SPIRe, section 3.2).
 
-Embedding, the last `n_layer` blocks, final norm and unembedding are copied. A target is Llama-like enough if it has the
-very modules that are copied.
+Embedding, the last `n_layer` blocks, final norm and unembedding are copied.
 """
 
 from __future__ import annotations
@@ -27,24 +26,11 @@ RENAMED = {  # Hugging Face's names -> ours
     "mlp.down_proj": "down",
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
-NEEDED = {
-    "RoPE": ("model.rotary_emb",),
-    "RMSNorm": ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"),
-    "separate attention projections": tuple(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo"),
-    "a gated MLP": tuple(f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")),
-}
 
 
 def shape_of(target: PreTrainedModel) -> LlamaShape:
-    """Return the dimensions of a Llama-like target. Raise UserError that names what another target lacks."""
+    """Return the dimensions of a Llama-like target. Raise UserError for another one."""
     config = target.config
-    modules = dict(target.named_modules())
-    for part, names in NEEDED.items():
-        if any(name not in modules for name in names):
-            raise UserError(
-                f"target {config.model_type} has no {part}; SPIRe needs a Llama-like target "
-                f"({', '.join(LLAMA_LIKE)}), choose one or train +exp=vanilla"
-            )
     if config.model_type not in LLAMA_LIKE:
         raise UserError(
             f"target of type {config.model_type} is not computed like Llama; SPIRe supports {', '.join(LLAMA_LIKE)}, "
@@ -55,7 +41,7 @@ def shape_of(target: PreTrainedModel) -> LlamaShape:
             f"the target's RoPE of type {config.rope_parameters['rope_type']} changes with the length of the text; "
             f"SPIRe supports {', '.join(ROPE_TYPES)}"
         )
-    attention, mlp = modules["model.layers.0.self_attn"], modules["model.layers.0.mlp"]
+    attention, mlp = target.model.layers[0].self_attn, target.model.layers[0].mlp
     return LlamaShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -85,15 +71,10 @@ def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
 
 
 def new_drafter(target: PreTrainedModel, config: SpireConfig, init: str) -> SpireDrafter:
-    """Return a new drafter to train, in float32.
+    """Return a new drafter to train, in float32, whose config was made with `shape_of(target)`.
 
-    Args:
-        target: the model to draft for.
-        config: made with `shape_of(target)`.
-        init: "pruned" copies the target's modules, "random" draws weights with the std of the target's family (0.02).
-
-    Raises:
-        UserError: `init` is unknown.
+    `init` is "pruned", which copies the target's modules, or "random", which draws weights with the std of the target's
+    family (0.02).
     """
     if init not in ("pruned", "random"):
         raise UserError(f"init={init} is unknown; choose pruned or random")

@@ -17,9 +17,6 @@ def new_vanilla(
     """Return a new Llama to train, by default with half the target's layers and width: 1/8 of its body parameters.
 
     It has as many heads as the target, of smaller width, as SPIRe's vanilla drafter.
-
-    Raises:
-        UserError: the width cannot be divided among the target's heads.
     """
     config = target.config
     hidden = hidden_size or config.hidden_size // 2
