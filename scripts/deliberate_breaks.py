@@ -288,7 +288,7 @@ BREAKS: list[tuple[str, str, str, str]] = [  # file, what stands there (once), w
     ),
     (
         "spectrain/measure/parity.py",
-        "before = torch.nn.functional.pad(kept.cumprod(1)[:, :-1], (1, 0), value=1.0)",
+        "before = pad(kept.cumprod(1)[:, :-1], (1, 0), value=1.0)",
         "before = torch.ones_like(kept)",
         "tests/measure/test_parity.py",
     ),

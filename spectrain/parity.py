@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.parity import LOGGED, differences, measure_sides, verdict
+from spectrain.measure.parity import ASSISTED, AT_STEPS, LOGGED, LOOP, described, measure_sides, verdict
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import Setting
 from spectrain.methods.loading import load_method
@@ -34,14 +34,13 @@ from spectrain.training.experiments import drafter_rows
 from spectrain.training.runs import RunFolder
 
 RESULT = "parity.json"
-KINDS = ("spire", "vanilla")
 
 
 def main(cfg: DictConfig) -> None:
     settings = read_settings(cfg)
     run = RunFolder.open(Path(str(cfg.run)))
     trained = OmegaConf.create(run.config)
-    if trained.kind not in KINDS:
+    if trained.kind not in ("spire", "vanilla"):
         raise UserError(
             f"run={run.path} is of kind {trained.kind}; give a run of a drafter, +exp=spire or +exp=vanilla"
         )
@@ -51,10 +50,14 @@ def main(cfg: DictConfig) -> None:
     target = open_target(trained)
     method = open_method(cfg, run, target)
     contexts = held_out_contexts(cfg, run.config, target)
-    options = (cfg.new_tokens, cfg.batch_size, cfg.seed, cfg.assisted)
-    sides = {setting: measure_sides(target, method, contexts, setting, *options) for setting in settings}
-    apart = {(setting, name): d for setting, own in sides.items() for name, d in differences(own).items()}
-    rows = {f"{setting.sampling}, {name}": a.as_json() for setting, own in sides.items() for name, a in own.items()}
+    rows, differences, verdicts = logged(run, method.gamma), {}, []
+    for setting in settings:
+        sides = measure_sides(target, method, contexts, setting, cfg.new_tokens, cfg.batch_size, cfg.seed, cfg.assisted)
+        rows |= {f"{setting.sampling}, {name}": described(counts) for name, counts in sides.items()}
+        for name in (name for name in (AT_STEPS, ASSISTED) if name in sides):  # what takes the loop's steps
+            differences[f"{setting.sampling}, {name} less the loop"] = described(sides[name], sides[LOOP])
+            said = verdict(name, sides[name], sides[LOOP], greedy=not setting.temperature)
+            verdicts.append((f"{setting.sampling}, {said}", None))
     results = {
         "kind": "parity",
         **provenance(environment(1)),
@@ -66,8 +69,8 @@ def main(cfg: DictConfig) -> None:
         "contexts": len(contexts),
         "context_tokens": cfg.context_tokens,
         "new_tokens": cfg.new_tokens,
-        "rows": logged(run, method.gamma) | rows,
-        "differences": {f"{s.sampling}, {name} less the loop": d.as_json() for (s, name), d in apart.items()},
+        "rows": rows,
+        "differences": differences,
         "figures": [{"file": "parity.png", "caption": PARITY_CAPTION}],
     }
 
@@ -80,16 +83,12 @@ def main(cfg: DictConfig) -> None:
         f"Acceptance by position in the draft: {run.path}, {len(contexts)} held-out contexts of {cfg.context_tokens} "
         f"tokens, {cfg.new_tokens} new tokens; 95 % intervals over contexts"
     )
-    lines = [
-        f"{setting.sampling}, {verdict(name, difference, greedy=not setting.temperature)}"
-        for (setting, name), difference in apart.items()
-    ]
-    table = parity_table(results["rows"], results["positions"], NARROW)
-    show([(title, table), *((line, None) for line in lines)], 100, f"{out}/{RESULT}, parity.png")
+    table = parity_table(rows, results["positions"], NARROW)
+    show([(title, table), *verdicts], 100, f"{out}/{RESULT}, parity.png")
 
 
 def read_settings(cfg: DictConfig) -> list[Setting]:
-    """One setting per temperature. Raises UserError where an option is out of range."""
+    """Check the options. Returns one setting per temperature."""
     for name in ("contexts", "context_tokens", "new_tokens", "batch_size"):
         check_whole(name, cfg[name], 1)
     if cfg.gamma is not None:

@@ -13,18 +13,21 @@ does, so teacher forcing predicts the counts from that text alone: with x_i its 
 
 as the loop keeps x_i with that probability. Under greedy decoding every factor is 0 or 1, and both agree step by step.
 
+Each side has counts [T, k + 1] float64: in each text, full steps whose first 0, 1, .. k draft tokens were accepted.
+
 Letters: T texts, S full steps of a text, k = gamma, L tokens of a text, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel
 from spectrain.measure.baselines import build_baseline
@@ -51,84 +54,6 @@ ASSISTED = "assisted (HF)"
 Logits = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The full steps of one text."""
-
-    tokens: list[int]  # context and continuation, [L]
-    begins: int  # position of the first root, full step or not
-    roots: list[int]  # position of the last token before each draft, [S]
-    accepted: list[int]  # of gamma draft tokens, [S]
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """How far drafts get: in each text the number of full steps, and of those whose first 1, 2, .. k tokens were kept.
-
-    Args:
-        counts: [T, k + 1] float64; expected counts where acceptance is computed.
-        other: of the same texts, in the same order: then everything is the difference, this minus the other.
-    """
-
-    counts: np.ndarray
-    other: np.ndarray | None = None
-
-    def minus(self, other: Acceptance) -> Acceptance:
-        assert self.counts.shape == other.counts.shape, "both must be of the same texts"
-        return Acceptance(self.counts, other.counts)
-
-    def rates(self) -> list[Estimate]:
-        """Acceptance at each position; nan where no step came so far."""
-        return [self._estimate(position) for position in range(1, self.counts.shape[1])]
-
-    def tau(self) -> Estimate:
-        """Tokens per full step, the bonus included."""
-        return self._estimate(None)
-
-    def apart(self) -> list[int]:
-        """Of a difference: positions whose interval excludes 0; all intervals together hold at 95 % (Bonferroni)."""
-        positions = range(1, self.counts.shape[1])
-        reached = np.minimum(self.counts.sum(0), self.other.sum(0))[:-1]
-        level = 1 - 0.05 / len(positions)
-        return [i for i in positions if reached[i - 1] >= LEAST_STEPS and self._estimate(i, level).resolved]
-
-    def as_json(self) -> dict:
-        return {
-            "acceptance": [estimate.as_json() for estimate in self.rates()],
-            "tau": self.tau().as_json(),
-            "steps": int(self.counts[:, 0].sum()),
-        }
-
-    def _estimate(self, position: int | None, level: float = 0.95) -> Estimate:
-        width = self.counts.shape[1]
-
-        def rate(*sums: np.ndarray) -> np.ndarray:
-            return sum(sums) / sums[0] if position is None else sums[position] / sums[position - 1]
-
-        def difference(*sums: np.ndarray) -> np.ndarray:
-            return rate(*sums[:width]) - rate(*sums[width:])
-
-        columns = self.counts.T if self.other is None else [*self.counts.T, *self.other.T]
-        return of_sums(rate if self.other is None else difference, *columns, n_resamples=N_RESAMPLES, level=level)
-
-
-def differences(sides: Mapping[str, Acceptance]) -> dict[str, Acceptance]:
-    """What should be nothing but chance: the sides that take the loop's steps, less the loop."""
-    return {name: sides[name].minus(sides[LOOP]) for name in (AT_STEPS, ASSISTED) if name in sides}
-
-
-def verdict(name: str, difference: Acceptance, greedy: bool) -> str:
-    """One sentence on a side of `differences`."""
-    tau, apart = difference.tau(), difference.apart()
-    said = f"{name} less the loop: tau {tau.value:+.3f} [{tau.low:+.3f}, {tau.high:+.3f}]"
-    positions = f"position {', '.join(map(str, apart))}"
-    if greedy and np.array_equal(difference.counts, difference.other):
-        return f"{said}; equal in all {difference.counts[:, 0].sum():.0f} steps"
-    if not tau.low <= 0 <= tau.high:
-        return f"{said}: THEY DIFFER" + (f", at {positions}" if apart else "")
-    return f"{said}, but {positions} DIFFERS" if apart else f"{said}; no difference resolved, at no position"
-
-
 def measure_sides(
     target: TargetModel,
     method: Drafter,
@@ -138,8 +63,8 @@ def measure_sides(
     batch_size: int,
     seed: int = 0,
     assisted: bool = True,
-) -> dict[str, Acceptance]:
-    """Measure the acceptance of a Spire or Speculative method as each side has it, on the same contexts.
+) -> dict[str, np.ndarray]:
+    """Count the acceptance of a Spire or Speculative method on each side, on the same contexts.
 
     `assisted`: transformers' assisted generation is measured too, for a vanilla drafter.
     """
@@ -160,6 +85,71 @@ def measure_sides(
     return found
 
 
+# Estimates from counts
+
+
+def estimate(
+    counts: np.ndarray, other: np.ndarray | None = None, position: int | None = None, level: float = 0.95
+) -> Estimate:
+    """Estimate acceptance at a position, nan where no step came so far, or tau where no position is given.
+
+    With `other`, the counts of another side of the same texts, it is how much larger these are.
+    """
+
+    def rate(sums: Sequence[np.ndarray]) -> np.ndarray:
+        return sum(sums) / sums[0] if position is None else sums[position] / sums[position - 1]
+
+    if other is None:
+        return of_sums(lambda *sums: rate(sums), *counts.T, n_resamples=N_RESAMPLES, level=level)
+    width = counts.shape[1]
+    columns = *counts.T, *other.T
+    return of_sums(lambda *s: rate(s[:width]) - rate(s[width:]), *columns, n_resamples=N_RESAMPLES, level=level)
+
+
+def described(counts: np.ndarray, other: np.ndarray | None = None) -> dict:
+    """Return acceptance by position, tau and steps, or their differences, as parity.json holds them."""
+    positions = range(1, counts.shape[1])
+    return {
+        "acceptance": [estimate(counts, other, position).as_json() for position in positions],
+        "tau": estimate(counts, other).as_json(),
+        "steps": int(counts[:, 0].sum()),
+    }
+
+
+def positions_apart(counts: np.ndarray, other: np.ndarray) -> list[int]:
+    """Return the positions where two sides differ; all intervals together hold at 95 % (Bonferroni)."""
+    positions = range(1, counts.shape[1])
+    reached = np.minimum(counts.sum(0), other.sum(0))
+    level = 1 - 0.05 / len(positions)
+    enough = [i for i in positions if reached[i - 1] >= LEAST_STEPS]
+    return [i for i in enough if estimate(counts, other, i, level).resolved]
+
+
+def verdict(name: str, counts: np.ndarray, loop: np.ndarray, greedy: bool) -> str:
+    """Say in one sentence whether a side that takes the loop's steps agrees with the loop."""
+    tau, apart = estimate(counts, loop), positions_apart(counts, loop)
+    said = f"{name} less the loop: tau {tau.value:+.3f} [{tau.low:+.3f}, {tau.high:+.3f}]"
+    positions = f"position {', '.join(map(str, apart))}"
+    if greedy and np.array_equal(counts, loop):
+        return f"{said}; equal in all {counts[:, 0].sum():.0f} steps"
+    if not tau.low <= 0 <= tau.high:
+        return f"{said}: THEY DIFFER" + (f", at {positions}" if apart else "")
+    return f"{said}, but {positions} DIFFERS" if apart else f"{said}; no difference resolved, at no position"
+
+
+# Counts of texts
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The full steps of one text."""
+
+    tokens: list[int]  # context and continuation, [L]
+    begins: int  # position of the first root, full step or not
+    roots: list[int]  # position of the last token before each draft, [S]
+    accepted: list[int]  # of gamma draft tokens, [S]
+
+
 def full_steps(context: Sequence[int], generation: Generation, gamma: int, of_context: bool = False) -> Steps:
     """Take the steps of a continuation that drafted gamma tokens.
 
@@ -175,56 +165,53 @@ def full_steps(context: Sequence[int], generation: Generation, gamma: int, of_co
     return Steps([*context, *generation.tokens], begins, roots, accepted)
 
 
-def counted(texts: Sequence[Steps], gamma: int) -> Acceptance:
-    """What the loop did."""
-    reached = [[sum(a >= j for a in text.accepted) for j in range(gamma + 1)] for text in texts]
-    return Acceptance(np.array(reached, dtype=np.float64))
+def counted(texts: Sequence[Steps], gamma: int) -> np.ndarray:
+    """Count how far the drafts of the steps got, [T, k + 1]."""
+    return np.array([[sum(a >= j for a in text.accepted) for j in range(gamma + 1)] for text in texts], np.float64)
 
 
 @torch.inference_mode()
 def computed(
     texts: Sequence[Steps], gamma: int, draft: Logits, target: Logits, sampling: Sampling
-) -> tuple[Acceptance, Acceptance]:
-    """Compute the acceptance of texts that were written under `sampling`, from the two models' logits.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the expected counts of texts that were written under `sampling`, from the two models' logits.
 
     Returns:
-        As if a draft began at each position of what was written; and at the loop's own steps.
+        Counts [T, k + 1] as if a draft began at each position of what was written; and at the loop's own steps.
     """
     everywhere, at_steps = np.zeros((len(texts), gamma + 1)), np.zeros((len(texts), gamma + 1))
     for row, text in enumerate(texts):
         roots = np.arange(text.begins, len(text.tokens) - gamma)
         if not len(roots):
             continue
-        reached = _reached(torch.tensor(text.tokens), torch.from_numpy(roots), gamma, draft, target, sampling)
+        tokens = torch.tensor(text.tokens)
+        positions = torch.from_numpy(roots)[:, None] + torch.arange(gamma)  # [S, k]
+        p, q = (sampling.warp(logits(tokens, positions)).cpu() for logits in (target, draft))  # [S, k, V]
+        reached = _reached(p, q, tokens[positions + 1])
         everywhere[row] = reached.sum(0)
         at_steps[row] = reached[np.isin(roots, text.roots)].sum(0)
-    return Acceptance(everywhere), Acceptance(at_steps)
+    return everywhere, at_steps
 
 
-def _reached(
-    tokens: Tensor, roots: Tensor, gamma: int, draft: Logits, target: Logits, sampling: Sampling
-) -> np.ndarray:
-    """Probabilities [S, k + 1] float64 that the first 0, 1, .. k draft tokens behind each root [S] are accepted."""
-    positions = roots[:, None] + torch.arange(gamma)  # [S, k]
-    p, q = (sampling.warp(logits(tokens, positions)).cpu() for logits in (target, draft))  # [S, k, V]
+def _reached(p: Tensor, q: Tensor, written: Tensor) -> np.ndarray:
+    """Compute the probabilities [S, k + 1] that the first 0, 1, .. k draft tokens of each step are accepted.
+
+    p, q: [S, k, V]; written: [S, k] the tokens of the text that follow the root.
+    """
     overlap = torch.minimum(p, q).sum(-1).double()  # [S, k]: sum_v min(p, q)
-    written = tokens[positions + 1][..., None]
+    written = written[..., None]
     kept = (q.gather(-1, written) / p.gather(-1, written))[..., 0].clamp_max(1).double()
-    before = torch.nn.functional.pad(kept.cumprod(1)[:, :-1], (1, 0), value=1.0)
-    return torch.nn.functional.pad(before * overlap, (1, 0), value=1.0).numpy()
+    before = pad(kept.cumprod(1)[:, :-1], (1, 0), value=1.0)
+    return pad(before * overlap, (1, 0), value=1.0).numpy()
 
 
 def logits_of(model: TargetModel) -> Logits:
-    """Logits by one plain forward over a text; they do not depend on where drafts begin."""
-
-    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
-        return model.forward(tokens[None].to(model.device)).logits[0][positions.to(model.device)]
-
-    return logits
+    """Return logits by one plain forward over a text; they do not depend on where drafts begin."""
+    return lambda tokens, positions: model.forward(tokens[None].to(model.device)).logits[0][positions.to(model.device)]
 
 
 def draft_logits(method: Drafter, target: TargetModel) -> Logits:
-    """The logits of a vanilla or SPIRe drafter as training computes them."""
+    """Return the logits of a vanilla or SPIRe drafter as training computes them."""
     if isinstance(method, Speculative):
         return logits_of(method.draft_model)
     assert isinstance(method, Spire), method
@@ -232,7 +219,7 @@ def draft_logits(method: Drafter, target: TargetModel) -> Logits:
     reading = target.with_capture(drafter.config.captured_layers)
 
     def logits(tokens: Tensor, positions: Tensor) -> Tensor:
-        """The training rollout, once for each place of a block's root modulo k."""
+        """Run the training rollout, once for each place of a block's root modulo k."""
         tokens, positions = tokens[None].to(target.device), positions.to(target.device)
         captured = reading.features(tokens).captured
         roots = positions[:, 0] % method.gamma

@@ -54,39 +54,27 @@ def bootstrap_samples(
         samples: one or several measurements of the same Q >= 2 units in the same order; they are drawn together.
     """
     arrays = [np.asarray(one, dtype=np.float64) for one in samples]
+    options = {"vectorized": True, "n_resamples": n_resamples, "method": "percentile", "paired": len(arrays) > 1}
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateDataWarning)  # a resample may have no step at all
-        return scipy_bootstrap(
-            arrays,
-            statistic,
-            paired=len(arrays) > 1,
-            vectorized=True,
-            n_resamples=n_resamples,
-            method="percentile",
-            rng=np.random.default_rng(seed),
-        ).bootstrap_distribution
+        return scipy_bootstrap(arrays, statistic, rng=np.random.default_rng(seed), **options).bootstrap_distribution
 
 
 def bootstrap(
-    statistic: Callable[..., np.ndarray],
-    *samples: Sequence[float],
-    n_resamples: int = 2000,
-    seed: int = 0,
-    level: float = 0.95,
+    statistic: Callable[..., np.ndarray], *samples: Sequence[float], level: float = 0.95, **options: int
 ) -> Estimate:
-    """Estimate a single number with its percentile interval; the arguments are those of `bootstrap_samples`."""
+    """Estimate a single number with its percentile interval; arguments as of `bootstrap_samples`."""
     arrays = [np.asarray(one, dtype=np.float64) for one in samples]
     with np.errstate(invalid="ignore", divide="ignore"):
         value = float(statistic(*arrays, axis=-1)) if len(arrays[0]) else math.nan
     if len(arrays[0]) < 2 or math.isnan(value):
         return Estimate(value)
-    drawn = bootstrap_samples(statistic, *arrays, n_resamples=n_resamples, seed=seed)
-    return Estimate.of_samples(value, drawn, level)
+    return Estimate.of_samples(value, bootstrap_samples(statistic, *arrays, **options), level)
 
 
-def median(values: Sequence[float], n_resamples: int = 2000, seed: int = 0) -> Estimate:
+def median(values: Sequence[float], **options: float) -> Estimate:
     """Estimate the median of repeated measurements."""
-    return bootstrap(np.median, values, n_resamples=n_resamples, seed=seed)
+    return bootstrap(np.median, values, **options)
 
 
 def of_sums(function: Callable[..., np.ndarray], *samples: Sequence[float], **options: float) -> Estimate:

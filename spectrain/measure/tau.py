@@ -31,7 +31,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As files name it: "256 tokens, greedy", "all, T=1", "all"."""
+        """The name in files: "256 tokens, greedy", "all, T=1", "all"."""
         length = POOLED if self.context_tokens is None else f"{self.context_tokens} tokens"
         return length if self.temperature is None else f"{length}, {self.sampling}"
 
@@ -41,7 +41,7 @@ class Setting:
 
     @classmethod
     def named(cls, name: str) -> Setting:
-        """The setting of one length that has this name. Raises ValueError where there is none."""
+        """Read the name of a setting of one length. Raises ValueError where it is none."""
         parts = re.fullmatch(r"(\d+) tokens, (?:greedy|T=([\d.]+))", name)
         if parts is None:
             raise ValueError(f"setting {name!r}")
@@ -86,17 +86,10 @@ def continue_rows(
     `first_number` is the first row's number, by which its sample is drawn: parts of the rows give the same samples as
     all rows together.
     """
-    return generate(
-        target,
-        drafter,
-        [list(row[: setting.context_tokens]) for row in rows],
-        new_tokens,
-        Sampling(temperature=setting.temperature),
-        seed=seed,
-        prompt_numbers=range(first_number, first_number + len(rows)),
-        batch_size=batch_size,
-        stop_token_ids=(),
-    )
+    contexts = [list(row[: setting.context_tokens]) for row in rows]
+    numbers = range(first_number, first_number + len(rows))
+    options = {"seed": seed, "prompt_numbers": numbers, "batch_size": batch_size, "stop_token_ids": ()}
+    return generate(target, drafter, contexts, new_tokens, Sampling(temperature=setting.temperature), **options)
 
 
 def counts_of(generations: Sequence[Generation]) -> np.ndarray:
@@ -109,6 +102,22 @@ def tau_estimate(counts: np.ndarray, other: np.ndarray | None = None, n_resample
     if other is None:
         return acceptance_length(*counts.T, n_resamples=n_resamples)
     return difference_of_ratios(*counts.T, *other.T, n_resamples=n_resamples)
+
+
+def tau_of(
+    target: TargetModel,
+    drafter: Drafter,
+    rows: Sequence[Sequence[int]],
+    settings: TauSettings,
+    setting: Setting | None = None,
+    seed: int = 0,
+) -> Estimate:
+    """Measure tau of one drafter, without a clock; by default under the first length and temperature."""
+    setting = setting or Setting(settings.context_tokens[0], settings.temperatures[0])
+    some = rows[: settings.contexts]
+    return tau_estimate(
+        counts_of(continue_rows(target, drafter, some, setting, settings.new_tokens, settings.batch_size, seed=seed))
+    )
 
 
 def measure_tau(
@@ -125,11 +134,9 @@ def measure_tau(
         greedy), and `settings`.
     """
     tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
-    some, size = rows[: settings.contexts], settings.batch_size
     for setting in (Setting(length, t) for length in settings.context_tokens for t in settings.temperatures):
         for name, drafter in drafters.items():
-            generations = continue_rows(target, drafter, some, setting, settings.new_tokens, size, seed=seed)
-            tau[name][setting.name] = tau_estimate(counts_of(generations)).as_json()
+            tau[name][setting.name] = tau_of(target, drafter, rows, settings, setting, seed).as_json()
     # Greedy, one context at a time. Methods take turns, so that a drifting machine hurts all alike.
     timed: dict[str, list[Generation]] = {name: [] for name in drafters}
     greedy = Setting(settings.context_tokens[0], 0.0)
@@ -141,16 +148,8 @@ def measure_tau(
         name: ratio_of_sums([len(g.tokens) for g in generations], [decode_s(g) for g in generations]).as_json()
         for name, generations in timed.items()
     }
-    return {"tau": tau, "tokens_per_s": rates, "settings": asdict(settings) | {"contexts": len(some)}}
-
-
-def tau_of(target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]], settings: TauSettings) -> Estimate:
-    """Measure tau of one drafter under the first of the settings' lengths and temperatures, without a clock."""
-    setting = Setting(settings.context_tokens[0], settings.temperatures[0])
-    some = rows[: settings.contexts]
-    return tau_estimate(
-        counts_of(continue_rows(target, drafter, some, setting, settings.new_tokens, settings.batch_size))
-    )
+    n_contexts = len(rows[: settings.contexts])
+    return {"tau": tau, "tokens_per_s": rates, "settings": asdict(settings) | {"contexts": n_contexts}}
 
 
 def compare(counts: Mapping[str, Mapping[Setting, np.ndarray]]) -> dict[str, dict[str, dict]]:
@@ -162,16 +161,16 @@ def compare(counts: Mapping[str, Mapping[Setting, np.ndarray]]) -> dict[str, dic
     Returns:
         Of each drafter, `tau` and (but for the first) `difference` by the name of the setting, as drafters.json has it.
     """
-    pooled = {name: with_pools(own) for name, own in counts.items()}
-    first, others = next(iter(pooled.values())), list(pooled)[1:]
-
-    def estimates(own: Mapping[Setting, np.ndarray], other: Mapping[Setting, np.ndarray]) -> dict[str, dict]:
-        return {s.name: tau_estimate(c, other.get(s), COMPARISON_RESAMPLES).as_json() for s, c in own.items()}
-
-    return {
-        name: {"tau": estimates(own, {})} | ({"difference": estimates(own, first)} if name in others else {})
-        for name, own in pooled.items()
-    }
+    found, first = {}, None
+    for name, own in counts.items():
+        own = with_pools(own)
+        found[name] = {"tau": {s.name: tau_estimate(c, None, COMPARISON_RESAMPLES).as_json() for s, c in own.items()}}
+        if first is None:
+            first = own
+            continue
+        differences = {s.name: tau_estimate(c, first[s], COMPARISON_RESAMPLES).as_json() for s, c in own.items()}
+        found[name]["difference"] = differences
+    return found
 
 
 def with_pools(counts: Mapping[Setting, np.ndarray]) -> dict[Setting, np.ndarray]:
