@@ -190,9 +190,9 @@ def test_the_page_says_what_was_measured_and_how(page):
         "torch 2.13.0",
         "2026-11-21 10:00 UTC",
         "python -m spectrain.bench methods=all",
-        "Fastest was spire with 1.75 times the speed",
+        "The fastest was spire with 1.75 times the speed",
         "3 of 3 drafting methods beat",
-        "Every one of them wrote the same text",
+        "All of them wrote the same text",
         *NAMES,
         *CATEGORIES,
         "peak memory hf_prompt_lookup (baseline) 80",  # first line of the main table
@@ -237,7 +237,7 @@ def test_failures_and_differing_texts_stand_out():
     text = Page(html).text
     assert "Questions whose text differed from autoregressive decoding: logitspec (3)." in text
     assert "spire 2 UserError: too long" in text
-    assert "Every one of them wrote the same text" not in text
+    assert "All of them wrote the same text" not in text
 
 
 def test_half_precision_names_differing_texts_without_judging_them():
@@ -246,7 +246,7 @@ def test_half_precision_names_differing_texts_without_judging_them():
         one["lossless"] = None
     results["methods"]["spire"]["greedy_mismatches"] = 5
     text = Page(rendered(results, [])).text
-    assert "rounding alone can explain in this dtype: spire 5." in text
+    assert "In this dtype rounding alone can explain them: spire 5." in text
     assert "the same text" not in text
     assert "Questions whose text differed" not in text
 

@@ -17,7 +17,7 @@ from tests.reporting.test_benchmarks import NAMES, Page, emptied, fake_results, 
 from tests.reporting.test_runs import CONFIG
 
 ABOUT = ("Runs in <here>", ["runs"], "2026-11-21 23:00 UTC", "python -m spectrain.report")
-OTHER_SCALES = "Losses of different kinds or objectives (options loss, omega, w_rej) are not on one scale."
+OTHER_SCALES = "Losses of different kinds or objectives (options loss, omega, w_rej) are not on the same scale."
 WORDS = ("target", "drafter", "draft", "tau", "alpha", "lossless", "speedup", "interval", "held-out", "n")
 COMMON = {"command": "python -m spectrain.x <y>", "date": "2026-11-20 01:02 UTC", "versions": {"torch": "2.13.0"}}
 ATTEMPT = {
