@@ -17,7 +17,6 @@ import torch
 from lightning import Callback, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
@@ -38,12 +37,11 @@ from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_a
 from spectrain.training.experiments import Experiment
 from spectrain.training.loggers import keep_config, loggers
 from spectrain.training.runs import RunFolder
-from spectrain.training.strategies import ZeroStrategy, uses_gpu, zero_strategy
+from spectrain.training.strategies import ZeroStrategy, strategy, uses_gpu
 
 log = logging.getLogger(__name__)
 
 OURS = ("strategy", "activation_checkpointing")  # options of the `trainer` node that are not Lightning's
-ZERO_OPTIONS = ("stage", "offload_optimizer")  # of a `trainer.strategy` node
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 Measure = Callable[[dict[str, Tensor]], tuple[float, float, float]]
 
@@ -168,29 +166,6 @@ def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logg
             f"multiple of {trainer.world_size}, or fewer ranks"
         )
     return trainer
-
-
-def strategy(config: Mapping) -> str | Strategy:
-    """The strategy that `trainer.strategy` asks for: a name that Lightning knows, or a node with options of DeepSpeed.
-
-    Raises:
-        UserError: the node has something else, or the optimizer needs whole matrices, which DeepSpeed cuts.
-    """
-    given = config["trainer"]["strategy"]
-    if not isinstance(given, Mapping):
-        return given
-    options = dict(given)
-    if options.pop("name", None) != "deepspeed":
-        raise UserError(f"trainer.strategy={given} is unknown; give ddp, auto or trainer=deepspeed_zero2")
-    if config["optimizer"]["name"] == "muon":
-        raise UserError(
-            "optimizer.name=muon needs whole matrices, which DeepSpeed cuts into pieces; give optimizer.name=adamw, or "
-            "trainer=ddp"
-        )
-    for name in options:
-        if name not in ZERO_OPTIONS:
-            raise UserError(f"trainer.strategy has no option {name}; it has {', '.join(ZERO_OPTIONS)}")
-    return zero_strategy(on_cpu=not uses_gpu(config["trainer"]["accelerator"]), **options)
 
 
 def target_device(config: Mapping) -> str:

@@ -35,7 +35,7 @@ IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
 
 
 class Training(LightningModule):
-    """What all trainings share: an optimizer, what validation adds up (`sums`), and models that are only read."""
+    """The base of all trainings: an optimizer, the sums of a validation, and models that are only read."""
 
     def __init__(
         self, optimizer: OptimizerSettings, sums: ValidationSums | Reliability, frozen: Iterable[nn.Module] = ()
@@ -66,8 +66,8 @@ class Training(LightningModule):
 class SpireTraining(Training):
     """Trains a SPIRe drafter against the target's distribution on rows of tokens.
 
-    What the target says of a row is computed inside the step, or was stored beforehand (`data_prep.activations`); then
-    the target's transformer layers are not run.
+    The target's features of a row are computed inside the step, or were stored beforehand (`data_prep.activations`);
+    then the target's transformer layers are not run.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SpireTraining(Training):
         self.target = target.with_capture(drafter.config.captured_layers)
 
     def features(self, batch: RowBatch) -> Features:
-        """What the target says of a batch: stored, or computed now and rounded likewise, so that losses agree."""
+        """The target's features of a batch: stored, or computed now and rounded likewise, so that losses agree."""
         if batch.final_hidden is not None:
             found = Features(batch.captured, batch.final_hidden)
         else:
@@ -186,11 +186,7 @@ class HeadTraining(Training):
 
     @torch.no_grad()
     def examples(self, batch: TextBatch, epoch: int) -> tuple[Tensor, Tensor]:
-        """What the head learns from in this epoch.
-
-        Returns:
-            States [M, D] of drafted tokens as decoding would compute them, and their labels [M] float32.
-        """
+        """States [M, D] of this epoch's drafted tokens, as decoding would compute them, and labels [M] float32."""
         n_rows, n_tokens = batch.tokens.shape
         generators = [row_generator(self.seed + 1 + epoch, number) for number in batch.numbers]
         # Two numbers per position, side by side, so that padding changes no row's numbers.
@@ -221,8 +217,7 @@ class HeadTraining(Training):
         log_odds = self.head(hidden)
         self.sums.update(log_odds.sigmoid(), labels)
         # Means over positions, not over batches. A batch may have no position, and the mean of nothing is no number.
-        mean = {"batch_size": len(labels), "sync_dist": True}
-        count = max(1, len(labels))
+        mean, count = {"batch_size": len(labels), "sync_dist": True}, max(1, len(labels))
         self.log("eval/loss", self.loss(log_odds, labels), **mean)
         self.log("eval/kl_binary", binary_kl(log_odds, labels).sum() / count, prog_bar=True, **mean)
         self.log("eval/label", labels.sum() / count, **mean)
@@ -234,15 +229,14 @@ class HeadTraining(Training):
         super().on_validation_epoch_end()
 
     def recompute_activations(self) -> None:
-        """Raises UserError, because a head keeps next to nothing for its backward pass."""
+        """Raise UserError, because a head keeps next to nothing for its backward pass."""
         raise UserError("trainer.activation_checkpointing=true is of no use to an acceptance head; leave it out")
 
 
 class ValidationSums(Metric):
-    """Sums over the positions of a validation: loss, acceptance by rollout position, and the tau expected from it.
+    """Loss and acceptance by rollout position, summed over all positions of a validation, and the tau expected of it.
 
-    Sums, not means of batches: the result is that of the whole validation, whatever the batches and the number of
-    ranks, over which `compute` adds up.
+    The result does not depend on the batches and the number of ranks, over which `compute` adds up.
 
     Args:
         k: positions of a rollout; position t of a row is drafted as number t mod k.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,31 +25,45 @@ def uses_gpu(accelerator: str) -> bool:
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
 
 
-def zero_strategy(on_cpu: bool, stage: int = 2, offload_optimizer: bool = False) -> Strategy:
-    """Lightning's DeepSpeed strategy, with the options of a `trainer.strategy` node.
+def strategy(config: Mapping) -> str | Strategy:
+    """The strategy of a `trainer` node: a name that Lightning knows, or Lightning's DeepSpeed with a node's options.
 
-    Args:
-        on_cpu: for CPU ranks that talk through gloo, in place of GPUs.
-        stage: 1 shares out the optimizer's state, 2 gradients too, 3 parameters too.
-        offload_optimizer: the optimizer's state lies in CPU memory and is stepped there.
+    `stage` 1 shares out the optimizer's state, 2 gradients too, 3 parameters too. With `offload_optimizer` the state
+    lies in CPU memory and is stepped there. CPU ranks talk through gloo.
 
     Raises:
-        UserError: there is no such stage.
+        UserError: the node has something else, or the optimizer needs whole matrices, which DeepSpeed cuts.
     """
-    if stage not in (1, 2, 3):
-        raise UserError(f"trainer.strategy.stage={stage} must be 1, 2 or 3")
+    given = config["trainer"]["strategy"]
+    if not isinstance(given, Mapping):
+        return given
+    if given.get("name") != "deepspeed":
+        raise UserError(f"trainer.strategy={given} is unknown; give ddp, auto or trainer=deepspeed_zero2")
+    if config["optimizer"]["name"] == "muon":
+        raise UserError(
+            "optimizer.name=muon needs whole matrices, which DeepSpeed cuts into pieces; give optimizer.name=adamw, or "
+            "trainer=ddp"
+        )
+    options = {"stage": 2, "offload_optimizer": False}
+    for name, value in given.items():
+        if name not in ("name", *options):
+            raise UserError(f"trainer.strategy has no option {name}; it has {', '.join(options)}")
+        options[name] = value
+    if options["stage"] not in (1, 2, 3):
+        raise UserError(f"trainer.strategy.stage={options['stage']} must be 1, 2 or 3")
+    on_cpu = not uses_gpu(config["trainer"]["accelerator"])
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
-    strategy = (CPUZeroStrategy if on_cpu else ZeroStrategy)(
-        stage=stage,
-        offload_optimizer=offload_optimizer,
+    made = (CPUZeroStrategy if on_cpu else ZeroStrategy)(
+        stage=options["stage"],
+        offload_optimizer=options["offload_optimizer"],
         process_group_backend="gloo" if on_cpu else None,
         logging_level=logging.ERROR,
         logging_batch_size_per_gpu=1,  # else Lightning makes a loader to ask; it serves DeepSpeed's logs alone
     )
     # Offloaded state is stepped by torch's AdamW: DeepSpeed's own must be compiled on the machine.
-    strategy.config["zero_force_ds_cpu_optimizer"] = False
-    return strategy
+    made.config["zero_force_ds_cpu_optimizer"] = False
+    return made
 
 
 class ZeroStrategy(DeepSpeedStrategy):
@@ -102,8 +117,8 @@ class CPUZeroStrategy(ZeroStrategy):
 def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] | None:
     """Put the weights in training together from all ranks. All ranks call it, between optimizer steps of a fit.
 
-    Under DeepSpeed these are the float32 weights that the optimizer steps, not the bfloat16 ones that the forward pass
-    reads; `on_train_end` is the last hook that finds them.
+    Under DeepSpeed these are the float32 weights that the optimizer steps; `on_train_end` is the last hook that finds
+    them.
 
     Returns:
         On rank zero the module's state dict: float32 copies on the CPU, tied weights under each of their names. None on

@@ -10,8 +10,8 @@ import torch
 
 from spectrain.decoding.errors import UserError
 from spectrain.training import fit as fitting
-from spectrain.training.fit import build_trainer, check_batches, prepare_resume, strategy
-from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
+from spectrain.training.fit import build_trainer, check_batches, prepare_resume
+from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy, strategy
 from tests.test_cli import composed
 
 DDP_CHECKPOINT, ZERO_CHECKPOINT = "step-00000004.ckpt", "step-00000006.ckpt"
@@ -73,6 +73,11 @@ def test_muon_under_deepspeed_is_refused_with_the_remedy():
 def test_a_strategy_node_of_something_else_is_refused(node):
     with pytest.raises(UserError, match="is unknown; give ddp, auto or trainer=deepspeed_zero2"):
         strategy(composed("train", "+exp=spire", f"trainer.strategy={node}"))
+
+
+def test_a_stage_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match="stage=4 must be 1, 2 or 3"):
+        strategy(composed("train", "+exp=spire", "trainer=deepspeed_zero2", "trainer.strategy.stage=4"))
 
 
 def test_an_unknown_option_of_deepspeed_is_said():

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 from spectrain import export
 from spectrain.cli import command
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
 from spectrain.models.spire import SpireBlock, SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
@@ -27,7 +26,6 @@ from spectrain.training.losses import LossSettings
 from spectrain.training.modules import LanguageModelTraining, SpireTraining, next_token_loss
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
-from spectrain.training.strategies import zero_strategy
 from tests import ranks
 from tests.conftest import VOCAB_SIZE, tiny_model
 
@@ -296,8 +294,3 @@ def test_recomputed_activations_of_a_language_model_give_equal_gradients():
         next_token_loss(logits, tokens).backward()
         found.append({name: p.grad for name, p in module.named_parameters()})
     assert largest_difference(*found) == 0
-
-
-def test_a_stage_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="stage=4 must be 1, 2 or 3"):
-        zero_strategy(on_cpu=True, stage=4)
