@@ -63,7 +63,7 @@ def run_export(run: RunFolder, which: str, target: TargetModel | None, drafter: 
         drafter: that a head of the run belongs to.
 
     Raises:
-        UserError: it has no weights yet, they do not fit its config, or its target or what it read is another by now.
+        UserError: it has no weights yet, they do not fit its config, or its target or its rows are others by now.
     """
     step, weights = run.weights(which)
     log.info("step %d of %s", step, run.path)
@@ -175,8 +175,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
         target: folder or id.
 
     Raises:
-        UserError: the method needs more than tokens, an option is out of range, or the datastore is missing, damaged or
-            of another tokenizer.
+        UserError: the method needs more than tokens, an option is out of range, or the datastore does not fit.
     """
     name, options = method["_target_"].split(".")[-2], plain_options(method)
     if name not in token_methods():

@@ -14,7 +14,7 @@ NETWORK_ERROR = HfHubHTTPError.__bases__[0]  # of the HTTP library that this ver
 
 
 def check_repository(name: object) -> None:
-    """Raises UserError where a folder could not be uploaded under this name; asks nobody."""
+    """Raise UserError where a folder could not be uploaded under this name; ask nobody."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -28,12 +28,10 @@ def check_repository(name: object) -> None:
 
 
 def push(folder: Path, name: str, private: bool) -> str:
-    """Upload a folder as one commit to <user>/<name>, with the user's token; returns the address.
+    """Upload a folder as one commit to <user>/<name>, with the user's token; return the address.
 
-    A repository that does not exist is made, `private` or not.
-
-    Raises:
-        UserError: the hub cannot be reached, or refuses.
+    A repository that does not exist is made, `private` or not. Raise UserError where the hub cannot be reached or
+    refuses.
     """
     api = HfApi()
     try:

@@ -54,12 +54,9 @@ class Request:
 class LookupProposer:
     """The object that vLLM asks for drafts.
 
-    Args:
-        vllm_config: `speculative_config.num_speculative_tokens`, `model_config.max_model_len`, `.tokenizer` and
-            `additional_config` are read.
-
-    Raises:
-        UserError: no folder is named, it holds no lookup method, or it is for another tokenizer than the target's.
+    Of vLLM's config it reads `speculative_config.num_speculative_tokens`, `model_config.max_model_len`, `.tokenizer`
+    and `additional_config`. Raises UserError where no folder is named, or it holds no lookup method for the target's
+    tokenizer.
     """
 
     def __init__(self, vllm_config: Any) -> None:

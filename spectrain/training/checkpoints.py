@@ -196,12 +196,9 @@ class BestFolder:
             ) from error
 
     def offer(self, step: int, weights: dict[str, Tensor], tau: tuple[float, float, float] | None = None) -> bool:
-        """Keep these weights unless the kept ones have a higher tau; of equals the later ones are kept.
+        """Keep these weights of a step unless the kept ones have a higher tau; of equals the later ones are kept.
 
-        Args:
-            step: that they were trained to.
-            weights: of the trained module.
-            tau: theirs, with the bounds of its 95 % interval; None: not measured.
+        `tau` comes with the bounds of its 95 % interval; None: not measured.
         """
         best = self.read()
         if tau and best and best.tau is not None and best.tau > tau[0]:
@@ -224,11 +221,7 @@ class BestFolder:
 
 
 def filled(module: nn.Module, weights: dict[str, Tensor], name: str) -> nn.Module:
-    """The module with the weights that a training kept under `name`; a training keeps nothing else.
-
-    Raises:
-        UserError: names or shapes differ from the module's.
-    """
+    """The module with the weights that a training kept under `name`. Raise UserError where it kept others."""
     expected = {f"{name}.{key}": t.shape for key, t in module.state_dict().items()}
     differing = sorted(dict(expected.items() ^ {key: t.shape for key, t in weights.items()}.items()))
     if differing:

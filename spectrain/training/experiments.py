@@ -146,11 +146,8 @@ def head_facts(
 ) -> tuple[ResponseStore | AcceptanceStore, HeadFacts]:
     """The rows that a head is trained on, and what an export of it says.
 
-    p and q are warped as the rows were made, but for what the user gave as `sampling`.
-
-    Raises:
-        UserError: an option is out of range, there are no rows, or they were made with another target, drafter or
-            warping.
+    p and q are warped as the rows were made, but for what the user gave as `sampling`. Raise UserError where an option
+    is out of range, there are no rows, or they were made with another target, drafter or warping.
     """
     check_head(config)
     prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
@@ -212,9 +209,9 @@ def read_corpus(corpus: Mapping) -> list[Document]:
 
 
 def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] | None = None) -> RowData:
-    """The corpus as rows for this target. Raises UserError where it is too small, or rows exceed the target's context.
+    """The corpus as rows for this target; `documents` are the corpus, where it is at hand.
 
-    `documents` are those of the corpus, where they are at hand.
+    Raise UserError where it is too small, or rows exceed the target's context.
     """
     data, corpus = config["data"], config["corpus"]
     check_rows(data)
@@ -236,10 +233,8 @@ def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] 
 def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
     """The rows of a store of activations: of `data.path`, or the newest that fits.
 
-    `layers` are the target's blocks whose inputs the drafter reads.
-
-    Raises:
-        UserError: the store is damaged, of another target, lacks a layer, or has too few rows.
+    `layers` are the target's blocks whose inputs the drafter reads. Raise UserError where the store is damaged, of
+    another target, lacks a layer, or has too few rows.
     """
     data, trainer = config["data"], config["trainer"]
     check_rows(data)
@@ -298,8 +293,7 @@ def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, c
 def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> RowData:
     """The responses for training and, chosen by a hash of their ids, for validation.
 
-    Raises:
-        UserError: no row is left for one of them.
+    Raise UserError where no row is left for one of them.
     """
     data, share = config["data"], config["held_out_share"]
     check_rows(data)

@@ -130,8 +130,7 @@ def naming_the_remedy(data: Mapping) -> Iterator[None]:
 def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logger], in_sweep: bool = False) -> Trainer:
     """The Trainer of a config; writes nothing yet.
 
-    Raises:
-        UserError: Lightning does not take the `trainer` node, its hardware is missing, or a batch cannot be shared out.
+    Raise UserError where Lightning does not take the `trainer` node, or ranks cannot share a batch or a sweep.
     """
     options = {name: value for name, value in config["trainer"].items() if name not in OURS} | ranks_of_torchrun()
     try:
@@ -207,8 +206,7 @@ def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:
 def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
     """Make sure that this trainer can resume from a checkpoint, if need be by cutting it for other ranks.
 
-    Raises:
-        UserError: it is damaged, or was written with DeepSpeed and is read without, or the other way.
+    Raise UserError where it is damaged, or was written with DeepSpeed and is read without, or the other way.
     """
     sharded, ranks = isinstance(trainer.strategy, ZeroStrategy), ranks_of(checkpoint)
     if sharded != (ranks is not None):

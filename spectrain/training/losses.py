@@ -26,15 +26,10 @@ CHUNK_POSITIONS = 1024
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Which loss a drafter is trained with.
+    """The loss that a drafter is trained with."""
 
-    Args:
-        kind: "mixed"; "distill" (omega = 1); "hard" (cross-entropy on the data).
-        omega: share of the cross-entropy in "mixed", 0 to 1.
-    """
-
-    kind: str = "mixed"
-    omega: float = 0.5
+    kind: str = "mixed"  # mixed | distill (omega = 1) | hard (cross-entropy on the data)
+    omega: float = 0.5  # share of the cross-entropy in "mixed", 0 to 1
 
     def __post_init__(self) -> None:
         if self.kind not in LOSSES:

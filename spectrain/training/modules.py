@@ -164,14 +164,7 @@ class HeadTraining(Training):
 
     Offline, drafts and labels were stored, and a batch costs one forward pass of the drafter. Online the target runs
     too, and drafts are drawn and labelled on the fly. Token mixing is drawn anew in every epoch, from each row's own
-    generator.
-
-    Args:
-        facts: which head, how labels are warped, and how losses are weighted.
-        states: of the drafter.
-        target: frozen; read online, and for what the drafter captures of it.
-        optimizer: which optimizer, learning rate and warm-up.
-        seed: of drafts and mixing.
+    generator, which `seed` determines. The target is frozen, too: it is also read for what the drafter captures of it.
     """
 
     def __init__(

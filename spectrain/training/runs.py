@@ -75,9 +75,7 @@ class RunFolder:
         """The folder of this config. Writes nothing.
 
         An unfinished run of this very config is resumed, `fresh` or not; `fresh` replaces a finished or another one.
-
-        Raises:
-            UserError: the run is finished already, or the folder holds something else.
+        Otherwise these are refused by a UserError, as is a folder that holds something else.
         """
         config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest(_hashed(config))}")
@@ -127,8 +125,7 @@ class RunFolder:
     def begin(self, target_fingerprint: str | None = None) -> None:
         """Make the folder and keep the config, in place of an earlier run that stands there; or resume its own run.
 
-        Raises:
-            UserError: the interrupted run trained against another target.
+        Raise UserError where the interrupted run trained against another target.
         """
         begun = self.facts()
         if begun is not None and begun["id"] == self.id:
@@ -233,9 +230,7 @@ class RunFolder:
         """Step and weights to export: "best", those that training exports or would, or "last", the newest checkpoint's.
 
         What `checkpoints/best` holds without a tau is the last step of some attempt; a newer checkpoint replaces it.
-
-        Raises:
-            UserError: there are none, or they are damaged.
+        Raise UserError where there are none, or they are damaged.
         """
         best, newest = self.best.read(), self.checkpoints.newest()
         selected = best is not None and (best.tau is not None or best.step >= self.checkpoint_step)
@@ -251,14 +246,11 @@ class RunFolder:
         return bool(before and self.attempts) and before["out"] == str(out.resolve())
 
     def export(self, out: str | None, write: Callable[[Path, Path], None]) -> Path:
-        """Fill the export folder, and return it.
+        """Fill the export folder through `write(folder, folder that it will appear as)`, and return it.
 
-        The export of a killed attempt, and that of the run which this one replaces, is replaced; another run's never.
-
-        Args:
-            out: the folder, which must be new. None: below `checkpoints/`, by the run's name; where another run's
-                export of that name stands, by its id as well.
-            write: fills a folder that will appear as another, the second argument.
+        `out` must be new. Without it the folder lies below `checkpoints/` and has the run's name; where another run's
+        export of that name stands, its id as well. The export of a killed attempt, and of the run which this one
+        replaces, is replaced; another run's never.
         """
         folder = Path(str(out)) if out else CHECKPOINTS / self.name
         if not out and folder.exists() and not self.exported_to(folder):
@@ -289,8 +281,7 @@ def _hashed(config: dict) -> dict:
 def merged(attempts: Sequence[tuple[int, Path]]) -> Curve:
     """One curve of several attempts: each replaces what earlier ones logged from the step where it was resumed.
 
-    Args:
-        attempts: in their order; the steps that were done when it began, and its metrics.csv, which may be missing.
+    `attempts` has for each the steps that were done when it began, and its metrics.csv, which may be missing.
     """
     curve: Curve = {}
     for done, file in attempts:

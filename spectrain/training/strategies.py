@@ -29,10 +29,8 @@ def strategy(config: Mapping) -> str | Strategy:
     """The strategy of a `trainer` node: a name that Lightning knows, or Lightning's DeepSpeed with a node's options.
 
     `stage` 1 shares out the optimizer's state, 2 gradients too, 3 parameters too. With `offload_optimizer` the state
-    lies in CPU memory and is stepped there. CPU ranks talk through gloo.
-
-    Raises:
-        UserError: the node has something else, or the optimizer needs whole matrices, which DeepSpeed cuts.
+    lies in CPU memory and is stepped there. Raise UserError for anything else, and for an optimizer that needs whole
+    matrices.
     """
     given = config["trainer"]["strategy"]
     if not isinstance(given, Mapping):
