@@ -206,6 +206,7 @@ def test_a_head_for_a_spire_drafter(run, small, made):
         (["responses={made}/vanilla"], "responses={made}/vanilla"),
         (["n_blocks=7"], "n_blocks=7 must be a number in [0, 4]"),
         (["w_rej=-1"], "w_rej=-1 must be a number in (0, inf)"),
+        (["mixing_share=1"], "mixing_share=1 must be a number in [0, 1)"),
         (["held_out_share=0"], "held_out_share=0 must be a number in (0, 1)"),
         (["held_out_share=0.0001"], "0 held-out rows"),
         (["epochs=0"], "epochs=0 must be a whole number"),

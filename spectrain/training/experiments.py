@@ -149,7 +149,6 @@ def head_facts(
     p and q are warped as the rows were made, but for what the user gave as `sampling`. Raise UserError where an option
     is out of range, there are no rows, or they were made with another target, drafter or warping.
     """
-    check_head(config)
     prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
     is_online = config["data"]["source"] == "online"
     if is_online:
@@ -165,15 +164,11 @@ def head_facts(
             f"data.path={store.folder} was labelled for {made.describe()}, not for {sampling.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"
         )
+    for name, interval in (("w_rej", "(0, inf)"), ("w_acc", "(0, inf)"), ("mixing_share", "[0, 1)")):
+        check_number(name, config[name], interval)
     numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
     shape = HeadConfig(states.hidden_size, config["n_blocks"])
     return store, HeadFacts(shape, drafter, sampling, **numbers, rollout_tokens=states.block_tokens)
-
-
-def check_head(config: Mapping) -> None:
-    """Raise UserError where a weight of the loss, or the share of mixed tokens, is out of range."""
-    for name, interval in (("w_rej", "(0, inf)"), ("w_acc", "(0, inf)"), ("mixing_share", "[0, 1)")):
-        check_number(name, config[name], interval)
 
 
 def trained_head(facts: HeadFacts, weights: dict[str, Tensor]) -> AcceptanceHead:
@@ -188,12 +183,6 @@ def head_steps(config: Mapping, n_rows: int) -> int:
     check_whole("epochs", config["epochs"], 1)
     batches = max(1, n_rows // config["data"]["batch_size"])
     return config["epochs"] * math.ceil(batches / config["trainer"]["accumulate_grad_batches"])
-
-
-def check_rows(data: Mapping) -> None:
-    """Raise UserError where a number of the `data` node is out of range."""
-    for name in ("row_tokens", "batch_size", "val_rows"):
-        check_whole(f"data.{name}", data[name], 1)
 
 
 def drafter_rows(config: Mapping, target: TargetModel) -> RowData:
@@ -214,7 +203,6 @@ def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] 
     Raise UserError where it is too small, or rows exceed the target's context.
     """
     data, corpus = config["data"], config["corpus"]
-    check_rows(data)
     if data["row_tokens"] > target.max_positions:
         raise UserError(
             f"data.row_tokens={data['row_tokens']} is longer than the target's context of {target.max_positions}; "
@@ -237,7 +225,6 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
     another target, lacks a layer, or has too few rows.
     """
     data, trainer = config["data"], config["trainer"]
-    check_rows(data)
     store = _open_features(data, fingerprint(target.model, target.tokenizer), layers, config["target"]["path"])
     if store.manifest.precision != trainer["precision"] and rank_zero_only.rank == 0:
         log.warning(
@@ -296,7 +283,6 @@ def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> Ro
     Raise UserError where no row is left for one of them.
     """
     data, share = config["data"], config["held_out_share"]
-    check_rows(data)
     check_number("held_out_share", share, "(0, 1)")
     rows = zip(store.rows["id"], text_rows(store.rows, data["row_tokens"]), strict=True)
     kept = [(row, is_held_out(row_id, share)) for row_id, row in rows if len(row.response)]
