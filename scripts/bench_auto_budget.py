@@ -1,10 +1,10 @@
-"""Whether max_nodes=auto finds the best node budget: tokens/s of auto and of fixed budgets, side by side.
+"""Compare max_nodes=auto with fixed node budgets: tokens/s of each, side by side.
 
     python scripts/bench_auto_budget.py <target> prompts.jsonl [--methods logitspec --fixed 2 4 8 16 32 --batches 1 8]
 
-Needs the measurements of `python -m spectrain.tune budget=true` in ./checkpoints. Budgets take turns on groups of
-prompts, another one first each time. Printed: all tokens / all time, and auto's ratio to each fixed budget on the same
-groups with its 95 % bootstrap interval over groups; the row to look at is the fastest fixed one.
+This needs the measurements of `python -m spectrain.tune budget=true` in ./checkpoints. Budgets take turns on groups of
+prompts, and a different budget begins each time. The output is all tokens / all time, and auto's ratio to each fixed
+budget on the same groups, with its 95 % bootstrap interval over groups. The row to look at is the fastest fixed budget.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Compares the autoregressive loop with Hugging Face `generate`: greedy, batch 1, float32, the same model and prompts.
+"""Compare the autoregressive loop with Hugging Face `generate`: greedy, batch 1, float32, the same model and prompts.
 
     python scripts/bench_autoregressive.py pystdlib-8l [--prompts 12 --new 96 --threads 2]
 
-The two run interleaved, prompt by prompt and in alternating order: a drifting machine hurts both alike. Printed:
+The two take turns, prompt by prompt and in alternating order, so a drifting machine affects both alike. The output is
 the median over prompts of the ratio of their rates, with its 95 % bootstrap interval.
 """
 

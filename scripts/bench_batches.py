@@ -1,10 +1,11 @@
-"""Tokens/s at several batch sizes, and what speculation with a small node budget still gains there.
+"""Measure tokens/s at several batch sizes, and what speculation with a small node budget still gains there.
 
     python scripts/bench_batches.py pystdlib-8l prompts.jsonl [--batches 1 8 --methods pld:4 logitspec:6 --new 96]
 
-`pld:4` is the method pld with max_nodes=4; `autoregressive` is always measured. Greedy and T=0.8 with top-k 50; batch
-sizes and methods take turns on groups of prompts, each group filling every batch by continuous batching. Printed: all
-tokens / all time, and ratios on the same prompts with their 95 % bootstrap interval over groups.
+`pld:4` is the method pld with max_nodes=4. `autoregressive` is always measured. Decoding is greedy and at T=0.8 with
+top-k 50. Batch sizes and methods take turns on groups of prompts, and each group fills every batch by continuous
+batching. The output is all tokens / all time, and ratios on the same prompts with their 95 % bootstrap interval over
+groups.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What an acceptance head costs: in training beside the frozen draft's forward, in decoding beside a draft step.
+"""Measure what an acceptance head costs in training and in decoding.
 
     python scripts/bench_heads.py --target <folder> --drafter <folder> --store <folder of data_prep.acceptance>
 
-Training: whole steps of the head (mixing, the frozen draft once, head forward and backward, optimizer) and the draft's
-forward alone take turns on the same batches. Decoding: draft steps with and without the head take turns, on the same
-context. Ratios are of neighbours, medians with 95 % bootstrap intervals.
+Training: whole steps of the head (mixing, one forward of the frozen drafter, the head's forward and backward, the
+optimizer) and the drafter's forward alone take turns on the same batches. Decoding: draft steps with and without the
+head take turns on the same context. Ratios compare neighbouring measurements and are medians with 95 % bootstrap
+intervals.
 """
 
 from __future__ import annotations

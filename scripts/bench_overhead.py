@@ -1,11 +1,11 @@
-"""Where a step's time goes: milliseconds a step by stage, and the share outside the target's forward.
+"""Measure where a step's time goes: milliseconds per step by stage, and the share outside the target's forward.
 
     python scripts/bench_overhead.py pystdlib-8l prompts.jsonl [--max-nodes 16 --methods pld anpd logitspec]
     python scripts/bench_overhead.py random-100m prompts.jsonl --tokenizer pystdlib-8l
 
-`random-100m` is a Llama of 12 layers, width 768 and 114 M parameters with random weights: its texts mean nothing, its
-forwards cost what a trained one's do. Prompts as `spectrain.bench` reads them; batch 1, greedy and T=0.8 with top-k 50,
-methods taking turns, the first prompt is the warm-up.
+`random-100m` is a Llama of 12 layers, width 768 and 114 M parameters with random weights. Its texts mean nothing, but
+its forwards cost as much as those of a trained model. Prompts are read as by `spectrain.bench`. Decoding is at batch 1,
+greedy and at T=0.8 with top-k 50. Methods take turns, and the first prompt is the warm-up.
 """
 
 from __future__ import annotations

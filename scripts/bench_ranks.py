@@ -1,10 +1,10 @@
-"""Two ranks on two cores against one rank on one core: tokens/s of SPIRe training, and whether the losses agree.
+"""Compare two ranks on two cores with one rank on one core: tokens/s of SPIRe training, and whether the losses agree.
 
     python scripts/bench_ranks.py
-    python scripts/bench_ranks.py --repeats 1 --steps 4 --loss-steps 3 --length 128    # a try
+    python scripts/bench_ranks.py --repeats 1 --steps 4 --loss-steps 3 --length 128    # a quick trial
 
-Every rank has one thread. Processes take turns (one rank, DDP, ZeRO-2, and again), each trains the same global batches
-of the bundled target's corpus; a ratio is of two neighbouring processes, given as the median with a 95 % bootstrap
+Every rank has one thread. Processes take turns (one rank, DDP, ZeRO-2, and again). Each trains on the same global
+batches of the bundled target's corpus. Ratios compare two neighbouring processes and are medians with a 95 % bootstrap
 interval. Losses are compared in float32, step by step.
 """
 

@@ -4,12 +4,13 @@
 
 The text is the Python sources of this environment (standard library and installed packages), tokenised with the
 target's tokenizer, one document per file. Contexts to look up and texts to draft for come from files that are in no
-store. Each suffix array is built in its own process, which reports seconds and the peak of resident memory above the
-tokens.
+store. Each suffix array is built in its own process, which reports the seconds and the peak of resident memory beyond
+the tokens.
 
-Lookup: the longest suffix of up to 16 tokens, and its ranges. Retrieval: the tree of its continuations (M = 100), too.
-Drafting: `propose` and `observe` of `sssd` per row, in a batch of rows that follow their texts; correct drafts are
-accepted. No target runs. Sizes take turns, query by query; medians with 95 % bootstrap intervals.
+A lookup finds the longest suffix of up to 16 tokens and its ranges. A retrieval also builds the tree of its
+continuations (M = 100). Drafting is `propose` and `observe` of `sssd` per row, in a batch of rows that follow their
+texts, where correct drafts are accepted. No target runs. Sizes take turns, query by query. The output is medians with
+95 % bootstrap intervals.
 """
 
 from __future__ import annotations

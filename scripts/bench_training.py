@@ -1,11 +1,11 @@
-"""Cost of a SPIRe training step against an ordinary distillation step, and its memory against the row length.
+"""Compare the cost of a SPIRe training step with an ordinary distillation step, and its memory by row length.
 
     python scripts/bench_training.py --target checkpoints/pystdlib-8l
 
-Both steps train two blocks pruned from the target, at equal batch and length, with the same loss and optimizer: the
-ordinary one is a Hugging Face Llama with full causal attention, one forward over the row. Steps take turns; a ratio is
-of two neighbouring steps, given as the median with a 95 % bootstrap interval. Peak memory is that of a process of its
-own for each length (resident set, above what it had before the first step).
+Both steps train two blocks pruned from the target, at equal batch and length, with the same loss and optimizer. The
+ordinary step is that of a Hugging Face Llama with full causal attention, with one forward over the row. Steps take
+turns. Ratios compare two neighbouring steps and are medians with a 95 % bootstrap interval. Peak memory is measured in
+one process per length (resident set beyond that before the first step).
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Whether one drafter of a target is accepted more than another: tau on the same held-out contexts, in pairs.
+"""Compare how well drafters of a target are accepted: tau on the same held-out contexts, in pairs.
 
     python scripts/compare_drafters.py checkpoints/spire-bf16 checkpoints/spire-int8 --rows 256
     python scripts/compare_drafters.py spire=<folder> magicdec --context-tokens 256 512 960 --out <folder>
 
-A drafter is a folder that training or spectrain.export wrote, with a name before it where its own says little, or
-`magicdec`, which needs none; the first is what others are held to. All decode the same beginnings of held-out rows.
-Every part that is done is kept in --out, so the same command goes on after an interruption, and one with further
-drafters or more rows decodes only those; drafters.json, drafters.md and drafters.png are of the drafters that it names.
+A drafter is a folder that training or spectrain.export wrote, or `magicdec`, which needs no folder. A name may stand
+before the folder (`name=<folder>`). The first drafter is the one that the others are compared with. All drafters
+continue the same beginnings of held-out rows. Finished parts are kept in --out, so you can resume with the same
+command. A command with further drafters or more rows decodes only what is new. drafters.json, drafters.md and
+drafters.png show the drafters that the command names.
 
-tau: tokens produced per target forward pass. Intervals are 95 % bootstraps over rows; for a difference the rows of both
-drafters are drawn together. A difference whose interval holds 0 is unresolved.
+tau is the number of tokens produced per target forward pass. Intervals are 95 % bootstraps over rows. For a difference
+the rows of both drafters are drawn together. A difference whose interval contains 0 is unresolved.
 """
 
 from __future__ import annotations

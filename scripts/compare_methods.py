@@ -1,10 +1,10 @@
-"""Whether one method accepts more than others: differences of tau on the same questions, from finished benchmarks.
+"""Compare how much methods accept: differences of tau on the same questions, from finished benchmarks.
 
     python scripts/compare_methods.py runs/bench-a runs/bench-b --of sssd --with pld rest sssd_input
 
-The questions of all folders are pooled (and each folder is told by itself, too, where there are several). tau: tokens a
-target forward; the interval of a difference is a 95 % bootstrap that draws questions, both methods together. One that
-holds 0 is unresolved.
+The questions of all folders are pooled. If there are several folders, each is also shown by itself. tau is the number
+of tokens produced per target forward pass. The interval of a difference is a 95 % bootstrap that draws questions, for
+both methods together. A difference whose interval contains 0 is unresolved.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Records what the project's commands give, and compares two such records: a restructuring may change nothing of it.
+"""Record the outputs of the project's commands, and compare two records: restructuring the code must not change them.
 
     python scripts/golden_outputs.py record --out /tmp/golden/before --code /path/to/another/checkout
     python scripts/golden_outputs.py record --out /tmp/golden/after
     python scripts/golden_outputs.py compare /tmp/golden/before/golden.json /tmp/golden/after/golden.json
 
-Everything is done by typing commands, because commands are contracts while the names of modules are not; so nothing
-of the project is imported here. What is typed, and what is kept of it, stands in golden_outputs.txt. Each part of a
-record has a folder of its own below `<out>/work`, a log in `<out>/logs` and its values in `<out>/parts`; a part whose
-values stand there is not run again. `<out>/golden.json` holds the values of all parts by name: small ones as they are,
-others as the beginning of their sha256, with the content itself in `<out>/contents/`. Both records must be made on one
-machine, with the same Python and the same libraries.
+Everything is done with commands, because commands are contracts and names of modules are not. So nothing of the project
+is imported here. golden_outputs.txt lists the commands and what is kept of them. Each part of a record has a folder of
+its own below `<out>/work`, a log in `<out>/logs` and its values in `<out>/parts`. A part that has values is not run
+again. `<out>/golden.json` holds the values of all parts by name. Small values are kept as they are, others as the
+beginning of their sha256, with the content itself in `<out>/contents/`. Both records must be made on one machine, with
+the same Python and the same libraries.
 """
 
 from __future__ import annotations

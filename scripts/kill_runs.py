@@ -1,12 +1,12 @@
-"""Kills a command at random moments, starts it again, and compares what it made with an uninterrupted run.
+"""Kill a command at random moments, start it again, and compare what it made with an uninterrupted run.
 
     python scripts/kill_runs.py --kills 20 -- python -m spectrain.train +exp=spire checkpoint_s=5 max_steps=120
     python scripts/kill_runs.py --kills 20 -- python -m data_prep.activations
 
-The command is run in two empty folders, so give absolute paths in it. In the first it runs through. In the second it is
-killed (kill -9, with all its ranks) after a random share of that time and started again, until it ends; then the folder
-is compared and emptied, until there were as many kills as asked for. Compared are the sha256 of all tensors and stores,
-and the curve of a training, bit for bit. Exit code 1 where anything differs.
+The command is run in two empty folders, so give absolute paths in it. In the first folder it runs to its end. In the
+second it is killed (kill -9, with all its ranks) after a random share of that time and started again, until it ends.
+Then the folder is compared and emptied, and this is repeated until the given number of kills is reached. The sha256 of
+all tensors and stores and the curve of a training are compared bit for bit. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""What a rank of ZeRO-2 and ZeRO-3 holds, tensor by tensor, against the arithmetic, for a SPIRe drafter on two ranks.
+"""Measure what a rank of ZeRO-2 and ZeRO-3 holds, tensor by tensor, for a SPIRe drafter on two ranks.
 
     python scripts/zero_memory.py
-    python scripts/zero_memory.py --precision 32-true --length 128    # a try
+    python scripts/zero_memory.py --precision 32-true --length 128    # a quick trial
 
-Of P parameters on N ranks a rank holds, in bfloat16 (in float32 the first two rows are 4 bytes a number):
+The bytes are compared with arithmetic. Of P parameters on N ranks, a rank holds these bytes in bfloat16 (in float32 the
+first two rows have 4 bytes per number):
 
     parameters        2 P        under ZeRO-3  2 P / N, and 2 bytes of each small one that stays whole
     gradients         2 P / N
     optimizer state  12 P / N    float32 weights, first and second moments
 
-Bytes are counted on live tensors, gradients between backward and optimizer step; no buffer of a collective is counted.
+Bytes are counted on live tensors, and gradients between backward and optimizer step. Buffers of collectives are not
+counted.
 """
 
 from __future__ import annotations
