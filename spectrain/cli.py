@@ -7,7 +7,6 @@ the value names a file of that Hydra group (`corpus=stdlib`).
 from __future__ import annotations
 
 import difflib
-import itertools
 import logging
 import os
 import re
@@ -37,11 +36,18 @@ log = logging.getLogger(__name__)
 
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 FREE_TEXT = ("prompt", "lookup")
+UNHELPFUL_WARNINGS = (
+    "LeafSpec",
+    "does not have many workers",
+    "smaller than the logging interval",
+    "saving the DeepSpeed Stage 3 checkpoint",  # spectrain.export
+    "gradient_checkpointing_enable",  # the name that all of 5.x know
+)
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
 
 def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
-    """Rewrites `target=X` to `target.path=X` where X is no option of the config group `target`.
+    """Rewrite `target=X` to `target.path=X` where X is no option of the config group `target`.
 
     `samples`: the command has sampling options.
     """
@@ -59,7 +65,7 @@ def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
 
 
 def refuse_null_groups(arguments: list[str], primary: str) -> None:
-    """Raises UserError where an option that names a file of `conf/` is null, which Hydra answers with a traceback.
+    """Raise UserError if an option that names a file of `conf/` is null, which Hydra answers with a traceback.
 
     `primary`: the text of the command's own yaml.
     """
@@ -71,45 +77,33 @@ def refuse_null_groups(arguments: list[str], primary: str) -> None:
 
 
 def quoted(text: str) -> str:
-    """Text as Hydra's override grammar takes it whole: parentheses, colons and dollars are its syntax otherwise."""
+    """Quote text for Hydra's override grammar, whose syntax has parentheses, colons and dollars."""
     text = text.replace("${", "\\${")  # no interpolation
     return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ("\\" + m[2] if m[2] else ""), text) + '"'
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Makes `main(cfg)` a command: composes `conf/<config_name>.yaml` and turns a UserError into exit code 2."""
+    """Make `main(cfg)` a command that composes `conf/<config_name>.yaml`. Wrong use is one sentence and exit code 2."""
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
-        def guarded(cfg: DictConfig) -> None:
+        def job(cfg: DictConfig) -> None:
             quiet_libraries()
-            try:
-                main(cfg)
-            except UserError as error:  # exit code 2, as of any command that was used wrongly
-                if is_mine_to_say(error):
-                    print(f"error: {error}", file=sys.stderr)
-                raise SystemExit(2) from None
-            except MissingMandatoryValue as error:
-                print(f"error: {error.full_key} is missing; give {error.full_key}=...", file=sys.stderr)
-                raise SystemExit(2) from None
-            finally:
-                if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
-                    sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
+            with one_sentence(config_name):
+                try:
+                    main(cfg)
+                finally:
+                    if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
+                        sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
 
         def run() -> None:
             TYPED_COMMAND.set(typed_command(main.__module__))
             primary = (conf_dir() / f"{config_name}.yaml").read_text()
-            try:
-                refuse_null_groups(sys.argv[1:], primary)
-            except UserError as error:
-                print(f"error: {error}", file=sys.stderr)
-                raise SystemExit(2) from None
-            sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
             try:
-                hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(guarded)()
-            except HydraException as error:
-                print(f"error: {hydra_sentence(error, config_name, sys.argv[1:])}", file=sys.stderr)
-                raise SystemExit(2) from None
+                with one_sentence(config_name):
+                    refuse_null_groups(sys.argv[1:], primary)
+                    sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
+                    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
             finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
                 leave_ranks()
 
@@ -118,11 +112,27 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
     return decorate
 
 
-def typed_command(module: str) -> str:
-    """The command line as it was typed, fit for a shell: to be called before shorthands are expanded.
+@contextmanager
+def one_sentence(config_name: str) -> Iterator[None]:
+    """Turn what the user did wrong into one line on stderr, and exit code 2."""
+    try:
+        yield
+        return
+    except UserError as error:
+        sentence = str(error) if is_mine_to_say(error) else None
+    except MissingMandatoryValue as error:
+        sentence = f"{error.full_key} is missing; give {error.full_key}=..."
+    except HydraException as error:
+        sentence = hydra_sentence(error, config_name, sys.argv[1:])
+    if sentence is not None:
+        print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
 
-    Args:
-        module: that the command's `main` lives in; `__main__` where it was started with `python -m`.
+
+def typed_command(module: str) -> str:
+    """Return the command line as it was typed, fit for a shell. Call it before shorthands are expanded.
+
+    `module` is the one that the command's `main` lives in; `__main__` where it was started with `python -m`.
     """
     if module == "__main__":
         spec = sys.modules["__main__"].__spec__
@@ -131,25 +141,17 @@ def typed_command(module: str) -> str:
 
 
 def hydra_sentence(error: HydraException, config_name: str, arguments: list[str]) -> str:
-    """What is wrong with the options that Hydra refused, in one sentence.
-
-    Args:
-        error: of Hydra.
-        config_name: of the command's yaml.
-        arguments: as Hydra was given them.
-    """
+    """Say in one sentence what is wrong with the arguments that Hydra refused."""
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         name = found[1]
-        near = difflib.get_close_matches(name, option_names(config_name, arguments), n=1, cutoff=0.5)
-        group = (conf_dir() / name).is_dir()
-        if group and "defaults list" in text:
+        if (conf_dir() / name).is_dir() and "defaults list" in text:
             return f"{name} must be written with a plus sign here: +{name}=..."
+        near = difflib.get_close_matches(name, option_names(config_name, arguments), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "--cfg job prints all options"
         return f"unknown option: {name}; {hint}"
-    if found := re.search(
-        r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config", text, re.S
-    ):
+    options = r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config"
+    if found := re.search(options, text, re.DOTALL):
         return f"{found[1]}={found[2]} is unknown; choose among {', '.join(found[3].split())}"
     if isinstance(error, OverrideParseException):
         first = text.removeprefix("Error parsing override ").splitlines()[0]
@@ -158,28 +160,29 @@ def hydra_sentence(error: HydraException, config_name: str, arguments: list[str]
 
 
 def option_names(config_name: str, arguments: list[str]) -> list[str]:
-    """All options of a command, in dotted form, with the groups (`+exp=spire`) that the arguments choose."""
+    """List all options of a command, in dotted form, with the groups (`+exp=spire`) that the arguments choose."""
     groups = [a for a in arguments if "=" in a and (conf_dir() / a.split("=")[0].lstrip("+")).is_dir()]
     for chosen in (groups, []):
         try:
             with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-                cfg = hydra.compose(config_name, overrides=chosen)
-        except HydraException:  # a group is wrong, too
+                return list(_dotted(OmegaConf.to_container(hydra.compose(config_name, overrides=chosen))))
+        except HydraException:  # a sweep over a group, or a group that is wrong, too
             continue
-        return _dotted(OmegaConf.to_container(cfg))
     return []
 
 
-def _dotted(node: Mapping, prefix: str = "") -> list[str]:
-    below = [_dotted(value, f"{prefix}{key}.") for key, value in node.items() if isinstance(value, Mapping)]
-    return [*(f"{prefix}{key}" for key in node), *itertools.chain.from_iterable(below)]
+def _dotted(node: Mapping, prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
 
 
 def is_mine_to_say(error: UserError) -> bool:
     """Whether this rank prints its error: rank zero does, another only what rank zero does not say.
 
-    What ends rank zero ends the others (torchrun), or they have raised it alike; one that is still there after a while
-    has an error of its own.
+    What ends rank zero ends the others (torchrun), or they have raised it alike. A rank that is still there after a
+    while has an error of its own.
     """
     if rank() == 0:
         return True
@@ -188,13 +191,13 @@ def is_mine_to_say(error: UserError) -> bool:
 
 
 def rank() -> int:
-    """This process among those that torchrun, Lightning or SLURM started."""
+    """Return this process's number among those that torchrun, Lightning or SLURM started."""
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
     return int(next((os.environ[name] for name in names if name in os.environ), 0))
 
 
 def leave_ranks() -> None:
-    """Takes leave of the other ranks: a process that ends while connected to them aborts, and takes them with it."""
+    """Take leave of the other ranks: a process that ends while connected to them aborts, and takes them with it."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -205,17 +208,14 @@ def in_multirun() -> bool:
 
 
 def quiet_libraries() -> None:
-    """Leaves the terminal to the command: no tips, device reports and weight-loading bars of the libraries."""
+    """Leave the terminal to the command: no tips, device reports and weight-loading bars of the libraries."""
     for name in ("lightning.pytorch", "lightning.fabric", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if rank() != 0:
         logging.getLogger().setLevel(logging.WARNING)
     transformers.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
-    warnings.filterwarnings("ignore", message=".*saving the DeepSpeed Stage 3 checkpoint.*")  # spectrain.export
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")  # the name that all of 5.x know
+    for message in UNHELPFUL_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
 
 
@@ -230,7 +230,7 @@ def interruptible(run: Path) -> Iterator[None]:
 
 
 def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
-    """The target of a config's `target` node, on `device` where given; a bare name may be a bundled checkpoint."""
+    """Load the target of a config's `target` node, on `device` where given; a bare name may be a bundled checkpoint."""
     path = cfg.target.path
     device = device or cfg.target.device
     return load_target(bundled_folder(path) or path, cfg.target.dtype, device, cfg.target.parallel)
