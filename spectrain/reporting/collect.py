@@ -23,7 +23,7 @@ NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")
 LARGEST_JSON_BYTES = 64 * 2**20
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError)
 # Results as commands write them: part -> how many mappings lie within one another there.
-RESULT = {"metrics": 1, "selected": 1, "settings": 1, "tokens_per_s": 2, "tau": 3}
+RESULT = {"metrics": 1, "selected": 1, "settings": 1, "tokens_per_s": 2, "tau": 3, "reliability": [{}]}
 
 
 class Collection:
@@ -63,28 +63,27 @@ class Collection:
             self.unreadable.setdefault(str(folder), why)
 
     def run(self, folder: Path, name: str, config: dict) -> Run:
-        kind = config["kind"]
+        """Read a run folder."""
         begun = self.read(folder / "run.json", shape={"attempts": [{"environment": 1}]}) or {}
-        more = {"begun": begun, "seen": last_written(folder)}
-        if kind in TRAININGS:
+        run = {"name": name, "kind": config["kind"], "path": folder, "config": config, "begun": begun}
+        run["seen"] = last_written(folder)
+        if run["kind"] in TRAININGS:
             trained = RunFolder(folder, config, begun.get("id", ""))
-            more["result"] = self.read(folder / "result.json", shape=RESULT | {"reliability": [{}]})
-            more |= {"curve": self.curve(trained), "checkpoint_step": trained.checkpoint_step}
-            return Training(name, kind, folder, config, **more)
-        if kind == "bench":
-            more["result"] = self.read(folder / "results.json", shape={"methods": 2})
-            more["rows"] = [r for r in read_lines(folder / "questions.jsonl") if isinstance(r, dict) and "method" in r]
-            return Run(name, kind, folder, config, **more)
-        run = Run(name, kind, folder, config)
-        more["result"] = self.read(folder / ("results.json" if run.search == "specdecpp" else "result.json"))
-        if run.search == "budget" and more["result"]:
-            more["budgets"] = self.budgets(folder, Path(str(more["result"]["budget_table"])))
-        return Run(name, kind, folder, config, **more)
+            run |= {"result": self.read(folder / "result.json", RESULT), "checkpoint_step": trained.checkpoint_step}
+            return Training(**run, curve=self.curve(trained))
+        if run["kind"] == "bench":
+            rows = [row for row in read_lines(folder / "questions.jsonl") if isinstance(row, dict) and "method" in row]
+            return Run(**run, result=self.read(folder / "results.json", {"methods": 2}), rows=rows)
+        search = Run(**run).search
+        run["result"] = self.read(folder / ("results.json" if search == "specdecpp" else "result.json"))
+        if search == "budget" and run["result"]:
+            run["budgets"] = self.budgets(folder, Path(str(run["result"]["budget_table"])))
+        return Run(**run)
 
     def read(
         self, file: Path, shape: Mapping[str, object] | None = None, parse: Callable[[str], object] = json.loads
     ) -> dict | None:
-        """A mapping, None where there is no such file; noted where it is damaged or has another shape."""
+        """Read a mapping; None where there is no such file, or it is damaged or has another shape, which is noted."""
         if not file.is_file():
             return None
         try:
@@ -165,11 +164,11 @@ def names_of(folders: Sequence[Path]) -> dict[Path, str]:
 
 def fits(value: object, shape: object) -> bool:
     """Whether a value has a shape: that many mappings within one another, a list of one, or a mapping of shapes."""
-    if isinstance(shape, int):
-        return not shape or (isinstance(value, dict) and all(fits(one, shape - 1) for one in value.values()))
     if isinstance(shape, list):
         return all(fits(one, shape[0]) for one in value)
-    return isinstance(value, dict) and all(fits(value.get(part) or {}, inner) for part, inner in shape.items())
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(fits(value.get(part) or {}, inner) for part, inner in shape.items())
+    return not shape or (isinstance(value, dict) and all(fits(one, shape - 1) for one in value.values()))
 
 
 def last_written(path: Path) -> str | None:

@@ -159,11 +159,11 @@ def cumulative(methods: Mapping[str, Mapping], rows: Sequence[Mapping]) -> Figur
 def training_plots(runs: Sequence[Training], prefix: str = "") -> dict[str, Markup]:
     """Title -> SVG of the plots of trainings of one kind for one target, drawn over one another, without empty ones."""
     styles = run_styles(runs)
-    tokens = {run.tokens_a_step for run in runs}
+    tokens = {run.tokens_per_step for run in runs}
     in_tokens = len(tokens) > 1 and None not in tokens
     each = f" (each of {next(iter(tokens)):,} tokens)" if len(tokens) == 1 and None not in tokens else ""
     axis = "million tokens trained on" if in_tokens else f"optimizer steps{each}"
-    curve_of = [(run.curve, run.tokens_a_step / 1e6 if in_tokens else 1.0, styles[run.name]) for run in runs]
+    curve_of = [(run.curve, run.tokens_per_step / 1e6 if in_tokens else 1.0, styles[run.name]) for run in runs]
     taus = {setting: [estimate_of(run.tau.get(setting)) for run in runs] for run in runs for setting in run.tau}
     rows = [(shortened(n, drawing.TITLE_CHARACTERS), {"color": style["color"]}) for n, style in styles.items()]
     bins = {run.name: (run.result or {}).get("reliability") or () for run in runs}

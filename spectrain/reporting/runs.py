@@ -56,14 +56,15 @@ class Run:
 
     @property
     def devices(self) -> str:
-        """What it ran on; of a throughput model, what hardware it is of."""
-        named, modelled = self.facts.get("device"), (self.facts.get("hardware") or {}).get("name")
+        """What it ran on; for a throughput model, the hardware that is modelled."""
+        if self.facts.get("device") not in (None, "auto"):
+            return str(self.facts["device"])
+        if modelled := (self.facts.get("hardware") or {}).get("name"):
+            return f"{modelled} (modelled)"
         found = Counter(map(str, self.environment.get("devices") or ()))
         counted = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in found.items())
         accelerator = (self.config.get("trainer") or {}).get("accelerator")
-        if named not in (None, "auto"):
-            return str(named)
-        return f"{modelled} (modelled)" if modelled else counted or str(named or accelerator or MISSING)
+        return counted or str(self.facts.get("device") or accelerator or MISSING)
 
     @property
     def attempts(self) -> Sequence[Mapping]:
@@ -116,20 +117,19 @@ class Training(Run):
         return f"{self.steps:,}{more if self.result is None else ''}"
 
     @property
-    def tokens_a_step(self) -> int | None:
+    def tokens_per_step(self) -> int | None:
         """Of packed rows; None where rows differ in length."""
         data, trainer = self.config.get("data") or {}, self.config.get("trainer") or {}
         parts = [data.get("batch_size"), data.get("row_tokens"), trainer.get("accumulate_grad_batches", 1)]
-        if self.kind == "specdecpp" or not all(number(part) for part in parts):
-            return None
-        return int(parts[0]) * int(parts[1]) * int(parts[2])
+        known = self.kind != "specdecpp" and all(number(part) for part in parts)
+        return int(parts[0]) * int(parts[1]) * int(parts[2]) if known else None
 
     @property
     def tokens(self) -> int | None:
         told = number((self.result or {}).get("tokens"))
         if told is not None:
             return int(told)
-        return self.steps * self.tokens_a_step if self.tokens_a_step else None
+        return self.steps * self.tokens_per_step if self.tokens_per_step else None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -151,7 +151,7 @@ class Training(Run):
 
 
 def groups(trainings: Iterable[Training]) -> list[list[Training]]:
-    """Trainings that can be compared, by name: those of one kind for one target."""
+    """Group trainings that can be compared, by name: those of one kind for one target."""
     found: dict[tuple[str, str], list[Training]] = {}
     for run in sorted(trainings, key=lambda run: natural(run.name)):
         found.setdefault((run.kind, run.begun.get("target_fingerprint") or run.target), []).append(run)
@@ -159,7 +159,7 @@ def groups(trainings: Iterable[Training]) -> list[list[Training]]:
 
 
 def differences(runs: Sequence[Training]) -> dict[str, dict[str, object]]:
-    """Run -> the options in which it differs from most others; where no value is that of most, everybody's is told.
+    """Find for each run the options in which it differs from most others; from all where no value is that of most.
 
     An option that some of them do not know, being older, does not count.
     """
@@ -167,11 +167,10 @@ def differences(runs: Sequence[Training]) -> dict[str, dict[str, object]]:
     for key in runs[0].options:
         if not all(key in run.options for run in runs):
             continue
-        values = [run.options[key] for run in runs]
-        (usual, n), *others = Counter(map(repr, values)).most_common()
-        for run, value in zip(runs, values, strict=True):
-            if others and (n <= len(runs) / 2 or repr(value) != usual):
-                found[run.name][key] = value
+        (usual, n), *others = Counter(repr(run.options[key]) for run in runs).most_common()
+        for run in runs if others else ():
+            if n <= len(runs) / 2 or repr(run.options[key]) != usual:
+                found[run.name][key] = run.options[key]
     return found
 
 
@@ -188,7 +187,7 @@ def short_path(text: str) -> str:
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
-    """Sorts k_2 before k_10."""
+    """A key that sorts k_2 before k_10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 

@@ -52,7 +52,7 @@ def test_runs_of_one_kind_and_target_stand_together_in_natural_order():
 def test_an_unfinished_run_says_how_far_it_got():
     curve = {9: {"train/loss": 3.0}, 19: {"train/loss": 2.0}, 20: {"eval/loss": 1.5}, 40: {"eval/alpha": 0.5}}
     run = training(curve=curve, checkpoint_step=15)
-    assert (run.steps, run.steps_text, run.tokens_a_step, run.tokens) == (20, "20 of 100", 512, 20 * 512)
+    assert (run.steps, run.steps_text, run.tokens_per_step, run.tokens) == (20, "20 of 100", 512, 20 * 512)
     assert run.metrics == {"eval/loss": 1.5, "eval/alpha": 0.5}
     assert training(curve=curve, checkpoint_step=33).steps == 33
     assert training().steps == 0
