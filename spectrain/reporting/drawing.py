@@ -22,6 +22,7 @@ COLOURS = (  # for colour-blind readers: Okabe and Ito's without yellow and blac
     *("#999933", "#44aa99", "#aa4499", "#117733", "#cc6677", "#661100", "#88ccee", "#ddcc77"),
 )
 DASHES = ("-", (0, (4, 1.5)))  # of the first eight colours and of the others
+STYLES = tuple({"color": colour, "linestyle": DASHES[i // 8]} for i, colour in enumerate(COLOURS))
 WIDTH_IN, ROW_IN = 10.4, 0.21  # of a page, and of a bar
 LABEL_CHARACTERS, TITLE_CHARACTERS = 26, 70
 MAX_POINTS = 400  # of a line

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import numpy as np
 from markupsafe import Markup
@@ -17,12 +18,11 @@ from spectrain.decoding.tree import Source
 from spectrain.measure.results import BASELINE
 from spectrain.measure.spire_paper import paper_tau
 from spectrain.reporting import drawing
-from spectrain.reporting.drawing import COLOURS, DASHES, Line, bar_panels, line, line_panels, shortened
-from spectrain.reporting.formats import bounds_of, number
+from spectrain.reporting.drawing import COLOURS, STYLES, Line, bar_panels, line, line_panels, shortened
+from spectrain.reporting.formats import bounds_of, measured, number
 from spectrain.reporting.runs import Training, differences, option_text
 
 MAX_POSITIONS = 16
-NAMED_RUNS = 16  # runs that keep a colour of their own; the others are grey
 HASHED_NAME = re.compile(r"-[0-9a-f]{8}$")
 STEP_METRIC = re.compile(r"eval/alpha_step_(\d+)")
 MAX_PANELS = 4
@@ -52,7 +52,7 @@ def categories_of(methods: Mapping[str, Mapping]) -> list[str]:
 
 
 def benchmark_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "") -> dict[str, Markup]:
-    """Title -> SVG of the plots of a benchmark; empty ones are left out.
+    """Draw a benchmark: title -> SVG, without empty ones.
 
     `results` and `rows` are the content of results.json and questions.jsonl, `prefix` starts the ids within the plots.
     """
@@ -71,8 +71,9 @@ def benchmark_plots(results: Mapping, rows: Sequence[Mapping], prefix: str = "")
 def method_styles(methods: Mapping[str, Mapping]) -> dict[str, dict]:
     """Colour and dashes of each method: its own in every figure, grey for autoregressive decoding."""
     others = [name for name in methods if name != BASELINE]
-    styles = {n: {"color": COLOURS[i % 16], "linestyle": DASHES[i // 8 % 2]} for i, n in enumerate(others)}
-    return {BASELINE: {"color": drawing.BASELINE_COLOUR, "linestyle": "-"}} | styles
+    return {BASELINE: {"color": drawing.BASELINE_COLOUR, "linestyle": "-"}} | dict(
+        zip(others, cycle(STYLES), strict=False)
+    )
 
 
 def by_category(methods: Mapping[str, Mapping], measure: str, axis_label: str) -> Figure | None:
@@ -81,15 +82,18 @@ def by_category(methods: Mapping[str, Mapping], measure: str, axis_label: str) -
     panels = {"all questions": [methods[name] for name in names]}
     if len(categories) > 1:
         panels |= {c: [(methods[n].get("by_category") or {}).get(c) or {} for n in names] for c in categories}
-    values = {
-        title: [(number(one.get(measure)), bounds_of(one.get(f"{measure}_ci95"))) for one in panel]
-        for title, panel in panels.items()
-    }
+    bars = {title: [estimate_of(measured(one, measure)) for one in panel] for title, panel in panels.items()}
     rows = []
     for name in names:
         label, hatch = (" (baseline)", "////") if methods[name].get("kind") == "peer" else ("", "")
         rows.append((shortened(name) + label, {"color": styles[name]["color"], "hatch": hatch}))
-    return bar_panels(values, rows, axis_label, n_columns=3)
+    return bar_panels(bars, rows, axis_label, n_columns=3)
+
+
+def estimate_of(one: Mapping | None) -> tuple[float | None, tuple[float, float] | None]:
+    """Value and bounds of an estimate as files hold it."""
+    one = one or {}
+    return number(one.get("value")), bounds_of((one.get("low"), one.get("high")))
 
 
 def by_position(methods: Mapping[str, Mapping]) -> Figure | None:
@@ -117,8 +121,7 @@ def by_source(methods: Mapping[str, Mapping]) -> Figure | None:
     known, styles = [source.name.lower() for source in Source], method_styles(methods)
     rows, shares, gains = [], [], []
     for name in ordered(methods):
-        found = methods[name].get("acceptance_by_source") or {}
-        steps = number(methods[name].get("target_forwards"))
+        found, steps = methods[name].get("acceptance_by_source") or {}, number(methods[name].get("target_forwards"))
         for source in sorted(found, key=lambda one: known.index(one) if one in known else len(known)):
             accepted, drafted = (number(found[source].get(key)) or 0.0 for key in ("accepted", "drafted"))
             if drafted:
@@ -157,7 +160,7 @@ def cumulative(methods: Mapping[str, Mapping], rows: Sequence[Mapping]) -> Figur
 
 
 def training_plots(runs: Sequence[Training], prefix: str = "") -> dict[str, Markup]:
-    """Title -> SVG of the plots of trainings of one kind for one target, drawn over one another, without empty ones."""
+    """Draw trainings of one kind for one target over one another: title -> SVG, without empty ones."""
     styles = run_styles(runs)
     tokens = {run.tokens_per_step for run in runs}
     in_tokens = len(tokens) > 1 and None not in tokens
@@ -166,20 +169,13 @@ def training_plots(runs: Sequence[Training], prefix: str = "") -> dict[str, Mark
     curve_of = [(run.curve, run.tokens_per_step / 1e6 if in_tokens else 1.0, styles[run.name]) for run in runs]
     taus = {setting: [estimate_of(run.tau.get(setting)) for run in runs] for run in runs for setting in run.tau}
     rows = [(shortened(n, drawing.TITLE_CHARACTERS), {"color": style["color"]}) for n, style in styles.items()]
-    bins = {run.name: (run.result or {}).get("reliability") or () for run in runs}
     figures = {
         "Curves": curves(curve_of, axis),
         "Acceptance by position in the draft": positions([(run.metrics, styles[run.name]) for run in runs]),
         "tau after training": bar_panels(taus, rows, TAU_AXIS),
-        "Calibration": calibration(bins, styles),
+        "Calibration": calibration({run.name: (run.result or {}).get("reliability") or () for run in runs}, styles),
     }
     return drawing.inline_svgs(figures, prefix)
-
-
-def estimate_of(one: Mapping | None) -> tuple[float | None, tuple[float, float] | None]:
-    """Value and bounds of an estimate as files hold it."""
-    one = one or {}
-    return number(one.get("value")), bounds_of((one.get("low"), one.get("high")))
 
 
 def run_styles(runs: Sequence[Training]) -> dict[str, dict]:
@@ -193,14 +189,13 @@ def run_styles(runs: Sequence[Training]) -> dict[str, dict]:
         loss = number(run.metrics.get("eval/loss"))
         return -max(taus) if taus else np.inf if loss is None else loss
 
-    named = runs if len(runs) <= NAMED_RUNS else sorted(runs, key=rank)[:NAMED_RUNS]
-    others = f"{len(runs) - len(named)} others"
-    styles = {run.name: {"color": drawing.GREY, "zorder": 1, "label": others} for run in runs}
-    told = differences(runs) if runs else {}
-    for i, name in enumerate(run.name for run in named):
+    named = runs if len(runs) <= len(STYLES) else sorted(runs, key=rank)[: len(STYLES)]
+    others = {"color": drawing.GREY, "zorder": 1, "label": f"{len(runs) - len(named)} others"}
+    styles, told = {run.name: others for run in runs}, differences(runs) if runs else {}
+    for style, name in zip(STYLES, [run.name for run in named], strict=False):
         options = ", ".join(option_text(key, value) for key, value in told[name].items())
-        label = shortened(f"{name} ({options})" if options and HASHED_NAME.search(name) else name, 60)
-        styles[name] = {"color": COLOURS[i], "linestyle": DASHES[i // 8], "zorder": 2, "label": label}
+        label = f"{name} ({options})" if options and HASHED_NAME.search(name) else name
+        styles[name] = style | {"zorder": 2, "label": shortened(label, 60)}
     return styles
 
 
@@ -213,11 +208,11 @@ def curves(runs: Sequence[tuple[Mapping, float, Mapping]], axis: str = "optimize
     for metric, title in METRICS.items():
         for curve, width, style in runs:
             rows = [((step + 1) * width, row) for step, row in curve.items() if number(row.get(metric)) is not None]
-            points = [(x, row[metric]) for x, row in drawing.thinned(rows)]
-            ends = [(row.get(f"{metric}_low"), row.get(f"{metric}_high")) for _, row in drawing.thinned(rows)]
-            if points:
+            if rows := drawing.thinned(rows):
+                ends = [bounds_of((row.get(f"{metric}_low"), row.get(f"{metric}_high"))) for _, row in rows]
                 marker = "" if metric.startswith("train/") else "o"
-                panels.setdefault(title, []).append(line(points, map(bounds_of, ends), marker=marker, **style))
+                one = line([(x, row[metric]) for x, row in rows], ends, marker=marker, **style)
+                panels.setdefault(title, []).append(one)
     several = [title for title, lines in panels.items() if any(len(one.points) > 1 for one in lines)]
     shown = list(dict.fromkeys([*several, *panels]))[:MAX_PANELS]
     return line_panels({title: panels[title] for title in shown}, axis, n_columns=2)
@@ -242,10 +237,10 @@ def position_panels(panels: Mapping[str, Sequence[Line]]) -> Figure | None:
 def training_pictures(curve: Mapping[int, Mapping]) -> dict[str, Figure]:
     """What a run folder shows of one training: its "curve", and "acceptance" by position for each validation."""
     steps, validations = [step for step, row in curve.items() if any(map(STEP_METRIC.fullmatch, row))], []
-    for i, step in enumerate(steps):
-        is_last = i == len(steps) - 1  # the darkest
-        style = {"color": COLOURS[0], "alpha": 1.0 if is_last else 0.2 + 0.5 * i / len(steps)}
-        validations.append((curve[step], style | ({"label": f"step {step + 1:,}"} if is_last or i == 0 else {})))
+    for i, step in enumerate(steps, 1):  # the last is the darkest
+        style = {"color": COLOURS[0], "alpha": 1.0 if i == len(steps) else 0.2 + 0.5 * (i - 1) / len(steps)}
+        label = {"label": f"step {step + 1:,}"} if i in (1, len(steps)) else {}
+        validations.append((curve[step], style | label))
     found = {"curve": curves([(curve, 1.0, {"color": COLOURS[0]})]), "acceptance": positions(validations)}
     return {name: figure for name, figure in found.items() if figure is not None}
 
@@ -293,9 +288,9 @@ def drafters(content: Mapping, modelled: Mapping[str, tuple[Mapping, float]] | N
     if sum(tau is not None for tau in known) > 1:
         marks = {setting: known for setting in settings if setting.endswith("T=1")}
     if modelled:
-        title = "modelled throughput, times plain decoding (paper's cost model)"
-        panels[title] = [estimate_of(modelled[name][0]) if name in modelled else (None, None) for name in found]
-        marks[title] = [modelled[name][1] if name in modelled else None for name in found]
+        title, each = "modelled throughput, times plain decoding (paper's cost model)", map(modelled.get, found)
+        ours, papers = zip(*((None, None) if one is None else one for one in each), strict=True)
+        panels[title], marks[title] = [*map(estimate_of, ours)], papers
     return bar_panels(panels, rows, TAU_AXIS, marks=("reported by the SPIRe paper (its own target)", marks))
 
 
@@ -306,11 +301,10 @@ def parity(content: Mapping) -> Figure | None:
     for name, one in content["rows"].items():
         sampling, _, side = name.partition(", ")
         i = sides.index(side)
-        places = [position + 0.06 * (i - len(sides) / 2) for position in content["positions"]]
-        found = [(x, *estimate_of(each)) for x, each in zip(places, one.get("acceptance") or (), strict=False)]
-        found = [(x, value, bounds) for x, value, bounds in found if value is not None]
-        if found:
-            points, whiskers = [(x, value) for x, value, _ in found], [bounds for *_, bounds in found]
-            one_side = line(points, whiskers, color=COLOURS[i], marker="o", label=side)
-            panels.setdefault(sampling, []).append(one_side)
+        rates = zip(content["positions"], map(estimate_of, one.get("acceptance") or ()), strict=False)
+        known = [(position, value, bounds) for position, (value, bounds) in rates if value is not None]
+        if known:
+            points = [(position + 0.06 * (i - len(sides) / 2), value) for position, value, _ in known]
+            whiskers = [bounds for *_, bounds in known]
+            panels.setdefault(sampling, []).append(line(points, whiskers, color=COLOURS[i], marker="o", label=side))
     return position_panels(panels)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from spectrain.reporting.collect import Collection
-from spectrain.reporting.plots import NAMED_RUNS, run_styles, training_plots
+from spectrain.reporting.drawing import STYLES
+from spectrain.reporting.plots import run_styles, training_plots
 from spectrain.reporting.runs import Run, Training
 from spectrain.reporting.runs_page import render_page
 from tests.reporting.test_benchmarks import NAMES, Page, emptied, fake_results, fake_rows
@@ -283,7 +284,7 @@ def test_a_hundred_runs_stay_readable():
     runs = [trained(i % 7, f"spire-{i:08x}", options={"k": i}) for i in range(120)]
     html = html_of(*runs)
     page = Page(html)
-    assert f"{120 - NAMED_RUNS} others" in page.text
+    assert f"{120 - len(STYLES)} others" in page.text
     assert "Each of the 120 runs" in page.text
     assert page.tags.count("details") > 120
     assert len(html) < 3 * 2**20
@@ -295,7 +296,7 @@ def test_of_many_runs_the_best_keep_a_colour_of_their_own():
     named = {name for name, style in styles.items() if style["color"] != "#c4c4c4"}
     assert named == {f"r{i}" for i in range(14, 30)}  # tau 16 to 31
     assert {style["label"] for name, style in styles.items() if name not in named} == {"24 others"}
-    assert len({(styles[name]["color"], str(styles[name]["linestyle"])) for name in named}) == NAMED_RUNS
+    assert len({(styles[name]["color"], str(styles[name]["linestyle"])) for name in named}) == len(STYLES)
 
 
 def test_curves_over_tokens_where_steps_differ_in_size():
