@@ -130,10 +130,7 @@ class Method:
         check_whole(f"k of {self.name}", self.k, 1)
         check_number(f"tau.{self.name}", self.tau)
         if not 1 <= self.tau <= self.k + 1:
-            raise UserError(
-                f"tau.{self.name}={self.tau} must lie in 1 .. k + 1 = {self.k + 1}: a step yields the target's own "
-                "token and at most k drafted ones"
-            )
+            raise UserError(f"tau.{self.name}={self.tau} must lie in 1 .. k + 1 = {self.k + 1}")
 
 
 @dataclass(frozen=True)

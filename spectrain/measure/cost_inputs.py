@@ -29,9 +29,7 @@ def check_options(options: Mapping) -> None:
     """Raise UserError where a value stands in place of a section, is out of range, or is no known name."""
     for name in SECTIONS:
         if not isinstance(options[name], Mapping):
-            raise UserError(
-                f"{name}={options[name]} must stay a group of options; give one of them, as {name}.<option>="
-            )
+            raise UserError(f"{name}={options[name]} must stay a group of options; give {name}.<option>=")
     for name in ("batch", "context_tokens"):
         if options[name] == []:
             raise UserError(f"{name}=[] names no value; give some, as {name}=[1,64]")
@@ -69,10 +67,7 @@ def read_budget(options: Mapping, exported: SpireConfig | None) -> SparseBudget:
     check_whole("window_tokens", window, 1)
     longest = max(*axis(options, "context_tokens"), options["spot"]["context_tokens"])
     if window > longest:
-        raise UserError(
-            f"window_tokens={window} is longer than the longest context of {longest} tokens, so nothing is sparse; "
-            "lower it, or give longer context_tokens"
-        )
+        raise UserError(f"window_tokens={window} is longer than the longest context of {longest} tokens; lower it")
     return SparseBudget(sink, window)
 
 
@@ -103,14 +98,9 @@ def read_methods(options: Mapping, shapes: Shapes) -> tuple[list[Method], dict[s
         elif "all" in chosen:
             log.warning("%s is left out: %s has no tau of it", name, options["results"])
         else:
-            raise UserError(
-                f"results={options['results']} has no tau of {name}; give results_names.{name}= or tau.{name}="
-            )
+            raise UserError(f"{options['results']} has no tau of {name}; give results_names.{name}= or tau.{name}=")
     if not methods:
-        raise UserError(
-            f"results={options['results']} has no tau of {', '.join(ALL)}; give results_names.<method>= or "
-            "tau.<method>="
-        )
+        raise UserError(f"results={options['results']} has no tau of any method; give results_names.<method>=")
     for name, shape in ({"target": shapes.target} | {method.name: method.shape for method in methods}).items():
         if options["count_unembedding"] and not shape.vocab_size:
             raise UserError(f"count_unembedding=true needs the vocabulary of {name}; give numbers.{name} a vocab_size")
@@ -137,10 +127,8 @@ def _tau_of(
         return options["tau"][name], {"source": "given"}
     if measured is None:
         if k != options["published"]["k"]:
-            raise UserError(
-                f"k={k}: the published tau of {name} is of k={options['published']['k']}, and tau depends on it; give "
-                f"tau.{name}= or results="
-            )
+            known = f"the published tau of {name} is of k={options['published']['k']}"
+            raise UserError(f"k={k}: {known}, and tau depends on it; give tau.{name}= or results=")
         return options["published"][name], {"source": "published (SPIRe, Table 1)"}
     file = Path(str(options["results"]))
     chosen = choose_tau(file, measured, name, k, options["results_names"].get(name), Setting(**options["results_at"]))

@@ -14,6 +14,8 @@ from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import POOLED, Setting
 from spectrain.stores.folder import read_json
 
+STANDS_FOR = {"speculative": "vanilla"}  # method of a benchmark -> method of the throughput model
+
 
 @dataclass(frozen=True)
 class MeasuredTau:
@@ -27,13 +29,10 @@ class MeasuredTau:
 
 
 def read_tau(file: Path) -> list[MeasuredTau]:
-    """Read everything that a result file says about tau.
-
-    Args:
-        file: `results.json` of spectrain.bench, `result.json` of a training run, or `drafters.json`.
+    """Read what `results.json` of spectrain.bench, `result.json` of a training or `drafters.json` says about tau.
 
     Raises:
-        UserError: it is missing, damaged, or of another kind.
+        UserError: the file is missing, damaged, or of another kind.
     """
     try:
         values = read_json(file)
@@ -46,10 +45,7 @@ def read_tau(file: Path) -> list[MeasuredTau]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"results={file} is damaged ({type(error).__name__}: {error}); make it again") from error
     if not found:
-        raise UserError(
-            f"results={file} holds no tau; give results.json of spectrain.bench, result.json of a spire or vanilla "
-            "training, or drafters.json"
-        )
+        raise UserError(f"results={file} holds no tau; give results of a benchmark or training, or drafters.json")
     return found
 
 
@@ -65,7 +61,7 @@ def _entries(file: Path, values: Mapping) -> Iterator[MeasuredTau]:
                 nodes = one.get("max_nodes")
                 k = nodes - 1 if isinstance(nodes, int) else None  # a chain's nodes are the root and its drafts
                 tau = Estimate(float(one["mean_accepted"]), *(one.get("mean_accepted_ci95") or ()))
-                yield MeasuredTau(name, _method(name), tau, k, setting)
+                yield MeasuredTau(name, STANDS_FOR.get(name, name), tau, k, setting)
     elif "tau" in values:
         config = file.parent / "config.yaml"  # the training's
         k = yaml.safe_load(config.read_text()).get("k") if config.is_file() else None
@@ -77,11 +73,8 @@ def _of_row(name: str, kind: str, row: Mapping[str, Mapping], k: int | None) -> 
     """Read a mapping from names of settings to estimates."""
     for label, one in row.items():
         bounds = (math.nan if one.get(end) is None else float(one[end]) for end in ("low", "high"))
-        yield MeasuredTau(name, _method(kind), Estimate(float(one["value"]), *bounds), k, Setting.named(label))
-
-
-def _method(name: str) -> str:
-    return "vanilla" if name == "speculative" else name
+        tau = Estimate(float(one["value"]), *bounds)
+        yield MeasuredTau(name, STANDS_FOR.get(kind, kind), tau, k, Setting.named(label))
 
 
 def choose_tau(
@@ -101,25 +94,18 @@ def choose_tau(
         UserError: the name is not there, several fit, or tau was measured with another k.
     """
     own = [one for one in found if (one.name == name if name else one.method == method != "spire_dense")]
-    if not own and name:
-        names = ", ".join(dict.fromkeys(one.name for one in found))
-        raise UserError(f"results_names.{method}={name} is not in {file}; it has {names}")
-    if not own:
+    if not own and not name:
         return None
-    names = list(dict.fromkeys(one.name for one in own))
+    names = list(dict.fromkeys(one.name for one in own or found))
+    if not own:
+        raise UserError(f"results_names.{method}={name} is not in {file}; it has {', '.join(names)}")
     if len(names) > 1:
         own = [one for one in own if one.name == method]
     if not own:
-        raise UserError(
-            f"results={file} has {len(names)} drafters that could be {method}: give results_names.{method}= one of "
-            f"{', '.join(names)}"
-        )
-    length, temperature = (at.context_tokens, at.temperature) if at else (None, None)
-    fitting = [
-        one
-        for one in own
-        if length in (None, one.setting.context_tokens) and temperature in (None, one.setting.temperature)
-    ]
+        raise UserError(f"several drafters could be {method}: give results_names.{method}= one of {', '.join(names)}")
+    at = at or Setting(None, None)
+    fitting = [one for one in own if at.context_tokens in (None, one.setting.context_tokens)]
+    fitting = [one for one in fitting if at.temperature in (None, one.setting.temperature)]
     if len(fitting) != 1:
         settings = "; ".join(one.setting.name for one in own)
         raise UserError(
@@ -128,8 +114,6 @@ def choose_tau(
         )
     (chosen,) = fitting
     if chosen.k not in (None, k):
-        raise UserError(
-            f"results={file} measured {chosen.name} with k={chosen.k}, not k={k}, and tau depends on it; give "
-            f"k={chosen.k}, or other results"
-        )
+        measured = f"results={file} measured {chosen.name} with k={chosen.k}"
+        raise UserError(f"{measured}, not k={k}, and tau depends on it; give k={chosen.k}, or other results")
     return chosen

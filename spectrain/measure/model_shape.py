@@ -43,40 +43,43 @@ def read_shapes(options: Mapping) -> Shapes:
         UserError: a folder or number is wrong, a model is given twice, or the SPIRe drafter is of another target.
     """
     numbers, path = options["numbers"], options["target"]["path"]
-    found, exported = {}, None  # model -> shape and source
     if path is not None and numbers["target"] is not None:
         raise UserError(f"target={path} and numbers.target are both given; give numbers.target=null")
+    sources = {name: BY_NUMBERS for name, given in numbers.items() if given is not None}
+    sources.setdefault("target", str(path or BUNDLED))
     if numbers["target"] is None:
-        found["target"] = shape_of_model(str(path or BUNDLED), "target"), str(path or BUNDLED)
-    target = found["target"][0] if found else shape_of_numbers("numbers.target", numbers["target"])
-    for name, base in (("target", None), ("vanilla", None), ("spire", target)):
-        if numbers[name] is not None:
-            found[name] = shape_of_numbers(f"numbers.{name}", numbers[name], base), BY_NUMBERS
-    for path in names(options["drafter"]):
-        kind = "spire" if is_spire(Path(path)) else "vanilla"
-        if kind in found:
-            also = f"numbers.{kind}" if found[kind][1] == BY_NUMBERS else "another drafter"
-            raise UserError(f"drafter={path} is a {kind} drafter, and so is {also}; give one of them")
-        if kind == "spire":
-            exported = exported_config(Path(path))
-            shape = Shape(exported.n_layer, **{name: getattr(exported.shape, name) for name in DIMENSIONS[1:]})
-        else:
-            shape = shape_of_model(path, "drafter")
-        found[kind] = shape, path
+        target = shape_of_model(sources["target"], "target")
+    else:
+        target = shape_of_numbers("numbers.target", numbers["target"])
     # As `+exp=vanilla` makes it: half the width in as many heads, so 1/8 of the body.
-    halves = {name: max(1, getattr(target, name) // 2) for name in (*DIMENSIONS[:2], "head_dim", "intermediate_size")}
-    n_layer = max(1, target.n_layer // 4)
-    counted = dataclasses.replace(target, body_parameters=None)
-    found.setdefault("vanilla", (dataclasses.replace(counted, **halves), "half the target's layers and width"))
-    found.setdefault("spire", (dataclasses.replace(counted, n_layer=n_layer), f"{n_layer} of the target's blocks"))
-    spire = found["spire"][0]
+    halved = ("n_layer", "hidden_size", "head_dim", "intermediate_size")
+    halves = {name: max(1, getattr(target, name) // 2) for name in halved}
+    vanilla = dataclasses.replace(target, body_parameters=None, **halves)
+    if numbers["vanilla"] is not None:
+        vanilla = shape_of_numbers("numbers.vanilla", numbers["vanilla"])
+    quarter = {"n_layer": max(1, target.n_layer // 4)}
+    spire = shape_of_numbers("numbers.spire", quarter if numbers["spire"] is None else numbers["spire"], target)
+    exported = None
+    for path in names(options["drafter"]):
+        config = spire_config(Path(path))
+        kind = "vanilla" if config is None else "spire"
+        if kind in sources:
+            also = f"numbers.{kind}" if sources[kind] == BY_NUMBERS else "another drafter"
+            raise UserError(f"drafter={path} is a {kind} drafter, and so is {also}; give one of them")
+        sources[kind] = path
+        if config is None:
+            vanilla = shape_of_model(path, "drafter")
+        else:
+            exported = config
+            spire = Shape(config.n_layer, **{name: getattr(config.shape, name) for name in DIMENSIONS[1:]})
+    sources.setdefault("vanilla", "half the target's layers and width")
+    sources.setdefault("spire", f"{spire.n_layer} of the target's blocks")
     if spire.hidden_size != target.hidden_size:
         raise UserError(
             f"the SPIRe drafter is {spire.hidden_size} wide and the target {target.hidden_size}, but it consists of "
             "the target's blocks; give a drafter of this target"
         )
-    sources = {name: found[name][1] for name in ("target", "vanilla", "spire")}
-    return Shapes(target, found["vanilla"][0], spire, sources, exported)
+    return Shapes(target, vanilla, spire, sources, exported)
 
 
 def shape_of_model(name: str, option: str) -> Shape:
@@ -92,8 +95,8 @@ def shape_of_model(name: str, option: str) -> Shape:
     Raises:
         UserError: there is no such config, it lacks a dimension, or the model does not cost what the formulas say.
     """
-    path = str(bundled_folder(name) or name)
-    config = _read_config(path, option)
+    given = f"{option}={bundled_folder(name) or name}"
+    config = _read_config(str(bundled_folder(name) or name), given)
     text = config.get_text_config()
     try:
         with torch.device("meta"):
@@ -101,9 +104,7 @@ def shape_of_model(name: str, option: str) -> Shape:
     except UserError:
         raise
     except Exception as error:  # whatever an architecture raises where its own fields do not fit together
-        raise UserError(
-            f"{option}={path} describes no model that transformers can build ({error}); correct its config.json"
-        ) from error
+        raise UserError(f"{given} describes no model that transformers can build ({error})") from error
     n_head, hidden = text.num_attention_heads, text.hidden_size
     return Shape(
         n_layer=text.num_hidden_layers,
@@ -117,58 +118,48 @@ def shape_of_model(name: str, option: str) -> Shape:
     )
 
 
-def _read_config(path: str, option: str) -> PretrainedConfig:
+def _read_config(path: str, given: str) -> PretrainedConfig:
     """Read a config that is complete, and of a model whose cost the formulas give."""
     if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
-        raise UserError(f"{option}={path} does not exist; give a folder or hub id of a causal LM, or its numbers")
+        raise UserError(f"{given} does not exist; give a folder or hub id of a causal LM, or its numbers")
     try:
-        given, _ = PretrainedConfig.get_config_dict(path)
+        content, _ = PretrainedConfig.get_config_dict(path)
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{option}={path} has no config that transformers can read ({reason}); give a folder or hub id of a causal "
-            "LM, or its numbers"
-        ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        raise UserError(f"{given} has no config that transformers can read ({reason}); give its numbers") from error
     text = config.get_text_config()
     # transformers would fill in a missing dimension with that of some 7B model.
-    inner = next((given[key] for key in ("text_config", "llm_config") if isinstance(given.get(key), Mapping)), given)
+    nested = [content[key] for key in ("text_config", "llm_config") if isinstance(content.get(key), Mapping)]
     known_as = getattr(text, "attribute_map", {})
     for name in NEEDED:
-        if name not in inner and known_as.get(name, name) not in inner:
-            raise UserError(f"{option}={path}: config.json has no {name}; complete it, or give the shape by numbers")
+        if not {name, known_as.get(name, name)} & set(nested[0] if nested else content):
+            raise UserError(f"{given}: config.json has no {name}; complete it, or give the shape by numbers")
     kind = unsupported_layer_type(config)
-    experts = next((name for name in EXPERTS if (getattr(text, name, None) or 1) > 1), None)
-    if kind is not None or experts is not None:
-        what = f"layers of type {kind}" if kind is not None else f"{experts}={getattr(text, experts)}"
-        raise UserError(
-            f"{option}={path} has {what}, whose cost is not modelled; choose a dense model with full attention, or "
-            "give its numbers"
-        )
+    experts = [f"{name}={getattr(text, name)}" for name in EXPERTS if (getattr(text, name, None) or 1) > 1]
+    if kind is not None or experts:
+        what = experts[0] if kind is None else f"layers of type {kind}"
+        raise UserError(f"{given} has {what}, whose cost is not modelled; choose a dense model with full attention")
     return config
 
 
-def is_spire(folder: Path) -> bool:
-    """Whether a folder is an exported SPIRe drafter, by its `spectrain.json`."""
-    try:
-        return read_json(folder / "spectrain.json").get("kind") == "spire"
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def exported_config(folder: Path) -> SpireConfig:
-    """Read the config of an exported SPIRe drafter.
+def spire_config(folder: Path) -> SpireConfig | None:
+    """Read the config of an exported SPIRe drafter; None if the folder holds something else.
 
     Raises:
         UserError: `config.json` is missing, damaged or lacks a field.
     """
     try:
+        if read_json(folder / "spectrain.json").get("kind") != "spire":
+            return None
+    except (OSError, ValueError, AttributeError):
+        return None
+    try:
         values = read_json(folder / "config.json")
         return SpireConfig(**values | {"shape": LlamaShape(**values["shape"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"drafter={folder}: config.json is damaged ({type(error).__name__}: {error}); export the drafter again"
-        ) from error
+        what = f"drafter={folder}: config.json is damaged"
+        raise UserError(f"{what} ({type(error).__name__}: {error}); export the drafter again") from error
 
 
 def shape_of_numbers(option: str, given: Mapping, base: Shape | None = None) -> Shape:
@@ -177,13 +168,13 @@ def shape_of_numbers(option: str, given: Mapping, base: Shape | None = None) -> 
     Raises:
         UserError: a field is unknown, missing, or does not fit the others.
     """
-    fields = (*DIMENSIONS, "body_parameters")
     if not isinstance(given, Mapping):
         raise UserError(
             f"{option}={given} must be several numbers, as '{option}={{n_layer: 8, hidden_size: 512, ...}}'"
         )
     values = {} if base is None else dataclasses.asdict(base) | {"body_parameters": None}
     values |= {name: value for name, value in given.items() if value is not None}
+    fields = (*DIMENSIONS, "body_parameters")
     for name in given:
         if name not in fields:
             raise UserError(f"{option}.{name} is unknown; a shape has {', '.join(fields)}")

@@ -49,23 +49,20 @@ def choose_options(opened: Sssd, method: Mapping, grid: Mapping[str, Sequence], 
         UserError: an option is out of range.
     """
     deciding, telling = texts[::2], texts[1::2]
-    tried = []
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    for changes in track(combinations, "combinations", console=Console(stderr=True)):
-        tried.append({**changes, "tau": tau_of(with_options(opened, {**method, **changes}), deciding).value})
-    best = max(range(len(tried)), key=lambda i: tried[i]["tau"])
-    best_discounts = {**method, **combinations[best]}
+    tried = [
+        {**changes, "tau": tau_of(with_options(opened, {**method, **changes}), deciding).value}
+        for changes in track(combinations, "combinations", console=Console(stderr=True))
+    ]
+    best_discounts = {**method, **combinations[max(range(len(tried)), key=lambda i: tried[i]["tau"])]}
     lookup = with_options(opened, best_discounts)
     factors = calibrate(
         *([(text.prompt, text.response) for text in deciding], lookup.retrievers[0]),
         *(lookup.options.max_prefix, lookup.branch_tokens),
     )
     # Measured factors take the place of the discounts.
-    calibrated = {
-        **best_discounts,
-        **dict.fromkeys(NEUTRAL, 1.0),
-        "calibration": {**(best_discounts.get("calibration") or {}), **factors},
-    }
+    calibration = {**(best_discounts.get("calibration") or {}), **factors}
+    calibrated = {**best_discounts, **dict.fromkeys(NEUTRAL, 1.0), "calibration": calibration}
     candidates = {"defaults": method, "best discounts": best_discounts, "calibrated": calibrated}
     # Of equal candidates the plainest, which stands first.
     winner = max(candidates, key=lambda name: tau_of(with_options(opened, candidates[name]), deciding).value)

@@ -35,9 +35,8 @@ def drafters_table(content: Mapping, settings: Sequence[str], text: Callable[...
         kind = f"\n{one['kind']}" if one.get("kind") not in (None, name) else ""
         rows.append({"drafter": f"{name}{kind}"} | {s: text(one["tau"].get(s)) for s in settings})
         names.append(name)
-        if one.get("difference") and name != first:
-            found = {s: difference_text(one["difference"].get(s), text) for s in settings}
-            rows.append({"drafter": f"{name} - {first}"} | found)
+        if (other := one.get("difference")) and name != first:
+            rows.append({"drafter": f"{name} - {first}"} | {s: difference_text(other.get(s), text) for s in settings})
             names.append("")
     counts = {s: [number((one["tau"].get(s) or {}).get("n")) for one in drafters.values()] for s in settings}
     heads = {s: f"{s}\nn = {max(n):,.0f}" for s, n in counts.items() if None not in n}

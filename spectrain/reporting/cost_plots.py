@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 
 import matplotlib
 import numpy as np
@@ -103,8 +104,8 @@ def intensity(found: CostGrid) -> Figure | None:
         points = zip(tokens, column, strict=True)
         lines.append(line(points, marker="o", color=shade, label=f"context {compact(context)}"))
     labels = (f"tokens verified together: batch size times k = {k}", "FLOPs per byte")
-    title, ticks = f"{found.title}: operational intensity of verification", {t: compact(t) for t in tokens}
-    figure = line_panels({title: lines}, *labels, panel_in=(6.8, 3.8), log_ticks=ticks)
+    panels = {f"{found.title}: operational intensity of verification": lines}
+    figure = line_panels(panels, *labels, panel_in=(6.8, 3.8), log_ticks={t: compact(t) for t in tokens})
     log_y(figure.axes[0])
     return figure
 
@@ -150,17 +151,18 @@ def log_y(ax: Axes) -> None:
 
 def budgets(table: BudgetTable) -> Figure:
     """SSSD, Figure 2: what nodes gain and cost. One row of panels per method, one column per batch size."""
-    cells = [(entry, size) for entry in table.entries for size in table.cost.batch_sizes]
-    titles = [f"{e.name}, batch size {size}\n(context {e.curve.context_tokens})" for e, size in cells]
-    panels = {title: budget_lines(table, *cell) for title, cell in zip(titles, cells, strict=True)}
-    size = {"n_columns": len(table.cost.batch_sizes), "panel_in": (2.8, 2.4)}
-    figure = line_panels(panels, NODES_AXIS, "relative to a step of one node", log_ticks=node_ticks(table), **size)
-    for ax, lines, (entry, _) in zip(figure.axes, panels.values(), cells, strict=True):
-        ((nodes, speedup),) = lines[-1].points
+    panels, best, sizes = {}, [], table.cost.batch_sizes
+    for entry, size in product(table.entries, sizes):
+        lines = budget_lines(table, entry, size)
+        panels[f"{entry.name}, batch size {size}\n(context {entry.curve.context_tokens})"] = lines
+        best.append((*lines[-1].points[0], max(entry.curve.tau)))
+    look = {"log_ticks": node_ticks(table), "n_columns": len(sizes), "panel_in": (2.8, 2.4)}
+    figure = line_panels(panels, NODES_AXIS, "relative to a step of one node", **look)
+    for ax, (nodes, speedup, highest_tau) in zip(figure.axes, best, strict=False):
         text = {"transform": ax.transAxes, "va": "top", "color": GREEN, "fontweight": "bold"}
         ax.text(0.03, 0.98, f"{nodes} nodes: {speedup:.2f}×", **text)
         # A forward pass costs far more than is gained in the end; the interesting part is near the gain.
-        ax.set_ylim(0, 1.35 * max(entry.curve.tau))
+        ax.set_ylim(0, 1.35 * highest_tau)
     return figure
 
 
@@ -172,12 +174,15 @@ def budget_lines(table: BudgetTable, entry: CurveEntry, batch_size: int) -> list
     tau = [(rate.nodes, rate.tau) for rate in rates]
     cost = [(rate.nodes, table.cost.at(rate.nodes, batch_size, context) / one_s) for rate in rates]
     speedup = [(rate.nodes, rate.tokens_per_s / plain) for rate in rates]
-    tau_measured = [i for i, rate in enumerate(rates) if rate.nodes in curve.nodes]
-    cost_measured = [i for i, rate in enumerate(rates) if rate.nodes in table.cost.nodes]
+
+    def measured(nodes: Iterable[int]) -> dict:
+        return {"marker": "o", "markevery": [i for i, rate in enumerate(rates) if rate.nodes in nodes]}
+
+    cost_label = "cost of a full forward pass (one node = 1)"
     best = max(speedup, key=lambda point: point[1])
     return [
-        line(tau, color=ORANGE, marker="o", markevery=tau_measured, label="acceptance length (tau)"),
-        line(cost, color=BLUE, marker="o", markevery=cost_measured, label="cost of a full forward pass (one node = 1)"),
+        line(tau, color=ORANGE, label="acceptance length (tau)", **measured(curve.nodes)),
+        line(cost, color=BLUE, label=cost_label, **measured(table.cost.nodes)),
         line(speedup, color=GREEN, lw=2, label="expected speedup"),
         line([best], color=GREEN, marker="*", ms=11, ls="", label="chosen by max_nodes=auto"),
     ]

@@ -66,17 +66,17 @@ def interval(one: Mapping | None, digits: int, sign: str = "") -> str:
         digits: behind the point.
         sign: "+" writes it before positive values, too.
     """
-    one = one or {}
-    text, bounds = fixed(one.get("value"), digits, sign), bounds_of((one.get("low"), one.get("high")))
-    if bounds is None or text == MISSING:
-        return text
-    return f"{text} [{fixed(bounds[0], digits, sign)}, {fixed(bounds[1], digits, sign)}]"
+    text, bounds = _value_and_bounds(one, digits, sign)
+    return f"{text} [{fixed(bounds[0], digits, sign)}, {fixed(bounds[1], digits, sign)}]" if bounds else text
 
 
 def plus_minus(one: Mapping | None, digits: int, sign: str = "") -> str:
     """A value and half the width of its 95 % interval, "2.50 ± 0.10"; arguments as of `interval`."""
+    text, bounds = _value_and_bounds(one, digits, sign)
+    return f"{text} ± {(bounds[1] - bounds[0]) / 2:.{digits}f}" if bounds else text
+
+
+def _value_and_bounds(one: Mapping | None, digits: int, sign: str) -> tuple[str, tuple[float, float] | None]:
     one = one or {}
-    text, bounds = fixed(one.get("value"), digits, sign), bounds_of((one.get("low"), one.get("high")))
-    if bounds is None or text == MISSING:
-        return text
-    return f"{text} ± {(bounds[1] - bounds[0]) / 2:.{digits}f}"
+    text = fixed(one.get("value"), digits, sign)
+    return text, None if text == MISSING else bounds_of((one.get("low"), one.get("high")))

@@ -11,7 +11,7 @@ from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import find_blocks
 from spectrain.measure.cost import Shape
-from spectrain.measure.model_shape import exported_config, is_spire, read_shapes, shape_of_model, shape_of_numbers
+from spectrain.measure.model_shape import read_shapes, shape_of_model, shape_of_numbers, spire_config
 from tests.conftest import FAMILIES, tiny_model
 from tests.measure.cost_reference import TARGET
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
@@ -45,9 +45,8 @@ def test_the_formula_counts_what_a_gated_model_without_biases_has(family, tmp_pa
 def test_an_exported_spire_drafter_has_the_shape_of_its_blocks(tmp_path):
     target = TargetModel(tiny_model("llama_gqa"), tiny_tokenizer())
     folder = export_spire(tmp_path / "spire", target, k=3, window_tokens=9, sink_tokens=2)
-    assert is_spire(folder)
-    assert not is_spire(export_vanilla(tmp_path / "vanilla", target))
-    found = exported_config(folder)
+    assert spire_config(export_vanilla(tmp_path / "vanilla", target)) is None
+    found = spire_config(folder)
     assert (found.k, found.window_tokens, found.sink_tokens, found.feedback) == (3, 9, 2, True)
     blocks = find_blocks(target.model)[-2:]
     given = {
@@ -65,10 +64,10 @@ def test_an_export_without_a_field_is_refused(tmp_path):
     del values["shape"]["n_kv_head"]
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"config\.json is damaged .*n_kv_head.*export the drafter again"):
-        exported_config(folder)
+        spire_config(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
-        exported_config(folder)
+        spire_config(folder)
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_attention_heads"])
