@@ -66,10 +66,7 @@ class Fronts:
     ) -> Fronts:
         """Find the fronts of families, given by the numbers of their settings.
 
-        Args:
-            families: of the settings.
-            rates: [2, S] verification and discard rates.
-            chosen_by: the rates by which settings are chosen; None: the same.
+        `rates` [2, S] are verification and discard rates; `chosen_by`, others by which settings are chosen.
         """
         lines, chosen = {}, rates if chosen_by is None else chosen_by
         for name, numbers in families.items():

@@ -7,7 +7,6 @@ options can be compared without running the target again. Only for methods that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,20 +22,11 @@ class Text:
     response: list[int]
 
 
-def simulate(drafter: Drafter, texts: Sequence[Text]) -> list[list[int]]:
-    """Decodes each text by itself.
+def simulate(drafter: Drafter, text: Text) -> list[int]:
+    """Decode a text with a lookup method.
 
-    Args:
-        drafter: a lookup method.
-        texts: each response has at least one token; the last one ends it.
-
-    Returns:
-        Tokens emitted by each step of each text: accepted ones and the bonus; what is cut at the end does not count.
+    Returns the tokens that each step emits: accepted ones and the bonus. What is cut at the end does not count.
     """
-    return [_decode(drafter, text) for text in texts]
-
-
-def _decode(drafter: Drafter, text: Text) -> list[int]:
     context, response = Context(Sampling(), "cpu"), text.response
     none = torch.zeros(1, 0)
     context.append([text.prompt], len(response), [torch.Generator()])
@@ -47,9 +37,8 @@ def _decode(drafter: Drafter, text: Text) -> list[int]:
     while done < len(response):
         tree = drafter.propose(context)
         emitted = follow(tree, 0, response[done:])
-        verified = Verified(
-            torch.zeros(1, 1, dtype=torch.int64), torch.tensor([len(emitted) - 1]), torch.tensor([emitted[-1]])
-        )
+        path, accepted, bonus = torch.zeros(1, 1, dtype=torch.int64), [len(emitted) - 1], emitted[-1:]
+        verified = Verified(path, torch.tensor(accepted), torch.tensor(bonus))
         context.advance([emitted], verified.bonus, none)
         drafter.observe(context, tree, None, verified)
         steps.append(len(emitted))
@@ -59,15 +48,10 @@ def _decode(drafter: Drafter, text: Text) -> list[int]:
 
 
 def follow(tree: DraftTree, row: int, coming: list[int]) -> list[int]:
-    """The tokens that greedy decoding of a known text emits in a step.
+    """Return the tokens that greedy decoding of a known text emits in a step.
 
-    Args:
-        tree: of the step, without probes.
-        row: of the batch.
-        coming: the text behind the row's root.
-
-    Returns:
-        The path of the row's tree that spells what comes, and the token behind it.
+    They are the path of the row's tree, which has no probes, that spells what is `coming` behind the row's root, and
+    the token behind that path.
     """
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     children = {edge: i for i, edge in enumerate(zip(parents, tokens, strict=True)) if edge[0] >= 0}

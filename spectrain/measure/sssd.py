@@ -28,7 +28,7 @@ def with_options(opened: Sssd, options: Mapping) -> Sssd:
 
 def tau_of(drafter: Sssd, texts: Sequence[Text]) -> Estimate:
     """Acceptance length, with its interval over texts."""
-    steps = simulate(drafter, texts)
+    steps = [simulate(drafter, text) for text in texts]
     return ratio_of_sums([sum(s) for s in steps], [len(s) for s in steps])
 
 

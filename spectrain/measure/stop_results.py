@@ -26,29 +26,20 @@ DEFINITIONS = {
 
 def predicted(settings: Sequence[Setting], counts: Counts, times: Times) -> DataFrame:
     """Describe every setting with its rates and the speed that follows from them, one row per setting."""
-    rows = []
-    for i, (setting, rates) in enumerate(zip(settings, counts.rates.T.tolist(), strict=True)):
-        rate = times.predicted_rate(setting.family, counts.tokens, counts.draft_forwards[i], counts.target_calls[i])
-        rows.append(
-            {
-                "name": str(setting),
-                "family": setting.family,
-                "head": setting.head,
-                "judge": setting.judge,
-                "value": setting.value,
-                **dict(zip(("verification_rate", "discard_rate", "draft_forwards_rate"), rates, strict=True)),
-                "tau": 1 / rates[0],
-                "predicted_tokens_per_s": rate.value,
-                "predicted_tokens_per_s_ci95": [rate.low, rate.high],
-            }
-        )
-    return DataFrame(rows, dtype=object)  # a draft length stays a whole number beside thresholds
+    frame = DataFrame(settings, dtype=object)  # a draft length stays a whole number beside thresholds
+    frame.insert(0, "name", list(map(str, settings)))
+    frame[["verification_rate", "discard_rate", "draft_forwards_rate"]] = counts.rates.T
+    frame["tau"] = 1 / frame.verification_rate
+    per_text = zip(frame.family, counts.draft_forwards, counts.target_calls, strict=True)
+    rates = [times.predicted_rate(family, counts.tokens, *costs) for family, *costs in per_text]
+    frame["predicted_tokens_per_s"] = [rate.value for rate in rates]
+    frame["predicted_tokens_per_s_ci95"] = [[rate.low, rate.high] for rate in rates]
+    return frame
 
 
-def fastest(settings: DataFrame, by: str | list[str]) -> DataFrame:
+def fastest(settings: DataFrame, by: list[str]) -> DataFrame:
     """The fastest settings of the groups, as predicted."""
-    rates = settings.predicted_tokens_per_s.astype(float)
-    return settings.loc[rates.groupby([settings[name] for name in by], sort=False).idxmax()]
+    return settings.loc[settings.groupby(by, sort=False)["predicted_tokens_per_s"].idxmax()]
 
 
 def stop_results(settings: DataFrame, counts: Counts, times: Times, regression: DataFrame, timed: DataFrame) -> dict:
@@ -112,13 +103,12 @@ def difference(
 
 def single_heads(settings: DataFrame, counts: Counts, fixed: Sequence[int]) -> list[dict]:
     """Each head and way to judge: its fastest threshold (Table 3), and its front against that of fixed lengths."""
+    best = fastest(settings, ["head", "judge"]).to_dict("records")
     found = []
-    for best in fastest(settings, ["head", "judge"]).to_dict("records"):
-        head, judge = best["head"], best["judge"]
-        own = settings.index[(settings["head"] == head) & (settings.judge == judge)].tolist()
-        groups = {FIXED: fixed, (name := f"{head}, {judge}"): own}
-        against = difference(counts, groups, name, FIXED, HEAD_RESAMPLES)
-        found.append({"head": head, "judge": judge, "best": best, "difference": against})
+    for one, ((head, judge), own) in zip(best, settings.groupby(["head", "judge"], sort=False), strict=True):
+        groups = {FIXED: fixed, f"{head}, {judge}": own.index.tolist()}
+        against = difference(counts, groups, f"{head}, {judge}", FIXED, HEAD_RESAMPLES)
+        found.append({"head": head, "judge": judge, "best": one, "difference": against})
     return found
 
 

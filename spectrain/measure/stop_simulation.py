@@ -20,39 +20,36 @@ from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HEURISTICS, HeadStop, StopRule
 from spectrain.models.head import AcceptanceHead
 
-FIXED, HEAD = "fixed gamma", "specdecpp"
-FAMILIES = {"gamma": FIXED, "confidence": "confidence", "entropy": "entropy", "head": HEAD}  # by rule
+FIXED, HEAD = "fixed gamma", "specdecpp"  # families of settings, besides those of HEURISTICS
 
 
 @dataclass(frozen=True)
 class Setting:
     """A stop rule with its options."""
 
-    rule: str  # "gamma" for a fixed draft length, "confidence", "entropy" or "head"
+    family: str
+    head: str | None  # its name, of the family HEAD; None for others, as is `judge`
+    judge: str | None  # "current" or "previous"; see `HeadStop`
     value: float  # the draft length, or the rule's threshold
-    head: str | None = None  # its name; None for other rules, as is `judge`
-    judge: str | None = None  # "current" or "previous"; see `HeadStop`
 
     def __str__(self) -> str:
-        return f"{self.head} {self.value:g} {self.judge}" if self.rule == "head" else f"{self.rule} {self.value:g}"
-
-    @property
-    def family(self) -> str:
-        return FAMILIES[self.rule]
+        if self.family == HEAD:
+            return f"{self.head} {self.value:g} {self.judge}"
+        return f"{'gamma' if self.family == FIXED else self.family} {self.value:g}"
 
     def gamma_within(self, max_candidates: int) -> int:
         """Most tokens of its drafts."""
-        return int(self.value) if self.rule == "gamma" else max_candidates
+        return int(self.value) if self.family == FIXED else max_candidates
 
     def drafter(
         self, opened: OpenDrafter, heads: Mapping[str, AcceptanceHead], max_candidates: int, min_candidates: int = 1
     ) -> Speculative | Spire:
         """The drafter whose drafts end by this rule."""
         stop = StopRule()
-        if self.rule == "head":
+        if self.family == HEAD:
             stop = HeadStop(heads[self.head], self.value, min_candidates, self.judge)
-        elif self.rule != "gamma":
-            stop = HEURISTICS[self.rule](self.value, min_candidates)
+        elif self.family != FIXED:
+            stop = HEURISTICS[self.family](self.value, min_candidates)
         return opened.with_stop(self.gamma_within(max_candidates), stop)
 
 
@@ -79,14 +76,9 @@ def simulate_stops(
     max_candidates: int,
     min_candidates: int = 1,
 ) -> Counts:
-    """Decode texts under every setting.
+    """Decode texts under every setting; `heads` names the heads of the drafts in their order.
 
-    Args:
-        texts: their drafts, of at least max_candidates tokens where a text has room for them.
-        settings: rules; a fixed length may be max_candidates at most.
-        heads: names of the heads of `texts`, in their order.
-        max_candidates: most tokens of a draft.
-        min_candidates: tokens that a rule drafts in any case.
+    A rule drafts at least min_candidates tokens and at most max_candidates, which no fixed length exceeds either.
     """
     walks = []
     for paths in texts:
@@ -98,10 +90,8 @@ def simulate_stops(
 def simulate_oracle(texts: Sequence[DraftPaths], gamma: int | None = None) -> Counts:
     """Decode greedily, ending each draft right before its first rejection and leaving the last token to the target.
 
-    Args:
-        texts: greedy ones.
-        gamma: most tokens of a draft; None: as many as the target agrees with, for drafters whose guess at a place
-            does not depend on the root (Theorem 4.1).
+    A draft has up to gamma tokens. None: as many as the target agrees with, for drafters whose guess at a place does
+    not depend on the root (Theorem 4.1).
     """
     walks = []
     for paths in texts:
@@ -125,9 +115,9 @@ def _drafts(
     the draft: the head judges that very token, the others look at the distribution of the next.
     """
     left = np.minimum(paths.room, setting.gamma_within(max_candidates))
-    if setting.rule == "gamma":
+    if setting.family == FIXED:
         return left, left
-    if setting.rule == "head":  # column i - 1 judges token i
+    if setting.family == HEAD:  # column i - 1 judges token i
         likely = np.cumprod(paths.heads[heads.index(setting.head)], axis=1, dtype=np.float32)
         doubted = likely < 1 - setting.value
         if setting.judge == "previous":  # ends with the token behind it, which is not read
@@ -135,7 +125,7 @@ def _drafts(
             return lengths, lengths
         ends = _first(doubted, min_candidates - 1) + 1
     else:  # column i says whether token i + 1 is drawn
-        unsure = paths.confidence < setting.value if setting.rule == "confidence" else paths.entropy > setting.value
+        unsure = paths.confidence < setting.value if setting.family == "confidence" else paths.entropy > setting.value
         ends = _first(unsure, min_candidates)
     lengths = np.minimum(ends, left)
     return lengths, lengths + (lengths < left)
@@ -150,10 +140,7 @@ def _first(found: np.ndarray, start: int) -> np.ndarray:
 def _walk(accepted: np.ndarray, lengths: np.ndarray, forwards: np.ndarray) -> np.ndarray:
     """Go from root to root, for all settings at once. Returns target calls, discarded tokens and forwards, [3, S].
 
-    Args:
-        accepted: tokens [R] that a draft of full length would emit.
-        lengths: tokens [S, R] of the draft behind each root.
-        forwards: of the drafter, [S, R].
+    A draft of full length would emit `accepted` tokens [R]; drafts have `lengths` and take `forwards` [S, R].
     """
     emitted = np.minimum(lengths, accepted)
     cost = np.stack([np.ones_like(lengths), lengths - emitted, forwards])  # [3, S, R]

@@ -56,16 +56,8 @@ def time_drafters(
 ) -> DataFrame:
     """Decode the prompts with every drafter, question by question, each time beginning with another drafter.
 
-    Args:
-        decode: `generate` of a target, sampling and seed.
-        texts: whose prompts are asked.
-        max_new_tokens: of each answer.
-        file: rows that it holds are not measured again.
-        stage: of the rows.
-        drafters: by the name of their setting and its family.
-
-    Returns:
-        The rows of this stage, with the fields of `TimedRow`.
+    `decode` is `generate` of a target, sampling and seed; the drafters stand by name and family of their setting. Rows
+    that the file holds are not measured again. Returns the rows of this stage, with the fields of `TimedRow`.
     """
     rows, keys = RowFile(file, TimedRow), list(drafters)
     done = {(row.stage, row.question, row.setting) for row in rows.rows}

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.measure.draft_paths import draft_paths
 from spectrain.measure.simulation import Text
 from spectrain.measure.stop_results import ORACLE, fastest, oracle_results, predicted, stop_results
@@ -29,7 +29,7 @@ from spectrain.measure.stop_times import fit_times, time_drafters
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import BASELINE, find_artifact
 from spectrain.methods.specdecpp import OpenDrafter, open_given_drafter
-from spectrain.methods.stopping import OracleStop, check_judge, check_threshold
+from spectrain.methods.stopping import NATS, SHARE, OracleStop, check_judge
 from spectrain.models.artifacts import MANIFEST, read_manifest
 from spectrain.models.head import AcceptanceHead, HeadFacts, read_head_facts
 from spectrain.stores.folder import sha256
@@ -67,9 +67,9 @@ class StopOptions:
             check_whole(name, getattr(self, name.split(".")[-1]), bound)
         checks = {
             "gammas": partial(check_whole, least=1),
-            "confidence": partial(check_threshold, below=1),
-            "entropy": partial(check_threshold, below=np.inf),
-            "thresholds": partial(check_threshold, below=1),
+            "confidence": partial(check_number, interval=SHARE),
+            "entropy": partial(check_number, interval=NATS),
+            "thresholds": partial(check_number, interval=SHARE),
             "judge": check_judge,
         }
         for name, check in checks.items():
@@ -84,11 +84,9 @@ class StopOptions:
 
     def settings(self, heads: Sequence[str]) -> list[Setting]:
         """Every setting, fixed lengths first."""
-        rules = {"gamma": self.gammas, "confidence": self.confidence, "entropy": self.entropy}
-        found = [Setting(rule, value) for rule, values in rules.items() for value in values]
-        for head, judge, threshold in product(heads, self.judge, self.thresholds):
-            found.append(Setting("head", threshold, head, judge))
-        return found
+        values = {FIXED: self.gammas, "confidence": self.confidence, "entropy": self.entropy}
+        plain = [Setting(family, None, None, value) for family, own in values.items() for value in own]
+        return plain + [Setting(HEAD, *options) for options in product(heads, self.judge, self.thresholds)]
 
 
 @dataclass(frozen=True)
@@ -243,14 +241,13 @@ def compare_stop_rules(target: TargetModel, search: StopSearch, texts: Sequence[
     times = fit_times(drafted, options.seed)
     described = predicted(settings, counts, times)
     last = drafters_of(fastest(described, ["family"])["name"])
-    if not sampling.greedy:
-        return stop_results(described, counts, times, regression, time("best", last)) | {"oracle": None}
     # A SPIRe drafter's guess depends on the root, so its oracle's drafts are limited.
     gamma = None if opened.facts.kind == "vanilla" else options.max_candidates
-    stop = OracleStop({tuple(text.prompt): text.response for text in timed})
-    last[ORACLE, ORACLE] = opened.with_stop(gamma or options.max_new_tokens, stop)
+    if sampling.greedy:
+        stop = OracleStop([text.prompt + text.response for text in timed])
+        last[ORACLE, ORACLE] = opened.with_stop(gamma or options.max_new_tokens, stop)
     measured = time("best", last)
-    oracle = oracle_results(paths, gamma, times, measured)
+    oracle = oracle_results(paths, gamma, times, measured) if sampling.greedy else None
     return stop_results(described, counts, times, regression, measured) | {"oracle": oracle}
 
 
@@ -262,10 +259,10 @@ def regression_settings(settings: Sequence[Setting], counts: Counts) -> list[Set
     sums = counts.rates[0] + counts.rates[1]
     head = settings[min((i for i, s in enumerate(settings) if s.head), key=lambda i: sums[i])].head
     found: list[Setting] = []
-    for rule, count in (("gamma", 4), ("head", 3), ("confidence", 2), ("entropy", 2)):
-        own = [s for s in settings if s.rule == rule and s.head in (None, head)]
+    for family, count in ((FIXED, 4), (HEAD, 3), ("confidence", 2), ("entropy", 2)):
+        own = [s for s in settings if s.family == family and s.head in (None, head)]
         own = [s for s in own if s.judge == own[0].judge]
-        if rule == "gamma":
+        if family == FIXED:
             preferred = [s for s in own if s.value in (2, 4, 8, 14)]
             own = preferred if len(preferred) == count else own
         places = [(2 * i + 1) * len(own) // (2 * count) for i in range(count)]

@@ -7,7 +7,7 @@ from dataclasses import astuple
 
 from torch import Tensor, nn
 
-from spectrain.decoding import Drafter, Sampling, TargetModel
+from spectrain.decoding import Drafter, TargetModel
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.tau import TauSettings, tau_of
 from spectrain.methods.speculative import Speculative
@@ -16,16 +16,11 @@ from spectrain.models.spire import SpireDrafter
 
 
 def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, TauSettings]:
-    """What is measured after a training (the `tau` node), and within it (`select`).
-
-    Raises:
-        UserError: a number makes no sense, or contexts and new tokens do not fit the rows and the target.
-    """
+    """Check what is measured after a training (the `tau` node), and within it (`select`)."""
     tau, select, row_tokens = config["tau"], config["select"], config["data"]["row_tokens"]
     after = TauSettings(**{name: tuple(v) if isinstance(v, Sequence) else v for name, v in tau.items()})
     for name in ("contexts", "context_tokens", "new_tokens"):
         check_whole(f"select.{name}", select[name], 1)
-    Sampling(temperature=select["temperature"])
     within = TauSettings(
         context_tokens=(select["context_tokens"],),
         contexts=select["contexts"],
@@ -59,12 +54,9 @@ def measuring(
     contexts: Sequence[Sequence[int]],
     settings: TauSettings,
 ) -> Callable[[dict[str, Tensor]], tuple[float, float, float]]:
-    """What training calls with its weights to learn their tau, with the bounds of its 95 % interval.
+    """Return what training calls with its weights to learn their tau, with the bounds of its 95 % interval.
 
-    Args:
-        target: the target.
-        trained: makes the drafter of these weights.
-        contexts: [n, L] tokens that no training saw.
-        settings: how many, how long; the same every time, so that measurements are comparable.
+    `trained` makes the drafter of weights. The contexts [n, L] and settings are the same every time, so that the
+    measurements are comparable.
     """
     return lambda weights: astuple(tau_of(target, decoding_with(trained(weights), target), contexts, settings))

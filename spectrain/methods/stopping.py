@@ -10,17 +10,17 @@ Letters: n rows, V vocabulary, D hidden size of the drafter.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number
 from spectrain.models.head import AcceptanceHead
 
 JUDGED = ("current", "previous")
+SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies
 
 
 class StopRule:
@@ -62,27 +62,23 @@ class HeadStop(StopRule):
     needs_hidden = True
 
     def __init__(self, head: AcceptanceHead, threshold: float, min_candidates: int = 1, judge: str = "current") -> None:
-        check_threshold("threshold", threshold, below=1)
-        check_whole("min_candidates", min_candidates, 1)
+        check_number("threshold", threshold, SHARE)
         check_judge("judge", judge)
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
-        self._accepted: list[float] | None = None  # of each row: probability that every token so far is accepted
-        self._due: list[bool] | None = None  # judge="previous": the next token is the last
 
     def begin(self, context: Context) -> None:
-        self._accepted = self._due = None
+        self._accepted = [1.0] * context.n_rows  # probability that every token so far is accepted
+        self._due: list[bool] | None = None  # judge="previous": rows whose next token is the last
 
     def drawn(self, i: int, logits: Tensor, tokens: Tensor) -> list[bool] | None:
         return self._due if i >= self.min_candidates else None
 
     def read(self, i: int, hidden: Tensor) -> list[bool] | None:
-        accepted = self.head.probability(hidden).tolist()  # the host decides; there, a few numbers cost next to nothing
-        if self._accepted is not None:
-            accepted = [before * now for before, now in zip(self._accepted, accepted, strict=True)]
-        self._accepted = accepted
-        due = [probability < self.least_accepted for probability in accepted]
+        found = self.head.probability(hidden).tolist()  # the host decides; there, a few numbers cost next to nothing
+        self._accepted = [before * now for before, now in zip(self._accepted, found, strict=True)]
+        due = [probability < self.least_accepted for probability in self._accepted]
         if self.judge == "previous":
             self._due = due
             return None
@@ -95,11 +91,10 @@ class UnsureStop(StopRule):
     The distribution is the draft model's own, before temperature and the like.
     """
 
-    below: float  # which the threshold must be
+    thresholds: str  # the interval that they lie in
 
     def __init__(self, threshold: float, min_candidates: int = 1) -> None:
-        check_threshold("threshold", threshold, self.below)
-        check_whole("min_candidates", min_candidates, 1)
+        check_number("threshold", threshold, self.thresholds)
         self.threshold, self.min_candidates = threshold, min_candidates
 
     def before(self, i: int, logits: Tensor) -> list[bool] | None:
@@ -109,7 +104,7 @@ class UnsureStop(StopRule):
 class ConfidenceStop(UnsureStop):
     """Where the largest probability is below the threshold (Kim 2024, Liu 2024)."""
 
-    below = 1.0
+    thresholds = SHARE
 
     def unsure(self, logits: Tensor) -> Tensor:
         return confidence(logits) < self.threshold
@@ -118,7 +113,7 @@ class ConfidenceStop(UnsureStop):
 class EntropyStop(UnsureStop):
     """Where the entropy, in nats, is above the threshold (SpecDec++, appendix B.1)."""
 
-    below = math.inf
+    thresholds = NATS
 
     def unsure(self, logits: Tensor) -> Tensor:
         return entropy(logits) > self.threshold
@@ -128,26 +123,18 @@ HEURISTICS = {"confidence": ConfidenceStop, "entropy": EntropyStop}
 
 
 class OracleStop(StopRule):
-    """Knows the target's greedy text and ends each draft right before its first disagreement (Theorem 4.1).
+    """Knows the target's greedy texts, prompts included, and ends each draft right before its first disagreement.
 
-    Args:
-        texts: the target's greedy continuation of each prompt, a tuple of token ids.
+    SpecDec++, Theorem 4.1.
     """
 
-    def __init__(self, texts: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+    def __init__(self, texts: Sequence[list[int]]) -> None:
         self.texts = texts
-        self._next: list[list[int]] = []  # of each row, the tokens after its root
 
     def begin(self, context: Context) -> None:
-        self._next = [self._following(tokens, n) for tokens, n in zip(context.tokens, context.n_tokens, strict=True)]
-
-    def _following(self, tokens: Tensor, n_tokens: int) -> list[int]:
-        text = tokens[:n_tokens].tolist()
-        for end in range(n_tokens - 1, 0, -1):
-            known = self.texts.get(tuple(text[:end]))
-            if known is not None:
-                return list(known[n_tokens - end :])
-        raise AssertionError("the oracle was asked about a prompt whose text it was not given")
+        written = context.tail(max(context.n_tokens))
+        # The tokens after each root.
+        self._next = [next(text[len(own) :] for text in self.texts if text[: len(own)] == own) for own in written]
 
     def before(self, i: int, logits: Tensor) -> list[bool]:
         guesses = logits.argmax(-1).tolist()
@@ -165,12 +152,6 @@ def entropy(logits: Tensor) -> Tensor:
     """Entropies [n] float32, nats, of distributions given by logits [n, V]."""
     log_q = logits.float().log_softmax(-1)
     return -(log_q.exp() * log_q.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
-
-
-def check_threshold(name: str, value: object, below: float) -> None:
-    """Raise UserError unless the option `name` is a number strictly between 0 and `below`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-        raise UserError(f"{name}={value} must lie strictly between 0 and {below:g}")
 
 
 def check_judge(name: str, value: object) -> None:

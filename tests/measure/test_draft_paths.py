@@ -20,10 +20,10 @@ from tests.models.test_spire import make
 
 MAX_CANDIDATES = 7
 SETTINGS = (
-    *(Setting("gamma", gamma) for gamma in (1, 3, 7)),
-    *(Setting("confidence", threshold) for threshold in (0.3, 0.9)),
-    *(Setting("entropy", threshold) for threshold in (0.3, 1.5)),
-    *(Setting("head", h, "b", judge) for h in (0.3, 0.6, 0.9) for judge in ("current", "previous")),
+    *(Setting("fixed gamma", None, None, gamma) for gamma in (1, 3, 7)),
+    *(Setting("confidence", None, None, threshold) for threshold in (0.3, 0.9)),
+    *(Setting("entropy", None, None, threshold) for threshold in (0.3, 1.5)),
+    *(Setting("specdecpp", "b", judge, h) for h in (0.3, 0.6, 0.9) for judge in ("current", "previous")),
 )
 
 
@@ -112,7 +112,7 @@ def test_the_oracle_discards_nothing_and_calls_the_target_as_often_as_theorem_4_
         missing_last.add(in_s)
         paths = paths_of(target, drafter, [], prompt, text, max_new_tokens, Sampling())
         assert [i + 1 for i, accepted in enumerate(paths.accepted) if accepted == 0] == wrong
-        method = drafter.with_stop(max_new_tokens, OracleStop({tuple(prompt): text}))
+        method = drafter.with_stop(max_new_tokens, OracleStop([prompt + text]))
         expected, written = real(target, method, prompt, max_new_tokens, stops)
         assert written == text
         assert numbers(simulate_oracle([paths])) == expected
@@ -126,7 +126,7 @@ def test_a_spire_oracle_is_simulated_within_its_longest_draft():
     target, drafter = opened("spire")
     for prompt, text, max_new_tokens, stops in greedy_texts(target, stop_early=False):
         paths = paths_of(target, drafter, [], prompt, text, max_new_tokens, Sampling())
-        method = drafter.with_stop(MAX_CANDIDATES, OracleStop({tuple(prompt): text}))
+        method = drafter.with_stop(MAX_CANDIDATES, OracleStop([prompt + text]))
         expected, _ = real(target, method, prompt, max_new_tokens, stops)
         assert numbers(simulate_oracle([paths], MAX_CANDIDATES)) == expected
         assert expected[1] == 0  # discarded
@@ -139,7 +139,11 @@ def test_sampled_rates_are_those_of_the_real_loop(kind):
     sampling, max_new_tokens, n_texts, prompt = Sampling(temperature=1.0, top_k=20), 12, 160, random_prompts([6])[0]
     stops = [7, 11, 19, 23]
     heads = {"b": random_head(drafter.states.hidden_size, 1)}
-    settings = [Setting("gamma", 3), Setting("entropy", 1.5), Setting("head", 0.6, "b", "current")]
+    settings = [
+        Setting("fixed gamma", None, None, 3),
+        Setting("entropy", None, None, 1.5),
+        Setting("specdecpp", "b", "current", 0.6),
+    ]
     numbers_of = list(range(n_texts))
     options = {"stop_token_ids": stops, "batch_size": 40}
     texts = generate(target, Autoregressive(), [prompt] * n_texts, max_new_tokens, sampling, seed=1, **options)

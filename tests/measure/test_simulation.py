@@ -21,7 +21,7 @@ def test_steps_are_those_of_greedy_decoding(name, tmp_path):
     store = make_store(tmp_path, texts[:2], 61)
     method = {"pld": PromptLookup(), "sssd": Sssd(store, SssdOptions(), 24)}[name]
     found = generate(TargetModel(model), method, prompts, 40)
-    steps = simulate(method, [Text(p, g.tokens) for p, g in zip(prompts, found, strict=True)])
+    steps = [simulate(method, Text(p, g.tokens)) for p, g in zip(prompts, found, strict=True)]
     assert [g.tokens for g in found] == texts
     # In the loop the last step's bonus is cut where an accepted token ends the text.
     assert [[a + 1 for a in g.accepted[:-1]] for g in found] == [s[:-1] for s in steps]
@@ -29,4 +29,4 @@ def test_steps_are_those_of_greedy_decoding(name, tmp_path):
 
 
 def test_what_is_never_right_takes_a_step_a_token():
-    assert simulate(PromptLookup(), [Text([1, 2, 3], [4, 5, 6, 7])]) == [[1, 1, 1]]
+    assert simulate(PromptLookup(), Text([1, 2, 3], [4, 5, 6, 7])) == [1, 1, 1]

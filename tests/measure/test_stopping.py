@@ -185,9 +185,9 @@ OPTIONS = stopping.StopOptions(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"thresholds": [0.5, 1.0]}, "stopping.thresholds=1.0 must lie strictly between 0 and 1"),
-        ({"confidence": [0]}, "stopping.confidence=0 must lie strictly between 0 and 1"),
-        ({"entropy": [-1]}, "stopping.entropy=-1 must lie strictly between 0 and inf"),
+        ({"thresholds": [0.5, 1.0]}, "stopping.thresholds=1.0 must be a number in (0, 1)"),
+        ({"confidence": [0]}, "stopping.confidence=0 must be a number in (0, 1)"),
+        ({"entropy": [-1]}, "stopping.entropy=-1 must be a number in (0, inf)"),
         ({"gammas": [2.5]}, "stopping.gammas=2.5 must be a whole number"),
         ({"gammas": [7]}, "stopping.gammas has 7, but a draft has at most 6 tokens"),
         ({"gammas": []}, "stopping.gammas is empty"),
