@@ -129,7 +129,7 @@ def test_training_leaves_the_target_as_it_was(run, small, shared):
     fit = train.fit
 
     def watched(config, run, experiment, *rest):
-        target = experiment.target
+        target = experiment.module.target
         prints = [fingerprint(target.model, target.tokenizer)]
         weights = {name: p.clone() for name, p in target.model.named_parameters()}
         trainer = fit(config, run, experiment, *rest)

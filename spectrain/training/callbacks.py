@@ -172,11 +172,12 @@ class Checkpoints(Callback):
         due = self._received or time.monotonic() - self._saved_s > self.every_s
         if not trainer.strategy.reduce_boolean_decision(bool(due), all=False):
             return
-        if validation_follows(trainer):
+        if trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0:
             self._waits = True
             return
-        if trainer.global_step % trainer.log_every_n_steps == 0:
-            self._unlogged = unlogged(trainer)
+        if trainer.global_step % trainer.log_every_n_steps == 0:  # Lightning logs these only after this hook
+            logged = {name: float(v) for name, v in trainer.logged_metrics.items() if name.startswith("train/")}
+            self._unlogged = {**logged, "epoch": trainer.current_epoch}
         self._save(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -206,17 +207,6 @@ class Checkpoints(Callback):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
-
-
-def validation_follows(trainer: Trainer) -> bool:
-    """Whether the batch that just ended is followed by a validation."""
-    return trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
-
-
-def unlogged(trainer: Trainer) -> dict[str, float]:
-    """The numbers that Lightning logs after `on_train_batch_end`, so that a checkpoint of that hook would lose them."""
-    found = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("train/")}
-    return {**found, "epoch": trainer.current_epoch}
 
 
 class StopOnBadLoss(Callback):

@@ -56,8 +56,7 @@ class Experiment:
 
     module: Training
     data: RowData
-    target: TargetModel | None = None  # frozen; an interrupted run is resumed with no other
-    source: dict = field(default_factory=dict)  # what else a resumed run must find again
+    source: dict = field(default_factory=dict)  # what a resumed run must find again, besides the module's target
 
 
 def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
@@ -73,7 +72,7 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     if isinstance(data.train, FeatureRows):
         store = data.train.store
         source["activations"] = [str(store.folder), digest(store.manifest.files)]
-    return Experiment(module, data, target, source)
+    return Experiment(module, data, source)
 
 
 def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
@@ -138,7 +137,7 @@ def head_experiment(
         "drafter": [drafter.path, drafter.fingerprint],
         "warping": facts.sampling.describe(),
     }
-    return Experiment(module, response_rows(config, store), target, source), facts
+    return Experiment(module, response_rows(config, store), source), facts
 
 
 def head_facts(

@@ -63,7 +63,7 @@ def fit(
         UserError: an option is out of range, the trainer's hardware is missing, there are too few rows, the checkpoint
             cannot be read, the loss is no number any more, or memory runs out.
     """
-    module, data, target = experiment.module, experiment.data, experiment.target
+    module, data, target = experiment.module, experiment.data, experiment.module.target
     check_whole("max_steps", config["max_steps"], 1)
     check_number("checkpoint_s", config["checkpoint_s"], "[0, inf]")
     check_whole("select.every", config["select"]["every"], 0)

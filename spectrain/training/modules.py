@@ -30,6 +30,7 @@ from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_
 
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
 EVAL_EPOCH = 1 << 20  # validation mixes as in an epoch that training never reaches, always the same
+GAMMA = 4  # drafted tokens of a vanilla drafter, for the tau that validation expects
 N_BINS = 15  # of a reliability diagram
 IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
 
@@ -38,11 +39,15 @@ class Training(LightningModule):
     """The base of all trainings: an optimizer, the sums of a validation, and models that are only read."""
 
     def __init__(
-        self, optimizer: OptimizerSettings, sums: ValidationSums | Reliability, frozen: Iterable[nn.Module] = ()
+        self,
+        optimizer: OptimizerSettings,
+        sums: ValidationSums | Reliability,
+        target: TargetModel | None,
+        frozen: Iterable[nn.Module] = (),
     ) -> None:
         super().__init__()
-        self.optimizer_settings, self.sums = optimizer, sums
-        self._frozen = tuple(frozen)  # a tuple hides them from nn.Module
+        self.optimizer_settings, self.sums, self.target = optimizer, sums, target
+        self._frozen = (*([target.model] if target else []), *frozen)  # a tuple hides them from nn.Module
 
     def setup(self, stage: str) -> None:
         for model in self._frozen:
@@ -73,26 +78,21 @@ class SpireTraining(Training):
     def __init__(
         self, drafter: SpireDrafter, target: TargetModel, loss: LossSettings, optimizer: OptimizerSettings
     ) -> None:
-        super().__init__(optimizer, ValidationSums(drafter.config.k), [target.model])
+        target = target.with_capture(drafter.config.captured_layers)
+        super().__init__(optimizer, ValidationSums(drafter.config.k), target)
         self.drafter, self.loss_settings = drafter, loss
-        self.target = target.with_capture(drafter.config.captured_layers)
-
-    def features(self, batch: RowBatch) -> Features:
-        """The target's features of a batch: stored, or computed now and rounded likewise, so that losses agree."""
-        if batch.final_hidden is not None:
-            found = Features(batch.captured, batch.final_hidden)
-        else:
-            with torch.no_grad():
-                found = self.target.features(batch.tokens)
-        captured = None if found.captured is None else found.captured.to(STORED_DTYPE)
-        final_hidden = found.final_hidden.to(self.device, STORED_DTYPE)
-        return Features(captured, final_hidden.to(self.target.unembedding.dtype))
 
     def parts(self, batch: RowBatch) -> LossParts:
         """Loss and acceptance of a batch, without its padding; alpha comes back as [B, L], 0 at padding."""
-        features, kept = self.features(batch), batch.is_token
-        hidden = rollout(self.drafter, batch.tokens, features.captured)  # [B, L, D]
-        teacher = Teacher(features.final_hidden[kept], self.target.unembedding.to(self.device))
+        features, kept = Features(batch.captured, batch.final_hidden), batch.is_token
+        if batch.final_hidden is None:  # nothing was stored
+            with torch.no_grad():
+                features = self.target.features(batch.tokens)
+        # What is computed now is rounded as what is stored, so that losses agree.
+        captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
+        final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
+        hidden = rollout(self.drafter, batch.tokens, captured)  # [B, L, D]
+        teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
         has_next = F.pad(kept[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
         parts = drafter_loss(self.loss_settings, hidden[kept], self.drafter.lm_head.weight, teacher, next_tokens[kept])
@@ -119,14 +119,12 @@ class LanguageModelTraining(Training):
     """Next-token training of any Hugging Face causal LM: the bundled target and the vanilla drafter.
 
     Where a target is given, validation says how often it would accept the model's tokens, and which tau is expected
-    for drafts of `gamma` tokens.
+    for drafts of GAMMA tokens.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, optimizer: OptimizerSettings, target: TargetModel | None = None, gamma: int = 4
-    ) -> None:
-        super().__init__(optimizer, ValidationSums(gamma), [target.model] if target else [])
-        self.model, self.target = model, target
+    def __init__(self, model: PreTrainedModel, optimizer: OptimizerSettings, target: TargetModel | None = None) -> None:
+        super().__init__(optimizer, ValidationSums(GAMMA), target)
+        self.model = model
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
         loss = next_token_loss(self.model(input_ids=batch.tokens, use_cache=False).logits, batch.tokens)
@@ -170,9 +168,8 @@ class HeadTraining(Training):
     def __init__(
         self, facts: HeadFacts, states: DraftStates, target: TargetModel, optimizer: OptimizerSettings, seed: int = 0
     ) -> None:
-        super().__init__(optimizer, Reliability(), [target.model, states.module])
+        super().__init__(optimizer, Reliability(), target.with_capture(states.capture_layers), [states.module])
         self.head, self.states, self.facts, self.seed = AcceptanceHead(facts.head), states, facts, seed
-        self.target = target.with_capture(states.capture_layers)
 
     def loss(self, log_odds: Tensor, labels: Tensor) -> Tensor:  # [M], [M] -> scalar
         return weighted_bce(log_odds, labels, self.facts.w_rej, self.facts.w_acc)
