@@ -19,8 +19,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a GPU or on the CPU (where torch raises a plain RuntimeError)."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    signs = ("can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -48,27 +48,20 @@ def free_bytes(device: torch.device) -> int | None:
 def out_of_memory_advice(
     target: TargetModel, cache: KVCache, batch_size: int, row_tokens: int, free: int | None
 ) -> str:
-    """Return one sentence for the user.
+    """Say what to do about `batch_size` rows of up to `row_tokens` tokens that did not fit.
 
-    Args:
-        target: the model that was decoding.
-        cache: its cache, as far as it was allocated.
-        batch_size: rows that did not fit.
-        row_tokens: tokens of the longest row, prompt and continuation.
-        free: bytes that were free before the cache was allocated.
+    `free` is the number of bytes that were free before the cache was allocated; None: not known.
     """
     if batch_size == 1:
         return (
             f"out of memory: one row of {row_tokens} tokens does not fit on {target.device}; shorten the prompt, lower "
             "max_new_tokens, or give target.dtype=bfloat16 or target.parallel=device_map"
         )
-    fitting = batch_size // 2
-    if free is not None:
-        blocks = -(-row_tokens // cache.block_tokens)
-        row_bytes = blocks * cache.block_tokens * slot_bytes(target) + row_tokens * 8
-        fitting = int(free * USABLE_SHARE / row_bytes)
-        if fitting >= batch_size:  # something else took the memory: logits, a draft model's cache
-            fitting = batch_size // 2
+    blocks = -(-row_tokens // cache.block_tokens)
+    row_bytes = blocks * cache.block_tokens * slot_bytes(target) + row_tokens * 8
+    fitting = batch_size if free is None else int(free * USABLE_SHARE / row_bytes)
+    if fitting >= batch_size:  # something else took the memory: logits, a draft model's cache
+        fitting = batch_size // 2
     return (
         f"out of memory with batch_size={batch_size} rows of up to {row_tokens} tokens on {target.device}; the largest "
         f"batch that fits is about {max(1, fitting)}, lower batch_size"

@@ -14,21 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError
-
-OF_HISTORY = (  # Hugging Face's generation options that look at the text written so far
-    "repetition_penalty",
-    "encoder_repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "exponential_decay_length_penalty",
-    "sequence_bias",
-    "bad_words_ids",
-    "min_new_tokens",
-    "min_length",
-)
+from spectrain.decoding.errors import UserError, check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -41,35 +27,24 @@ class Sampling:
     min_p: float = 0.0  # 0: off
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature={self.temperature} must be 0 (greedy) or above; raise sampling.temperature")
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be 0 (off) or above; raise sampling.top_k")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must lie in (0, 1], 1 is off; change sampling.top_p")
-        if not 0 <= self.min_p < 1:
-            raise UserError(f"min_p={self.min_p} must lie in [0, 1), 0 is off; change sampling.min_p")
+        for name, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]"), ("min_p", "[0, 1)")):
+            check_number(f"sampling.{name}", getattr(self, name), interval)
+        check_whole("sampling.top_k", self.top_k, 0)
 
     @classmethod
     def from_options(cls, options: Mapping[str, float]) -> Sampling:
-        """From named options, for instance a config's `sampling` node.
+        """Take named options, for instance a config's `sampling` node. Raise UserError if one is not supported.
 
-        Raises:
-            UserError: an option is no number, or none of ours. What depends on the text so far (a repetition penalty)
-                cannot be one: a tree is scored before it is known which of its tokens will have been written.
+        An option that depends on the text so far, such as a repetition penalty, is not: a tree is scored before it is
+        known which of its tokens will have been written.
         """
         supported = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in supported:
-                supports = f"the options supported under speculation are {', '.join(supported)}"
-                if name in OF_HISTORY:
-                    raise UserError(
-                        f"sampling.{name} depends on the text so far, which a draft tree does not have yet; {supports}"
-                    )
-                raise UserError(f"unknown sampling option: {name}; {supports}")
-            value, whole = options[name], name == "top_k"
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise UserError(f"sampling.{name}={value} must be a {'whole ' if whole else ''}number")
+        unknown = [name for name in options if name not in supported]
+        if unknown:
+            raise UserError(
+                f"unknown sampling option: {unknown[0]}; speculation supports {', '.join(supported)}, and nothing that "
+                "depends on the text so far, which a draft tree does not have yet"
+            )
         return cls(**options)
 
     @property
@@ -88,7 +63,7 @@ class Sampling:
         return ", ".join(f"{name} {getattr(self, name):g}" for name in changed)
 
     def warp(self, logits: Tensor) -> Tensor:
-        """Turns logits [..., V] of any dtype into the probabilities [..., V] float32 that tokens are drawn from.
+        """Turn logits [..., V] of any dtype into the probabilities [..., V] float32 that tokens are drawn from.
 
         Tokens that tie with the last one kept are kept too, whatever their order. Greedy gives a one-hot row.
         """
@@ -111,14 +86,9 @@ class Sampling:
         return probs
 
     def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Draw one token per row.
+        """Draw one token per row from logits [B, V], by uniforms [B] float32 in [0, 1), which greedy does not read.
 
-        Args:
-            logits: [B, V].
-            uniforms: [B] float32 in [0, 1); not read when greedy.
-
-        Returns:
-            The tokens [B] int64, and the probabilities [B, V] they were drawn from (None when greedy).
+        Returns the tokens [B] int64, and the probabilities [B, V] they were drawn from (None when greedy).
         """
         if self.greedy:
             return logits.argmax(-1), None
@@ -132,7 +102,7 @@ def _renormalised(probs: Tensor, keep: Tensor) -> Tensor:
 
 
 def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draws from rows of weights [B, V] float32 that need not sum to one; uniforms [B] in [0, 1). Returns [B] int64.
+    """Draw from rows of weights [B, V] float32 that need not sum to one; uniforms [B] in [0, 1). Return [B] int64.
 
     A token of weight 0 is never drawn: the first index whose cumulative sum is *above* the threshold has weight, and
     the threshold stays below the total, since float32 uniforms end at 1 - 2^-24.
@@ -143,8 +113,8 @@ def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def row_generator(seed: int, prompt_index: int) -> torch.Generator:
-    """The generator of one prompt. torch seeds by 32 bits, so the pair is mixed by a bijection of 32 bits (murmur3's
-    finaliser): the prompts of a run never share a stream, and neighbouring ones are unrelated."""
+    """Return the generator of one prompt. The prompts of a run never share a stream, and neighbours are unrelated."""
+    # torch seeds by 32 bits, so the pair is mixed by a bijection of 32 bits (murmur3's finaliser).
     mixed = (seed * 0x9E3779B1 + prompt_index) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -154,7 +124,7 @@ def row_generator(seed: int, prompt_index: int) -> torch.Generator:
 def draw_uniforms(
     generators: Sequence[torch.Generator], counts: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Takes counts[b] numbers from each row's generator. Returns [B, max(counts)] float32 in [0, 1), padded with 0."""
+    """Take counts[b] numbers from each row's generator. Return [B, max(counts)] float32 in [0, 1), padded with 0."""
     uniforms = torch.zeros(len(generators), max(counts))
     for row, (generator, count) in enumerate(zip(generators, counts, strict=True)):
         if count:

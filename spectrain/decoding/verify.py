@@ -36,7 +36,7 @@ class Verified:
         return self.path.gather(1, self.accepted[:, None])[:, 0]
 
     def last_logits(self, logits: Tensor) -> Tensor:
-        """Of logits [B, N, V] those that the bonus was drawn from, [B, V]."""
+        """Of logits [B, N, V], return those that the bonus was drawn from, [B, V]."""
         return logits[:, 0] if logits.shape[1] == 1 else _at(logits, self.last)
 
 
@@ -47,7 +47,7 @@ def verify(
     generators: Sequence[torch.Generator] | None = None,
     verification: str = "token",
 ) -> Verified:
-    """Accepts a path of each row's tree and draws its bonus token.
+    """Accept a path of each row's tree and draw its bonus token.
 
     Args:
         tree: any tree when greedy or deterministic; a chain when its nodes were drawn from a q (`tree.probs`).
@@ -71,10 +71,11 @@ def verify(
 
 
 def _verify_greedy(tree: DraftTree, logits: Tensor) -> Verified:
-    """Accepts what equals the target's argmax at its parent, all the way from the root."""
+    """Accept what equals the target's argmax at its parent, all the way from the root."""
     best = logits.argmax(-1)  # [B, N]
     if tree.shape[1] == 1:
-        return _root_only(best[:, 0])
+        zeros = torch.zeros_like(tree.tokens)
+        return Verified(zeros, zeros[:, 0], best[:, 0])
     if tree.is_chain:
         matches = (tree.tokens[:, 1:] == best[:, :-1]) & tree.drafted[:, 1:]
         last = matches.cumprod(1).sum(1)
@@ -89,7 +90,7 @@ def _verify_greedy(tree: DraftTree, logits: Tensor) -> Verified:
 def _verify_deterministic(
     tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> Verified:
-    """Draws a token from the warped p at each node of the path; follows the child that equals it, else it is the bonus.
+    """Draw a token from the warped p at each node of the path. Follow the child that equals it, else it is the bonus.
 
     The draws go level by level, for the rows still walking: a row pays (and takes randomness) for its path only.
     """
@@ -118,7 +119,7 @@ def _verify_deterministic(
 def _verify_chain(
     tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator], verification: str
 ) -> Verified:
-    """Accepts x_1..x_last by either rule; a rejected rest is made up for by a bonus from the residual."""
+    """Accept x_1..x_last by either rule. A rejected rest is made up for by a bonus from the residual."""
     n_nodes = tree.shape[1]
     lengths = tree.drafted.sum(-1)  # [B]
     p = sampling.warp(logits)  # [B, N, V]
@@ -137,15 +138,10 @@ def _verify_chain(
 
 
 def _accept_tokens(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Leviathan 2023, Algorithm 1: accepts x_i with min(1, p / q), up to the first that is rejected.
+    """Leviathan 2023, Algorithm 1: accept x_i with min(1, p / q), up to the first that is rejected.
 
-    Args:
-        tree: chains with their q.
-        p: [B, N, V] float32.
-        uniforms: [B, gamma] float32.
-
-    Returns:
-        The last accepted node [B] int64, and the P [B] float32 that scales p in the residual: here 1.
+    p is [B, N, V], uniforms are [B, gamma], both float32. Return the last accepted node [B] int64, and the P [B]
+    float32 that scales p in the residual: here 1.
     """
     p_drafted, q_drafted = _of_drafted(tree, p)
     accepts = (uniforms * q_drafted < p_drafted) & tree.drafted[:, 1:]  # u < p / q
@@ -153,7 +149,7 @@ def _accept_tokens(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor
 
 
 def _accept_block(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Sun et al. 2024, Algorithm 2: accepts x_1..x_i for the largest i with u_i < h_i. Arguments as `_accept_tokens`.
+    """Sun et al. 2024, Algorithm 2: accept x_1..x_i for the largest i with u_i < h_i. Arguments as `_accept_tokens`.
 
     P_0 = 1, P_i = min(P_{i-1} p(x_i) / q(x_i), 1); S_i = sum_v max(0, P_i p(v) - q(v)) at the node after x_i;
     h_i = S_i / (S_i + 1 - P_i) inside the chain and P_i at its end. P_i is the residual's P after x_i.
@@ -183,11 +179,6 @@ def _of_drafted(tree: DraftTree, p: Tensor) -> tuple[Tensor, Tensor]:
 def _at(values: Tensor, node: Tensor) -> Tensor:
     """values [B, N, V] at node [B]: [B, V]."""
     return values[torch.arange(len(node), device=node.device), node]
-
-
-def _root_only(bonus: Tensor) -> Verified:
-    zeros = torch.zeros_like(bonus)
-    return Verified(zeros[:, None], zeros, bonus)
 
 
 def _ending_at(tree: DraftTree, last: Tensor, bonus: Tensor) -> Verified:

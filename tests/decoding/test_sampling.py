@@ -88,7 +88,7 @@ def test_an_option_that_is_no_number_is_named(option):
 
 
 def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
-    with pytest.raises(UserError, match=r"repetition_penalty depends on the text .* temperature, top_k, top_p, min_p"):
+    with pytest.raises(UserError, match=r"repetition_penalty; .* temperature, top_k, top_p, min_p, and nothing that"):
         Sampling.from_options({"temperature": 1.0, "repetition_penalty": 1.2})
     with pytest.raises(UserError, match=r"unknown sampling option: typical_p; .* temperature"):
         Sampling.from_options({"typical_p": 0.9})
