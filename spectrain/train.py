@@ -24,8 +24,7 @@ from rich.console import Console
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.tau import measure_tau
-from spectrain.measure.validation import decoding_with, measuring, tau_settings
+from spectrain.measure.tau import decoding_with, measure_tau, measuring, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter

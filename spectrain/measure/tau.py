@@ -9,14 +9,18 @@ Letters: R rows, each with one context per length.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 
 import numpy as np
+from torch import Tensor, nn
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.statistics import Estimate, acceptance_length, decode_s, difference_of_ratios, ratio_of_sums
+from spectrain.methods.speculative import Speculative
+from spectrain.methods.spire import Spire
+from spectrain.models.spire import SpireDrafter
 
 POOLED = "all"
 COMPARISON_RESAMPLES = 4000
@@ -59,15 +63,53 @@ class TauSettings:
     batch_size: int = 8  # contexts decoded together
     timed_contexts: int = 8  # decoded greedily one at a time for tokens/s, methods taking turns
 
-    def __post_init__(self) -> None:
+
+def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, TauSettings]:
+    """Check what is measured after a training (the `tau` node), and within it (`select`)."""
+    tau, select, row_tokens = config["tau"], config["select"], config["data"]["row_tokens"]
+    after = TauSettings(**{name: tuple(v) if isinstance(v, Sequence) else v for name, v in tau.items()})
+    lengths, temperatures = (select["context_tokens"],), (select["temperature"],)
+    within = TauSettings(lengths, select["contexts"], select["new_tokens"], temperatures, tau["batch_size"])
+    for node, settings in (("tau", after), ("select", within)):
         for name in ("contexts", "new_tokens", "batch_size", "timed_contexts"):
-            check_whole(f"tau.{name}", getattr(self, name), 1)
-        if not self.context_tokens or not self.temperatures:
-            raise UserError("tau.context_tokens and tau.temperatures must name at least one value each")
-        for length in self.context_tokens:
-            check_whole("tau.context_tokens", length, 1)
-        for temperature in self.temperatures:
+            check_whole(f"{node}.{name}", getattr(settings, name), 1)
+        if not settings.context_tokens or not settings.temperatures:
+            raise UserError(f"{node}.context_tokens and {node}.temperatures must name at least one value each")
+        for length in settings.context_tokens:
+            check_whole(f"{node}.context_tokens", length, 1)
+        for temperature in settings.temperatures:
             Sampling(temperature=temperature)
+        longest = max(settings.context_tokens)
+        given = f"{node}.context_tokens={list(settings.context_tokens)}"
+        if longest > row_tokens:
+            raise UserError(f"{given} must not exceed data.row_tokens={row_tokens}; lower the one or raise the other")
+        if longest + settings.new_tokens > target.max_positions:
+            raise UserError(
+                f"{given} and {node}.new_tokens={settings.new_tokens} exceed the target's context of "
+                f"{target.max_positions}; lower them"
+            )
+    return after, replace(within, batch_size=min(within.contexts, within.batch_size))
+
+
+def decoding_with(drafter: nn.Module, target: TargetModel) -> Drafter:
+    """Build the method that decodes with a trained SPIRe or vanilla drafter, which is moved to where the target is."""
+    if isinstance(drafter, SpireDrafter):
+        return Spire(drafter)
+    return Speculative(TargetModel(drafter.to(target.device).eval(), target.tokenizer))
+
+
+def measuring(
+    target: TargetModel,
+    trained: Callable[[dict[str, Tensor]], nn.Module],
+    contexts: Sequence[Sequence[int]],
+    settings: TauSettings,
+) -> Callable[[dict[str, Tensor]], tuple[float, float, float]]:
+    """Return what training calls with its weights to learn their tau, with the bounds of its 95 % interval.
+
+    `trained` makes the drafter of weights. The contexts [n, L] and settings are the same every time, so that the
+    measurements are comparable.
+    """
+    return lambda weights: astuple(tau_of(target, decoding_with(trained(weights), target), contexts, settings))
 
 
 def continue_rows(
