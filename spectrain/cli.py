@@ -7,6 +7,7 @@ the value names a file of that Hydra group (`corpus=stdlib`).
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.errors import AllRanksError, UserError
+from spectrain.models.artifacts import decoded_by, is_export
 from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.locations import bundled_folder, conf_dir
 
@@ -49,12 +51,19 @@ SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
     """Rewrite `target=X` to `target.path=X` where X is no option of the config group `target`.
 
+    `method=<exported folder>` becomes the method that decodes with it, and its options. They stand first, so that other
+    arguments can change them.
+
     `samples`: the command has sampling options.
     """
     expanded = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key in FREE_TEXT:
+        if key == "method" and ("/" in value or is_export(value)):
+            name, options = decoded_by(Path(value))
+            expanded[:0] = [f"++method.{option}={as_override(value)}" for option, value in options.items()]
+            argument = f"method={name}"
+        elif key in FREE_TEXT:
             argument = f"{key}={quoted(value)}"
         elif key in SHORTHANDS and value not in ("", "null") and not (conf_dir() / key / f"{value}.yaml").is_file():
             argument = f"{SHORTHANDS[key]}={value}"
@@ -80,6 +89,15 @@ def quoted(text: str) -> str:
     """Quote text for Hydra's override grammar, whose syntax has parentheses, colons and dollars."""
     text = text.replace("${", "\\${")  # no interpolation
     return '"' + re.sub(r'(\\*)("|$)', lambda m: 2 * m[1] + ("\\" + m[2] if m[2] else ""), text) + '"'
+
+
+def as_override(value: object) -> str:
+    """A plain value in Hydra's override grammar."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_override(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_override, value))}]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:

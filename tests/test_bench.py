@@ -18,6 +18,7 @@ from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions, use_chat
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.texts import is_held_out
+from tests.methods.lookup_export import lookup_facts
 from tests.test_cli import composed
 
 ARTIFACTS = {name: method_config(name).get("_artifact_") for name in method_names()}
@@ -123,7 +124,7 @@ def test_tuned_options_take_the_place_of_the_defaults(run, asked, stored, tmp_pa
     options = OmegaConf.load(Path("b") / "config.yaml").measured.methods.sssd
     assert (options.input_scale, options.calibration.input[0][0]) == (0.25, 0.5)
     for content, reason in (
-        ("sssd: {inputscale: 1}", "not an option of the method"),
+        ("sssd: {inputscale: 1}", "tuned=t.yaml: inputscale is not an option of sssd"),
         ("- 1", "no file of spectrain.tune"),
     ):
         (tmp_path / "t.yaml").write_text(content)
@@ -131,6 +132,15 @@ def test_tuned_options_take_the_place_of_the_defaults(run, asked, stored, tmp_pa
         assert code == 2
         assert reason in err
     assert "nowhere.yaml" in run(*command, "out=c", "tuned=nowhere.yaml")[2]
+
+
+def test_an_exported_folder_is_measured_with_its_own_options(run, asked, tmp_path):
+    lookup_facts(tmp_path / "own", "pld", {"draft_tokens": 3, "max_nodes": 4})
+    code, _, err = run("bench", asked, "methods=[own]", "max_new_tokens=6", "limit=1", "out=b", "max_nodes=16")
+    assert code == 0, err
+    options = OmegaConf.load(Path("b") / "config.yaml").measured.methods.own
+    assert (options.draft_tokens, options.max_nodes, options.max_ngram) == (3, 4, 3)
+    assert json.loads((Path("b") / "results.json").read_text())["methods"]["own"]["max_nodes"] == 4
 
 
 def test_an_interrupted_run_goes_on_and_a_finished_one_is_refused(run, asked):

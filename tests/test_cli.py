@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -11,7 +12,9 @@ from hydra import compose, initialize_config_dir
 
 from spectrain.cli import expand_shorthands, refuse_null_groups, typed_command
 from spectrain.decoding.errors import UserError
+from spectrain.methods.registry import method_config
 from spectrain.stores.locations import conf_dir
+from tests.methods.lookup_export import MANIFEST, lookup_facts
 
 AWKWARD = [
     "def read_config(path):",
@@ -44,6 +47,23 @@ def test_target_is_a_folder_or_an_option():
     assert composed("generate", "target=org/model-1b", "prompt=x").target.path == "org/model-1b"
     assert composed("generate", "target=bundled", "prompt=x").target.path == "pystdlib-8l"
     assert composed("generate", "target=/m", "target.parallel=tp", "prompt=x").target.parallel == "tp"
+
+
+def test_a_method_is_a_name_or_an_exported_folder(tmp_path):
+    options = {"max_nodes": 24, "min_matches": 2, "calibration": {"input": [[0.5, 1.0]]}}
+    folder = lookup_facts(tmp_path / "my sssd", "sssd", options, datastore=True)
+    method = composed("generate", "method.min_matches=7", f"method={folder}", "prompt=x").method
+    assert method == {
+        **method_config("sssd"),
+        **options,
+        "min_matches": 7,  # what is typed besides comes first
+        "datastore": f"{folder}/datastore",
+    }
+    (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, "kind": "head"}))
+    method = composed("generate", f"method={folder}", "prompt=x").method
+    assert (method._target_, method.head) == ("spectrain.methods.specdecpp.build", str(folder))
+    with pytest.raises(UserError, match="method=no/where does not exist"):
+        expand_shorthands(["method=no/where"])
 
 
 @pytest.mark.parametrize("name", ["trainer", "target"])

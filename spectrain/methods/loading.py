@@ -10,36 +10,35 @@ A method whose module says `TOKENS_ONLY = True` drafts from tokens alone, so tha
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.methods.lookup import LookupDrafter
-from spectrain.methods.registry import build_function, build_method, method_config, method_names, plain_options
+from spectrain.methods.registry import build_method, kind_of_drafter, method_config, method_names, with_options
 from spectrain.models.artifacts import (
-    DATASTORE,
-    KINDS,
-    MANIFEST,
-    LookupFacts,
     check_artifact,
     check_tokenizer,
     check_weights,
+    decoded_by,
+    is_export,
     read_lookup_facts,
     read_manifest,
 )
-from spectrain.models.head import own_drafter, read_head_facts
 
 
 def token_methods() -> list[str]:
     """Methods that draft from tokens alone: what an engine can give its proposers. Named after their modules."""
-    builds = {name: build_function(method_config(name)) for name in method_names()}
-    modules = {name: sys.modules[build.__module__] for name, build in builds.items()}
-    return [n for n, m in modules.items() if getattr(m, "TOKENS_ONLY", False) and m.__name__.endswith(f".{n}")]
+    found = []
+    for name in method_names():
+        module = import_module(method_config(name)["_target_"].rpartition(".")[0])
+        if getattr(module, "TOKENS_ONLY", False) and module.__name__.endswith(f".{name}"):
+            found.append(name)
+    return found
 
 
 def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:
@@ -49,106 +48,55 @@ def load_method(source: str | Path, target: TargetModel, **options: object) -> D
         source: a name of `conf/method/`, or a folder of kind spire, vanilla, head or lookup.
         target: what is decoded.
         options: of the method's `build`, as in conf/method/: gamma, max_nodes, threshold, ...; those of a lookup method
-            replace the ones that it was exported with. By name, `drafter`, `head` and `datastore` name folders.
+            replace the ones that it was exported with. `drafter`, `head` and `datastore` name folders.
 
     Raises:
         UserError: there is no such method or folder, the folder is damaged or of another version, was made for another
             target or tokenizer, or the method has no such option.
     """
-    if str(source) in method_names() and not (Path(source) / MANIFEST).is_file():
-        drafter = _named(str(source), target, options)
-    else:
-        folder = Path(source)
-        if folder.name == str(source) and not folder.is_dir():
+    if is_export(source) or str(source) not in method_names():
+        if Path(source).name == str(source) and not Path(source).is_dir():
             raise UserError(f"method {source} is unknown; give a folder, or one of {', '.join(method_names())}")
-        kind = read_manifest(folder).kind
-        if kind == "lookup":
-            drafter = _exported_lookup(folder, target, options)
-        elif kind in KINDS and KINDS[kind].method is not None:
-            drafter = _exported(folder, kind, target, options)
-        else:
-            known = ", ".join(kind for kind, about in KINDS.items() if about.method or kind == "lookup")
-            raise UserError(f"{folder} is of kind {kind}; give one of {known}")
-    drafter.target = target
-    return drafter
+        return open_export(Path(source), target, options)
+    return _built(str(source), method_config(str(source)), target, options)
 
 
-def _named(name: str, target: TargetModel, options: dict) -> Drafter:
-    config = method_config(name)
-    kind = config.get("_artifact_")
-    option = KINDS[kind].option if kind else None
-    folders = {kind: str(options.pop(option))} if option in options else {}
-    if kind == "head" and "drafter" in options:
-        folder = str(options.pop("drafter"))
-        folders[read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"] = folder
-    unknown = [key for key in options if key not in config or key.startswith("_")]
-    if unknown:
-        known = ", ".join([*filter(None, [option]), *plain_options(config)])
-        raise UserError(f"method {name} has no option {unknown[0]}; its options are {known}")
-    return build_method(OmegaConf.merge(config, options), target, folders)
-
-
-def _exported(folder: Path, kind: str, target: TargetModel, options: dict) -> Drafter:
-    """The method of an exported drafter or acceptance head."""
-    if kind != "spire":  # which is checked where it is opened
-        check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))
-        check_weights(folder, KINDS[kind].option)
-    if kind == "head":
-        facts = read_head_facts(folder, fingerprint(target.model, target.tokenizer))
-        drafter = Path(str(options.get("drafter") or own_drafter(folder) or facts.drafter.path))
-        if not drafter.is_dir():
-            raise UserError(
-                f"head={folder} has no drafter inside, and {drafter} does not exist; give its drafter=<folder>"
-            )
-        check_weights(drafter, "drafter")
-        options = {**options, "drafter": str(drafter)}
-    return _built(KINDS[kind].method, folder, target, **{KINDS[kind].option: str(folder)} | options)
-
-
-def _exported_lookup(folder: Path, target: TargetModel, options: dict) -> Drafter:
-    facts = read_lookup_facts(folder)
-    if target.tokenizer is not None:
-        check_tokenizer(folder, facts, tokenizer_fingerprint(target.tokenizer), target.model.name_or_path)
-    if target.vocab_size < facts.vocab_size:
-        raise UserError(
-            f"{folder} has tokens up to {facts.vocab_size}, but the target has a vocabulary of {target.vocab_size}; "
-            "export one for it with python -m spectrain.export method=... target=..."
-        )
-    return open_lookup(folder, facts, target, options)
-
-
-def open_lookup(
-    folder: Path, facts: LookupFacts, target: TargetModel | None, options: Mapping | None = None
-) -> LookupDrafter:
-    """Open the lookup method of an exported folder whose tokenizer was checked.
+def open_export(folder: Path, target: TargetModel | None, options: Mapping = MappingProxyType({})) -> Drafter:
+    """Open the method that decodes with an exported folder.
 
     Args:
-        folder: of kind lookup.
-        facts: what it says.
-        target: what is decoded; None: an engine's, of which nothing is at hand but the tokens.
-        options: in place of those it was exported with.
+        folder: of kind spire, vanilla, head or lookup.
+        target: what is decoded; None: a serving engine's, whose tokenizer was compared with that of a lookup method.
+        options: as of `load_method`.
 
     Raises:
-        UserError: it is damaged, or has no such method or option.
+        UserError: see `load_method`.
     """
-    known = token_methods()
-    if facts.method not in known:
-        raise UserError(f"{folder} holds the method {facts.method}, which is none of {', '.join(known)}")
-    chosen = {**facts.options, **(options or {})}
-    if facts.datastore:
-        chosen["datastore"] = str(folder / DATASTORE)
-    elif "datastore_source" in method_config(facts.method):
-        chosen["datastore"] = None
-    return _built(facts.method, folder, target, **chosen)
+    name, own = decoded_by(folder)
+    kind = read_manifest(folder).kind
+    if kind == "lookup" and name not in token_methods():
+        raise UserError(f"{folder} holds the method {name}, which is none of {', '.join(token_methods())}")
+    if kind == "lookup" and target is not None:
+        facts = read_lookup_facts(folder)
+        if target.tokenizer is not None:
+            check_tokenizer(folder, facts, tokenizer_fingerprint(target.tokenizer), target.model.name_or_path)
+        if target.vocab_size < facts.vocab_size:
+            raise UserError(
+                f"{folder} has tokens up to {facts.vocab_size}, but the target has a vocabulary of "
+                f"{target.vocab_size}; export one for it with python -m spectrain.export method=... target=..."
+            )
+    if kind == "vanilla":  # the others are checked where they are built
+        check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))
+        check_weights(folder, "drafter")
+    described = {key: value for key, value in method_config(name).items() if key.startswith("_")}
+    return _built(name, OmegaConf.create(described | own), target, options)
 
 
-def _built(name: str, folder: Path, target: TargetModel | None, **options: object) -> Drafter:
-    """Call the `build` of a method. Raises UserError where it has no such option."""
-    build = build_function(method_config(name))
-    try:
-        inspect.signature(build).bind(target, **options)
-        return build(target, **options)
-    except TypeError as error:
-        if "argument" not in str(error):
-            raise
-        raise UserError(f"{folder} cannot be opened with these options ({error}); see the method's yaml") from error
+def _built(name: str, config: DictConfig, target: TargetModel | None, options: Mapping) -> Drafter:
+    """Build a method. `config`: its yaml, or what describes it there and the options of an exported folder."""
+    options, kind, artifacts = dict(options), config.get("_artifact_"), {}
+    if kind in ("spire", "vanilla", "head") and "drafter" in options:
+        folder = str(options.pop("drafter"))
+        artifacts = {kind_of_drafter(folder) if kind == "head" else kind: folder}
+    with_options(method_config(name), options, name)
+    return build_method(OmegaConf.merge(config, options), target, artifacts)

@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.models.artifacts import KINDS, MANIFEST, newest_artifact, read_manifest
+from spectrain.models.artifacts import KINDS, check_weights, decoded_by, is_export, newest_artifact, read_manifest
 from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.budget_table import find_table
@@ -52,37 +52,33 @@ def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
 
 
 def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str, DictConfig]:
-    """Every method and variant that the config names, with its options; plain decoding first.
+    """Every method, variant and exported folder that the config names, with its options; plain decoding first.
 
     Args:
         cfg: has `methods`, `variants`, `max_nodes`, `tuned`.
         reserved: names that a variant must not have.
 
     Raises:
-        UserError: a name is neither a file of `conf/method/` nor a variant, or an option is none of the method's.
+        UserError: a name is neither a file of `conf/method/`, a variant nor an exported folder, or an option is none of
+            the method's.
     """
-    files = method_names()
-    known = list(dict.fromkeys([*files, *cfg.variants]))
-    wanted = known if takes_all(cfg) else names(cfg.methods)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise UserError(f"methods={unknown[0]} is unknown; choose among {', '.join(known)}, or all")
     taken = [name for name in cfg.variants if name in (BASELINE, *reserved)]
     if taken:
         raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
+    files = method_names()
+    known = list(dict.fromkeys([*files, *cfg.variants]))
     found = {}
-    for name in dict.fromkeys([BASELINE, *wanted]):
-        changes = dict(cfg.variants.get(name) or {})
+    for name in dict.fromkeys([BASELINE, *(known if takes_all(cfg) else names(cfg.methods))]):
+        changes, exported = dict(cfg.variants.get(name) or {}), {}
         base = changes.pop("method", name)
+        if name not in known:
+            if not is_export(name):
+                raise UserError(f"methods={name} is unknown; choose among {', '.join(known)}, or all; or give a folder")
+            base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
         options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned)
-        for key, value in changes.items():
-            if key not in options or key.startswith("_"):
-                takes = ", ".join(plain_options(options)) or "none"
-                raise UserError(f"variants.{name}.{key} is not an option of {base}; its options are {takes}")
-            options[key] = value
-        found[name] = options
+        found[name] = OmegaConf.merge(with_options(options, changes, base, f"variants.{name}."), exported)
     return found
 
 
@@ -100,6 +96,18 @@ def plain_options(method: Mapping) -> dict:
     return {key: value for key, value in method.items() if not key.startswith("_")}
 
 
+def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "") -> DictConfig:
+    """A method with some of its options changed. Raises UserError where it has no such option.
+
+    `name` is what the method is called, and `where` what stands before an option that the user has typed.
+    """
+    for key in changes:
+        if key not in method or key.startswith("_"):
+            takes = ", ".join(plain_options(method)) or "none"
+            raise UserError(f"{where}{key} is not an option of {name}; its options are {takes}")
+    return OmegaConf.merge(method, changes)
+
+
 def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictConfig:
     """A method with the options that files of `spectrain.tune` hold for it: {name: {option: value}}.
 
@@ -114,12 +122,7 @@ def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictCon
         except (OSError, YAMLError, AttributeError, TypeError, ValueError) as error:
             line = str(error).splitlines()[0]
             raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
-        unknown = [key for key in changes if key not in method or key.startswith("_")]
-        if unknown:
-            raise UserError(
-                f"tuned={file} has {name}.{unknown[0]}, which is not an option of the method; tune it again"
-            )
-        method = OmegaConf.merge(method, changes)
+        method = with_options(method, changes, name, f"tuned={file}: ")
     return method
 
 
@@ -148,17 +151,16 @@ def names(value: str | ListConfig | Sequence[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
+def kind_of_drafter(folder: str | Path) -> str:
+    """The kind of a folder given as drafter=. What is not one of our exports is a plain Hugging Face model: vanilla."""
+    return read_manifest(Path(folder)).kind if is_export(folder) else "vanilla"
+
+
 def given_artifacts(cfg: DictConfig) -> dict[str, str]:
-    """The folders of `drafter=`, `head=` and `datastore=`, by kind.
-
-    A drafter that is not one of our exports is a plain Hugging Face model, so of kind vanilla.
-
-    Raises:
-        UserError: two drafters are of one kind.
-    """
+    """The folders of `drafter=`, `head=` and `datastore=`, by kind. Raises UserError where two are of one kind."""
     given: dict[str, str] = {kind: cfg[kind] for kind in ("head", "datastore") if cfg.get(kind)}
     for folder in names(cfg.drafter):
-        kind = read_manifest(Path(folder)).kind if (Path(folder) / MANIFEST).is_file() else "vanilla"
+        kind = kind_of_drafter(folder)
         option = KINDS[kind].option if kind in KINDS else "drafter"
         if option != "drafter":
             raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
@@ -191,26 +193,27 @@ def check_taken(
 
 def build_method(
     method: DictConfig,
-    target: TargetModel,
+    target: TargetModel | None,
     artifacts: Mapping[str, str] | None = None,
     sampling: Sampling | None = None,
 ) -> Drafter:
     """Build a method of `conf/method/` for this target.
 
-    A method that takes an artifact (see the top of this file) gets the folder that the user gave, by default the newest
-    fitting one below `checkpoints/`.
+    A method that takes an artifact (see the top of this file) gets the folder that its own options name by this kind,
+    else the one that the user gave, else the newest fitting one below `checkpoints/`.
 
     Args:
         method: the yaml's content.
-        target: what is decoded.
+        target: what is decoded; None: a serving engine's, of which nothing is at hand but the tokens.
         artifacts: folders that the user gave, by kind; those that the method does not take are left alone.
-        sampling: for which `max_nodes=auto` and heads are looked up; None: greedy.
+        sampling: for which `max_nodes=auto` and heads are looked up; None: not known yet, so as for greedy, and no head
+            is said to be of another one.
 
     Raises:
         UserError: the artifact is missing or does not fit; or max_nodes=auto is for a chain, or was not measured with
             this target, machine and sampling.
     """
-    options, sampling, kind = plain_options(method), sampling or Sampling(), method.get("_artifact_")
+    options, kind = plain_options(method), method.get("_artifact_")
     artifacts = {} if artifacts is None else artifacts
     if options.get("max_nodes") == AUTO:
         if not drafts_trees(method):
@@ -218,19 +221,21 @@ def build_method(
                 "max_nodes=auto sizes trees, but this method drafts a chain; give gamma or max_candidates in its place"
             )
         table = find_table(CHECKPOINTS, target)
-        options["max_nodes"] = table.budget(OmegaConf.to_container(method, resolve=True), sampling)
+        options["max_nodes"] = table.budget(OmegaConf.to_container(method, resolve=True), sampling or Sampling())
     build = build_function(method)
-    folder = (options.pop(kind, None) or artifacts.get(kind)) if kind else None  # the method's own option comes first
     if kind is None:
         drafter = build(target, **options)
-    elif kind == "datastore":
-        if folder is None and options.get("datastore_source", True):
-            folder = find_datastore(target)
-        drafter = build(target, folder, **options)
-    elif kind == "head":
-        drafter = _build_with_head(build, target, folder, artifacts, sampling, options)
     else:
-        drafter = build(target, folder or find_artifact(kind, target), **options)
+        own, given = options.pop(kind, None), artifacts.get(kind)
+        if own and given and own != given:  # of a tuned file, a variant or an exported folder
+            log.warning("the method's own %s=%s is used instead of %s", kind, own, given)
+        folder = own or given
+        if folder is None and options.get("datastore_source", True):
+            folder = find_artifact(kind, target)
+        if kind == "head":
+            drafter = _build_with_head(build, target, folder, options, artifacts, sampling)
+        else:
+            drafter = build(target, folder, **options)
     drafter.target = target
     return drafter
 
@@ -262,38 +267,35 @@ def build_methods(
 def _build_with_head(
     build: Callable[..., Drafter],
     target: TargetModel,
-    folder: str | None,
-    artifacts: Mapping[str, str],
-    sampling: Sampling,
+    folder: str,
     options: dict,
+    artifacts: Mapping[str, str],
+    sampling: Sampling | None,
 ) -> Drafter:
-    given = artifacts.get("head")
-    if folder and given and folder != given:  # of a tuned file, or a variant
-        log.warning("the method's own head=%s is used instead of head=%s", folder, given)
-    folder = folder or find_artifact("head", target)
+    """Build a method from a head and its drafter: the given one, else the one inside, the one it was trained on, or
+    the newest."""
     facts = read_head_facts(Path(folder), fingerprint(target.model, target.tokenizer))
-    recorded = own_drafter(folder) or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
-    drafter = str(artifacts.get(facts.drafter.kind) or recorded or find_artifact(facts.drafter.kind, target))
+    kind, inside = facts.drafter.kind, own_drafter(folder)
+    if inside is not None:
+        check_weights(inside, "drafter")
+    recorded = inside or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
+    drafter = str(artifacts.get(kind) or recorded or find_artifact(kind, target))
     method = build(target, folder, drafter, **options)
-    method.artifacts = {"head": folder, facts.drafter.kind: drafter}
-    method.warning = facts.why_off(folder, sampling)
+    method.artifacts = {"head": folder, kind: drafter}
+    method.warning = facts.why_off(folder, sampling) if sampling is not None else None
     if method.warning:
         log.warning("%s", method.warning)
     return method
 
 
 def find_artifact(kind: str, target: TargetModel) -> str:
-    """The newest export of this kind below `checkpoints/` that fits. Raises UserError where there is none."""
-    folder = newest_artifact(CHECKPOINTS, kind, fingerprint(target.model, target.tokenizer))
+    """The newest folder of this kind below `checkpoints/` that fits. Raises UserError where there is none."""
+    print_ = fingerprint(target.model, target.tokenizer)
+    if kind == "datastore":
+        folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
+    else:
+        folder = newest_artifact(CHECKPOINTS, kind, print_)
     log.info("%s: %s", KINDS[kind].option, folder)
-    return str(folder)
-
-
-def find_datastore(target: TargetModel) -> str:
-    """The newest datastore below `checkpoints/` that fits. Raises UserError where there is none."""
-    prints = tokenizer_fingerprint(target.tokenizer), fingerprint(target.model, target.tokenizer)
-    folder = newest_datastore(CHECKPOINTS, *prints)
-    log.info("datastore: %s", folder)
     return str(folder)
 
 

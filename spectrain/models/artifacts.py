@@ -77,6 +77,29 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
         return Artifact(**values)
 
 
+def is_export(folder: str | Path) -> bool:
+    """Whether the folder is one of our exports."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def decoded_by(folder: Path) -> tuple[str, dict]:
+    """The method that decodes with an exported folder: its name in conf/method/, and its options.
+
+    Among these are those that a lookup method was exported with, and the folder itself, by its kind.
+
+    Raises:
+        UserError: there is no such export, it is damaged, or no method decodes with it.
+    """
+    kind = read_manifest(folder, "method").kind
+    if kind == "lookup":
+        facts = read_lookup_facts(folder)
+        return facts.method, facts.options | ({"datastore": str(folder / DATASTORE)} if facts.datastore else {})
+    if kind not in KINDS or KINDS[kind].method is None:
+        known = ", ".join(kind for kind, about in KINDS.items() if about.method or kind == "lookup")
+        raise UserError(f"{folder} is of kind {kind}; give one of {known}")
+    return KINDS[kind].method, {kind: str(folder)}
+
+
 def check_artifact(folder: Path, kind: str, fingerprint: str) -> None:
     """Raise UserError unless the folder holds a drafter or head of this kind for the target of this fingerprint."""
     given, made_by = f"{KINDS[kind].option}={folder}", KINDS[kind].made_by

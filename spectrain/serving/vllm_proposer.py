@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.decoding.errors import UserError, check_whole
-from spectrain.methods.loading import open_lookup
+from spectrain.methods.loading import open_export
 from spectrain.methods.lookup import RowState
 from spectrain.methods.sssd import Sssd
 from spectrain.models.artifacts import LookupFacts, check_tokenizer, read_lookup_facts
@@ -68,7 +68,7 @@ class LookupProposer:
         facts = read_lookup_facts(folder)
         check_model(folder, facts, model)
         self.vocab_size = facts.vocab_size
-        self.drafter = open_lookup(folder, facts, target=None)
+        self.drafter = open_export(folder, target=None)
         self.read_tokens = self.drafter.options.datastore_prefix if isinstance(self.drafter, Sssd) else 1  # T
         self._requests: list[Request] = []
         self._calls = 0

@@ -19,17 +19,27 @@ OPTIONS = {
 }
 
 
+MANIFEST = {"kind": "lookup", "target": "tiny", "target_fingerprint": "", "trained": {}, "version": 1}
+
+
+def lookup_facts(
+    folder: Path, method: str, options: dict, tokenizer: str = "", vocab_size: int = 61, datastore: bool = False
+) -> Path:
+    """A new folder with `config.json` and `spectrain.json`."""
+    folder.mkdir()
+    facts = {"method": method, "options": options, "tokenizer_fingerprint": tokenizer}
+    (folder / "config.json").write_text(json.dumps({**facts, "vocab_size": vocab_size, "datastore": datastore}))
+    (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, "tokenizer_fingerprint": tokenizer}))
+    return folder
+
+
 def export_lookup(folder: Path, target: TargetModel, method: str, documents: list[list[int]] | None = None) -> Path:
     """The method, with a datastore of these documents (None: of random ones) where it takes one."""
-    folder.mkdir()
     has_store = method not in ("pld", "anpd")
     tokenizer = tokenizer_fingerprint(target.tokenizer)
+    lookup_facts(folder, method, OPTIONS[method], tokenizer, target.vocab_size, has_store)
     if has_store:
         documents = documents or random_prompts([30] * 20)
         store = make_store(folder.with_name(f".{folder.name}-store"), documents, target.vocab_size, tokenizer=tokenizer)
         shutil.copytree(store.folder, folder / "datastore")
-    facts = {"method": method, "options": OPTIONS[method], "tokenizer_fingerprint": tokenizer}
-    (folder / "config.json").write_text(json.dumps({**facts, "vocab_size": target.vocab_size, "datastore": has_store}))
-    manifest = {"kind": "lookup", "target": "tiny", "target_fingerprint": "", "trained": {}, "version": 1}
-    (folder / "spectrain.json").write_text(json.dumps({**manifest, "tokenizer_fingerprint": tokenizer}))
     return folder

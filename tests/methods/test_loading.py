@@ -75,7 +75,7 @@ def test_options_are_those_of_the_method(exports, target):
     assert load_method(exports / "sssd", target).max_nodes == 24  # as it was exported
     assert load_method(exports / "sssd", target, max_nodes=8).max_nodes == 8
     for name in ("spire", "vanilla", "head-vanilla", "pld", "sssd"):
-        with pytest.raises(UserError, match=r"cannot be opened with these options .*'colour'"):
+        with pytest.raises(UserError, match="colour is not an option of"):
             load_method(exports / name, target, colour="red")
 
 
@@ -121,7 +121,7 @@ def test_a_head_without_its_drafter_is_said(exports, target, tmp_path):
     folder = tmp_path / "head"
     shutil.copytree(exports / "head-vanilla", folder)
     shutil.rmtree(folder / "drafter")
-    with pytest.raises(UserError, match=r"has no drafter inside, and .* does not exist"):
+    with pytest.raises(UserError, match="holds no vanilla drafter for this target; .* or give drafter="):
         load_method(folder, target)
     assert load_method(folder, target, drafter=str(exports / "vanilla")).gamma == 20
 
