@@ -40,11 +40,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def find(roots: list[Path]) -> Collection:
-    """Everything that can be shown.
-
-    Raises:
-        UserError: a folder is missing, or there is nothing to show.
-    """
+    """Find everything that can be shown. Raises UserError where a folder is missing or holds nothing to show."""
     if not roots:
         raise UserError("runs= names no folder; give the folder of your runs")
     for root in roots:
@@ -53,15 +49,13 @@ def find(roots: list[Path]) -> Collection:
     collection = Collection.of(roots)
     if not collection.runs:
         damaged = [f"; {path} cannot be read: {reason}" for path, reason in collection.unreadable.items()]
-        where = f"runs={', '.join(map(str, roots))}"
-        raise UserError(
-            f"{where} holds no run or measurement that could be shown{''.join(damaged[:1])}; give another folder"
-        )
+        nothing = f"runs={', '.join(map(str, roots))} holds no run or measurement that could be shown"
+        raise UserError(f"{nothing}{''.join(damaged[:1])}; give another folder")
     return collection
 
 
 def refuse_foreign(out: Path, fresh: bool) -> None:
-    """Raises UserError where `out` is something that this command did not write."""
+    """Raise UserError where `out` is something that this command did not write."""
     if out.is_dir():
         raise UserError(f"out={out} is a folder; give the name of a file, such as out={out}/report.html")
     if not out.exists() or fresh:
@@ -72,11 +66,7 @@ def refuse_foreign(out: Path, fresh: bool) -> None:
 
 
 def write_page(out: Path, html: str) -> None:
-    """Write the page so that it appears whole, in place of an older one, or not at all.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write the page so that it appears whole, in place of an older one, or not at all."""
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         with naming_a_full_disk(out.parent):

@@ -27,9 +27,7 @@ REPEATS = 7
 def read_hardware(options: Mapping, chosen: str | None = None) -> Hardware:
     """Read the hardware of the command's options; `hardware=cpu` is measured now.
 
-    Args:
-        options: of conf/cost.yaml; `hardware` is a mapping if it names a file of conf/hardware/.
-        chosen: the name that the user gave, for the error.
+    `chosen` is the name that the user gave; if it names no file of conf/hardware/, the option is no mapping.
 
     Raises:
         UserError: the hardware is unknown, has no peak for this dtype, or a number is out of range.
@@ -64,17 +62,10 @@ def read_hardware(options: Mapping, chosen: str | None = None) -> Hardware:
 def measure_cpu(dtype: str, repeats: int = REPEATS, n: int = N, stream_bytes: int = STREAM_BYTES) -> dict:
     """Time a matrix product, and a matrix-vector product with a matrix that no cache holds, as decoding reads weights.
 
-    Args:
-        dtype: fp32 | bf16
-        repeats: of each, in turn.
-        n: rows and columns of the product.
-        stream_bytes: size of the matrix that is streamed.
+    Each is repeated in turn. The product has n rows and columns, the streamed matrix `stream_bytes`.
 
     Returns:
         `name`, `source`, and the medians `flops_per_s` and `bytes_per_s`.
-
-    Raises:
-        UserError: the dtype cannot be measured.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} cannot be measured on the CPU; give {' or '.join(DTYPES)}")

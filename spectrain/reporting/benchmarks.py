@@ -37,12 +37,9 @@ def terminal_table(results: Mapping, width: int = 100) -> Table:
 
 
 def benchmark_parts(results: Mapping, rows: Sequence[Mapping], prefix: str = "") -> dict:
-    """What the templates show of a benchmark.
+    """What the templates show of a benchmark: the content of results.json and questions.jsonl.
 
-    Args:
-        results: the content of `results.json`.
-        rows: the lines of `questions.jsonl`.
-        prefix: of the ids within its plots, where a page shows several benchmarks.
+    `prefix` starts the ids within its plots, where a page shows several benchmarks.
     """
     methods = results["methods"]
     own = drafting(methods)

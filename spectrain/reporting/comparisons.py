@@ -23,12 +23,9 @@ PARITY_CAPTION = (
 
 
 def drafters_table(content: Mapping, settings: Sequence[str], text: Callable[..., str] = TWO_DIGITS) -> DataFrame:
-    """tau of each drafter, and in the row below it the difference from the first one.
+    """tau of each drafter of `drafters.json`, and in the row below it the difference from the first one.
 
-    Args:
-        content: of `drafters.json`.
-        settings: the columns, "256 tokens, greedy"; "all" are pools over these.
-        text: of a value with its interval.
+    `settings` are the columns ("256 tokens, greedy"; "all" are pools); `text` writes a value with its interval.
     """
     drafters, first, rows, names = content["drafters"], content.get("first"), [], []
     for name, one in drafters.items():
@@ -64,12 +61,9 @@ def highest_tau(content: Mapping) -> str:
 def parity_table(
     rows: Mapping[str, Mapping], positions: Sequence[int], text: Callable[..., str] = THREE_DIGITS
 ) -> DataFrame:
-    """Acceptance by draft position, tau and steps; one row per way to measure.
+    """Acceptance by draft position 1, ..., k, tau and steps; one row per way to measure.
 
-    Args:
-        rows: `rows` or `differences` of `parity.json`.
-        positions: 1, 2, ..., k.
-        text: of a value with its interval.
+    `rows` are the `rows` or `differences` of parity.json; `text` writes a value with its interval.
     """
     found = []
     for name, one in rows.items():

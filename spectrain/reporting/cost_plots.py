@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, Normalize, TwoSlopeNorm
+from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
 from spectrain.measure.stop_simulation import FIXED, HEAD
 from spectrain.reporting import drawing
-from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, line, line_panels
+from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, cell_panels, line, line_panels
 from spectrain.reporting.formats import compact
 from spectrain.reporting.tuning import plain_tokens_per_s
 from spectrain.stores.budget_table import BudgetTable, CurveEntry, NodeBudget
@@ -39,8 +39,8 @@ def multipliers(found: CostGrid) -> Figure:
     """SPIRe, Figure 4: one heat map per method, white where it is as fast as autoregressive decoding."""
     panels = {f"{m.name} (tau = {m.tau:.3f}, k = {m.k})": np.log2(found.multiplier(m)) for m in found.methods}
     reach = max(0.1, *(float(np.abs(log).max()) for log in panels.values()))
-    figure = heat_maps(found, panels, TwoSlopeNorm(0.0, -reach, reach), "RdBu", lambda log: f"{2**log:.2f}x")
-    figure.suptitle(f"{found.title}: throughput relative to autoregressive decoding", fontsize=9)
+    look = TwoSlopeNorm(0.0, -reach, reach), "RdBu", lambda log: f"{2**log:.2f}x"
+    figure = heat_maps(found, panels, "throughput relative to autoregressive decoding", *look)
     if found.spot[0] in found.batch and found.spot[1] in found.context_tokens:  # the cell of the cost analysis
         corner = (found.context_tokens.index(found.spot[1]) - 0.5, found.batch.index(found.spot[0]) - 0.5)
         for ax in figure.axes:
@@ -57,23 +57,17 @@ def times(found: CostGrid) -> Figure | None:
     panels = {f"{AUTOREGRESSIVE}: 1 token per step": hardware.milliseconds(next(iter(steps.values())).target)}
     panels |= {f"{m.name}: {m.tau:.2f} tokens per step": hardware.milliseconds(step.step) for m, step in steps.items()}
     low, high = (pick(pick(ms.flat) for ms in panels.values()) for pick in (min, max))
-    figure = heat_maps(found, panels, LogNorm(low, max(high, 1.01 * low)), "YlGnBu", lambda ms: f"{ms:.3g}")
-    figure.suptitle(f"{found.title}: ms per step on {hardware.name}", fontsize=9)
-    return figure
+    look = LogNorm(low, max(high, 1.01 * low)), "YlGnBu", lambda ms: f"{ms:.3g}"
+    return heat_maps(found, panels, f"ms per step on {hardware.name}", *look)
 
 
-@drawing.styled
-def heat_maps(
-    found: CostGrid, panels: Mapping[str, np.ndarray], norm: Normalize, colours: str, text: Callable[[float], str]
-) -> Figure:
-    """One panel per name, below one another as in the paper."""
-    size = (max(5.2, 1.6 + 0.62 * len(found.context_tokens)), 0.65 + 0.25 * len(found.batch))
-    figure, axes = drawing.grid_of(len(panels), 1, size)
-    for ax, (name, cells) in zip(axes, panels.items(), strict=True):
-        drawing.draw_cells(ax, cells, norm, colours, text, [compact(context) for context in found.context_tokens])
-        drawing.name_rows(ax, [str(batch) for batch in found.batch])
-        ax.set(title=name, ylabel="batch size")
-    axes[-1].set_xlabel("context (tokens)")
+def heat_maps(found: CostGrid, panels: Mapping[str, np.ndarray], title: str, *look: object) -> Figure:
+    """Panels of one batch size per row and one context length per column, as in the paper."""
+    batches, contexts = [*map(str, found.batch)], [*map(compact, found.context_tokens)]
+    panel_in = (max(5.2, 1.6 + 0.62 * len(contexts)), 0.65 + 0.25 * len(batches))
+    figure = cell_panels(panels, batches, contexts, *look, panel_in, ylabel="batch size")
+    figure.axes[-1].set_xlabel("context (tokens)")
+    figure.suptitle(f"{found.title}: {title}", fontsize=9)
     return figure
 
 

@@ -18,11 +18,7 @@ Titled = tuple[str, DataFrame]
 def cost_tables(grid: CostGrid, views: Sequence[str], results: Mapping, roofline_batch: int) -> Iterator[Titled]:
     """Make the tables that the views ask for, with their titles.
 
-    Args:
-        grid: what was computed.
-        views: of the command.
-        results: the content of `cost.json`.
-        roofline_batch: rows, for SSSD's s_q.
+    `results` is the content of cost.json; `roofline_batch` are the rows for SSSD's s_q.
     """
     yield models_table(grid, results, compares=bool(set(views) - {"intensity", "roofline"}))
     if "multiplier" in views:

@@ -122,23 +122,35 @@ def name_rows(ax: Axes, labels: Sequence[str]) -> None:
     ax.set_ylim(len(labels) - 0.5, -0.5)
 
 
-def draw_cells(
-    ax: Axes, cells: np.ndarray, norm: Normalize, colours: str, text: Callable[[float], str], columns: Sequence[str]
-) -> None:
-    """Draw a heat map whose cells say their number in dark or white; cells that are nan stay empty."""
-    edges = [np.arange(n + 1) - 0.5 for n in cells.shape[::-1]]
-    cmap = matplotlib.colormaps[colours]
-    ax.pcolormesh(*edges, np.ma.masked_invalid(cells), norm=norm, cmap=cmap, edgecolors="white", linewidth=1.0)
-    for (y, x), cell in np.ndenumerate(cells):
-        if not np.isnan(cell):
-            is_light = np.dot(to_rgb(cmap(float(norm(cell)))), (0.299, 0.587, 0.114)) > 0.5
-            ax.text(x, y, text(cell), ha="center", va="center", fontsize=7.5, color=INK if is_light else "white")
-    ax.set_xticks(range(len(columns)), columns)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-
-
 @styled
+def cell_panels(
+    panels: Mapping[str, np.ndarray],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    norm: Normalize,
+    colours: str,
+    text: Callable[[float], str],
+    panel_in: tuple[float, float],
+    **labels: object,
+) -> Figure:
+    """Heat maps below one another, whose cells say their number in dark or white; cells that are nan stay empty."""
+    figure, axes = grid_of(len(panels), 1, panel_in)
+    cmap = matplotlib.colormaps[colours]
+    for ax, (title, cells) in zip(axes, panels.items(), strict=True):
+        edges = [np.arange(n + 1) - 0.5 for n in cells.shape[::-1]]
+        ax.pcolormesh(*edges, np.ma.masked_invalid(cells), norm=norm, cmap=cmap, edgecolors="white", linewidth=1.0)
+        for (y, x), cell in np.ndenumerate(cells):
+            if not np.isnan(cell):
+                is_light = np.dot(to_rgb(cmap(float(norm(cell)))), (0.299, 0.587, 0.114)) > 0.5
+                ax.text(x, y, text(cell), ha="center", va="center", fontsize=7.5, color=INK if is_light else "white")
+        ax.set_xticks(range(len(columns)), columns)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        name_rows(ax, rows)
+        ax.set(title=title, **labels)
+    return figure
+
+
 def share_table(
     rows: Mapping[str, Sequence[float | None]], columns: Sequence[str], xlabel: str = "", digits: int = 0
 ) -> Figure | None:
@@ -148,12 +160,10 @@ def share_table(
     cells = np.full((len(rows), len(columns)), np.nan)
     for y, row in enumerate(rows.values()):
         cells[y, : len(row)] = [np.nan if share is None else share for share in row[: len(columns)]]
-    figure = Figure((WIDTH_IN, ROW_IN * 1.25 * len(rows) + 0.75))
-    ax = figure.subplots()
-    draw_cells(ax, cells, Normalize(0, 1.1), "Blues", lambda share: f"{100 * share:.{digits}f} %", columns)
-    ax.set(xlim=(-0.5, max(len(columns), 5) - 0.5), xlabel=xlabel)  # few columns do not become wide ones
-    name_rows(ax, [shortened(name) for name in rows])
-    return figure
+    look = Normalize(0, 1.1), "Blues", lambda share: f"{100 * share:.{digits}f} %"
+    panel_in = (WIDTH_IN, ROW_IN * 1.25 * len(rows) + 0.45)
+    xlim = (-0.5, max(len(columns), 5) - 0.5)  # few columns do not become wide ones
+    return cell_panels({"": cells}, [*map(shortened, rows)], columns, *look, panel_in, xlim=xlim, xlabel=xlabel)
 
 
 @styled

@@ -23,13 +23,7 @@ TWICE = 2.0  # a multiplier at which the colour is that strong
 
 
 def write_report(path: Path, results: Mapping, rows: Sequence[Mapping]) -> None:
-    """Write `report.html` of a benchmark, one file that needs nothing else.
-
-    Args:
-        path: of the page.
-        results: the content of `results.json`.
-        rows: the lines of `questions.jsonl`.
-    """
+    """Write `report.html` of a benchmark from its results.json and questions.jsonl; it needs no other file."""
     title = f"Speculative decoding on {results.get('target', 'a target model')}"
     html = render("benchmark_page.html", title=title, benchmark=benchmarks.benchmark_parts(results, rows))
     path.write_text(html, encoding="utf-8")

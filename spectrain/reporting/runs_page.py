@@ -23,15 +23,7 @@ ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivision
 
 
 def render_page(collection: Collection, title: str, sources: Sequence[str], date: str, command: str) -> str:
-    """Fill the page of a collection; what cannot be shown is listed at its end.
-
-    Args:
-        collection: what was found.
-        title: of the page.
-        sources: folders that were looked through.
-        date: of today.
-        command: that writes the page.
-    """
+    """Fill the page of what was found in the folders `sources`; what cannot be shown is listed at its end."""
     unreadable = dict(collection.unreadable)
 
     def part(run: Run, template: str, **values: object) -> Markup:

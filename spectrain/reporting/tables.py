@@ -43,10 +43,7 @@ def columns_of_words(frame: DataFrame) -> list[str]:
 def for_terminal(frame: DataFrame, notes: Sequence[str] = (), dim: str | None = None) -> Table:
     """A table that keeps its numbers whole: only the first column is folded where the terminal is narrow.
 
-    Args:
-        frame: of text.
-        notes: lines below it.
-        dim: name of a row that stands back.
+    `notes` are lines below it; the row of the name `dim` stands back.
     """
     style = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
     table = Table(caption_justify="left", **style)
