@@ -19,12 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from data_prep.labels import Labelling, LabelParts
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.options import check_options, hashed_config, store_path
+from data_prep.pipeline import Build
 from data_prep.progress import show_facts, speed, target_override
-from data_prep.ranks import decided, interruptible, launch, rank_device
-from spectrain.cli import command, open_target
+from data_prep.ranks import decided, launch, rank_device
+from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.stores.folder import digest
@@ -33,52 +34,34 @@ from spectrain.stores.rows import AcceptanceManifest, newest_responses, open_acc
 
 log = logging.getLogger(__name__)
 
-KIND = "acceptance"
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not beyond rounding
 
 
 def main(cfg: DictConfig) -> None:
-    check_options(cfg)
+    least = {"draws": 1, "rollout_tokens": 2, "batch_tokens": 1, "part_rows": 1, "seed": 0}
+    check_options(cfg, least, folders=("responses", "drafter"))
+    Sampling.from_options(cfg.get("sampling") or {})
     with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = open_target(cfg, rank_device(fabric))
         folder, kind, drafter_folder = decided(fabric, partial(find_sources, cfg, target))
-        drafter = open_source(target, kind, drafter_folder, cfg.rollout_tokens)
-        responses = open_responses(folder)
+        drafter, responses = open_source(target, kind, drafter_folder, cfg.rollout_tokens), open_responses(folder)
         sampling = Sampling.from_options({**responses.manifest.sampling, **(cfg.get("sampling") or {})})
         manifest = describe(cfg, target, drafter, sampling, folder)
-        parts = LabelParts(
-            responses,
-            target.with_capture(drafter.states.capture_layers),
-            drafter.states,
-            Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens),
-            cfg.part_rows,
-            manifest,
-        )
         identity = {
             "config": manifest.config,
             "target_fingerprint": manifest.target_fingerprint,
             "drafter_fingerprint": drafter.facts.fingerprint,
             "set_of_responses": digest(responses.manifest.files),
         }
-        out = store_path(cfg.out, KIND, identity)
-        build = Build(KIND, out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-        tokens_per_s = build.run(fabric, identity, parts)
+        labelling = Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens)
+        target = target.with_capture(drafter.states.capture_layers)
+        parts = LabelParts(identity, manifest, responses, target, drafter.states, labelling, cfg.part_rows)
+        out = store_path(cfg.out, "acceptance", identity)
+        build = Build(fabric, "acceptance", out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+        tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)
-
-
-def check_options(cfg: DictConfig) -> None:
-    """Raises UserError for what can be known to be wrong before anything is loaded."""
-    for name, least in {"draws": 1, "rollout_tokens": 2, "batch_tokens": 1, "part_rows": 1, "seed": 0}.items():
-        check_whole(name, cfg[name], least)
-    if not isinstance(cfg.fresh, bool):
-        raise UserError(f"fresh={cfg.fresh} must be true or false")
-    Sampling.from_options(cfg.get("sampling") or {})
-    for name in ("responses", "drafter", "out"):
-        if not isinstance(cfg[name], str | None):
-            raise UserError(f"{name}={cfg[name]} must be one folder")
-    store_path(cfg.out, KIND, {})
 
 
 def find_sources(cfg: DictConfig, target: TargetModel) -> tuple[str, str, str]:
@@ -101,7 +84,7 @@ def find_sources(cfg: DictConfig, target: TargetModel) -> tuple[str, str, str]:
 
 
 def open_source(target: TargetModel, kind: str, folder: str, rollout_tokens: int) -> OpenDrafter:
-    """Raises UserError where the drafter cannot be loaded, or does not fit the target."""
+    """Open the drafter, or raise UserError where it cannot be loaded or does not fit the target."""
     try:
         return open_drafter(target, kind, folder, rollout_tokens)
     except UserError as error:
@@ -113,10 +96,10 @@ def open_source(target: TargetModel, kind: str, folder: str, rollout_tokens: int
 def describe(
     cfg: DictConfig, target: TargetModel, drafter: OpenDrafter, sampling: Sampling, responses: str
 ) -> AcceptanceManifest:
-    """The manifest of the store, with all that was left open resolved, and without counts."""
+    """Return the manifest of the store, with all that was left open resolved, and without counts."""
     rollout_tokens, drawn = drafter.states.block_tokens, dataclasses.asdict(sampling)
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
-    config |= {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
+    resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
     return AcceptanceManifest(
         target=cfg.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),
@@ -125,13 +108,13 @@ def describe(
         sampling=drawn,
         draws=cfg.draws,
         responses=Path(responses).resolve().name,
-        config=config | {"rollout_tokens": rollout_tokens},
+        config=config | resolved | {"rollout_tokens": rollout_tokens},
         counts={},
     )
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:
-    """The table at the end, and the command to type next."""
+    """Print the table at the end, and the command to type next."""
     manifest = open_acceptance(out).manifest
     counts, drafter, skipped = manifest.counts, manifest.drafter, len(manifest.skipped)
     blocks = f", blocks of {manifest.rollout_tokens} tokens" if manifest.rollout_tokens else ""
@@ -150,8 +133,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "speed": speed(tokens_per_s),
         "size on disk": decimal(sum(file.stat().st_size for file in out.iterdir())),
     }
-    target = target_override(manifest.config["target"]["path"])
-    options = f"data=offline data.path={out} drafter={drafter['path']}{target}"
+    options = f"data=offline data.path={out} drafter={drafter['path']}{target_override(manifest.config)}"
     show_facts("acceptance labels", facts, f"python -m spectrain.train +exp=specdecpp {options}")
 
 

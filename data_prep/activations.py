@@ -17,23 +17,25 @@ from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from data_prep.capture import AUTOCAST, ShardParts, TokenRows, rows_of_responses
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.options import check_options, hashed_config, store_path
+from data_prep.pipeline import Build
 from data_prep.progress import show_facts, speed, target_override
-from data_prep.ranks import decided, interruptible, launch, rank_device
-from spectrain.cli import command, open_target
+from data_prep.ranks import decided, launch, rank_device
+from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number
 from spectrain.stores.features import ACTIVATIONS, DTYPES
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import pack, read_documents
 
-KIND = "activations"
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
 
 def main(cfg: DictConfig) -> None:
-    check_options(cfg)
+    least = dict.fromkeys(("row_tokens", "batch_tokens", "shard_tokens"), 1)
+    check_options(cfg, least, choices={"dtype": DTYPES, "precision": AUTOCAST}, folders=("responses",))
+    check_number("held_out_share", cfg.held_out_share, "(0, 1)")
     with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = capturing_target(cfg, open_target(cfg, rank_device(fabric)))
@@ -46,35 +48,15 @@ def main(cfg: DictConfig) -> None:
             source = {"kind": "responses", "responses": Path(cfg.responses).resolve().name}
         facts = {"target": cfg.target.path, "config": config, "source": source}
         parts = ShardParts(rows, target, cfg.precision, cfg.dtype, cfg.batch_tokens, cfg.shard_tokens, facts)
-        target_fingerprint = fingerprint(target.model, target.tokenizer)
-        identity = {"config": config, "target_fingerprint": target_fingerprint, "set_of_rows": rows.digest()}
-        out = store_path(cfg.out, KIND, identity)
-        build = Build(KIND, out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-        tokens_per_s = build.run(fabric, identity, parts)
+        out = store_path(cfg.out, "activations", parts.identity)
+        build = Build(fabric, "activations", out, parts.identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+        tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)
 
 
-def check_options(cfg: DictConfig) -> None:
-    """Raises UserError for what can be known to be wrong before anything is loaded."""
-    for name in ("row_tokens", "batch_tokens", "shard_tokens"):
-        check_whole(name, cfg[name], 1)
-    if not isinstance(cfg.fresh, bool):
-        raise UserError(f"fresh={cfg.fresh} must be true or false")
-    for name, known in {"dtype": DTYPES, "precision": AUTOCAST}.items():
-        if cfg[name] not in known:
-            raise UserError(f"{name}={cfg[name]} is unknown; choose {', '.join(known)}")
-    share = cfg.held_out_share
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        raise UserError(f"held_out_share={share} must be a share of the responses, strictly between 0 and 1")
-    for name in ("responses", "out"):
-        if not isinstance(cfg[name], str | None):
-            raise UserError(f"{name}={cfg[name]} must be one folder")
-    store_path(cfg.out, KIND, {})
-
-
 def capturing_target(cfg: DictConfig, target: TargetModel) -> TargetModel:
-    """The target, capturing the layers of the config. Raises UserError where `layers` are no blocks of the target."""
+    """Return the target with the layers of the config captured; UserError where `layers` are no blocks of it."""
     if cfg.layers is None:
         return target.with_capture(range(max(0, target.n_layer - DEFAULT_LAYERS), target.n_layer))
     layers = list(cfg.layers) if OmegaConf.is_list(cfg.layers) else [cfg.layers]
@@ -87,7 +69,7 @@ def capturing_target(cfg: DictConfig, target: TargetModel) -> TargetModel:
 
 
 def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
-    """The rows to capture, as training packs them.
+    """Read the rows to capture, as training packs them.
 
     Raises:
         UserError: rows do not fit the target, the source gives none, or the responses are another target's.
@@ -104,11 +86,12 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
     corpus = cfg.corpus
     documents = read_documents(corpus.path, corpus.fields, corpus.split, corpus.subset)
     packed = pack(documents, target.tokenizer, cfg.row_tokens, corpus.held_out_share, corpus.max_documents)
-    return TokenRows.of_corpus(packed)
+    sides = {False: packed.train.numpy(), True: packed.held_out.numpy()}  # in the order in which training numbers them
+    return TokenRows.of_texts([(row, 0, held_out) for held_out, rows in sides.items() for row in rows])
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:
-    """The table at the end, and the command to type next."""
+    """Print the table at the end, and the command to type next."""
     manifest = ACTIVATIONS.read_manifest(out)
     counts, source = manifest.counts, manifest.source["kind"]
     n_bytes = sum(facts["bytes"] for facts in manifest.files.values())
@@ -124,7 +107,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "size on disk": f"{decimal(n_bytes)}, {n_bytes / counts['tokens']:,.1f} bytes per token",
     }
     options = "" if manifest.row_tokens == 1024 else f" data.row_tokens={manifest.row_tokens}"
-    options += target_override(manifest.config["target"]["path"])
+    options += target_override(manifest.config)
     show_facts("activations", facts, f"python -m spectrain.train +exp=spire data=offline data.path={out}{options}")
 
 

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from lightning import Fabric
 from rich.markup import escape
 
-from data_prep.pipeline import Build
-from data_prep.progress import show_facts, speed
-from data_prep.ranks import decided
+from data_prep.pipeline import Build, Parts
+from data_prep.progress import Advance, show_facts
 from spectrain.decoding import Sampling, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import Emitted, check_prompt
-from spectrain.stores.folder import digest, each_line, end_last_line
+from spectrain.stores.folder import digest, end_last_line, read_lines
 from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
@@ -74,22 +72,14 @@ class Answer:
 class Answers:
     """Where a rank puts its answers: files that it appends to, row by row."""
 
-    work: Path  # the work folder
-    rank: int  # names the files
-    writes: bool  # False where another rank writes the same answers
-    advance: Callable[[int, int], None]  # called with the prompts that are finished and the tokens that were drawn
+    build: Build
+    advance: Advance  # called with the prompts that are finished and the tokens that were drawn
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Keep an answer; once this returns, a kill does not lose it."""
-        row = {
-            "id": prompt.id,
-            "category": prompt.category,
-            "number": prompt.number,
-            "prompt": list(prompt.tokens),
-            "response": answer.tokens,
-            "finish_reason": answer.finish_reason,
-            "retokenized": answer.retokenized,
-        }
+        row = {"prompt": list(prompt.tokens), "response": answer.tokens}
+        row |= {name: getattr(prompt, name) for name in ("id", "category", "number")}
+        row |= {name: getattr(answer, name) for name in ("finish_reason", "retokenized")}
         self._append("rows", row)
 
     def fail(self, prompt: Prompt, reason: str) -> None:
@@ -97,8 +87,8 @@ class Answers:
         self._append("failed", {"id": prompt.id, "reason": reason})
 
     def _append(self, name: str, row: dict) -> None:
-        if self.writes:
-            with (self.work / f"{name}-{self.rank}.jsonl").open("a") as file:
+        if self.build.writes:
+            with (self.build.work / f"{name}-{self.build.fabric.global_rank}.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
         self.advance(1, 0)
 
@@ -126,63 +116,53 @@ def answer_in_loop(
 
 
 @dataclass(frozen=True)
-class PromptParts:
+class PromptParts(Parts):
     """The prompts of a store, each a part of its build."""
 
+    manifest: ResponseManifest  # without counts
     questions: Sequence[Question]  # their first turns are answered
     target: TargetModel
     chat: bool | None  # see `conversation_ids`
     answering: Answering
     answer: Callable[[Sequence[Prompt], Answers], None]  # in the loop, or by a server
+    allow_failed: bool  # whether the store is finished without the prompts that failed
+
+    stage, made_before = "answer", "prompts are answered"
+
+    @property
+    def identity(self) -> dict:
+        return {
+            "config": self.manifest.config,
+            "target_fingerprint": self.manifest.target_fingerprint,
+            "tokenizer_fingerprint": self.manifest.tokenizer_fingerprint,
+            "set_of_prompts": digest({"prompts": [dataclasses.astuple(question) for question in self.questions]}),
+        }
 
     @cached_property
     def prompts(self) -> list[Prompt]:
         ids = partial(conversation_ids, self.target.tokenizer, replies=[], chat=self.chat)
         return [Prompt(number, q.id, q.category, ids(q.turns[:1])) for number, q in enumerate(self.questions)]
 
-    def build_store(self, build: Build, manifest: ResponseManifest, fabric: Fabric, allow_failed: bool) -> str:
-        """Answer what is not answered yet and, where that is all, put the store in its place, on all ranks together.
+    @property
+    def sizes(self) -> list[int]:
+        return [1] * len(self.questions)
 
-        Returns:
-            The speed as it is shown.
-
-        Raises:
-            UserError: other responses were begun in the work folder, or prompts failed.
-        """
-        identity = {
-            "config": manifest.config,
-            "target_fingerprint": manifest.target_fingerprint,
-            "tokenizer_fingerprint": manifest.tokenizer_fingerprint,
-            "set_of_prompts": digest({"prompts": [dataclasses.astuple(question) for question in self.questions]}),
-        }
-        sizes = [1] * len(self.prompts)
-        done = decided(fabric, lambda: build.start(identity, partial(self.answered, build.work)))
-        todo = [prompt.number for prompt in self.prompts if prompt.id not in done]
-        make = partial(self.make, build.work, fabric.global_rank, build.writes(fabric))
-        elapsed_s = build.work_through(fabric, "answer", todo, sizes, make)
-        n_tokens = decided(fabric, partial(self.write_store, build, manifest, allow_failed))
-        return speed((n_tokens - sum(done.values())) / max(elapsed_s, 1e-9))
-
-    def answered(self, work: Path) -> dict[str, int]:
-        """Return the ids that are answered in the work folder, with the tokens of each; forget the failures."""
+    def missing(self, build: Build) -> list[int]:
+        """Return the numbers of the prompts that have no answer yet, and forget the failures."""
         later = sum(len(question.turns) > 1 for question in self.questions)
         if later:
             log.warning("%d prompts have more than one turn; the first of each is answered", later)
-        for file in work.glob("failed-*.jsonl"):
+        for file in build.work.glob("failed-*.jsonl"):
             file.unlink()
-        for file in work.glob("rows-*.jsonl"):
+        for file in build.work.glob("rows-*.jsonl"):
             end_last_line(file)
-        done = {row["id"]: len(row["response"]) for row in answered_rows(work)}
-        if done:
-            log.info("%d of %d prompts are answered already", len(done), len(self.prompts))
-        return done
+        done = {row["id"] for row in answered_rows(build.work)}
+        return [prompt.number for prompt in self.prompts if prompt.id not in done]
 
-    def make(
-        self, work: Path, rank: int, writes: bool, numbers: Sequence[int], advance: Callable[[int, int], None]
-    ) -> None:
+    def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         """Have the prompts of these numbers answered; those that the target cannot read have failed."""
-        answers, readable = Answers(work, rank, writes, advance), []
-        for prompt in (self.prompts[number] for number in numbers):
+        answers, readable = Answers(build, advance), []
+        for prompt in (self.prompts[number] for number in parts):
             try:
                 check_prompt(self.target, prompt.tokens, self.answering.max_new_tokens)
                 readable.append(prompt)
@@ -191,18 +171,22 @@ class PromptParts:
         if readable:
             self.answer(readable, answers)
 
-    def write_store(self, build: Build, manifest: ResponseManifest, allow_failed: bool) -> int:
-        """Write the store and put it in its place. Return the tokens of all responses.
+    def n_tokens(self, build: Build, made: Sequence[int]) -> int:
+        numbers = set(made)
+        return sum(len(row["response"]) for row in answered_rows(build.work) if row["number"] in numbers)
+
+    def write_store(self, build: Build) -> None:
+        """Write the store and put it in its place.
 
         Raises:
             UserError: prompts failed, and the store is not to be finished without them.
         """
         rows = sorted(answered_rows(build.work), key=lambda row: row["number"])
         files = sorted(file for file in build.work.glob("failed-*.jsonl") if file.stat().st_size)
-        reasons = {row["id"]: row["reason"] for file in files for row in each_line(file)}
+        reasons = {row["id"]: row["reason"] for file in files for row in read_lines(file)}
         done = {row["id"] for row in rows}
         failed = [{"id": q.id, "reason": reasons[q.id]} for q in self.questions if q.id not in done]
-        if failed and not (allow_failed and rows):
+        if failed and not (self.allow_failed and rows):
             shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
             more = len(failed) - len(shown)
             show_facts("prompts that failed", shown | ({"..": f"and {more:,} more"} if more else {}))
@@ -218,21 +202,19 @@ class PromptParts:
             "retokenized": sum(row["retokenized"] for row in rows),
             "later_turns": sum(len(question.turns) - 1 for question in self.questions),
         }
-        drawn = {"sampling": manifest.sampling, "seed": self.answering.seed}
-        manifest = dataclasses.replace(manifest, counts=counts, failed=failed)
+        drawn = {"sampling": self.manifest.sampling, "seed": self.answering.seed}
+        manifest = dataclasses.replace(self.manifest, counts=counts, failed=failed)
         write_responses(build.new_store(), (row | drawn for row in rows), manifest)
         build.publish()
-        return counts["tokens"]
 
 
-def answered_rows(work: Path) -> Iterator[dict]:
-    """Yield the rows of all ranks, the first of each prompt."""
-    seen = set()
+def answered_rows(work: Path) -> list[dict]:
+    """Return the rows of all ranks, the first of each prompt."""
+    rows: dict[str, dict] = {}
     for file in sorted(work.glob("rows-*.jsonl")):
-        for row in each_line(file):
-            if row["id"] not in seen:
-                seen.add(row["id"])
-                yield row
+        for row in read_lines(file):
+            rows.setdefault(row["id"], row)
+    return list(rows.values())
 
 
 def read_questions(prompts: str | None, limit: int | None) -> list[Question]:

@@ -11,21 +11,20 @@ Letters: B rows of a batch, T its padded length, n tokens of a shard, C captured
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.pipeline import STORE, Build, check_disk, length_buckets
+from data_prep.pipeline import Build, Parts, check_disk, length_buckets
 from data_prep.progress import Advance
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
@@ -34,7 +33,7 @@ from spectrain.decoding.target import Features, TargetModel
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
 from spectrain.stores.folder import naming_a_full_disk, read_json, write_json, write_manifest
 from spectrain.stores.rows import ResponseStore
-from spectrain.stores.texts import PackedRows, is_held_out
+from spectrain.stores.texts import is_held_out
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,7 @@ AUTOCAST = {
     "16-mixed": torch.float16,
 }
 PENDING_SHARDS = 2  # waiting to be written, in memory beside the one that is computed
+SCALES = {"captured": "captured_scale", "final_hidden": "hidden_scale"}  # of int8 features
 FULL_DISK = ", which goes on from here, or start anew with dtype=int8 or out=<folder on another disk>"
 
 
@@ -63,20 +63,14 @@ class TokenRows:
         return len(self.held_out)
 
     @classmethod
-    def of_corpus(cls, packed: PackedRows) -> TokenRows:
-        """Packed text: training rows as training numbers them, then the held-out ones."""
-        sides = {False: packed.train.numpy(), True: packed.held_out.numpy()}
-        return cls.of_texts([(row, 0, held_out) for held_out, rows in sides.items() for row in rows])
-
-    @classmethod
-    def of_texts(cls, texts: Sequence[tuple[np.ndarray, int, bool]]) -> TokenRows:
+    def of_texts(cls, texts: Sequence[tuple[np.ndarray, int, bool]], cut: int = 0, skipped: int = 0) -> TokenRows:
         """Of each text its tokens [L] int32, how many of them are the prompt, and whether it is held out."""
         tokens, prompts, held_out = zip(*texts, strict=True)
         offsets = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
-        return cls(np.concatenate(tokens), offsets, np.array(held_out), np.array(prompts, np.int32))
+        return cls(np.concatenate(tokens), offsets, np.array(held_out), np.array(prompts, np.int32), cut, skipped)
 
     def digest(self) -> str:
-        """8 hex digits over all tokens and how they are cut and split."""
+        """Return 8 hex digits over all tokens and how they are cut and split."""
         digest = hashlib.sha256()
         for values in (self.tokens, self.offsets, self.held_out, self.prompt_tokens):
             digest.update(np.ascontiguousarray(values).data)
@@ -84,7 +78,7 @@ class TokenRows:
 
 
 def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: float) -> TokenRows:
-    """One row per response, with its prompt before it, cut to `row_tokens`.
+    """Return one row per response, with its prompt before it, cut to `row_tokens`.
 
     Raises:
         UserError: no row is left for training or for validation.
@@ -101,70 +95,72 @@ def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: flo
             f"responses={store.folder} gives {len(texts) - n_held_out} training rows and {n_held_out} held-out rows "
             f"within row_tokens={row_tokens}; give more responses, or change row_tokens or held_out_share"
         )
-    return dataclasses.replace(TokenRows.of_texts(texts), cut=cut, skipped=len(store.rows) - len(texts))
+    return TokenRows.of_texts(texts, cut, skipped=len(store.rows) - len(texts))
 
 
 @dataclass(frozen=True)
-class ShardParts:
+class ShardParts(Parts):
     """Rows of tokens, in the shards in which their features are captured."""
 
     rows: TokenRows
     target: TargetModel  # with `capture_layers`
-    precision: str  # one of AUTOCAST
+    precision: str  # of the forward, one of AUTOCAST
     dtype: str  # of the store: bfloat16 | int8
     batch_tokens: int  # of a forward, padding included; one row at least
     shard_tokens: int
     facts: dict  # of the manifest: target, config, source
 
-    stage = "capture"
+    stage, made_before = "capture", "shards are captured"
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """[shards + 1] rows at which shards begin, and the number of rows."""
         return shard_bounds(self.rows.offsets, self.shard_tokens)
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """[shards] tokens of each."""
         return np.diff(self.rows.offsets[self.bounds])
 
-    @property
+    @cached_property
     def manifest(self) -> FeatureManifest:
-        counts = {"rows": len(self.rows), "held_out": int(self.rows.held_out.sum()), "tokens": len(self.rows.tokens)}
+        rows, target = self.rows, self.target
+        counts = {"rows": len(rows), "held_out": int(rows.held_out.sum()), "tokens": len(rows.tokens)}
         return FeatureManifest(
             **self.facts,
-            target_fingerprint=fingerprint(self.target.model, self.target.tokenizer),
-            tokenizer_fingerprint=tokenizer_fingerprint(self.target.tokenizer),
-            layers=list(self.target.capture_layers),
-            hidden_size=self.target.unembedding.shape[-1],
+            target_fingerprint=fingerprint(target.model, target.tokenizer),
+            tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
+            layers=list(target.capture_layers),
+            hidden_size=target.unembedding.shape[-1],
             dtype=self.dtype,
             precision=self.precision,
-            row_tokens=int(np.diff(self.rows.offsets).max()),
-            counts=counts | {"cut": self.rows.cut, "skipped": self.rows.skipped},
+            row_tokens=int(np.diff(rows.offsets).max()),
+            counts=counts | {"cut": rows.cut, "skipped": rows.skipped},
             shard_rows=np.diff(self.bounds).tolist(),
         )
 
+    @property
+    def identity(self) -> dict:
+        prints = {"target_fingerprint": self.manifest.target_fingerprint, "set_of_rows": self.rows.digest()}
+        return {"config": self.manifest.config} | prints
+
     def missing(self, build: Build) -> list[int]:
-        """The shards that are still to be captured. Raises UserError where the disk is too small for them."""
+        manifest = self.manifest
         if self.rows.cut or self.rows.skipped:
             log.warning(
                 "of the responses %d are cut to %d tokens and %d skipped, whose prompts leave no room for a response",
-                *(self.rows.cut, np.diff(self.rows.offsets).max(), self.rows.skipped),
+                *(self.rows.cut, manifest.row_tokens, self.rows.skipped),
             )
-        n_shards = len(self.sizes)
-        files = [(facts_file(build.work, index), shard_file(build.work, index)) for index in range(n_shards)]
-        todo = [index for index, (facts, shard) in enumerate(files) if not (facts.is_file() and shard.is_file())]
-        if len(todo) < n_shards:
-            log.info("%d of %d shards are captured already", n_shards - len(todo), n_shards)
-        n_layers, width = len(self.target.capture_layers), self.target.unembedding.shape[-1]
-        need_bytes = int(self.sizes[todo].sum()) * token_bytes(self.dtype, n_layers, width)
-        check_disk(build.out, need_bytes, "lower corpus.max_documents" if self.dtype == "int8" else "give dtype=int8")
+        indices = range(len(self.sizes))
+        made = [facts_file(build, i).is_file() and (build.store / shard_name(i)).is_file() for i in indices]
+        todo = [index for index in indices if not made[index]]
+        token = token_bytes(manifest.dtype, len(manifest.layers), manifest.hidden_size)
+        less = "lower corpus.max_documents" if manifest.dtype == "int8" else "give dtype=int8"
+        check_disk(build.out, int(self.sizes[todo].sum()) * token, less)
         # What a kill left of shards that were being written has a hidden name, ours or safetensors' own.
         for file in build.store.glob(".*"):
             file.unlink()
         return todo
 
-    def make(self, work: Path, parts: Sequence[int], advance: Advance, writes: bool = True) -> None:
+    def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         """Capture these shards (see `Parts`); each is written while the next ones are computed.
 
         After an error too, this waits for what is still to be written, so a shard is whole or not there.
@@ -174,15 +170,15 @@ class ShardParts:
         """
 
         def write(index: int, shard: Shard) -> None:
-            with naming_a_full_disk(work, FULL_DISK):
-                write_json(facts_file(work, index), write_shard(shard_file(work, index), shard))
+            with naming_a_full_disk(build.work, FULL_DISK):
+                write_json(facts_file(build, index), write_shard(build.store / shard_name(index), shard))
 
-        (work / STORE).mkdir(exist_ok=True)
+        build.store.mkdir(exist_ok=True)
         pending: deque[Future] = deque()
         with ThreadPoolExecutor(PENDING_SHARDS) as pool:
             for index in parts:
                 shard = self.capture(index, advance)
-                if writes:
+                if build.writes:
                     if len(pending) == PENDING_SHARDS:
                         pending.popleft().result()
                     pending.append(pool.submit(write, index, shard))
@@ -191,12 +187,12 @@ class ShardParts:
 
     @torch.inference_mode()
     def capture(self, index: int, advance: Advance = lambda n_tokens: None) -> Shard:
-        """The features of the rows of one shard, on the CPU; `advance` is called after each forward."""
+        """Return the features of one shard's rows, on the CPU; `advance` is called after each forward."""
         span, target = slice(*self.bounds[index : index + 2]), self.target
         first, stop = self.rows.offsets[self.bounds[index : index + 2]]
         offsets = self.rows.offsets[span.start : span.stop + 1] - first
         tokens = torch.from_numpy(self.rows.tokens[first:stop].astype(np.int32))
-        sink = _FeatureSink(target, len(tokens), self.dtype)
+        buffers = _ShardBuffers(target, len(tokens), self.dtype == "int8")
         lengths = np.diff(offsets)
         for batch in length_buckets(lengths.tolist(), self.batch_tokens):
             padded = torch.zeros(len(batch), int(lengths[batch].max()), dtype=torch.int64)  # [B, T]
@@ -206,7 +202,7 @@ class ShardParts:
             try:
                 with autocast(target.device, self.precision):
                     features = target.features(padded.to(target.device))
-                sink.put(features, places)
+                buffers.put(features, places)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise UserError(
@@ -216,74 +212,70 @@ class ShardParts:
                     ) from error
                 raise
             advance(int(lengths[batch].sum()))
-        if not sink.is_finite():
+        if not buffers.are_finite():
             raise UserError("a feature of the target is no number; give target.dtype=float32 or precision=32-true")
         return Shard(
             tokens,
             torch.from_numpy(offsets.astype(np.int64)),
             torch.from_numpy(self.rows.held_out[span].astype(bool)),
             torch.from_numpy(self.rows.prompt_tokens[span].astype(np.int32)),
-            **sink.kept,
+            **buffers.kept,
         )
 
     def write_store(self, build: Build) -> None:
         """Put the store, whose shards stand where they were written, in its place."""
-        write_manifest(build.store, self.manifest, shard_facts(build.work, len(self.sizes)))
+        write_manifest(build.store, self.manifest, shard_facts(build, len(self.sizes)))
         build.publish()
 
 
 def shard_bounds(offsets: np.ndarray, shard_tokens: int) -> np.ndarray:
-    """Rows at which shards begin, and the number of rows: [shards + 1]. A row longer than a shard stands alone."""
+    """Return the rows at which shards begin, and the number of rows: [shards + 1]."""
     bounds, n_rows = [0], len(offsets) - 1
     while bounds[-1] < n_rows:
         fitting = int(np.searchsorted(offsets, offsets[bounds[-1]] + shard_tokens, side="right")) - 1
-        bounds.append(max(fitting, bounds[-1] + 1))
+        bounds.append(max(fitting, bounds[-1] + 1))  # a row longer than a shard stands alone
     return np.array(bounds)
 
 
-def facts_file(work: Path, index: int) -> Path:
-    return work / f"{Path(shard_name(index)).stem}.json"
+def facts_file(build: Build, index: int) -> Path:
+    return build.work / f"{Path(shard_name(index)).stem}.json"
 
 
-def shard_file(work: Path, index: int) -> Path:
-    return work / STORE / shard_name(index)
-
-
-def shard_facts(work: Path, n_shards: int) -> dict[str, dict]:
-    """name -> {"bytes", "sha256"} of all shards."""
-    return {shard_name(index): read_json(facts_file(work, index)) for index in range(n_shards)}
+def shard_facts(build: Build, n_shards: int) -> dict[str, dict]:
+    """Return the bytes and sha256 of each shard by its name."""
+    return {shard_name(index): read_json(facts_file(build, index)) for index in range(n_shards)}
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """As Lightning's Trainer runs a step in this precision."""
+    """Return the context in which Lightning's Trainer runs a step in this precision."""
     dtype = AUTOCAST[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-class _FeatureSink:
+class _ShardBuffers:
     """Tensors of a shard on the CPU, filled batch by batch; from a GPU while the next batch is computed."""
 
-    def __init__(self, target: TargetModel, n_tokens: int, dtype: str) -> None:
-        n_layers, width, self._quantised = len(target.capture_layers), target.unembedding.shape[-1], dtype == "int8"
+    def __init__(self, target: TargetModel, n_tokens: int, int8: bool) -> None:
         self._stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
-        self._finite: list[Tensor] = []
-        kind = torch.int8 if self._quantised else torch.bfloat16
-        shapes = {"captured": ((n_tokens, n_layers, width), kind), "final_hidden": ((n_tokens, width), kind)}
-        if self._quantised:
-            shapes |= {"captured_scale": ((n_tokens, n_layers), None), "hidden_scale": ((n_tokens,), None)}
-        pinned = self._stream is not None
-        self.kept = {name: torch.empty(size, dtype=kind, pin_memory=pinned) for name, (size, kind) in shapes.items()}
+        self._int8, self._sums = int8, []
+        shapes = {"captured": (n_tokens, len(target.capture_layers)), "final_hidden": (n_tokens,)}
+        width, dtype = target.unembedding.shape[-1], torch.int8 if int8 else torch.bfloat16
+        empty = partial(torch.empty, pin_memory=self._stream is not None)
+        self.kept = {name: empty(*shape, width, dtype=dtype) for name, shape in shapes.items()}
+        if int8:
+            self.kept |= {SCALES[name]: empty(shape) for name, shape in shapes.items()}
 
     def put(self, features: Features, places: Sequence[slice]) -> None:
         """Keep a batch: its rows go to these places of the shard."""
         device = features.captured.device
-        found = {"captured": features.captured, "final_hidden": features.final_hidden.to(device)}
-        self._finite.append(torch.stack([values.sum(dtype=torch.float32) for values in found.values()]))
-        if self._quantised:
-            found["captured"], found["captured_scale"] = quantise(found["captured"])
-            found["final_hidden"], found["hidden_scale"] = quantise(found["final_hidden"])
-        else:
-            found = {name: values.to(torch.bfloat16) for name, values in found.items()}
+        found: dict[str, Tensor] = {}
+        for name in SCALES:
+            values = getattr(features, name).to(device)
+            self._sums.append(values.sum(dtype=torch.float32))
+            if self._int8:
+                found[name], found[SCALES[name]] = quantise(values)
+            else:
+                found[name] = values.to(torch.bfloat16)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
             for values in found.values():
@@ -293,8 +285,8 @@ class _FeatureSink:
                 for row, place in enumerate(places):
                     self.kept[name][place].copy_(values[row, : place.stop - place.start], non_blocking=True)
 
-    def is_finite(self) -> bool:
-        """Whether all were numbers; waits for the copies."""
+    def are_finite(self) -> bool:
+        """Return whether all were numbers, once they are copied."""
         if self._stream is not None:
             self._stream.synchronize()
-        return bool(torch.stack(self._finite).isfinite().all())
+        return bool(torch.stack(self._sums).isfinite().all())

@@ -13,26 +13,27 @@ from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 from transformers import AutoTokenizer
 
 from data_prep.documents import DocumentParts
 from data_prep.lookup import show_lookup
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.options import check_options, hashed_config, store_path
+from data_prep.pipeline import Build
 from data_prep.progress import console, show_facts, target_override
-from data_prep.ranks import decided, interruptible, launch, rank_device
+from data_prep.ranks import launch, rank_device
 from data_prep.select import Scoring, Selection
 from data_prep.tokenise import Corpus
-from spectrain.cli import command, open_target
-from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.cli import command, interruptible, open_target
+from spectrain.decoding import fingerprint, tokenizer_fingerprint
+from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import digest
 from spectrain.stores.locations import bundled_folder
 
-KIND = "datastore"
 NOT_HASHED = ("out", "fresh", "inspect", "lookup")  # they do not change the store
 # Parts and scores do not depend on these either.
 CHOICE = ("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "always_score", "seed", "shard_tokens")
@@ -44,59 +45,46 @@ def main(cfg: DictConfig) -> None:
         return
     if cfg.lookup is not None:
         raise UserError("lookup= needs inspect=<datastore>; give the folder to look it up in")
+    check_options(cfg, {"part_documents": 1, "shard_tokens?": 1}, switches=("perplexity_filter", "always_score"))
+    if cfg.corpus.max_documents is not None:
+        check_whole("corpus.max_documents", cfg.corpus.max_documents, 1)
+    check_number("corpus.held_out_share", cfg.corpus.held_out_share, "[0, 1)")
+    selection = Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     scored_config = {key: value for key, value in config.items() if key not in CHOICE}
-    out = store_path(cfg.out, KIND, config)
+    out = store_path(cfg.out, "datastore", config)
     # Without a name of its own, a store shares the work folder of every other with the same parts and scores.
-    work_name = "" if cfg.out else f"{KIND}-{digest(scored_config)}"
-    build = Build(KIND, out, config, cfg.fresh, cfg.target.parallel != "tp", work_name)
-    selection = check_options(cfg)
+    work_name = "" if cfg.out else f"datastore-{digest(scored_config)}"
     with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
-        with build.opened(fabric) as unfinished:
-            if unfinished:
-                target = open_target(cfg, rank_device(fabric))
-                scoring = Scoring.of(target, cfg.window_tokens, cfg.stride_tokens, cfg.batch_tokens)
-                parts = documents(cfg, build, selection, target)
-                prints = {
-                    "target_fingerprint": fingerprint(target.model, target.tokenizer),
-                    "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
-                }
-                counts = decided(fabric, partial(parts.read, {"config": scored_config, **prints}))
-                if parts.scored:
-                    parts.score(fabric, counts.parts, target, scoring)
-                manifest = partial(Manifest, target=cfg.target.path, **prints, vocab_size=target.vocab_size)
-                decided(fabric, partial(parts.write_store, counts, manifest))
+        build = Build(fabric, "datastore", out, config, cfg.fresh, cfg.target.parallel != "tp", work_name)
+        build.run(partial(documents, cfg, fabric, selection, build.work, scored_config))
     if fabric.is_global_zero:
         made = DATASTORES.read_manifest(out)
-        target = target_override(made.build["config"]["target"]["path"])
-        command_line = f"python -m spectrain.bench methods=all datastore={out}{target}"
+        command_line = f"python -m spectrain.bench methods=all datastore={out}{target_override(made.build['config'])}"
         show_facts("datastore", store_facts(out, made), command_line)
 
 
-def documents(cfg: DictConfig, build: Build, selection: Selection, target: TargetModel) -> DocumentParts:
-    """What the datastore is chosen from."""
+def documents(cfg: DictConfig, fabric: Fabric, selection: Selection, work: Path, scored_config: dict) -> DocumentParts:
+    """Load the target and return what the datastore is chosen from; `scored_config` is what the scores depend on."""
+    target = open_target(cfg, rank_device(fabric))
     fields = [cfg.corpus.fields] if isinstance(cfg.corpus.fields, str) else list(cfg.corpus.fields or [])
     options = dict(cfg.corpus) | {"fields": fields or None, "part_documents": cfg.part_documents}
-    corpus = Corpus(**options, tokenizer=target.tokenizer, vocab_size=target.vocab_size)
-    shard_tokens = min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS)
-    return DocumentParts(build, corpus, selection, selection.needs_perplexities or cfg.always_score, shard_tokens)
-
-
-def check_options(cfg: DictConfig) -> Selection:
-    """Raises UserError for what can be known to be wrong before anything is loaded."""
-    check_whole("part_documents", cfg.part_documents, 1)
-    if cfg.shard_tokens is not None:
-        check_whole("shard_tokens", cfg.shard_tokens, 1)
-    if cfg.corpus.max_documents is not None:
-        check_whole("corpus.max_documents", cfg.corpus.max_documents, 1)
-    for name in ("perplexity_filter", "always_score", "fresh"):
-        if not isinstance(cfg[name], bool):
-            raise UserError(f"{name}={cfg[name]} must be true or false")
-    share = cfg.corpus.held_out_share
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise UserError(f"corpus.held_out_share={share} must be a number in [0, 1)")
-    return Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
+    prints = {
+        "target_fingerprint": fingerprint(target.model, target.tokenizer),
+        "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
+    }
+    return DocumentParts(
+        identity={"config": scored_config, **prints},
+        corpus=Corpus(**options, tokenizer=target.tokenizer, vocab_size=target.vocab_size),
+        selection=selection,
+        scored=selection.needs_perplexities or cfg.always_score,
+        shard_tokens=min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
+        target=target,
+        scoring=Scoring.of(target, cfg.window_tokens, cfg.stride_tokens, cfg.batch_tokens),
+        work=work,
+        manifest=partial(Manifest, target=cfg.target.path, **prints, vocab_size=target.vocab_size),
+    )
 
 
 def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import datasets
@@ -23,7 +22,7 @@ import pyarrow.compute
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from data_prep.pipeline import Build, check_disk, length_buckets
+from data_prep.pipeline import Build, Parts, check_disk, length_buckets, read_part
 from data_prep.progress import Advance
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, row_generator
@@ -53,55 +52,45 @@ class Labelling:
     batch_tokens: int  # of a forward, padding included; one row at least
 
 
-@dataclass(frozen=True)
-class LabelParts:
-    """The responses of a store, in the parts in which they are labelled."""
+class LabelParts(Parts):
+    """The responses of a store, in the parts in which they are labelled.
 
-    responses: ResponseStore
-    target: TargetModel  # captures the drafter's `capture_layers`
-    states: DraftStates  # of the drafter
-    labelling: Labelling
-    part_rows: int
-    manifest: AcceptanceManifest  # without counts
+    Args:
+        identity: see `Parts`.
+        manifest: of the store, without counts.
+        responses: what is labelled.
+        target: captures the drafter's `capture_layers`.
+        states: of the drafter.
+        labelling: how.
+        part_rows: responses of a part.
+    """
 
-    stage = "label"
+    stage, made_before = "label", "parts are labelled"
 
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        return text_lengths(self.responses.rows)
-
-    @cached_property
-    def max_tokens(self) -> int:
-        """Of the longest text that target and drafter both read; longer ones are skipped."""
-        limits = [self.target.max_positions]
-        if isinstance(self.states, ModelStates):
-            limits.append(self.states.model.max_positions)
-        elif isinstance(self.states, SpireStates):
-            limits.append(self.states.drafter.config.shape.max_positions)
-        return min(limits)
-
-    @cached_property
-    def fits(self) -> np.ndarray:
-        """[rows] bool: which responses are labelled."""
-        return self.lengths.sum(0) <= self.max_tokens
-
-    @cached_property
-    def rows(self) -> list[np.ndarray]:
-        """The rows of each part."""
+    def __init__(
+        self,
+        identity: dict,
+        manifest: AcceptanceManifest,
+        responses: ResponseStore,
+        target: TargetModel,
+        states: DraftStates,
+        labelling: Labelling,
+        part_rows: int,
+    ) -> None:
+        self.identity, self.manifest, self.responses = identity, manifest, responses.rows
+        self.target, self.states, self.labelling = target, states, labelling
+        self.max_tokens = target.max_positions  # that target and drafter both read; longer texts are skipped
+        if isinstance(states, ModelStates):
+            self.max_tokens = min(self.max_tokens, states.model.max_positions)
+        elif isinstance(states, SpireStates):
+            self.max_tokens = min(self.max_tokens, states.drafter.config.shape.max_positions)
+        self.lengths = text_lengths(responses.rows)
+        self.fits = self.lengths.sum(0) <= self.max_tokens  # [rows] bool: which responses are labelled
         kept = np.flatnonzero(self.fits)
-        return [kept[start : start + self.part_rows] for start in range(0, len(kept), self.part_rows)]
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """[parts] tokens of each part."""
-        return np.array([self.lengths[:, rows].sum() for rows in self.rows])
+        self.rows = np.split(kept, range(part_rows, len(kept), part_rows))  # of each part
+        self.sizes = [self.lengths[:, rows].sum() for rows in self.rows]
 
     def missing(self, build: Build) -> list[int]:
-        """The parts that are still to be labelled.
-
-        Raises:
-            UserError: no response fits, or the disk is too small.
-        """
         n_rows, skipped = len(self.fits), np.flatnonzero(~self.fits)
         if not self.lengths[1, self.fits].any():
             raise UserError(
@@ -112,45 +101,34 @@ class LabelParts:
             log.warning(
                 "%d of %d responses are skipped, longer than the %d tokens that target and drafter both read: %s%s",
                 *(len(skipped), n_rows, self.max_tokens),
-                ", ".join(self.responses.rows.select(skipped[:SHOWN_IDS])["id"]),
+                ", ".join(self.responses.select(skipped[:SHOWN_IDS])["id"]),
                 ", ..." if len(skipped) > SHOWN_IDS else "",
             )
-        n_parts = len(self.rows)
-        todo = [index for index in range(n_parts) if not part_folder(build.work, index).is_dir()]
-        if len(todo) < n_parts:
-            log.info("%d of %d parts are labelled already", n_parts - len(todo), n_parts)
-        need_bytes = store_bytes(*self.lengths[:, self.fits], self.labelling.draws)
+        todo = [index for index in range(len(self.rows)) if not part_folder(build.work, index).is_dir()]
+        n_prompt, n_response = self.lengths[:, self.fits].sum(axis=1).tolist()
+        draft_bytes = n_response * self.labelling.draws * BYTES_PER_DRAFT
+        need_bytes = (n_prompt + n_response) * BYTES_PER_TOKEN + draft_bytes
         # The store, beside the parts that it is joined from.
-        check_disk(build.out, round(need_bytes * (1 + len(todo) / n_parts)), "lower draws")
+        check_disk(build.out, round(need_bytes * (1 + len(todo) / len(self.rows))), "lower draws")
         return todo
 
-    def make(self, work: Path, parts: Sequence[int], advance: Advance, writes: bool = True) -> None:
-        """Label these parts (see `Parts`). Raises UserError where a probability is no number."""
+    def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         for index in parts:
-            rows = self.responses.rows.select(self.rows[index]).to_list()
+            rows = self.responses.select(self.rows[index]).to_list()
             labelled = label_rows(rows, self.target, self.states, self.labelling, advance)
-            if writes:
+            if build.writes:
                 whole = [row | found for row, found in zip(rows, labelled, strict=True)]
                 columns = {name: [row[name] for row in whole] for name in LABEL_COLUMNS}
-                save_rows(part_folder(work, index), Dataset.from_dict(columns, features=LABEL_COLUMNS))
+                save_rows(part_folder(build.work, index), Dataset.from_dict(columns, features=LABEL_COLUMNS))
 
     def write_store(self, build: Build) -> None:
-        """Join the parts into the store and put it in its place. Raises UserError where a part is damaged."""
-        parts = []
-        for index in range(len(self.rows)):
-            folder = part_folder(build.work, index)
-            try:
-                parts.append(datasets.load_from_disk(str(folder)))
-            except Exception as error:  # datasets and arrow each raise their own types here
-                raise UserError(
-                    f"{folder} is damaged ({type(error).__name__}); remove it and give the command again"
-                ) from error
-        joined = concatenate_datasets(parts)
+        folders = [part_folder(build.work, index) for index in range(len(self.rows))]
+        joined = concatenate_datasets([read_part(folder, datasets.load_from_disk) for folder in folders])
         # `datasets` names the rows by the fingerprint; its own would be of the files' times.
         rows = Dataset(joined.data, info=joined.info, fingerprint=digest(build.config))
         skipped = np.flatnonzero(~self.fits)
-        ids, tokens = self.responses.rows.select(skipped)["id"], self.lengths.sum(0)[skipped]
-        facts = [{"id": name, "tokens": int(n)} for name, n in zip(ids, tokens, strict=True)]
+        ids, tokens = self.responses.select(skipped)["id"], self.lengths.sum(0)[skipped].tolist()
+        facts = [{"id": name, "tokens": n_tokens} for name, n_tokens in zip(ids, tokens, strict=True)]
         save_rows(build.new_store(), rows, dataclasses.replace(self.manifest, counts=count(rows), skipped=facts))
         build.publish()
 
@@ -159,13 +137,8 @@ def part_folder(work: Path, index: int) -> Path:
     return work / f"part-{index:05d}"
 
 
-def store_bytes(prompts: np.ndarray, responses: np.ndarray, draws: int) -> int:
-    """What rows of these lengths take on disk."""
-    return int((prompts + responses).sum() * BYTES_PER_TOKEN + responses.sum() * draws * BYTES_PER_DRAFT)
-
-
 def text_lengths(rows: Dataset) -> np.ndarray:
-    """[2, rows] int64: tokens of each prompt and of each response."""
+    """Return the tokens of each prompt and of each response: [2, rows] int64."""
     columns = (pyarrow.compute.list_value_length(rows.data.column(name)) for name in ("prompt", "response"))
     return np.stack([column.to_numpy().astype(np.int64) for column in columns])
 
@@ -192,14 +165,12 @@ def label_rows(
         tokens = torch.zeros(len(batch), n_tokens, dtype=torch.int64)  # [B, T]
         may_draft = torch.zeros(len(batch), n_tokens, dtype=torch.bool)
         uniforms = torch.zeros(len(batch), n_tokens, labelling.draws)  # [B, T, K]
-        places = []
+        places = [slice(len(rows[i]["prompt"]), len(texts[i])) for i in batch]  # of the responses
         for row, i in enumerate(batch):
-            places.append(slice(len(rows[i]["prompt"]), len(texts[i])))
             tokens[row, : len(texts[i])] = torch.tensor(texts[i])
             may_draft[row, places[row]] = True
-            size = (len(rows[i]["response"]), labelling.draws)
             generator = row_generator(labelling.seed + DRAFT_STREAM, rows[i]["number"])
-            uniforms[row, places[row]] = torch.rand(size, generator=generator)
+            uniforms[row, places[row]] = torch.rand(len(rows[i]["response"]), labelling.draws, generator=generator)
         may_draft &= states.reads_drafts(n_tokens)
         may_draft[:, 0] = False  # nothing predicts a text's first token
         tokens, may_draft, uniforms = (values.to(target.device) for values in (tokens, may_draft, uniforms))
@@ -215,9 +186,10 @@ def label_rows(
 
 
 def count(rows: Dataset) -> dict:
-    """The manifest's counts, a piece of the rows at a time."""
+    """Return the manifest's counts, a chunk of the rows at a time."""
     n_labels, total, below = 0, 0.0, 0
-    for labels, q in zip(_values(rows, "labels"), _values(rows, "q"), strict=True):
+    for chunks in zip(rows.data.column("labels").chunks, rows.data.column("q").chunks, strict=True):
+        labels, q = (chunk.flatten().flatten().to_numpy() for chunk in chunks)  # of lists of lists
         labels = labels[q > 0]
         n_labels += len(labels)
         total += float(labels.sum(dtype=np.float64))
@@ -229,9 +201,3 @@ def count(rows: Dataset) -> dict:
         "mean_label": total / n_labels if n_labels else None,
         "below_half": below / n_labels if n_labels else None,
     }
-
-
-def _values(rows: Dataset, name: str) -> Iterator[np.ndarray]:
-    """The floats of a column of lists of lists, chunk by chunk."""
-    for chunk in rows.data.column(name).chunks:
-        yield chunk.flatten().flatten().to_numpy()

@@ -1,13 +1,13 @@
 """How every command of `data_prep` builds its store: once, in a work folder beside it, on one rank or many.
 
-    build = Build("acceptance", out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-    tokens_per_s = build.run(fabric, identity, LabelParts(...))    # see `Parts`; `run` shows the steps of a build
+    build = Build(fabric, "acceptance", out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+    tokens_per_s = build.run(lambda: LabelParts(...))    # `Build.run` reads as the steps of a build
 
 Work is cut into parts by index, never by rank, and a part appears in the work folder by renaming. So a build can be
 killed at any time and resumed at any number of ranks, and ends with the same bytes. Ranks exchange nothing but what
 rank zero decides. Besides the parts of each command, the work folder holds:
 
-    work.json     what the parts were made of (`identity`); without it they count for nothing
+    work.json     what the parts were made of (`Parts.identity`); without it they count for nothing
     store/        what becomes the store
     complete      says that store/ is whole, and only renames are left
     replaced/     the store that stood at `out` before (fresh=true)
@@ -20,11 +20,12 @@ import json
 import logging
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, TypeVar
 
 from lightning import Fabric
 from rich.filesize import decimal
@@ -32,8 +33,7 @@ from rich.filesize import decimal
 from data_prep.progress import Advance, token_progress
 from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import MANIFEST, digest, kind_of, locked, read_json, write_json
-from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.folder import MANIFEST, kind_of, locked, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -41,27 +41,12 @@ WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
 BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 DISK_MARGIN = 1.1  # of the estimated need
-NOT_HASHED_OF_TARGET = ("device", "parallel")  # they change nothing but rounding
 
 T = TypeVar("T")
 
 
-def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
-    """The options of a command, resolved, that its store depends on."""
-    config = {key: value for key, value in config.items() if key not in not_hashed}
-    return config | {"target": {k: v for k, v in config["target"].items() if k not in NOT_HASHED_OF_TARGET}}
-
-
-def store_path(out: str | None, kind: str, named_by: dict) -> Path:
-    """The folder `out`, or one below checkpoints/ that is named by what the store depends on."""
-    path = Path(out or CHECKPOINTS / f"{kind}-{digest(named_by)}")
-    if path.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
-        raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
-    return path
-
-
 def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[int]]:
-    """Indices in batches of at most budget_tokens with padding, longest rows first; a longer row stands alone.
+    """Yield indices in batches of at most budget_tokens with padding, longest rows first; a longer row stands alone.
 
     A batch ends early before a row that would be more than a sixteenth padding, unless the batch is still so small that
     it would not keep the device busy.
@@ -82,7 +67,7 @@ def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[
 
 
 def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_tokens") -> None:
-    """Raises UserError where the disk of `out` has no room for so many more bytes; `less` says how to need fewer."""
+    """Raise UserError where the disk of `out` has no room for so many more bytes; `less` says how to need fewer."""
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < need_bytes * DISK_MARGIN:
@@ -92,26 +77,52 @@ def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_token
         )
 
 
-class Parts(Protocol):
-    """What a store is made of, cut into parts by index."""
+def write_part(file: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file of a part so that it appears whole or not at all."""
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("wb") as content:
+        write(content)
+    temporary.rename(file)
+
+
+def read_part(path: Path, read: Callable[[Path], T]) -> T:
+    """Read a part that an earlier attempt may have written, or raise UserError where it is damaged."""
+    try:
+        return read(path)
+    except Exception as error:  # numpy, zipfile, datasets and arrow each raise their own types here
+        raise UserError(f"{path} is damaged ({type(error).__name__}); remove it and give the command again") from error
+
+
+class Parts(ABC):
+    """What a store is made of, cut into parts by index. Only `make` is called on all ranks."""
 
     stage: str  # what is done to a part, one word beside the progress bar
-    sizes: Sequence[int]  # tokens of each part
+    made_before: str  # how the log calls parts of an earlier attempt
+    identity: dict  # what the parts depend on
+    sizes: Sequence[int]  # units of progress of each part: tokens
 
+    @abstractmethod
     def missing(self, build: Build) -> list[int]:
-        """On rank zero: the parts that are still to be made. Writes nothing; UserError where it cannot be done."""
+        """Return the parts that are still to be made; UserError where that cannot be done."""
 
-    def make(self, work: Path, parts: Sequence[int], advance: Advance, writes: bool) -> None:
-        """On each rank: make these parts, and put each into the work folder by renaming where this rank `writes`."""
+    @abstractmethod
+    def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
+        """Make these parts, and put each into the work folder by renaming where `build.writes`."""
 
+    @abstractmethod
     def write_store(self, build: Build) -> None:
-        """On rank zero: fill `build.store` from all parts, and publish it."""
+        """Fill `build.store` from all parts, and publish it."""
+
+    def n_tokens(self, build: Build, made: Sequence[int]) -> int:
+        """Return the tokens of the parts that were made in this attempt."""
+        return sum(int(self.sizes[index]) for index in made)
 
 
 @dataclass(frozen=True)
 class Build:
-    """A store that is to be built, and where. Only rank zero calls the methods that do not take the ranks."""
+    """A store that is to be built, and where."""
 
+    fabric: Fabric  # the ranks
     kind: str  # of the manifest
     out: Path
     config: dict  # what the store depends on, as far as it is known before the work begins
@@ -128,52 +139,67 @@ class Build:
         """The folder that is filled and then published."""
         return self.work / STORE
 
-    def run(self, fabric: Fabric, identity: dict, parts: Parts) -> float | None:
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its parts; where all ranks make the same ones, rank zero does."""
+        return self.ranks_share or self.fabric.is_global_zero
+
+    def run(self, load: Callable[[], Parts]) -> float | None:
         """Build the store, all ranks together.
+
+        Args:
+            load: opens what the parts are made with; not called where nothing is left to make.
 
         Returns:
             Tokens/s of the parts that were missing; None where the store was complete but for its last renames.
-        """
-        with self.opened(fabric) as unfinished:
-            if not unfinished:
-                return None
-            todo = decided(fabric, partial(self.start, identity, partial(parts.missing, self)))
-            make = partial(parts.make, self.work, writes=self.writes(fabric))
-            elapsed_s = self.work_through(fabric, parts.stage, todo, parts.sizes, make)
-            decided(fabric, partial(parts.write_store, self))
-            return sum(parts.sizes[index] for index in todo) / max(elapsed_s, 1e-9)
-
-    @contextlib.contextmanager
-    def opened(self, fabric: Fabric) -> Iterator[bool]:
-        """Lock the work folder, on rank zero. False: the store was complete but for its last renames.
 
         Raises:
-            UserError: another build holds the folder, or a finished store or something else stands at `out`.
+            UserError: another build holds the folder, a finished store or something else stands at `out`, the work
+                folder belongs to a build of something else, or the parts cannot be made.
         """
+        fabric = self.fabric
         with contextlib.ExitStack() as lock:
+            if decided(fabric, partial(self._open, lock)):
+                return None
+            parts = load()
+            todo = decided(fabric, partial(self._begin, parts))
+            mine = todo[fabric.global_rank :: fabric.world_size] if self.ranks_share else todo
+            n_units = sum(int(parts.sizes[index]) for index in mine)
+            start_s = time.monotonic()
+            with (
+                self._cleared_if_nothing_begun(fabric.world_size),
+                token_progress(parts.stage, n_units, bool(mine) and fabric.is_global_zero) as advance,
+            ):
+                parts.make(self, mine, advance)
+            fabric.barrier()
+            elapsed_s = max(time.monotonic() - start_s, 1e-9)
+            return decided(fabric, partial(self._finish, parts, todo)) / elapsed_s
 
-            def decide() -> bool:
-                lock.enter_context(held(self.work))
-                return self._is_done()
+    def _open(self, lock: contextlib.ExitStack) -> bool:
+        """Lock the work folder. Return whether this very store was complete already, but for its last renames."""
+        lock.enter_context(held(self.work))
+        complete = self._read(COMPLETE)
+        if complete is not None:
+            self._move(self.work.with_name(complete["out"]))
+            mine = complete["out"] == self.out.name and complete["config"] == self.config
+            if mine and (complete["fresh"] or not self.fresh):  # fresh repeats a build that was not begun with it
+                self.clear()
+                return True
+        if self._stands(self.out) and not self.fresh:
+            raise UserError(
+                f"{self.out} is finished; change an option, give another out, or build it anew with fresh=true"
+            )
+        return False
 
-            yield not decided(fabric, decide)
-
-    def start(self, identity: dict, begin: Callable[[], T]) -> T:
-        """Keep of the work folder what this build goes on with; return what `begin` finds is left to do.
-
-        Args:
-            identity: what the parts depend on; a difference in its `config` is named option by option.
-            begin: writes nothing. Where it raises, a new build leaves no trace.
-
-        Raises:
-            UserError: another build was begun there, and `fresh` does not throw it away.
-        """
-        identity = json.loads(json.dumps(identity))
+    def _begin(self, parts: Parts) -> list[int]:
+        """Keep of the work folder what this build goes on with, and return the parts that are missing."""
+        identity = json.loads(json.dumps(parts.identity))
         (self.work / COMPLETE).unlink(missing_ok=True)  # of another store, which stands in its place by now
         known = self._read(WORK)
         if known is None or (self.fresh and known != identity | {"fresh": True}):
             self.clear()
-            known = identity
+            known = identity | {"fresh": self.fresh}
+            write_json(self.work / WORK, known)
         for name, value in identity.items():
             if known.get(name) != value:
                 what = f"another {name.replace('_', ' ')}"
@@ -182,44 +208,20 @@ class Build:
                     differing = sorted(key for key in before.keys() | value.keys() if before.get(key) != value.get(key))
                     what = f"another config (differs in {', '.join(differing)})"
                 raise UserError(f"{self.work} holds a build with {what}; remove it, give another out, or fresh=true")
-        found = begin()
-        if not (self.work / WORK).is_file():
-            write_json(self.work / WORK, identity | {"fresh": self.fresh})
-        return found
+        with self._cleared_if_nothing_begun():
+            todo = parts.missing(self)
+        n_parts = len(parts.sizes)
+        if len(todo) < n_parts:
+            log.info("%d of %d %s already", n_parts - len(todo), n_parts, parts.made_before)
+        return todo
 
-    def work_through(
-        self,
-        fabric: Fabric,
-        stage: str,
-        todo: Sequence[int],
-        sizes: Sequence[int],
-        work: Callable[[Sequence[int], Advance], None],
-    ) -> float:
-        """Let each rank make its share of the parts that are missing; returns seconds until all ranks had ended.
-
-        Args:
-            fabric: the ranks.
-            stage: what is done to a part, one word.
-            todo: the missing parts, as rank zero found them.
-            sizes: of all parts, in units of progress: usually tokens.
-            work: makes the parts that it is given, and advances the progress.
-        """
-        mine = todo[fabric.global_rank :: fabric.world_size] if self.ranks_share else todo
-        start_s = time.monotonic()
-        with (
-            self.cleared_if_nothing_begun(fabric.world_size),
-            token_progress(stage, int(sum(sizes[index] for index in mine)), fabric.is_global_zero) as advance,
-        ):
-            work(mine, advance)
-        fabric.barrier()
-        return time.monotonic() - start_s
-
-    def writes(self, fabric: Fabric) -> bool:
-        """Whether this rank writes its parts; where all ranks make the same ones, rank zero does."""
-        return self.ranks_share or fabric.is_global_zero
+    def _finish(self, parts: Parts, made: Sequence[int]) -> int:
+        n_tokens = parts.n_tokens(self, made)
+        parts.write_store(self)
+        return n_tokens
 
     @contextlib.contextmanager
-    def cleared_if_nothing_begun(self, world_size: int = 1) -> Iterator[None]:
+    def _cleared_if_nothing_begun(self, world_size: int = 1) -> Iterator[None]:
         """Clear the work folder where the block fails before anything worth resuming was written."""
         try:
             yield
@@ -231,12 +233,12 @@ class Build:
             raise
 
     def new_store(self) -> Path:
-        """The folder `store` as it is to be filled: not there."""
+        """Return the folder `store` as it is to be filled: not there."""
         shutil.rmtree(self.store, ignore_errors=True)
         return self.store
 
     def publish(self) -> None:
-        """Put the whole `store` in its place. Raises UserError where something else stands there by now."""
+        """Put the whole `store` in its place. Raise UserError where something else stands there by now."""
         facts = {"out": self.out.name, "config": self.config, "fresh": self._read(WORK)["fresh"]}
         write_json(self.work / COMPLETE, facts)
         self._move(self.out)
@@ -251,21 +253,6 @@ class Build:
             else:
                 child.unlink()
 
-    def _is_done(self) -> bool:
-        """Whether this very store was complete already, and its build cut at the very end, which is made up for."""
-        complete = self._read(COMPLETE)
-        if complete is not None:
-            self._move(self.work.with_name(complete["out"]))
-            mine = complete["out"] == self.out.name and complete["config"] == self.config
-            if mine and (complete["fresh"] or not self.fresh):  # fresh repeats a build that was not begun with it
-                self.clear()
-                return True
-        if self._stands(self.out) and not self.fresh:
-            raise UserError(
-                f"{self.out} is finished; change an option, give another out, or build it anew with fresh=true"
-            )
-        return False
-
     def _move(self, out: Path) -> None:
         """By renames alone: at any time `out` is the old store, nothing, or the new one, and never half of either."""
         if not self.store.is_dir():  # it was moved before the kill
@@ -276,7 +263,7 @@ class Build:
         self.store.rename(out)
 
     def _stands(self, out: Path) -> bool:
-        """Whether a finished store is there; its manifest is written last. Raises UserError where something else is."""
+        """Return whether a finished store, whose manifest is written last, is there; UserError for anything else."""
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return False
         # None: damaged, which fresh=true may replace.

@@ -22,7 +22,7 @@ Advance = Callable[..., None]  # (units, tokens): so many units are done, in whi
 
 
 def console() -> Console:
-    """Where a command's tables are printed."""
+    """Return where a command's tables are printed."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a character that the terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
@@ -41,8 +41,9 @@ def show_facts(title: str, facts: Mapping[str, str | None], next_command: str | 
         console().print(f"next: {next_command}", style="dim", soft_wrap=True)
 
 
-def target_override(path: str) -> str:
-    """How the next command names this target."""
+def target_override(config: Mapping) -> str:
+    """Return how the next command names the target of this config."""
+    path = config["target"]["path"]
     return "" if path == "pystdlib-8l" else f" target={path}"
 
 
@@ -62,16 +63,13 @@ def token_progress(stage: str, total: int | None, shown: bool = True) -> Iterato
     Yields:
         `advance(units, tokens)`; without `tokens`, units are tokens.
     """
+    on_terminal = shown and sys.stderr.isatty()
+    tokens = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s")
     bar = Progress(
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        *(TextColumn("{task.description:<10}"), BarColumn(), TaskProgressColumn(), tokens),
+        *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
         console=Console(stderr=True),
-        disable=not (shown and sys.stderr.isatty()),
+        disable=not on_terminal,
     )
     task = bar.add_task(stage, total=total, tokens=0, rate=0.0)
     done = n_tokens = 0
@@ -82,13 +80,13 @@ def token_progress(stage: str, total: int | None, shown: bool = True) -> Iterato
         done += units
         n_tokens += units if tokens is None else tokens
         now_s = time.monotonic()
-        elapsed_s = max(now_s - start_s, 1e-9)
-        bar.update(task, advance=units, tokens=n_tokens, rate=n_tokens / elapsed_s)
-        if shown and bar.disable and now_s - logged_s > LOG_EVERY_S:
+        rate = n_tokens / max(now_s - start_s, 1e-9)
+        bar.update(task, advance=units, tokens=n_tokens, rate=rate)
+        if shown and not on_terminal and now_s - logged_s > LOG_EVERY_S:
             logged_s = now_s
             share = f"{done / total:.0%}, " if total else ""
-            left = f", {elapsed_s / done * max(total - done, 0):.0f} s left" if total and done else ""
-            log.info("%s: %s%d tokens, %.0f tokens/s%s", stage, share, n_tokens, n_tokens / elapsed_s, left)
+            left = f", {(now_s - start_s) / done * max(total - done, 0):.0f} s left" if total and done else ""
+            log.info("%s: %s%d tokens, %.0f tokens/s%s", stage, share, n_tokens, rate, left)
 
     with bar:
         yield advance

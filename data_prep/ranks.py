@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -22,7 +20,7 @@ T = TypeVar("T")
 
 
 def launch(device: str, parallel: str) -> Fabric:
-    """This process alone, or as one of the ranks that torchrun started; `target.device` and `target.parallel`.
+    """Return this process alone, or as one of torchrun's ranks, for `target.device` and `target.parallel`.
 
     Raises:
         UserError: one process is to spread the target's layers, but there are several.
@@ -46,16 +44,14 @@ def launch(device: str, parallel: str) -> Fabric:
 
 
 def rank_device(fabric: Fabric) -> str | None:
-    """The device of this rank's target; None: as configured."""
+    """Return the device of this rank's target; None: as configured."""
     return str(fabric.device) if fabric.world_size > 1 else None
 
 
 def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
-    """Call `decide` on rank zero and return its answer on all ranks. Only rank zero reports an error; all ranks end.
+    """Call `decide` on rank zero and return its answer on all ranks.
 
-    Raises:
-        UserError: on rank zero, what `decide` raises.
-        SystemExit: on the others, in that case.
+    Where it raises UserError, only rank zero reports it, and the others end with exit code 2.
     """
     answer, refusal = None, None
     if fabric.is_global_zero:
@@ -69,13 +65,3 @@ def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
     if refused:
         raise SystemExit(2)
     return answer
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """End the command with code 130 on Ctrl-C, and say that it can be given again."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None

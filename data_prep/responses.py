@@ -17,67 +17,53 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
-from data_prep.pipeline import Build, hashed_config, store_path
-from data_prep.progress import show_facts, target_override
-from data_prep.ranks import decided, interruptible, launch, rank_device
+from data_prep.options import check_options, hashed_config, store_path
+from data_prep.pipeline import Build
+from data_prep.progress import show_facts, speed, target_override
+from data_prep.ranks import decided, launch, rank_device
 from data_prep.server import CompletionServer
-from spectrain.cli import command, open_target
+from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Sampling, fingerprint, stream, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number
 from spectrain.decoding.verify import VERIFICATIONS
 from spectrain.methods.registry import build_configured
 from spectrain.stores.prompts import Question
 from spectrain.stores.rows import ResponseManifest, open_responses
 
-KIND = "responses"
 # They change no response, or not beyond rounding.
 NOT_HASHED = ("out", "fresh", "allow_failed", "batch_size", "base_url", "concurrency", "retries", "timeout_s")
 OF_LOOP = ("drafter", "head", "datastore", "tuned")  # options that a server has no use for
+OF_SERVER = ("base_url", "model")
 
 
 def main(cfg: DictConfig) -> None:
-    sampling = check_options(cfg)
-    answering = Answering(sampling, cfg.max_new_tokens, cfg.seed, tuple(cfg.stop_strings))
+    answering = check_answering(cfg)
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
-    out = store_path(cfg.out, KIND, config)
+    out = store_path(cfg.out, "responses", config)
     questions = read_questions(cfg.prompts, cfg.limit)
     if cfg.source == "server":  # the target is there for its tokenizer, context and fingerprint
         cfg = OmegaConf.merge(cfg, {"target": {"device": "cpu", "parallel": "none"}})
-    shown_speed = None
     with interruptible():
         fabric = launch(cfg.target.device, cfg.target.parallel)
-        build = Build(KIND, out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-        with build.opened(fabric) as unfinished:
-            if unfinished:
-                shown_speed = answer(cfg, build, questions, answering, fabric)
+        build = Build(fabric, "responses", out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+        tokens_per_s = build.run(partial(prompt_parts, cfg, build, questions, answering))
     if fabric.is_global_zero:
-        show(out, shown_speed)
+        show(out, tokens_per_s)
 
 
-def check_options(cfg: DictConfig) -> Sampling:
-    """Raises UserError for what can be known to be wrong before anything is loaded."""
-    least = {"limit": 1, "max_new_tokens": 1, "batch_size": 1, "concurrency": 1, "retries": 0, "seed": 0}
-    for name, value in least.items():
-        if name != "limit" or cfg.limit is not None:
-            check_whole(name, cfg[name], value)
-    for name in ("fresh", "allow_failed"):
-        if not isinstance(cfg[name], bool):
-            raise UserError(f"{name}={cfg[name]} must be true or false")
-    if cfg.chat not in ("auto", True, False):
-        raise UserError(f"chat={cfg.chat} must be auto, true or false")
-    for name, known in {"verification": VERIFICATIONS, "source": ("loop", "server")}.items():
-        if cfg[name] not in known:
-            raise UserError(f"{name}={cfg[name]} must be one of {', '.join(known)}")
-    if isinstance(cfg.timeout_s, bool) or not isinstance(cfg.timeout_s, int | float) or not cfg.timeout_s > 0:
-        raise UserError(f"timeout_s={cfg.timeout_s} must be a number of seconds above 0")
+def check_answering(cfg: DictConfig) -> Answering:
+    """Return how responses are drawn, or raise UserError for what is wrong before anything is loaded."""
+    least = {"limit?": 1, "max_new_tokens": 1, "batch_size": 1, "concurrency": 1, "retries": 0, "seed": 0}
+    choices = {"chat": ("auto", True, False), "verification": VERIFICATIONS, "source": ("loop", "server")}
+    check_options(cfg, least, switches=("allow_failed",), choices=choices)
+    check_number("timeout_s", cfg.timeout_s, "(0, inf)")
     stops = cfg.stop_strings
     if not OmegaConf.is_list(stops) or not all(isinstance(stop, str) and stop for stop in stops):
         raise UserError(f"stop_strings={stops} must be a list of texts; give stop_strings=[...]")
-    unused, other = (OF_LOOP, "loop") if cfg.source == "server" else (("base_url", "model"), "server")
+    unused, other = (OF_LOOP, "loop") if cfg.source == "server" else (OF_SERVER, "server")
     for name in unused:
         if cfg[name] is not None:
             raise UserError(f"{name}={cfg[name]} is an option of source={other}; give source={other}, or remove it")
@@ -86,26 +72,26 @@ def check_options(cfg: DictConfig) -> Sampling:
             raise UserError("source=server needs the server's address; give base_url=http://host:port")
         if not cfg.method["_target_"].endswith(".autoregressive.build"):
             raise UserError("method= is an option of source=loop, not of a server; remove method=")
-    return Sampling.from_options(cfg.sampling)
+    return Answering(Sampling.from_options(cfg.sampling), cfg.max_new_tokens, cfg.seed, tuple(stops))
 
 
-def answer(cfg: DictConfig, build: Build, questions: list[Question], answering: Answering, fabric: Fabric) -> str:
-    """Open the target, or find the server, and let it answer what is missing. Return the speed as it is shown.
+def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answering: Answering) -> PromptParts:
+    """Open the target, or find the server, and return what is answered.
 
     Raises:
-        UserError: the target, the method or the server does not work; see also `PromptParts.build_store`.
+        UserError: the target, the method or the server does not work.
     """
-    config = build.config
+    config, server = build.config, None
     if cfg.source == "server":
         for name in ("httpx", "httpx2", "openai"):
             logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line per request
         model = None if cfg.model is None else str(cfg.model)
         limits = (cfg.concurrency, cfg.retries, float(cfg.timeout_s))
         server = CompletionServer(str(cfg.base_url), os.environ.get("OPENAI_API_KEY"), model, *limits)
-        server = dataclasses.replace(server, model=decided(fabric, server.find_model))
+        server = dataclasses.replace(server, model=decided(build.fabric, server.find_model))
         config = config | {"model": server.model}
-    target = open_target(cfg, rank_device(fabric))
-    if cfg.source == "server":
+    target = open_target(cfg, rank_device(build.fabric))
+    if server:
         source = partial(server.answer, target=target, answering=answering)
     else:
         method = build_configured(cfg, target, answering.sampling)
@@ -120,11 +106,11 @@ def answer(cfg: DictConfig, build: Build, questions: list[Question], answering: 
         config=config,
         counts={},
     )
-    parts = PromptParts(questions, target, None if cfg.chat == "auto" else cfg.chat, answering, source)
-    return parts.build_store(build, manifest, fabric, cfg.allow_failed)
+    chat = None if cfg.chat == "auto" else cfg.chat
+    return PromptParts(manifest, questions, target, chat, answering, source, cfg.allow_failed)
 
 
-def show(out: Path, shown_speed: str | None) -> None:
+def show(out: Path, tokens_per_s: float | None) -> None:
     """Print the table at the end, and the command to type next."""
     store = open_responses(out)
     counts, reasons = store.manifest.counts, Counter(store.rows["finish_reason"]).most_common()
@@ -138,10 +124,10 @@ def show(out: Path, shown_speed: str | None) -> None:
         "mean length": f"{counts['tokens'] / counts['responses']:.1f} tokens",
         **{f"ended by {reason}": f"{count / counts['responses']:.0%}" for reason, count in reasons},
         "tokenised again": f"{counts['retokenized']:,} responses that came as text" if counts["retokenized"] else None,
-        "speed": shown_speed,
+        "speed": speed(tokens_per_s),
     }
-    target = target_override(store.manifest.config["target"]["path"])
-    show_facts("responses", facts, f"python -m spectrain.train +exp=specdecpp responses={out}{target}")
+    options = f"responses={out}{target_override(store.manifest.config)}"
+    show_facts("responses", facts, f"python -m spectrain.train +exp=specdecpp {options}")
 
 
 if __name__ == "__main__":

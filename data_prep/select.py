@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data_prep.pipeline import length_buckets
 from data_prep.progress import Advance
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.decoding.target import TargetModel
 from spectrain.stores.texts import unit_hash
 
@@ -186,10 +186,7 @@ class Selection:
         if self.keep_tokens is not None:
             check_whole("keep_tokens", self.keep_tokens, 1)
         if limit is not None:
-            if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
-                raise UserError(
-                    f"max_perplexity={limit} must be a number of at least 1, the lowest perplexity there is"
-                )
+            check_number("max_perplexity", limit, "[1, inf]")  # 1 is the lowest perplexity there is
             if not self.by_perplexity:
                 raise UserError(f"max_perplexity={limit} needs perplexity_filter=true; give one or the other")
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from data_prep.pipeline import read_part, write_part
 from data_prep.progress import token_progress
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
@@ -64,26 +64,29 @@ class Part:
     def documents(self) -> list[np.ndarray]:
         return np.split(self.tokens, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
+    @classmethod
+    def read(cls, work: Path, index: int) -> Part:
+        """Read a part, or raise UserError where its file is damaged."""
+
+        def load(file: Path) -> Part:
+            with np.load(file) as arrays:
+                return cls(**json.loads(arrays["facts"].tobytes()), tokens=arrays["tokens"], lengths=arrays["lengths"])
+
+        return read_part(part_file(work, index), load)
+
     def write(self, file: Path) -> None:
-        facts = json.dumps({"ids": self.ids, "digest": self.digest}).encode()
-        temporary = file.with_suffix(".tmp")
-        with temporary.open("wb") as out:
-            np.savez(out, tokens=self.tokens, lengths=self.lengths, facts=np.frombuffer(facts, dtype=np.uint8))
-        temporary.rename(file)
+        facts = np.frombuffer(json.dumps({"ids": self.ids, "digest": self.digest}).encode(), dtype=np.uint8)
+        write_part(file, lambda content: np.savez(content, tokens=self.tokens, lengths=self.lengths, facts=facts))
 
 
 def part_file(work: Path, index: int) -> Path:
     return work / f"part-{index:05d}.npz"
 
 
-def read_part(work: Path, index: int) -> Part:
-    """Raises UserError where the file is damaged."""
-    file = part_file(work, index)
-    try:
-        with np.load(file) as arrays:
-            return Part(**json.loads(arrays["facts"].tobytes()), tokens=arrays["tokens"], lengths=arrays["lengths"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file} is damaged ({type(error).__name__}); remove it and give the command again") from error
+def read_counts(work: Path) -> Counts | None:
+    """Return what reading counted, or None where it has not come to its end."""
+    file = work / "corpus.json"
+    return Counts(**read_json(file)) if file.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ class Corpus:
         return islice(read_documents(self.path, self.fields, self.split, self.subset, skipped), self.max_documents)
 
     def estimate(self, n_bytes: int) -> tuple[int, float]:
-        """Tokens of a corpus of so many bytes that are not held out, and of a document on average, from its beginning.
+        """Estimate from the beginning of a corpus of so many bytes its tokens that are not held out.
+
+        Returns:
+            These tokens, and the tokens of a document on average.
 
         Raises:
             UserError: the corpus has no document with text.
@@ -120,11 +126,6 @@ class Corpus:
         tokens_per_byte = n_tokens / sum(len(text.encode()) for text in cut)
         return int(n_bytes * tokens_per_byte * (1 - self.held_out_share)), document_bytes * tokens_per_byte
 
-    def read_counts(self, work: Path) -> Counts | None:
-        """What reading counted, or None where it has not come to its end."""
-        file = work / "corpus.json"
-        return Counts(**read_json(file)) if file.is_file() else None
-
     def write_parts(self, work: Path, n_bytes: int | None, before_write: Callable[[Part, Counts], None]) -> Counts:
         """Read the corpus to its end and write the parts that the work folder lacks.
 
@@ -137,14 +138,14 @@ class Corpus:
             UserError: the corpus is malformed, or changed since the parts were written.
         """
         counts, skipped, seen = Counts(), Skipped(), set()
-        before = self.read_counts(work)
+        before = read_counts(work)
         changed = UserError(f"the corpus is no longer what this build began with; remove {work} to begin anew")
         with token_progress("tokenise", n_bytes if self.max_documents is None else None) as advance:
             for batch in self._batches(skipped):
                 file, digest = part_file(work, counts.parts), _digest(batch)
                 new = self._new_documents(batch, seen, counts)
                 if file.is_file():
-                    part = read_part(work, counts.parts)
+                    part = Part.read(work, counts.parts)
                     if part.digest != digest:
                         raise changed
                 else:
@@ -165,7 +166,7 @@ class Corpus:
         return counts
 
     def _batches(self, skipped: Skipped) -> Iterator[list[Document]]:
-        """The documents that are read for each part."""
+        """Yield the documents that are read for each part."""
         batch: list[Document] = []
         n_characters = 0
         for document in self.documents(skipped):
@@ -177,8 +178,8 @@ class Corpus:
         if batch:
             yield batch
 
-    def _new_documents(self, batch: Iterable[Document], seen: set[bytes], counts: Counts) -> list[Document]:
-        """What is neither held out nor known already."""
+    def _new_documents(self, batch: list[Document], seen: set[bytes], counts: Counts) -> list[Document]:
+        """Return what is neither held out nor known already."""
         new = []
         for document in batch:
             key = hashlib.sha256(document.text.encode()).digest()[:16]
@@ -192,32 +193,28 @@ class Corpus:
         return new
 
     def tokenised(self, documents: list[Document], digest: str) -> Part:
-        """A part of these documents, without those that the tokenizer normalises away.
+        """Return a part of these documents, without those that the tokenizer normalises away.
 
         Raises:
             UserError: a document is too long for a shard, or the tokenizer is not the target's.
         """
-        ids, rows = [], []
         texts = [document.text for document in documents]
         encoded = self.tokenizer(texts, **TOKENS_ONLY)["input_ids"] if texts else []
-        dtype = token_dtype(self.vocab_size)
-        for document, row in zip(documents, encoded, strict=True):
-            if not row:
-                continue
+        kept = [(document.id, row) for document, row in zip(documents, encoded, strict=True) if row]
+        for name, row in kept:
             if len(row) >= MAX_SHARD_TOKENS:
                 raise UserError(
-                    f"{document.id} has {len(row)} tokens, more than the {MAX_SHARD_TOKENS - 1} that one shard holds; "
+                    f"{name} has {len(row)} tokens, more than the {MAX_SHARD_TOKENS - 1} that one shard holds; "
                     "split the document"
                 )
             if max(row) >= self.vocab_size:
                 raise UserError(
-                    f"the tokenizer gives token {max(row)} in {document.id}, but the target knows {self.vocab_size}; "
+                    f"the tokenizer gives token {max(row)} in {name}, but the target knows {self.vocab_size}; "
                     "give a target whose tokenizer is its own"
                 )
-            ids.append(document.id)
-            rows.append(np.array(row, dtype=dtype))
-        tokens = np.concatenate(rows) if rows else np.zeros(0, dtype)
-        return Part(ids, digest, tokens, np.array([len(row) for row in rows], dtype=np.int64))
+        dtype = token_dtype(self.vocab_size)
+        tokens = np.concatenate([np.zeros(0, dtype), *(np.array(row, dtype) for _, row in kept)])
+        return Part([name for name, _ in kept], digest, tokens, np.array([len(row) for _, row in kept], np.int64))
 
 
 def _digest(batch: list[Document]) -> str:

@@ -25,14 +25,9 @@ from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.capture import (
-    AUTOCAST,
-    ShardParts,
-    TokenRows,
-    autocast,
-    shard_facts,
-)
-from data_prep.pipeline import STORE, length_buckets
+from data_prep.capture import AUTOCAST, ShardParts, TokenRows, autocast, shard_facts
+from data_prep.pipeline import Build, length_buckets
+from data_prep.ranks import launch
 from spectrain.decoding import TargetModel, load_target
 from spectrain.measure.statistics import Estimate, median
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
@@ -90,7 +85,7 @@ def report_capture(args: argparse.Namespace, target: TargetModel, folder: Path, 
     add(table, "plain forward of the body, tokens/s", median(n_tokens / plain), "{:,.0f}")
     add(table, "capture, tokens/s", median(n_tokens / capture), "{:,.0f}")
     add(table, "capture / plain forward", median(plain / capture), "{:.3f}")
-    n_bytes = sum(facts["bytes"] for facts in shard_facts(folder, args.shards).values()) / n_tokens
+    n_bytes = sum(facts["bytes"] for facts in shard_facts(build_in(folder), args.shards).values()) / n_tokens
     table.add_row("bytes a token", f"{n_bytes:,.1f}", f"{n_bytes / (3 * width * 2) - 1:+.2%} against 3 * D * 2")
     return as_store(args, target, rows, folder)
 
@@ -114,7 +109,13 @@ def plain_forwards(args: argparse.Namespace, target: TargetModel, rows: TokenRow
 
 
 def captures(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> None:
-    parts_of(args, target, rows).make(folder, range(args.shards), advance=lambda n_tokens: None)
+    build = build_in(folder)
+    build.work.mkdir(exist_ok=True)
+    parts_of(args, target, rows).make(build, range(args.shards), advance=lambda n_tokens: None)
+
+
+def build_in(folder: Path) -> Build:
+    return Build(launch("cpu", "none"), "activations", folder / "store", {})
 
 
 def parts_of(args: argparse.Namespace, target: TargetModel, rows: TokenRows) -> ShardParts:
@@ -125,8 +126,9 @@ def parts_of(args: argparse.Namespace, target: TargetModel, rows: TokenRows) -> 
 
 def as_store(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> FeatureStore:
     """What the last capture left, as a store."""
-    write_manifest(folder / STORE, parts_of(args, target, rows).manifest, shard_facts(folder, args.shards))
-    return open_features(folder / STORE)
+    store = build_in(folder).store
+    write_manifest(store, parts_of(args, target, rows).manifest, shard_facts(build_in(folder), args.shards))
+    return open_features(store)
 
 
 @dataclass

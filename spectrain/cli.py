@@ -238,12 +238,12 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def interruptible(run: Path) -> Iterator[None]:
-    """Answer Ctrl-C with where to resume, and exit code 130."""
+def interruptible(run: Path | None = None) -> Iterator[None]:
+    """Answer Ctrl-C with how to resume, and exit code 130."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"interrupted; run the same command to resume in {run}", file=sys.stderr)
+        print(f"interrupted; run the same command to resume{f' in {run}' if run else ''}", file=sys.stderr)
         raise SystemExit(130) from None
 
 

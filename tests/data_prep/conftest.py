@@ -24,6 +24,7 @@ from tests.conftest import noisy_copy, tiny_model
 from tests.models.test_artifacts import export_spire
 
 N_ROWS, LONG = 14, 9  # one is longer than the target's context
+LENGTHS = (lambda i: 1 + i * 7 % 11, lambda i: i * 5 % 17)  # tokens of a row's prompt and response
 RESPONSES_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -63,7 +64,7 @@ def save_responses(folder: Path, target, n_rows: int) -> None:
     def draw(n_tokens: int) -> list[int]:
         return torch.randint(4, 300, (n_tokens,), generator=generator).tolist()
 
-    lengths = [(1 + i * 7 % 11, i * 5 % 17) for i in range(n_rows)]
+    lengths = [tuple(length(i) for length in LENGTHS) for i in range(n_rows)]
     lengths[LONG] = (200, 60)
     rows = [
         {
@@ -144,7 +145,7 @@ def kept_ids(folder: Path | str) -> list[str]:
 def cut(run, monkeypatch, *arguments: str) -> None:
     """Leaves a build after reading."""
     with monkeypatch.context() as patch:
-        patch.setattr(documents.DocumentParts, "score", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(documents.DocumentParts, "make", lambda *arguments: os.kill(os.getpid(), signal.SIGINT))
         assert run(*arguments)[0] == 130
 
 

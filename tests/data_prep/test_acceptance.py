@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.filesize import decimal
 from transformers import AutoTokenizer
 
 from data_prep import acceptance, labels
@@ -25,7 +26,16 @@ from spectrain.models.labels import label_texts
 from spectrain.stores.rows import LABEL_COLUMNS, open_acceptance
 from spectrain.stores.texts import train_tokenizer
 from tests.conftest import noisy_copy, random_prompts, tiny_model
-from tests.data_prep.conftest import LONG, N_ROWS, RESPONSES_SAMPLING, caller, contents, same_rows, save_responses
+from tests.data_prep.conftest import (
+    LENGTHS,
+    LONG,
+    N_ROWS,
+    RESPONSES_SAMPLING,
+    caller,
+    contents,
+    same_rows,
+    save_responses,
+)
 from tests.models.test_artifacts import export_spire
 
 ROOT = Path(__file__).parent.parent.parent
@@ -250,12 +260,14 @@ def test_weights_that_are_no_numbers_are_said_and_leave_nothing(label, asked, re
 
 
 def test_too_little_disk_is_said_before_the_work(label, asked, monkeypatch):
-    assert labels.store_bytes(np.array([3]), np.array([4]), 2) == 7 * 4 + 4 * 2 * 16
+    n_prompt, n_response = (sum(length(i) for i in range(N_ROWS) if i != LONG) for length in LENGTHS)
+    # Four bytes per token, 16 per draft; the store beside its parts, and a tenth more.
+    need_bytes = 1.1 * 2 * ((n_prompt + n_response) * 4 + n_response * 2 * 16)
     usage = shutil.disk_usage("/")._replace(free=100)
     monkeypatch.setattr("data_prep.pipeline.shutil.disk_usage", lambda folder: usage)
     code, _, err = label(*asked, "out=a")
     assert code == 2
-    assert "100 bytes free, but this build needs about" in err
+    assert f"100 bytes free, but this build needs about {decimal(int(need_bytes))};" in err
     assert "free some, lower draws, or give out=" in err
     assert not os.listdir()
 

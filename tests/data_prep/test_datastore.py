@@ -86,7 +86,7 @@ def test_equal_commands_give_equal_bytes_and_a_finished_store_is_refused(run, sm
 
 def test_by_chance_another_set_of_the_same_size_is_kept_without_scoring(run, small, monkeypatch):
     assert run(*small, "out=filtered")[0] == 0
-    monkeypatch.setattr(documents.DocumentParts, "score", lambda *arguments: pytest.fail("scored"))
+    monkeypatch.setattr(documents, "perplexities", lambda *arguments: pytest.fail("scored"))
     for out, seed in (("random", 0), ("again", 0), ("other", 1)):
         assert run(*small, f"out={out}", "perplexity_filter=false", f"seed={seed}")[0] == 0
     assert kept_ids("random") == kept_ids("again")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
 
-from data_prep.documents import DocumentParts
+from data_prep.documents import store_bytes
 from data_prep.select import Selection
 from data_prep.tokenise import Corpus
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
@@ -58,7 +57,5 @@ def test_fewer_kept_documents_need_less(needed):
     ],
 )
 def test_a_store_takes_ten_bytes_a_kept_token_and_a_table(options, kept):
-    corpus = SimpleNamespace(vocab_size=300)
-    parts = DocumentParts(None, corpus, Selection(**options), scored=True, shard_tokens=MAX_SHARD_TOKENS)
     # uint16: a token, its suffix in 4 bytes, the two behind it; a first-token table of V + 2 int64
-    assert parts.store_bytes(1000, 20.0) == kept * (2 + 4 + 4) + 302 * 8
+    assert store_bytes(Selection(**options), 300, MAX_SHARD_TOKENS, 1000, 20.0) == kept * (2 + 4 + 4) + 302 * 8

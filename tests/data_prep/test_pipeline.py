@@ -134,7 +134,7 @@ def test_ctrl_c_while_scoring_is_one_line_and_code_130(run, small, tmp_path):
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert (child.returncode, out, err) == (130, "", "interrupted; the same command goes on from here\n")
+    assert (child.returncode, out, err) == (130, "", "interrupted; run the same command to resume\n")
     assert 2 <= len(list(Path(".store.partial").glob("score-*.npy"))) < 6
     code, _, err = run(*small, "out=store")
     assert code == 0
@@ -167,7 +167,7 @@ def test_finished_parts_are_neither_tokenised_nor_scored_again(run, small, score
     scored.limit = 2
     code, _, err = run(*small, "out=cut")
     assert code == 130
-    assert err.strip().endswith("interrupted; the same command goes on from here")
+    assert err.strip().endswith("interrupted; run the same command to resume")
     assert not Path("cut").exists()
     monkeypatch.setattr("data_prep.tokenise.Corpus.tokenised", lambda *arguments: pytest.fail("tokenised again"))
     scored.clear()
@@ -186,7 +186,7 @@ def test_an_interrupted_replacement_goes_on_and_only_with_fresh(run, small, scor
     scored.limit = 2
     code, _, err = run(*small, "out=store", "fresh=true")
     assert code == 130
-    assert err.endswith("interrupted; the same command goes on from here\n")
+    assert err.endswith("interrupted; run the same command to resume\n")
     scored.limit = None
     code, out, err = run(*small, "out=store")
     assert (code, out) == (2, "")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.answers import Answers, read_questions
-from data_prep.responses import check_options
+from data_prep.responses import check_answering
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import build_method, method_config
@@ -196,7 +196,7 @@ def test_ctrl_c_is_one_line_and_code_130(respond, asked, monkeypatch):
     with monkeypatch.context() as patch:
         interrupted_after(4, patch)
         code, out, err = respond(*asked, "out=cut")
-    assert (code, out, err) == (130, "", "interrupted; the same command goes on from here\n")
+    assert (code, out, err) == (130, "", "interrupted; run the same command to resume\n")
     assert respond(*asked, "out=cut", "batch_size=3")[0] == 0
     assert contents("cut") == contents("whole")
 
@@ -290,13 +290,13 @@ BAD_OPTIONS = {
     "batch": (["batch_size=1.5"], "batch_size=1.5 must be a whole number"),
     "limit": (["limit=0"], "limit=0 must be a whole number"),
     "seed": (["seed=-1"], "seed=-1 must be a whole number"),
-    "chat": (["chat=maybe"], "chat=maybe must be auto, true or false"),
+    "chat": (["chat=maybe"], "chat=maybe must be one of auto, true, false"),
     "verification": (["verification=x"], "verification=x must be one of token, block"),
     "fresh": (["fresh=maybe"], "fresh=maybe must be true or false"),
     "allow": (["allow_failed=1"], "allow_failed=1 must be true or false"),
     "stops": (["stop_strings=x"], "stop_strings=x must be a list of texts"),
     "empty stop": (["stop_strings=['']"], "must be a list of texts"),
-    "timeout": (["timeout_s=0"], "timeout_s=0 must be a number of seconds above 0"),
+    "timeout": (["timeout_s=0"], "timeout_s=0 must be a number in (0, inf)"),
     "sampling": (["sampling.repetition_penalty=2"], "sampling.repetition_penalty depends on the text so far"),
     "temperature": (["sampling.temperature=-1"], "temperature=-1 must be 0"),
     "source": (["source=cloud"], "source=cloud must be one of loop, server"),
@@ -312,7 +312,7 @@ BAD_OPTIONS = {
 def test_wrong_options_are_refused_before_anything_is_loaded(case):
     arguments, message = BAD_OPTIONS[case]
     with pytest.raises(UserError) as refused:
-        check_options(composed("responses", *arguments))
+        check_answering(composed("responses", *arguments))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
