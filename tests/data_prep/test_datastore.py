@@ -309,7 +309,7 @@ BAD = {
     "count": (["keep=0"], "keep=0 must be a whole number of at least 1"),
     "keep of no kind": (["keep=half"], "keep=half must be a whole number"),
     "tokens": (["keep_tokens=0"], "keep_tokens=0 must be a whole number"),
-    "threshold": (["max_perplexity=0.5"], "max_perplexity=0.5 must be a number of at least 1"),
+    "threshold": (["max_perplexity=0.5"], "max_perplexity=0.5 must be a number in [1, inf]"),
     "threshold by chance": (
         ["max_perplexity=9", "perplexity_filter=false"],
         "max_perplexity=9 needs perplexity_filter",
