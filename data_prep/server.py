@@ -16,11 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, Timeout
+from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.answers import Answer, Answering, Answers, Prompt
+from data_prep.tokenise import TOKENS_ONLY
 from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
 
@@ -34,7 +36,21 @@ EXCERPT_CHARACTERS = 160  # of a server's answer in a message
 
 
 class PromptFailed(Exception):
-    """Why one prompt has no answer."""
+    """The reason why one prompt has no answer."""
+
+
+class Choice(BaseModel):
+    """One answer, as far as it is read."""
+
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None  # of vLLM and SGLang
+    text: str | None = None
+
+
+class Completion(BaseModel):
+    """The body of an answer to POST /v1/completions."""
+
+    choices: list[Choice] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -102,11 +118,7 @@ class CompletionServer:
         return served[0] if model is None else model
 
     def answer(self, prompts: Sequence[Prompt], answers: Answers, target: TargetModel, answering: Answering) -> None:
-        """Ask for all prompts, and keep each answer, or the reason why there is none, as it comes.
-
-        Raises:
-            UserError: the server cannot be reached any more.
-        """
+        """Ask for all prompts, and keep each answer, or the reason why there is none, as it comes."""
         waiting = iter(prompts)
 
         async def ask_in_turn(client: AsyncOpenAI) -> None:
@@ -195,27 +207,24 @@ def read_completion(response: Any, target: TargetModel, answering: Answering) ->
     `token_ids` are taken as they are; without them the text is tokenised. Servers leave the EOS out of the text, and
     some out of the ids: where nothing else can have stopped the answer, it is appended.
 
-    Args:
-        response: an HTTP response.
-        target: which answered.
-        answering: what was asked for.
-
     Raises:
-        PromptFailed: it is no completion of the target's.
+        PromptFailed: the HTTP response is no completion of the target's.
     """
     if response.status_code != 200:
         raise PromptFailed(f"the server says {_complaint(response)}")
     try:
-        body = response.json()
-    except (ValueError, RecursionError):
-        raise PromptFailed(f"answers nonsense: no JSON but {_excerpt(response.text)}") from None
-    choices = body.get("choices") if isinstance(body, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise PromptFailed(f"answers nonsense: no choices in {_excerpt(body)}")
-    reason, ids, text = (choices[0].get(name) for name in ("finish_reason", "token_ids", "text"))
-    if reason not in ("stop", "length"):
-        raise PromptFailed(f"answers nonsense: finish_reason is {_excerpt(reason)}, neither stop nor length")
-    tokens = _tokens(ids, text, target)
+        choice = Completion.model_validate_json(response.text).choices[0]
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"])) or "body"
+        raise PromptFailed(f"answers nonsense: {where}: {wrong['msg']}, not {_excerpt(wrong['input'])}") from None
+    ids, reason = choice.token_ids, choice.finish_reason
+    if ids is None and choice.text is None:
+        raise PromptFailed("answers nonsense: neither token_ids nor a text")
+    tokens = target.tokenizer(choice.text, **TOKENS_ONLY)["input_ids"] if ids is None else ids
+    if max(tokens, default=0) >= target.vocab_size:
+        vocabulary = f"the target's vocabulary of {target.vocab_size}"
+        raise PromptFailed(f"answers nonsense: token id {max(tokens)} is outside {vocabulary}")
     most, eos_ids, own_eos = answering.max_new_tokens, target.eos_ids, target.tokenizer.eos_token_id
     end = next((i for i, token in enumerate(tokens[:most]) if token in eos_ids), None)
     if end is not None:
@@ -229,25 +238,8 @@ def read_completion(response: Any, target: TargetModel, answering: Answering) ->
     return Answer(tokens, reason, retokenized=ids is None)
 
 
-def _tokens(ids: object, text: object, target: TargetModel) -> list[int]:
-    """The ids of an answer, checked; without them those of its text."""
-    if ids is None:
-        try:
-            text.encode()
-        except (AttributeError, UnicodeEncodeError):  # no string, or half a character
-            raise PromptFailed(f"answers nonsense: neither token_ids nor a text, but {_excerpt(text)}") from None
-        return list(target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        raise PromptFailed(f"answers nonsense: token_ids are {_excerpt(ids)}, no list of whole numbers")
-    for token in ids:
-        if not 0 <= token < target.vocab_size:
-            vocabulary = f"the target's vocabulary of {target.vocab_size}"
-            raise PromptFailed(f"answers nonsense: token id {_excerpt(token)} is outside {vocabulary}")
-    return ids
-
-
 def retry_after_s(value: str) -> float | None:
-    """Seconds that a Retry-After header asks to wait, given as such or as a date; None where it does not say."""
+    """Return the seconds that a Retry-After header asks to wait, as such or as a date; None where it does not."""
     seconds = 0.0
     with suppress(ValueError, TypeError):
         seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
@@ -257,7 +249,7 @@ def retry_after_s(value: str) -> float | None:
 
 
 def _complaint(response: Any) -> str:
-    """A status and the server's own words, as far as it has any."""
+    """Return a status and the server's own words, as far as it has any."""
     try:
         said = response.json()
         for key in ("error", "message", "detail"):
@@ -268,6 +260,6 @@ def _complaint(response: Any) -> str:
 
 
 def _excerpt(value: object) -> str:
-    """On one line, shortened."""
+    """Return a value on one line, shortened."""
     text = repr(" ".join(value.split()) if isinstance(value, str) else value)
     return text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}.."

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import platform
 import socket
 import subprocess
+import time
 from contextvars import ContextVar
 from pathlib import Path
 
 import torch
 
-TO_THE_MINUTE = "%Y-%m-%d %H:%M UTC"
 LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
 
 # The command line of this process as it was typed; spectrain.cli sets it, results keep it.
@@ -20,7 +19,7 @@ TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None
 
 
 def environment(ranks: int) -> dict[str, object]:
-    """Versions, host and devices, as plain values for JSON."""
+    """Return versions, host and devices, as plain values for JSON."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -33,7 +32,7 @@ def environment(ranks: int) -> dict[str, object]:
 
 
 def provenance(versions: dict[str, object] | None = None) -> dict[str, object]:
-    """What results say about their origin: the command as typed, the date, and versions (None: the main ones)."""
+    """Return the origin of results: the command as typed, the date, and versions (None: the main ones)."""
     if versions is None:
         versions = {name: version_of(name) for name in ("spectrain", "torch", "transformers")}
         versions["python"] = platform.python_version()
@@ -41,7 +40,7 @@ def provenance(versions: dict[str, object] | None = None) -> dict[str, object]:
 
 
 def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
-    """The device, threads and dtype that seconds were measured with."""
+    """Return the device, threads and dtype that seconds were measured with."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
     return {
         "device": f"{device} ({name})",
@@ -51,15 +50,12 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
 
 
 def date_of(seconds: float | None = None) -> str:
-    """A moment, in seconds since 1970, as results tell it: to the minute, UTC. None: now."""
-    moment = datetime.datetime.now(datetime.UTC)
-    if seconds is not None:
-        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    return moment.strftime(TO_THE_MINUTE)
+    """Return a moment, in seconds since 1970, as results tell it: to the minute, UTC. None: now."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def cpu_name() -> str:
-    """The model of this machine's processor, as the system tells it."""
+    """Return the model of this machine's processor, as the system tells it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -74,20 +70,19 @@ def version_of(library: str) -> str | None:
 
 
 def commit_of(folder: Path) -> dict[str, object] | None:
-    """Commit of the checkout that this code runs from, and whether files differ from it.
+    """Return the commit of the checkout that this code runs from, and whether files differ from it.
 
     None outside a checkout: a wheel may lie in an environment inside somebody else's.
     """
+
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(
+            ["git", *arguments], cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=30
+        )
+
     try:
-        _git(folder, "ls-files", "--error-unmatch", "cli.py")
-        return {
-            "commit": _git(folder, "rev-parse", "HEAD").strip(),
-            "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no")),
-        }
+        git("ls-files", "--error-unmatch", "cli.py")
+        dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": dirty}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=30)
-    return done.stdout

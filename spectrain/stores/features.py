@@ -1,8 +1,7 @@
-"""A store of features: what training reads of a frozen target, token by token, in safetensors shards
-(docs/data.md).
+"""A store of features: what training reads of a frozen target per token, in safetensors shards (docs/data.md).
 
     store = open_features("checkpoints/activations-1f0c93ab")
-    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l")
+    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l", layers=(6, 7))
     row = store.read(0)
     row.tokens, row.captured, row.final_hidden
 
@@ -35,7 +34,7 @@ INT8_MAX = 127
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureManifest:
-    """What `manifest.json` says."""
+    """The content of `manifest.json`."""
 
     version: int = 1
     kind: str = "activations"
@@ -85,13 +84,13 @@ def shard_name(index: int) -> str:
 
 
 def token_bytes(dtype: str, n_layers: int, hidden_size: int) -> int:
-    """What a token takes on disk; rows add a few bytes each."""
+    """Return the bytes that a token takes on disk; rows add a few bytes each."""
     vectors = n_layers + 1
     return 4 + vectors * (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4)
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 vectors with a scale each: x [..., D] is about q * scale. Returns q [..., D] int8, scale [...] float32."""
+    """Return int8 vectors with a scale each, x [..., D] being about q * scale: q [..., D] int8, scale [...] float32."""
     x = x.float()
     scale = x.abs().amax(dim=-1) / INT8_MAX
     q = (x / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-INT8_MAX, INT8_MAX)
@@ -99,7 +98,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scale: Tensor) -> Tensor:
-    """[..., D] bfloat16 of q [..., D] int8 and scale [...] float32."""
+    """Return [..., D] bfloat16 of q [..., D] int8 and scale [...] float32."""
     return (q * scale[..., None]).to(torch.bfloat16)
 
 
@@ -120,7 +119,7 @@ def write_shard(file: Path, shard: Shard) -> dict:
 
 
 class FeatureStore:
-    """An open store.
+    """An open store; what is asked for is read through the shards' maps, never a whole shard.
 
     Attributes:
         folder, manifest: which store.
@@ -130,33 +129,40 @@ class FeatureStore:
 
     def __init__(self, folder: Path, manifest: FeatureManifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self._shard = lru_cache(OPEN_SHARDS)(self._open)
+        self._shard = lru_cache(OPEN_SHARDS)(lambda index: safe_open(folder / shard_name(index), "pt"))
         self._first = np.concatenate([[0], np.cumsum(manifest.shard_rows)])  # of each shard, its first row's number
-        shards = [self._open(index) for index in range(len(manifest.shard_rows))]
-        self.lengths = np.concatenate([np.diff(shard.offsets) for shard in shards])
-        self.held_out = np.concatenate([shard.held_out for shard in shards])
+        tables = [self._read_table(index) for index in range(len(manifest.shard_rows))]
+        self._offsets = [offsets for offsets, _ in tables]  # of each shard
+        self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets])
+        self.held_out = np.concatenate([held_out for _, held_out in tables])
         if len(self.lengths) != manifest.counts["rows"]:
             raise ACTIVATIONS.damaged(f"data.path={folder}", "it does not hold the rows that its manifest says")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def _open(self, index: int) -> _OpenShard:
-        return _OpenShard(self.folder / shard_name(index))
+    def _read_table(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the offsets of a shard's rows, and which are held out."""
+        file = self.folder / shard_name(index)
+        try:
+            with safe_open(file, "pt") as shard:
+                return shard.get_tensor("offsets").numpy().copy(), shard.get_tensor("held_out").numpy().copy()
+        except Exception as error:  # safetensors, torch and the system each raise their own types here
+            raise ACTIVATIONS.damaged(file, type(error).__name__) from error
 
-    def _place(self, row: int) -> tuple[_OpenShard, slice]:
+    def _place(self, row: int) -> tuple[safe_open, slice]:
+        """Return the shard of a row, and where its tokens stand there."""
         index = int(np.searchsorted(self._first, row, side="right")) - 1
-        shard = self._shard(index)
-        start, stop = shard.offsets[row - self._first[index] :][:2]
-        return shard, slice(int(start), int(stop))
+        start, stop = self._offsets[index][row - self._first[index] :][:2]
+        return self._shard(index), slice(int(start), int(stop))
 
     def tokens(self, row: int) -> Tensor:
-        """[L] int32."""
+        """Return the tokens of a row: [L] int32."""
         shard, place = self._place(row)
-        return shard["tokens"][place]
+        return shard.get_slice("tokens")[place]
 
     def read(self, row: int, n_tokens: int | None = None, layers: Sequence[int] | None = None) -> FeatureRow:
-        """A row with its features: memory-mapped where the store is bfloat16 and all layers are read.
+        """Read a row with its features: memory-mapped where the store is bfloat16 and all layers are read.
 
         Args:
             row: its number in the store.
@@ -166,49 +172,27 @@ class FeatureStore:
         shard, place = self._place(row)
         if n_tokens is not None:
             place = slice(place.start, min(place.stop, place.start + n_tokens))
+
+        def vectors(name: str, scale: str, kept: list[int] | None = None) -> Tensor:
+            values = shard.get_slice(name)[place]
+            scales = shard.get_slice(scale)[place] if values.dtype == torch.int8 else None
+            if kept is not None:
+                values, scales = values[:, kept], None if scales is None else scales[:, kept]
+            return values if scales is None else dequantise(values, scales)
+
         stored = self.manifest.layers
         kept = None if layers is None or list(layers) == stored else [stored.index(layer) for layer in layers]
-        captured = None if kept == [] else shard.vectors("captured", "captured_scale", place, kept)
-        return FeatureRow(shard["tokens"][place], captured, shard.vectors("final_hidden", "hidden_scale", place))
+        captured = None if kept == [] else vectors("captured", "captured_scale", kept)
+        return FeatureRow(shard.get_slice("tokens")[place], captured, vectors("final_hidden", "hidden_scale"))
 
-    def check_fits(self, target_fingerprint: str, name: str) -> None:
-        """Raises UserError where the features are of another target than `name`."""
-        if self.manifest.target_fingerprint != target_fingerprint:
-            raise UserError(
-                f"the activations in {self.folder} are of the target {self.manifest.target} "
-                f"({self.manifest.target_fingerprint}), not of {name} ({target_fingerprint}); give that target, or "
-                f"capture those of this one with {ACTIVATIONS.built_by} target={name}"
-            )
-
-    def check_layers(self, layers: Sequence[int]) -> None:
-        """Raises UserError where the inputs of these blocks of the target are not all stored."""
+    def check_fits(self, target_fingerprint: str, name: str, layers: Sequence[int]) -> None:
+        """Raise UserError where the features are of another target than `name`, or lack inputs of these blocks."""
+        ACTIVATIONS.check_target(self.folder, self.manifest, target_fingerprint, name)
         if not set(layers) <= set(self.manifest.layers):
             raise UserError(
                 f"the activations in {self.folder} are of the target's blocks {self.manifest.layers}, but the drafter "
                 f"reads {list(layers)}; capture them with {ACTIVATIONS.built_by} layers={_compact(layers)}"
             )
-
-
-class _OpenShard:
-    """A mapped shard; what is asked for is read through the map, never the whole."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            self._file = safe_open(file, "pt")
-            self.offsets = self._file.get_tensor("offsets").numpy().copy()
-            self.held_out = self._file.get_tensor("held_out").numpy().copy()
-        except Exception as error:  # safetensors, torch and the system each raise their own types here
-            raise ACTIVATIONS.damaged(file, type(error).__name__) from error
-
-    def __getitem__(self, name: str):
-        return self._file.get_slice(name)
-
-    def vectors(self, name: str, scale: str, place: slice, layers: list[int] | None = None) -> Tensor:
-        values = self[name][place]
-        scales = self[scale][place] if values.dtype == torch.int8 else None
-        if layers is not None:
-            values, scales = values[:, layers], scales if scales is None else scales[:, layers]
-        return values if scales is None else dequantise(values, scales)
 
 
 def _compact(layers: Sequence[int]) -> str:
@@ -217,15 +201,13 @@ def _compact(layers: Sequence[int]) -> str:
 
 
 def open_features(folder: str | Path, verify: bool = True, rank: int = 0, world_size: int = 1) -> FeatureStore:
-    """Open a store. That all shards are there, in their whole size, is always checked.
+    """Open a store, or raise UserError where it is none or damaged. The sizes of its shards are always checked.
 
     Args:
-        folder: what the user gave.
+        folder: as the user gave it.
         verify: reads shards and compares their sha256: this rank's share of them.
-        rank, world_size: this process and how many open the store at once.
-
-    Raises:
-        UserError: there is no store of activations in the folder, it is of another version, or it is damaged.
+        rank: of this process among those that open the store at once.
+        world_size: how many they are.
     """
     folder = Path(folder)
     manifest = ACTIVATIONS.read_manifest(folder)
@@ -237,7 +219,7 @@ def open_features(folder: str | Path, verify: bool = True, rank: int = 0, world_
 
 
 def newest_features(root: Path, target_fingerprint: str, layers: Sequence[int]) -> Path:
-    """The newest store below `root` of this target with these layers. Raises UserError where there is none."""
+    """Return the newest store below `root` of this target with these layers, or raise UserError."""
     otherwise = (
         f"activations of this target's blocks {list(layers)}; capture them with {ACTIVATIONS.built_by} "
         f"target=... layers={_compact(layers)}, or give data.path=<folder>"

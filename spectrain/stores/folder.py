@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -27,8 +27,8 @@ from spectrain.decoding.errors import UserError
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-HASHED_BYTES = 2**24  # read at once
 HASHING_THREADS = 4  # hashing leaves the GIL alone
+BESIDE = ("partial", "old")  # where a folder is written, and where the one that it replaces waits to be removed
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Row = TypeVar("Row")  # a dataclass
@@ -37,7 +37,7 @@ M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among the
 
 @dataclass(frozen=True)
 class StoreKind(Generic[M]):
-    """The stores that `data_prep.<name>` writes, and what messages say of them."""
+    """The stores that `data_prep.<name>` writes, and how messages name them."""
 
     name: str  # `kind` of its manifests
     version: int  # of its format
@@ -49,7 +49,7 @@ class StoreKind(Generic[M]):
         return f"python -m data_prep.{self.name}"
 
     def read_manifest(self, folder: Path) -> M:
-        """Raises UserError where the folder is missing, or is no store of this kind and version."""
+        """Read a manifest, or raise UserError where the folder is no store of this kind and version."""
         file = folder / MANIFEST
         if not folder.is_dir():
             raise UserError(f"{self.option}={folder} does not exist; make one with {self.built_by}")
@@ -68,7 +68,7 @@ class StoreKind(Generic[M]):
         )
 
     def check_sizes(self, folder: Path, files: Mapping[str, Mapping]) -> None:
-        """Raises UserError where a file that a manifest lists is missing or is of another size; reads none."""
+        """Raise UserError where a file that a manifest lists is missing or is of another size; reads none."""
         for name, facts in files.items():
             file = folder / name
             if not file.is_file():
@@ -77,13 +77,21 @@ class StoreKind(Generic[M]):
                 raise self.damaged(file, "it is not what the manifest says")
 
     def check_contents(self, folder: Path, files: Mapping[str, Mapping]) -> None:
-        """Read the files, a few at a time. Raises UserError where one is another."""
+        """Read the files, a few at a time, and raise UserError where one is another."""
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             found = pool.map(lambda name: sha256(folder / name), files)
             for (name, facts), digest in zip(files.items(), found, strict=True):
                 if digest != facts["sha256"]:
                     pool.shutdown(cancel_futures=True)
                     raise self.damaged(folder / name, "it is not what the manifest says")
+
+    def check_target(self, folder: Path, manifest: M, fingerprint: str, name: str) -> None:
+        """Raise UserError where a store was made with another target than `name`."""
+        if manifest.target_fingerprint != fingerprint:
+            raise UserError(
+                f"{self.option}={folder} is of the target {manifest.target} ({manifest.target_fingerprint}), not of "
+                f"{name} ({fingerprint}); give that target, or make another with {self.built_by} target=..."
+            )
 
     def damaged(self, what: object, why: object) -> UserError:
         return UserError(f"{what} is damaged: {why}; {self._again}")
@@ -93,7 +101,7 @@ class StoreKind(Generic[M]):
         return f"run {self.built_by} again with fresh=true"
 
     def newest(self, root: Path, fits: Callable[[M], int], otherwise: str) -> Path:
-        """The newest store of this kind below `root` whose manifest fits, among those that fit best (0: not at all).
+        """Return the newest store of this kind below `root` whose manifest fits best (0: not at all).
 
         Raises:
             UserError: there is none; `otherwise` says of what, and what to do.
@@ -138,7 +146,7 @@ def read_json(file: Path) -> object:
 
 
 def strict(value: object) -> object:
-    """The value as strict JSON can hold it: dataclasses as dictionaries, None in place of NaN and infinities."""
+    """Return a value as strict JSON holds it: dataclasses as dictionaries, None in place of NaN and infinities."""
     if dataclasses.is_dataclass(value):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
@@ -157,7 +165,7 @@ def write_folder(destination: Path, write: Callable[[Path], object], replace: bo
     if not replace:
         refuse_existing(destination)
     remove_leftovers(destination)
-    temporary, old = _beside(destination)
+    temporary, old = (destination.with_name(f".{destination.name}.{name}") for name in BESIDE)
     temporary.mkdir(parents=True)
     try:
         write(temporary)
@@ -168,19 +176,14 @@ def write_folder(destination: Path, write: Callable[[Path], object], replace: bo
         remove_leftovers(destination)
 
 
-def _beside(destination: Path) -> tuple[Path, Path]:
-    """Where a folder is written before it appears, and where the one that it replaces waits to be removed."""
-    return tuple(destination.with_name(f".{destination.name}.{name}") for name in ("partial", "old"))
-
-
 def remove_leftovers(destination: Path) -> None:
     """Remove what a kill left of `write_folder`."""
-    for leftover in _beside(destination):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for name in BESIDE:
+        shutil.rmtree(destination.with_name(f".{destination.name}.{name}"), ignore_errors=True)
 
 
 def refuse_existing(destination: Path) -> None:
-    """Raises UserError where an export would replace something."""
+    """Raise UserError where an export would replace something."""
     if destination.exists():
         raise UserError(f"out={destination} exists already; choose another out= or delete the folder")
 
@@ -192,21 +195,14 @@ def write_lines(file: Path, rows: Iterable[Mapping]) -> None:
     temporary.rename(file)
 
 
-def each_line(file: Path) -> Iterator[dict]:
-    """The rows of a JSON-lines file; none where there is no file. Lines that a kill cut off are left out."""
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:  # as bytes nothing but a line feed ends a line
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
-
-
 def read_lines(file: Path) -> list[dict]:
-    """All rows of a JSON-lines file, as `each_line` gives them."""
-    return list(each_line(file))
+    """Return the rows of a JSON-lines file; none where there is no file. Lines that a kill cut off are left out."""
+    rows = []
+    if file.is_file():
+        for line in file.read_bytes().split(b"\n"):  # as bytes nothing but a line feed ends a line
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
 
 
 class RowFile(Generic[Row]):
@@ -218,13 +214,10 @@ class RowFile(Generic[Row]):
 
     def __init__(self, file: Path, row_type: type[Row], keep: Callable[[Row], bool] = lambda row: True) -> None:
         self.file, self.rows = file, []
-        for values in each_line(file):
-            try:
-                row = row_type(**values)
-            except TypeError:
-                continue
-            if keep(row):
-                self.rows.append(row)
+        for values in read_lines(file):
+            with suppress(TypeError):
+                self.rows.append(row_type(**values))
+        self.rows = list(filter(keep, self.rows))
         write_lines(file, map(dataclasses.asdict, self.rows))
 
     def append(self, row: Row) -> None:
@@ -244,7 +237,7 @@ def end_last_line(file: Path) -> None:
 
 
 def kind_of(manifest: Path) -> str | None:
-    """What kind of store a manifest is of; None where it does not say, or is damaged."""
+    """Return the kind of store that a manifest is of; None where it does not say, or is damaged."""
     try:
         return read_json(manifest).get("kind")
     except (ValueError, AttributeError):
@@ -252,17 +245,14 @@ def kind_of(manifest: Path) -> str | None:
 
 
 def digest(value: object) -> str:
-    """8 hex digits of a value's JSON."""
+    """Return 8 hex digits of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def sha256(file: Path) -> str:
-    """Of the whole file, in hex."""
-    digest = hashlib.sha256()
+    """Return the sha256 of a whole file, in hex."""
     with file.open("rb") as content:
-        while block := content.read(HASHED_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def to_disk(file: Path) -> None:
@@ -298,10 +288,7 @@ def locked(folder: Path, by: str, otherwise: str = "") -> Iterator[None]:
 
 @contextmanager
 def naming_a_full_disk(folder: Path, again: str = "") -> Iterator[None]:
-    """Raises UserError, in place of the error of whoever wrote, where the disk of `folder` is full.
-
-    `again` is what the same command then does, or what else can be done.
-    """
+    """Turn the error of a writer into UserError where the disk of `folder` is full; `again` ends its sentence."""
     try:
         yield
     except UserError:  # said already, by who knew the folder better
@@ -315,7 +302,7 @@ def naming_a_full_disk(folder: Path, again: str = "") -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write found no room. safetensors hands on what the system says as text, torch only that it failed."""
+    """Return whether a write found no room, which safetensors says as text, and torch only as a failure."""
     said = str(error)
     if getattr(error, "errno", None) in DISK_FULL or any(f"os error {code})" in said for code in DISK_FULL):
         return True

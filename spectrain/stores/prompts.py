@@ -23,12 +23,12 @@ FORMATS = {  # a file has the first of these whose keys its first row has
     "plain": ("prompt",),
 }
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
-TYPE_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
+SHOWN_CHARACTERS = 40  # of a wrong value in a message
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, in one or more turns."""
+    """A question in one or more turns."""
 
     id: str  # unique within its file: question_id, task_id or "<stem>-<line>"
     category: str  # Spec-Bench's category, else the file's stem
@@ -85,7 +85,7 @@ def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
             if isinstance(row, dict):
                 yield number, row
             elif text.strip():
-                raise UserError(f"{where} is no JSON object but {_type_name(row)}; give one {{...}} per line")
+                raise UserError(f"{where} is no JSON object but {_shown(row)}; give one {{...}} per line")
 
 
 def _format_of(row: dict, where: str) -> str:
@@ -93,48 +93,41 @@ def _format_of(row: dict, where: str) -> str:
         if all(key in row for key in keys):
             return name
     known = ", ".join(f"{name} ({', '.join(keys)})" for name, keys in FORMATS.items())
-    raise UserError(f"{where} has {_keys(row)}; expected the keys of one format: {known}")
+    raise UserError(f"{where} has the keys {_shown(list(row))}; expected those of one format: {known}")
 
 
 def _question(row: dict, format_name: str, where: str, line_id: str, stem: str) -> Question:
     """Return a row as a question, every value checked; `line_id` and `stem` are for rows without id and category."""
+    values = {}
     for key in FORMATS[format_name]:
         if key not in row:
             raise UserError(
-                f"{where} lacks the key {key!r} (it has {_keys(row)}), which {format_name} rows like the file's first "
-                "have; add it or remove the line"
+                f"{where} lacks the key {key!r}, which {format_name} rows like the file's first have; add it or remove "
+                "the line"
             )
-    values = {key: _checked(row[key], key, where) for key in FORMATS[format_name]}
+        value = row[key]
+        if key == "turns":
+            if not isinstance(value, list) or not value:
+                raise UserError(f"{where} has {_shown(value)} as 'turns'; give a list of one or more texts")
+            values[key] = tuple(_text(turn, f"turns[{i}]", where) for i, turn in enumerate(value))
+        else:
+            is_number = key in ("question_id", "task_id") and type(value) is int
+            values[key] = _text(str(value) if is_number else value, key, where, may_be_empty=key == "input")
     texts = [values[key] for key in ("prompt", "question", "instruction", "input") if key in values]
     turns = values.get("turns", ("\n".join(text for text in texts if text.strip()),))
-    return Question(
-        values.get("question_id", values.get("task_id", line_id)), values.get("category", stem), tuple(turns)
-    )
+    return Question(values.get("question_id", values.get("task_id", line_id)), values.get("category", stem), turns)
 
 
-def _checked(value: object, key: str, where: str) -> str | list[str]:
-    """Return a value of a row as text, or as texts where it is `turns`, without halves of characters."""
-    if key == "turns":
-        if not isinstance(value, list) or not value:
-            raise UserError(f"{where} has {_type_name(value)} as 'turns'; give a list of one or more texts")
-        return [_checked(turn, f"turns[{i}]", where) for i, turn in enumerate(value)]
-    wanted = "a text"
-    if key in ("question_id", "task_id"):
-        wanted = "a whole number or a text"
-        value = str(value) if type(value) is int else value
-    if not isinstance(value, str):
-        raise UserError(f"{where} has {_type_name(value)} as {key!r}; give {wanted}")
-    if not value.strip() and key != "input":
-        raise UserError(f"{where} has an empty text as {key!r}; fill it in or remove the line")
+def _text(value: object, key: str, where: str, may_be_empty: bool = False) -> str:
+    """Return a value of a row that must be a text, without halves of characters."""
+    if not isinstance(value, str) or not (value.strip() or may_be_empty):
+        raise UserError(f"{where} has {_shown(value)} as {key!r}; give a text or remove the line")
     return SURROGATE.sub("\ufffd", value)
 
 
-def _type_name(value: object) -> str:
-    return "an empty list" if value == [] else TYPE_NAMES.get(type(value), "a number")
-
-
-def _keys(row: dict) -> str:
-    return f"key{'s' if len(row) > 1 else ''} {', '.join(row)}" if row else "no keys"
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}.."
 
 
 def conversation_ids(

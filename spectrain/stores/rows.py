@@ -61,7 +61,7 @@ LABEL_COLUMNS = Features(
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseManifest:
-    """What `manifest.json` of a store of responses says."""
+    """The content of `manifest.json` of a store of responses."""
 
     version: int = 1
     kind: str = "responses"
@@ -78,7 +78,7 @@ class ResponseManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceManifest:
-    """What `manifest.json` of a store of acceptance labels says."""
+    """The content of `manifest.json` of a store of acceptance labels."""
 
     version: int = 1
     kind: str = "acceptance"
@@ -108,13 +108,8 @@ class ResponseStore:
     rows: Dataset
 
     def check_fits(self, target_fingerprint: str, name: str) -> None:
-        """Raises UserError where another target than `name` wrote these responses."""
-        if self.manifest.target_fingerprint != target_fingerprint:
-            raise UserError(
-                f"responses={self.folder} were written by {self.manifest.target} "
-                f"({self.manifest.target_fingerprint}), not by {name} ({target_fingerprint}); let it answer with "
-                f"{RESPONSES.built_by} target={name}"
-            )
+        """Raise UserError where another target than `name` wrote these responses."""
+        RESPONSES.check_target(self.folder, self.manifest, target_fingerprint, name)
 
 
 @dataclass(frozen=True)
@@ -126,25 +121,20 @@ class AcceptanceStore:
     rows: Dataset
 
     def check_fits(self, target_fingerprint: str, drafter_fingerprint: str, rollout_tokens: int | None) -> None:
-        """Raises UserError where the labels are of another target, another drafter, or other rollouts of it."""
+        """Raise UserError where the labels are of another target, another drafter, or other rollouts of it."""
         manifest, drafter = self.manifest, self.manifest.drafter
-        others = f"or make others with {ACCEPTANCE.built_by}"
-        if manifest.target_fingerprint != target_fingerprint:
-            raise UserError(
-                f"the labels in {self.folder} are of the target {manifest.target} ({manifest.target_fingerprint}), not "
-                f"of this one ({target_fingerprint}); give that target, {others} target=..."
-            )
+        ACCEPTANCE.check_target(self.folder, manifest, target_fingerprint, "this one")
         if drafter["fingerprint"] != drafter_fingerprint:
             raise UserError(
                 f"the labels in {self.folder} are of the {drafter['kind']} drafter {drafter['path']} "
                 f"({drafter['fingerprint']}), not of this one ({drafter_fingerprint}); give drafter={drafter['path']}, "
-                f"{others} drafter=..."
+                f"or make others with {ACCEPTANCE.built_by} drafter=..."
             )
         if manifest.rollout_tokens != rollout_tokens:
             raise UserError(
                 f"the labels in {self.folder} are of rollouts of {manifest.rollout_tokens} tokens, not of "
-                f"{rollout_tokens}; give rollout_tokens={manifest.rollout_tokens}, {others} "
-                f"rollout_tokens={rollout_tokens}"
+                f"{rollout_tokens}; give rollout_tokens={manifest.rollout_tokens}, or make others with "
+                f"{ACCEPTANCE.built_by} rollout_tokens={rollout_tokens}"
             )
 
 
@@ -165,23 +155,23 @@ def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: Respo
 
 
 def open_responses(folder: str | Path) -> ResponseStore:
-    """Raises UserError where the folder holds no whole store of responses, or one of another version."""
+    """Open a store of responses, or raise UserError where the folder holds no whole one of this version."""
     return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder), RESPONSE_COLUMNS, "responses"))
 
 
 def open_acceptance(folder: str | Path) -> AcceptanceStore:
-    """Raises UserError where the folder holds no whole store of acceptance labels, or one of another version."""
+    """Open a store of acceptance labels, or raise UserError where the folder holds no whole one of this version."""
     return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder), LABEL_COLUMNS, "rows"))
 
 
 def newest_responses(root: Path, target_fingerprint: str) -> Path:
-    """The newest store below `root` that this target wrote. Raises UserError where there is none."""
+    """Return the newest store below `root` that this target wrote, or raise UserError."""
     otherwise = f"responses of this target; run {RESPONSES.built_by} target=..., or give responses=<folder>"
     return RESPONSES.newest(root, lambda one: one.target_fingerprint == target_fingerprint, otherwise)
 
 
 def newest_acceptance(root: Path, target_fingerprint: str, drafter_fingerprint: str) -> Path:
-    """The newest store below `root` of this target and drafter. Raises UserError where there is none."""
+    """Return the newest store below `root` of this target and drafter, or raise UserError."""
     prints = target_fingerprint, drafter_fingerprint
     otherwise = f"acceptance labels of this target and drafter; make some with {ACCEPTANCE.built_by} drafter=..."
     return ACCEPTANCE.newest(
@@ -214,9 +204,6 @@ def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str
 
     Returns:
         The manifest, and the rows with these columns, memory-mapped.
-
-    Raises:
-        UserError: there is no store of this kind and version in the folder, or it is damaged.
     """
     manifest = kind.read_manifest(folder)
     try:

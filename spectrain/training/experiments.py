@@ -254,8 +254,7 @@ def _open_features(data: Mapping, target_fingerprint: str, layers: tuple[int, ..
         store = open_features(path, data["verify"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:  # ranks that Lightning starts leave it to the first
         store = open_features(path, data["verify"] and rank_zero_only.rank == 0)
-    store.check_fits(target_fingerprint, target)
-    store.check_layers(layers)
+    store.check_fits(target_fingerprint, target, layers)
     return store
 
 

@@ -303,7 +303,7 @@ BAD = {
     "share": (["held_out_share=1"], "held_out_share=1 must be a number in (0, 1)"),
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
     "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
-    "target": (["responses=responses", "target=other"], "were written by the tiny target ("),
+    "target": (["responses=responses", "target=other"], "is of the target the tiny target ("),
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.activations"),
     "out without a name": (["out=."], "out=. has no name of its own"),
 }
@@ -383,7 +383,7 @@ def test_training_from_responses_pads_rows(capture, learn, training, shared, ans
 REFUSED = {
     "vanilla": (["+exp=vanilla"], "data=offline is for +exp=spire and +exp=specdecpp only; give data=online"),
     "no store": (["data.path=null"], "checkpoints/ holds no activations of this target's blocks [2, 3]; capture them"),
-    "other target": (["target=other"], "the activations in store are of the target "),
+    "other target": (["target=other"], "data.path=store is of the target "),
     "missing layer": (["n_layer=3"], "of the target's blocks [2, 3], but the drafter reads [1, 2, 3]; capture them"),
     "damaged": (["data.path=damaged"], "damaged/shard-00001.safetensors is damaged"),
     "missing shard": (["data.path=lacking"], "data.path=lacking lacks shard-00001.safetensors"),

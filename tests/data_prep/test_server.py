@@ -39,7 +39,7 @@ def target(made):
 
 
 def read(body: object, target, asked: Answering = ASKED) -> Answer:
-    return read_completion(SimpleNamespace(status_code=200, json=lambda: body), target, asked)
+    return read_completion(SimpleNamespace(status_code=200, text=json.dumps(body)), target, asked)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +74,20 @@ def test_text_alone_is_tokenised(target):
 
 
 NONSENSE = [
-    ([], "no choices"),
-    ({"error": {"message": "busy"}}, "no choices in .*busy"),
-    ({"choices": []}, "no choices"),
-    ({"choices": ["x"]}, "no choices"),
-    ({"choices": [{}]}, "finish_reason is None"),
-    (completion(token_ids=[1], finish_reason="abort"), "finish_reason is 'abort'"),
-    (completion(token_ids=[1], finish_reason=["stop"]), "finish_reason is .'stop'."),
+    ([], "body: Input should be an object"),
+    ({"error": {"message": "busy"}}, "choices: Field required, not .*busy"),
+    ({"choices": []}, "choices: List should have at least 1 item"),
+    ({"choices": ["x"]}, "choices.0: Input should be an object"),
+    ({"choices": [{}]}, "finish_reason: Field required"),
+    (completion(token_ids=[1], finish_reason="abort"), "Input should be 'stop' or 'length', not 'abort'"),
+    (completion(token_ids=[1], finish_reason=["stop"]), "Input should be 'stop' or 'length', not .'stop'."),
     (completion(token_ids=[1, 300]), "token id 300 is outside the target's vocabulary of 300"),
-    (completion(token_ids=[-1]), "token id -1 is outside"),
-    (completion(token_ids=[1.0]), "no list of whole numbers"),
-    (completion(token_ids=[True]), "no list of whole numbers"),
-    (completion(token_ids="12"), "no list of whole numbers"),
+    (completion(token_ids=[-1]), "token_ids.0: Input should be greater than or equal to 0, not -1"),
+    (completion(token_ids=[1.0]), "token_ids.0: Input should be a valid integer"),
+    (completion(token_ids=[True]), "token_ids.0: Input should be a valid integer"),
+    (completion(token_ids="12"), "token_ids: Input should be a valid array"),
     (completion(text=None), "neither token_ids nor a text"),
-    (completion(text="\ud800"), "neither token_ids nor a text"),
+    (completion(text="\ud800"), "body: Invalid JSON"),
     (completion(token_ids=[], finish_reason="length"), "no token at all"),
 ]
 
@@ -185,7 +185,8 @@ def test_a_hung_or_broken_answer_is_a_failure(target):
     assert failed["q0"].startswith("no answer (ReadTimeout")
     assert failed["q1"].startswith("answers nonsense: DecodingError")
     assert failed["q2"].startswith("no answer (")
-    assert failed["q3"] == "answers nonsense: no JSON but '<html>busy</html>'"
+    assert failed["q3"].startswith("answers nonsense: body: Invalid JSON")
+    assert failed["q3"].endswith("not '<html>busy</html>'")
 
 
 def test_nothing_of_the_environment_but_the_key_is_sent(target, monkeypatch):

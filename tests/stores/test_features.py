@@ -170,12 +170,11 @@ def test_a_header_that_is_no_header_is_damage_without_verification(folder):
 
 def test_another_target_and_missing_layers_are_refused(folder):
     store = open_features(folder)
-    store.check_fits("a" * 16, "tiny")
-    store.check_layers((3,))
+    store.check_fits("a" * 16, "tiny", (3,))
     with pytest.raises(UserError, match=r"of the target tiny \(aaaaaaaaaaaaaaaa\), not of big \(cccccccccccccccc\)"):
-        store.check_fits("c" * 16, "big")
+        store.check_fits("c" * 16, "big", (3,))
     with pytest.raises(UserError, match=r"blocks \[1, 3\], but the drafter reads \[2, 3\]; .* layers=\[2,3\]$"):
-        store.check_layers((2, 3))
+        store.check_fits("a" * 16, "tiny", (2, 3))
 
 
 def test_the_newest_store_that_fits_is_found(tmp_path, shards):

@@ -85,7 +85,7 @@ def test_a_store_is_not_overwritten_and_half_a_store_never_seen(folder, tmp_path
 def test_another_target_is_refused_by_name(folder):
     store = open_responses(folder)
     store.check_fits("a" * 16, "the target")
-    with pytest.raises(UserError, match=r"written by the target \(a{16}\), not by other \(c{16}\); .* target=other"):
+    with pytest.raises(UserError, match=r"of the target the target \(a{16}\), not of other \(c{16}\); give that"):
         store.check_fits("c" * 16, "other")
 
 
