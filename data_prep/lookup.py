@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,13 +42,12 @@ def look_up(store: Datastore, context: Sequence[int]) -> Occurrences:
     for shard, row in zip(shards, ranges[shards, 0] + picks - (ends - sizes)[shards], strict=True):
         start = int(store.suffixes[shard][row]) + length
         tokens = store.tokens[shard][start : start + MAX_TOKENS].tolist()
-        ends_after = tokens.index(store.separator) if store.separator in tokens else len(tokens)
-        following.append(tuple(tokens[:ends_after]))  # none behind the document's end
+        following.append(tuple(itertools.takewhile(lambda token: token != store.separator, tokens)))
     return Occurrences(list(context[-length:]), total, len(following), likeliest(following))
 
 
 def likeliest(following: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
-    """The most frequent first tokens, each followed for as long as most of its places agree."""
+    """Return the most frequent first tokens, each followed for as long as most of its places agree."""
     continuations = []
     for token, _ in Counter(tokens[0] for tokens in following if tokens).most_common(MAX_CONTINUATIONS):
         group, n_tokens = [tokens for tokens in following if tokens[:1] == (token,)], 1

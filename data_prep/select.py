@@ -46,11 +46,7 @@ class Scoring:
     def of(
         cls, target: TargetModel, window_tokens: int | None, stride_tokens: int | None, batch_tokens: int
     ) -> Scoring:
-        """Options for a target; None takes min(its context, 1024) as the window and half of it as the stride.
-
-        Raises:
-            UserError: a value is out of its range.
-        """
+        """Check options for a target; None takes min(its context, 1024) as the window and half of it as the stride."""
         window_tokens = min(target.max_positions, 1024) if window_tokens is None else window_tokens
         check_whole("window_tokens", window_tokens, 2)
         if window_tokens > target.max_positions:
@@ -78,7 +74,7 @@ class Window(NamedTuple):
 
 
 def windows_of(document: int, n_tokens: int, window_tokens: int, stride_tokens: int) -> Iterator[Window]:
-    """The windows of a text of n_tokens, BOS included; none where it has no token to score."""
+    """Yield the windows of a text of n_tokens, BOS included; none where it has no token to score."""
     start, scored_from = 0, 1
     while scored_from < n_tokens:
         stop = min(start + window_tokens, n_tokens)
@@ -93,7 +89,7 @@ def perplexities(
     scoring: Scoring,
     advance: Advance = lambda n_tokens: None,
 ) -> np.ndarray:
-    """Perplexity of each document (token ids without BOS), infinity where it has no token to score.
+    """Compute the perplexity of each document (token ids without BOS), infinity where it has no token to score.
 
     `advance` is called after each batch with the tokens that it scored.
 
@@ -112,10 +108,10 @@ def perplexities(
         sums.append(_log_likelihoods(target, texts, rows))
         order += batch
         advance(sum(w.stop - w.scored_from for w in rows))
-    log_likelihood = np.zeros(len(texts))
     by_window = np.zeros(len(windows))
     if order:
         by_window[order] = torch.cat(sums).cpu().numpy()  # the one wait for the device
+    log_likelihood = np.zeros(len(texts))
     np.add.at(log_likelihood, [w.document for w in windows], by_window)  # in the windows' order, whatever the batches
     scored = np.array([len(text) - 1 for text in texts])
     with np.errstate(over="ignore"):
@@ -124,12 +120,12 @@ def perplexities(
 
 
 def batch_tokens(wanted: int, vocab_size: int) -> int:
-    """Tokens of a batch, bounded by the memory of its logits."""
+    """Return the tokens of a batch, bounded by the memory of its logits."""
     return max(1, min(wanted, LOGITS_BYTES // (4 * vocab_size)))
 
 
 def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Sequence[Window]) -> Tensor:
-    """Sum of log p over each row's scored tokens: [B] float64."""
+    """Sum log p over each row's scored tokens: [B] float64."""
     n_rows, n_tokens = len(rows), max(w.stop - w.start for w in rows) - 1
     tokens = np.zeros((n_rows, n_tokens + 1), dtype=np.int64)
     scored = np.zeros((n_rows, n_tokens), dtype=bool)
@@ -143,7 +139,7 @@ def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Seq
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log p of each token, in float32, a chunk of positions at a time.
+    """Compute log p of each token, in float32, a chunk of positions at a time.
 
     Args:
         logits: [B, T, V] in the model's dtype.
@@ -164,11 +160,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is kept; all given limits hold together.
-
-    Raises:
-        UserError: a value is out of its range.
-    """
+    """The documents that are kept; all given limits hold together. Values out of their range raise UserError."""
 
     keep: int | float | None = 0.5  # documents: a count, or a share of them below 1
     max_perplexity: float | None = None
@@ -177,18 +169,20 @@ class Selection:
     seed: int = 0
 
     def __post_init__(self):
-        keep, limit = self.keep, self.max_perplexity
-        if isinstance(keep, float):
-            if not 0 < keep <= 1:
-                raise UserError(f"keep={keep} must be a share in (0, 1], a whole number of documents, or null for all")
-        elif keep is not None:
-            check_whole("keep", keep, 1)
+        if isinstance(self.keep, float):
+            if not 0 < self.keep <= 1:
+                expected = "a share in (0, 1], a whole number of documents, or null for all"
+                raise UserError(f"keep={self.keep} must be {expected}")
+        elif self.keep is not None:
+            check_whole("keep", self.keep, 1)
         if self.keep_tokens is not None:
             check_whole("keep_tokens", self.keep_tokens, 1)
-        if limit is not None:
-            check_number("max_perplexity", limit, "[1, inf]")  # 1 is the lowest perplexity there is
+        if self.max_perplexity is not None:
+            check_number("max_perplexity", self.max_perplexity, "[1, inf]")  # 1 is the lowest perplexity there is
             if not self.by_perplexity:
-                raise UserError(f"max_perplexity={limit} needs perplexity_filter=true; give one or the other")
+                raise UserError(
+                    f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; give one or the other"
+                )
 
     @property
     def keeps_all(self) -> bool:
@@ -224,10 +218,9 @@ def select(
     if not selection.by_perplexity:
         scores = np.array([unit_hash(f"keep:{selection.seed}:{name}") for name in ids])
     order = np.argsort(scores, kind="stable")
-    if isinstance(selection.keep, float):
-        order = order[: max(1, round(selection.keep * n_documents))]
-    elif selection.keep is not None:
-        order = order[: selection.keep]
+    if selection.keep is not None:
+        is_share = isinstance(selection.keep, float)
+        order = order[: max(1, round(selection.keep * n_documents)) if is_share else selection.keep]
     if limit is not None:
         order = order[scores[order] <= limit]
         if not len(order):
@@ -242,22 +235,21 @@ def select(
                 f"keep_tokens={selection.keep_tokens} keeps nothing, the first document has {total[0]} tokens; raise it"
             )
         order = order[total <= selection.keep_tokens]
-    kept = np.zeros(n_documents, dtype=bool)
-    kept[order] = True
-    return kept
+    return np.isin(np.arange(n_documents), order)
 
 
 def rounded(value: float) -> float | None:
-    """Six digits of a perplexity; None for infinity, which JSON does not have."""
+    """Round a perplexity to six digits; None for infinity, which JSON does not have."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def quantiles(perplexities: np.ndarray) -> dict[str, float | None]:
-    """Of some documents; empty where there are none."""
+    """Return quantiles of some documents; none where there is no document."""
     if not len(perplexities):
         return {}
     # "lower" takes a document's own value: nothing lies between a number and infinity.
-    return {name: rounded(np.quantile(perplexities, q, method="lower")) for name, q in QUANTILES.items()}
+    values = np.quantile(perplexities, list(QUANTILES.values()), method="lower")
+    return dict(zip(QUANTILES, map(rounded, values), strict=True))
 
 
 def draw_histogram(file: Path, perplexities: np.ndarray, kept: np.ndarray, by_perplexity: bool) -> None:
@@ -285,8 +277,7 @@ def draw_histogram(file: Path, perplexities: np.ndarray, kept: np.ndarray, by_pe
             axes.xaxis.set_minor_formatter("{x:,.3g}")
             axes.tick_params(axis="x", which="minor", labelsize=7)
         axes.legend(frameon=False)
-    axes.set_xlabel("perplexity under the target (logarithmic)")
-    axes.set_ylabel("documents")
+    axes.set(xlabel="perplexity under the target (logarithmic)", ylabel="documents")
     axes.spines[["top", "right"]].set_visible(False)
     n_infinite = len(perplexities) - len(values)
     if n_infinite:

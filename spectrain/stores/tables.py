@@ -100,11 +100,10 @@ def _texts(
 ) -> Iterator[tuple[int, str]]:
     """Yield the texts of rows with these columns; None: the columns are not known beforehand."""
     if fields and columns is not None:
-        for field in fields:
-            if field not in columns:
-                raise UserError(
-                    f"{name} has no text field {field!r}; set corpus.fields to columns it has ({', '.join(columns)})"
-                )
+        if lacking := [field for field in fields if field not in columns]:
+            raise UserError(
+                f"{name} has no text field {lacking[0]!r}; set corpus.fields to columns it has ({', '.join(columns)})"
+            )
         if isinstance(rows, datasets.Dataset | datasets.IterableDataset):
             rows = rows.select_columns(list(fields))
     number = 0

@@ -6,7 +6,6 @@ Documents are held out whole, by a hash of their id: the split is the same on ev
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import logging
 import os
@@ -71,14 +70,14 @@ def read_documents(
     subset: str | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[Document]:
-    """Yields the documents of a corpus.
+    """Yield the documents of a corpus.
 
     Args:
         path: a file; a folder, of which every file that `SUFFIXES` names is read; a folder that
             `datasets.save_to_disk` wrote; otherwise the id of a Hugging Face dataset, which is streamed. A `.jsonl`
             file gives one document per line; a `.parquet` file and a dataset give one per row. None: the sources of
             this interpreter's standard library, without installed packages and modules of data (`encodings`).
-        fields: which fields of a row make its text, joined by blank lines; None: all fields that are strings.
+        fields: of a row that make its text, joined by blank lines; None: all fields that are strings.
         split: of a dataset.
         subset: of a dataset on the hub.
         skipped: counts what is left out.
@@ -155,12 +154,10 @@ def _file_documents(
 
 
 def _is_utf8(file: Path) -> bool:
-    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        with file.open("rb") as content:
-            while block := content.read(2**20):
-                decoder.decode(block)
-        decoder.decode(b"", final=True)
+        with file.open(encoding="utf-8") as content:
+            while content.read(2**20):
+                pass
     except UnicodeDecodeError:
         return False
     return True
@@ -229,14 +226,14 @@ def pack(
     if tokenizer.eos_token_id is None:
         raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
     ordered = sorted(documents, key=lambda document: unit_hash(document.id))[:max_documents]
-    sides: dict[bool, list[str]] = {True: [], False: []}
-    for document in ordered:
-        sides[is_held_out(document.id, held_out_share)].append(document.text)
-    rows = {side: rows_of(texts, tokenizer, row_tokens) for side, texts in sides.items()}
-    for side, name in ((False, "training"), (True, "held-out")):
-        if len(rows[side]) == 0:
+    held_out = [is_held_out(document.id, held_out_share) for document in ordered]
+    rows = {}
+    for name, side in {"training": False, "held-out": True}.items():
+        texts = [document.text for document, out in zip(ordered, held_out, strict=True) if out == side]
+        rows[side] = rows_of(texts, tokenizer, row_tokens)
+        if not len(rows[side]):
             raise UserError(
-                f"corpus too small: the {len(sides[side])} {name} documents make no {name} row of {row_tokens} tokens; "
+                f"corpus too small: the {len(texts)} {name} documents make no {name} row of {row_tokens} tokens; "
                 "use a larger corpus, a shorter data.row_tokens or another corpus.held_out_share"
             )
     return PackedRows(train=rows[False], held_out=rows[True])
