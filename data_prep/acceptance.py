@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> None:
         }
         labelling = Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens)
         target = target.with_capture(drafter.states.capture_layers)
-        parts = LabelParts(identity, manifest, responses, target, drafter.states, labelling, cfg.part_rows)
+        parts = LabelParts(identity, manifest, responses.rows, target, drafter.states, labelling, cfg.part_rows)
         out = store_path(cfg.out, "acceptance", identity)
         build = Build(fabric, "acceptance", out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
         tokens_per_s = build.run(lambda: parts)
@@ -65,13 +65,10 @@ def main(cfg: DictConfig) -> None:
 
 
 def find_sources(cfg: DictConfig, target: TargetModel) -> tuple[str, str, str]:
-    """Find the responses and the drafter that were given, or the newest that fit.
+    """Find the responses and the drafter that were given, or the newest that fit; UserError where there are none.
 
     Returns:
         The folder of responses, the drafter's kind (vanilla or spire) and its folder.
-
-    Raises:
-        UserError: there are none, or the responses are another target's.
     """
     target_fingerprint = fingerprint(target.model, target.tokenizer)
     responses = Path(cfg.responses) if cfg.responses else newest_responses(CHECKPOINTS, target_fingerprint)

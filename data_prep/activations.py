@@ -69,11 +69,7 @@ def capturing_target(cfg: DictConfig, target: TargetModel) -> TargetModel:
 
 
 def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
-    """Read the rows to capture, as training packs them.
-
-    Raises:
-        UserError: rows do not fit the target, the source gives none, or the responses are another target's.
-    """
+    """Read the rows to capture, as training packs them; UserError where there are none for this target."""
     if cfg.responses is not None:
         store = open_responses(cfg.responses)
         store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path)

@@ -98,11 +98,7 @@ def answer_in_loop(
 ) -> None:
     """Let the target answer in the decoding loop.
 
-    Args:
-        prompts: what is answered.
-        answers: where the answers go.
-        decode: `stream` with the target, any method, and all options but those of the prompts.
-        batch_size: prompts decoded together.
+    `decode` is `stream` with the target, any method, and all options but those of the prompts.
     """
     together = max(DECODED_TOGETHER, 64 * batch_size)
     for start in range(0, len(prompts), together):
@@ -176,11 +172,7 @@ class PromptParts(Parts):
         return sum(len(row["response"]) for row in answered_rows(build.work) if row["number"] in numbers)
 
     def write_store(self, build: Build) -> None:
-        """Write the store and put it in its place.
-
-        Raises:
-            UserError: prompts failed, and the store is not to be finished without them.
-        """
+        """Write the store and put it in its place; UserError where prompts failed that may not be left out."""
         rows = sorted(answered_rows(build.work), key=lambda row: row["number"])
         files = sorted(file for file in build.work.glob("failed-*.jsonl") if file.stat().st_size)
         reasons = {row["id"]: row["reason"] for file in files for row in read_lines(file)}

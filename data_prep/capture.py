@@ -78,11 +78,7 @@ class TokenRows:
 
 
 def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: float) -> TokenRows:
-    """Return one row per response, with its prompt before it, cut to `row_tokens`.
-
-    Raises:
-        UserError: no row is left for training or for validation.
-    """
+    """Return one row per response, with its prompt before it, cut to `row_tokens`; UserError where a side is empty."""
     texts, cut = [], 0
     for row in store.rows.with_format("numpy", columns=["id", "prompt", "response"]):
         text, n_prompt = np.concatenate([row["prompt"], row["response"]]).astype(np.int32), len(row["prompt"])
@@ -161,12 +157,9 @@ class ShardParts(Parts):
         return todo
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
-        """Capture these shards (see `Parts`); each is written while the next ones are computed.
+        """Capture these shards; each is written while the next ones are computed.
 
         After an error too, this waits for what is still to be written, so a shard is whole or not there.
-
-        Raises:
-            UserError: a batch is too large for memory, a feature is no number, or the disk is full.
         """
 
         def write(index: int, shard: Shard) -> None:

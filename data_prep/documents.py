@@ -63,9 +63,6 @@ class DocumentParts(Parts):
         """Read the corpus, write its parts as far as they are missing, and return those that have no scores.
 
         A dataset of the hub that was read to its end is not streamed again.
-
-        Raises:
-            UserError: the corpus is empty, has changed, or is malformed; or the disk is too small.
         """
         n_bytes, vocab_size = corpus_bytes(self.corpus.path), self.corpus.vocab_size
         need_bytes = partial(store_bytes, self.selection, vocab_size, self.shard_tokens)
@@ -103,11 +100,7 @@ class DocumentParts(Parts):
                 write_part(score_file(self.work, index), partial(np.save, arr=scores))
 
     def write_store(self, build: Build) -> None:
-        """Choose documents, write the store and put it in its place.
-
-        Raises:
-            UserError: nothing would be kept, a part or a score is damaged, or the disk is too small.
-        """
+        """Choose documents, write the store and put it in its place."""
         counts, vocab_size, scores = read_counts(self.work), self.corpus.vocab_size, None
         documents = [(part.ids, part.lengths) for part in self._parts()]
         ids, lengths = [name for names, _ in documents for name in names], np.concatenate([n for _, n in documents])

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import datasets
@@ -30,7 +31,7 @@ from spectrain.decoding.target import TargetModel
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.labels import label_texts
 from spectrain.stores.folder import digest
-from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceManifest, ResponseStore, save_rows
+from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceManifest, save_rows
 
 log = logging.getLogger(__name__)
 
@@ -52,43 +53,48 @@ class Labelling:
     batch_tokens: int  # of a forward, padding included; one row at least
 
 
+@dataclass(frozen=True)
 class LabelParts(Parts):
-    """The responses of a store, in the parts in which they are labelled.
+    """The responses of a store, in the parts in which they are labelled."""
 
-    Args:
-        identity: see `Parts`.
-        manifest: of the store, without counts.
-        responses: what is labelled.
-        target: captures the drafter's `capture_layers`.
-        states: of the drafter.
-        labelling: how.
-        part_rows: responses of a part.
-    """
+    identity: dict
+    manifest: AcceptanceManifest  # of the store, without counts
+    responses: Dataset
+    target: TargetModel  # captures the drafter's `capture_layers`
+    states: DraftStates  # of the drafter
+    labelling: Labelling
+    part_rows: int
 
     stage, made_before = "label", "parts are labelled"
 
-    def __init__(
-        self,
-        identity: dict,
-        manifest: AcceptanceManifest,
-        responses: ResponseStore,
-        target: TargetModel,
-        states: DraftStates,
-        labelling: Labelling,
-        part_rows: int,
-    ) -> None:
-        self.identity, self.manifest, self.responses = identity, manifest, responses.rows
-        self.target, self.states, self.labelling = target, states, labelling
-        self.max_tokens = target.max_positions  # that target and drafter both read; longer texts are skipped
-        if isinstance(states, ModelStates):
-            self.max_tokens = min(self.max_tokens, states.model.max_positions)
-        elif isinstance(states, SpireStates):
-            self.max_tokens = min(self.max_tokens, states.drafter.config.shape.max_positions)
-        self.lengths = text_lengths(responses.rows)
-        self.fits = self.lengths.sum(0) <= self.max_tokens  # [rows] bool: which responses are labelled
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return text_lengths(self.responses)
+
+    @cached_property
+    def max_tokens(self) -> int:
+        """Of the longest text that target and drafter both read; longer ones are skipped."""
+        limits = [self.target.max_positions]
+        if isinstance(self.states, ModelStates):
+            limits.append(self.states.model.max_positions)
+        elif isinstance(self.states, SpireStates):
+            limits.append(self.states.drafter.config.shape.max_positions)
+        return min(limits)
+
+    @cached_property
+    def fits(self) -> np.ndarray:
+        """[rows] bool: which responses are labelled."""
+        return self.lengths.sum(0) <= self.max_tokens
+
+    @cached_property
+    def rows(self) -> list[np.ndarray]:
+        """The rows of each part."""
         kept = np.flatnonzero(self.fits)
-        self.rows = np.split(kept, range(part_rows, len(kept), part_rows))  # of each part
-        self.sizes = [self.lengths[:, rows].sum() for rows in self.rows]
+        return np.split(kept, range(self.part_rows, len(kept), self.part_rows))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [self.lengths[:, rows].sum() for rows in self.rows]
 
     def missing(self, build: Build) -> list[int]:
         n_rows, skipped = len(self.fits), np.flatnonzero(~self.fits)
@@ -154,9 +160,6 @@ def label_rows(
 
     Returns:
         For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response].
-
-    Raises:
-        UserError: a probability is no number.
     """
     labelled: list[dict[str, np.ndarray]] = [{}] * len(rows)
     texts = [row["prompt"] + row["response"] for row in rows]

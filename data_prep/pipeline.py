@@ -154,8 +154,7 @@ class Build:
             Tokens/s of the parts that were missing; None where the store was complete but for its last renames.
 
         Raises:
-            UserError: another build holds the folder, a finished store or something else stands at `out`, the work
-                folder belongs to a build of something else, or the parts cannot be made.
+            UserError: the folder is in use, finished, or of another build, or the parts cannot be made.
         """
         fabric = self.fabric
         with contextlib.ExitStack() as lock:

@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 def launch(device: str, parallel: str) -> Fabric:
-    """Return this process alone, or as one of torchrun's ranks, for `target.device` and `target.parallel`.
-
-    Raises:
-        UserError: one process is to spread the target's layers, but there are several.
-    """
+    """Return this process alone, or as one of torchrun's ranks, for `target.device` and `target.parallel`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return Fabric(accelerator="cpu", devices=1)  # only counts ranks: the target stands where target.device says

@@ -76,11 +76,7 @@ def check_answering(cfg: DictConfig) -> Answering:
 
 
 def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answering: Answering) -> PromptParts:
-    """Open the target, or find the server, and return what is answered.
-
-    Raises:
-        UserError: the target, the method or the server does not work.
-    """
+    """Open the target, or find the server, and return what is answered."""
     config, server = build.config, None
     if cfg.source == "server":
         for name in ("httpx", "httpx2", "openai"):

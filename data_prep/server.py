@@ -55,11 +55,7 @@ class Completion(BaseModel):
 
 @dataclass(frozen=True)
 class CompletionServer:
-    """A server and how it is asked.
-
-    Raises:
-        UserError: the address or the key cannot be one.
-    """
+    """A server and how it is asked; UserError where the address or the key cannot be one."""
 
     base_url: str  # with or without /v1
     api_key: str | None = None
@@ -84,11 +80,7 @@ class CompletionServer:
         return self.base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     def find_model(self) -> str:
-        """Return the model to ask for, once the server has shown that it is one.
-
-        Raises:
-            UserError: it cannot be reached, is no such server, refuses, or serves several models and none is named.
-        """
+        """Return the model to ask for, once the server has shown that it serves it; else raise UserError."""
         address, model = f"base_url={self.root}", self.model
 
         async def ask() -> Any:
@@ -162,9 +154,7 @@ class CompletionServer:
     async def _ask(self, send: Callable[..., Awaitable[Any]], retries: int) -> Any:
         """Send a request, again while its failure may pass. Return the HTTP response, whatever its status.
 
-        Raises:
-            PromptFailed: it does not come, also when asked again.
-            UserError: nobody is there.
+        PromptFailed is raised where it does not come, UserError where nobody is there.
         """
         unsent = ["OpenAI-Organization", "OpenAI-Project"]  # which the client would take from the environment
         headers = {name: Omit() for name in (unsent if self.api_key else [*unsent, "Authorization"])}
@@ -205,10 +195,8 @@ def read_completion(response: Any, target: TargetModel, answering: Answering) ->
     """Read a completion as the decoding loop would have written it.
 
     `token_ids` are taken as they are; without them the text is tokenised. Servers leave the EOS out of the text, and
-    some out of the ids: where nothing else can have stopped the answer, it is appended.
-
-    Raises:
-        PromptFailed: the HTTP response is no completion of the target's.
+    some out of the ids: where nothing else can have stopped the answer, it is appended. PromptFailed is raised for
+    what is no completion of the target's.
     """
     if response.status_code != 200:
         raise PromptFailed(f"the server says {_complaint(response)}")

@@ -111,9 +111,6 @@ class Corpus:
 
         Returns:
             These tokens, and the tokens of a document on average.
-
-        Raises:
-            UserError: the corpus has no document with text.
         """
         sample = [document.text for document in islice(self.documents(Skipped(quiet=True)), SAMPLE_DOCUMENTS)]
         if not sample:
@@ -127,15 +124,10 @@ class Corpus:
         return int(n_bytes * tokens_per_byte * (1 - self.held_out_share)), document_bytes * tokens_per_byte
 
     def write_parts(self, work: Path, n_bytes: int | None, before_write: Callable[[Part, Counts], None]) -> Counts:
-        """Read the corpus to its end and write the parts that the work folder lacks.
+        """Read the corpus, of n_bytes if known, to its end and write the parts that the work folder lacks.
 
-        Args:
-            work: the work folder.
-            n_bytes: of the corpus; None: not known.
-            before_write: called with a part and what was counted before it; raises where the disk is too small.
-
-        Raises:
-            UserError: the corpus is malformed, or changed since the parts were written.
+        `before_write` is called with each part and what was counted before it. UserError is raised where the corpus
+        has changed since parts were written.
         """
         counts, skipped, seen = Counts(), Skipped(), set()
         before = read_counts(work)
@@ -193,11 +185,7 @@ class Corpus:
         return new
 
     def tokenised(self, documents: list[Document], digest: str) -> Part:
-        """Return a part of these documents, without those that the tokenizer normalises away.
-
-        Raises:
-            UserError: a document is too long for a shard, or the tokenizer is not the target's.
-        """
+        """Return a part of these documents, without those that the tokenizer normalises away."""
         texts = [document.text for document in documents]
         encoded = self.tokenizer(texts, **TOKENS_ONLY)["input_ids"] if texts else []
         kept = [(document.id, row) for document, row in zip(documents, encoded, strict=True) if row]

@@ -103,8 +103,7 @@ class StoreKind(Generic[M]):
     def newest(self, root: Path, fits: Callable[[M], int], otherwise: str) -> Path:
         """Return the newest store of this kind below `root` whose manifest fits best (0: not at all).
 
-        Raises:
-            UserError: there is none; `otherwise` says of what, and what to do.
+        Where there is none, UserError says of what, and what to do, in the words of `otherwise`.
         """
         fitting = []
         for file in root.glob(f"[!.]*/{MANIFEST}"):
@@ -123,10 +122,7 @@ class StoreKind(Generic[M]):
 
 
 def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] | None = None) -> None:
-    """Write the dataclass with its `files` filled in: bytes and sha256 of each, by name.
-
-    Without `files` they are those that stand in the folder, which are read.
-    """
+    """Write the dataclass with its `files` (None: all in the folder): bytes and sha256 of each, by name."""
     if files is None:
         files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
     write_json(folder / MANIFEST, dataclasses.replace(manifest, files=files))
@@ -157,11 +153,7 @@ def strict(value: object) -> object:
 
 
 def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:
-    """Fill a folder through `write(folder)` so that it appears whole or not at all.
-
-    Raises:
-        UserError: `destination` exists already and is not to be replaced.
-    """
+    """Fill a folder through `write(folder)` so that it appears whole or not at all; UserError where one exists."""
     if not replace:
         refuse_existing(destination)
     remove_leftovers(destination)
@@ -268,10 +260,8 @@ def to_disk(file: Path) -> None:
 def locked(folder: Path, by: str, otherwise: str = "") -> Iterator[None]:
     """Keep other processes out of a folder that exists. A killed process's lock goes with it.
 
-    The folder is locked itself: a file inside would go with its content.
-
-    Raises:
-        UserError: another process holds it, which is called `by`; `otherwise` is what else than waiting can be done.
+    The folder is locked itself: a file inside would go with its content. Where another process holds it, UserError
+    calls that process `by`; `otherwise` is what else than waiting can be done.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -38,8 +38,7 @@ class Question:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     """Read the first `limit` questions of a prompt file; None: all. Halves of characters become U+FFFD.
 
-    Raises:
-        UserError: there is no such file, it has no question, or a line is not a row of the file's format.
+    UserError is raised where there is no such file, or a line is not a row of its format.
     """
     if limit is not None:
         check_whole("limit", limit, 1)
@@ -65,11 +64,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
 
 
 def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
-    """Yield line numbers, from 1, and objects of a user's JSON-lines file; empty lines are passed over.
-
-    Raises:
-        UserError: a line is not UTF-8 or no JSON object; the message calls the file `name`.
-    """
+    """Yield line numbers, from 1, and objects of a user's JSON-lines file, which messages call `name`."""
     with file.open("rb") as lines:  # as bytes only a line feed ends a line, no carriage return or U+2028
         for number, line in enumerate(lines, start=1):
             where = f"line {number} of {name}"

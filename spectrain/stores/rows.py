@@ -139,11 +139,7 @@ class AcceptanceStore:
 
 
 def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: ResponseManifest) -> None:
-    """Write a store of rows with RESPONSE_COLUMNS so that it appears whole or not at all.
-
-    Raises:
-        UserError: `folder` exists, or there are no rows.
-    """
+    """Write a store of rows with RESPONSE_COLUMNS so that it appears whole or not at all; UserError without rows."""
     columns: dict[str, list] = {name: [] for name in RESPONSE_COLUMNS}
     for row in rows:
         for name, column in columns.items():
@@ -180,10 +176,7 @@ def newest_acceptance(root: Path, target_fingerprint: str, drafter_fingerprint: 
 
 
 def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> None:
-    """Write rows so that the folder appears whole or not at all; see `write_folder`.
-
-    `manifest`: a dataclass, whose `files` are filled in; None: a part of a store, which has none.
-    """
+    """Write rows, and a manifest if it is a whole store, so that the folder appears whole or not at all."""
 
     def write(temporary: Path) -> None:
         bars = not datasets.are_progress_bars_disabled()
@@ -200,10 +193,9 @@ def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> No
 
 
 def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str) -> tuple[M, Dataset]:
-    """Read every file of a store and compare it with the manifest, whose `counts[counted]` is the number of rows.
+    """Return the manifest and the memory-mapped rows of a store, every file read and compared with the manifest.
 
-    Returns:
-        The manifest, and the rows with these columns, memory-mapped.
+    `features` are the columns, and `counts[counted]` of the manifest is the number of rows.
     """
     manifest = kind.read_manifest(folder)
     try:
