@@ -62,9 +62,7 @@ def capturing_target(cfg: DictConfig, target: TargetModel) -> TargetModel:
     layers = list(cfg.layers) if OmegaConf.is_list(cfg.layers) else [cfg.layers]
     is_block = [isinstance(one, int) and not isinstance(one, bool) and 0 <= one < target.n_layer for one in layers]
     if not layers or not all(is_block) or layers != sorted(set(layers)):
-        raise UserError(
-            f"layers={cfg.layers} must be blocks of the target, 0 to {target.n_layer - 1}, each once and in order"
-        )
+        raise UserError(f"layers={cfg.layers} must be blocks 0 to {target.n_layer - 1}, each once and in order")
     return target.with_capture(layers)
 
 
@@ -75,10 +73,7 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
         store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path)
         return rows_of_responses(store, min(cfg.row_tokens, target.max_positions), cfg.held_out_share)
     if cfg.row_tokens > target.max_positions:
-        raise UserError(
-            f"row_tokens={cfg.row_tokens} is longer than the target's context of {target.max_positions}; "
-            "lower row_tokens"
-        )
+        raise UserError(f"row_tokens={cfg.row_tokens} is above the target's {target.max_positions} tokens; lower it")
     corpus = cfg.corpus
     documents = read_documents(corpus.path, corpus.fields, corpus.split, corpus.subset)
     packed = pack(documents, target.tokenizer, cfg.row_tokens, corpus.held_out_share, corpus.max_documents)

@@ -132,10 +132,7 @@ def inspect(cfg: DictConfig) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(bundled_folder(path) or path)
     except Exception as error:  # tokenizers, JSON and the hub each raise their own types here
-        raise UserError(
-            f"the tokenizer of {path} cannot be read ({type(error).__name__}); give target=<folder or id> of the "
-            "datastore's target"
-        ) from error
+        raise UserError(f"the tokenizer of {path} cannot be read ({type(error).__name__}); give target=...") from error
     store.check_fits(tokenizer_fingerprint(tokenizer), path)
     show_lookup(store, tokenizer, str(cfg.lookup))
 

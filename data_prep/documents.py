@@ -93,9 +93,7 @@ class DocumentParts(Parts):
             scores = perplexities(self.target, part.documents(), self.scoring, advance)
             bad = np.flatnonzero(np.isnan(scores))
             if len(bad):
-                raise UserError(
-                    f"the target's perplexity of {part.ids[bad[0]]} is no number; give target.dtype=float32"
-                )
+                raise UserError(f"the perplexity of {part.ids[bad[0]]} is no number; give target.dtype=float32")
             if build.writes:
                 write_part(score_file(self.work, index), partial(np.save, arr=scores))
 

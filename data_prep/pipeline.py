@@ -185,9 +185,7 @@ class Build:
                 self.clear()
                 return True
         if self._stands(self.out) and not self.fresh:
-            raise UserError(
-                f"{self.out} is finished; change an option, give another out, or build it anew with fresh=true"
-            )
+            raise UserError(f"{self.out} is finished; change an option, give another out, or give fresh=true")
         return False
 
     def _begin(self, parts: Parts) -> list[int]:

@@ -51,15 +51,12 @@ class Scoring:
         check_whole("window_tokens", window_tokens, 2)
         if window_tokens > target.max_positions:
             raise UserError(
-                f"window_tokens={window_tokens} is longer than the target's context of {target.max_positions}; lower it"
+                f"window_tokens={window_tokens} is above the target's {target.max_positions} tokens; lower it"
             )
         stride_tokens = window_tokens // 2 if stride_tokens is None else stride_tokens
         check_whole("stride_tokens", stride_tokens, 1)
         if stride_tokens >= window_tokens:
-            raise UserError(
-                f"stride_tokens={stride_tokens} must be below window_tokens={window_tokens}, or a window's first token "
-                "has none before it"
-            )
+            raise UserError(f"stride_tokens={stride_tokens} must be below window_tokens={window_tokens}")
         check_whole("batch_tokens", batch_tokens, 1)
         return cls(window_tokens, stride_tokens, batch_tokens, target.tokenizer.bos_token_id)
 
@@ -180,9 +177,7 @@ class Selection:
         if self.max_perplexity is not None:
             check_number("max_perplexity", self.max_perplexity, "[1, inf]")  # 1 is the lowest perplexity there is
             if not self.by_perplexity:
-                raise UserError(
-                    f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; give one or the other"
-                )
+                raise UserError(f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; remove one")
 
     @property
     def keeps_all(self) -> bool:
@@ -224,15 +219,12 @@ def select(
     if limit is not None:
         order = order[scores[order] <= limit]
         if not len(order):
-            raise UserError(
-                f"max_perplexity={limit} keeps none of {n_documents} documents, the lowest is {scores.min():.4g}; "
-                "raise it"
-            )
+            raise UserError(f"max_perplexity={limit} keeps no document, the lowest has {scores.min():.4g}; raise it")
     if selection.keep_tokens is not None:
         total = np.cumsum(lengths[order])
         if total[0] > selection.keep_tokens:
             raise UserError(
-                f"keep_tokens={selection.keep_tokens} keeps nothing, the first document has {total[0]} tokens; raise it"
+                f"keep_tokens={selection.keep_tokens} keeps nothing, the first has {total[0]} tokens; raise it"
             )
         order = order[total <= selection.keep_tokens]
     return np.isin(np.arange(n_documents), order)

@@ -98,10 +98,7 @@ class CompletionServer:
         try:
             served = [entry["id"] for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f"{address} answers nonsense to GET /v1/models ({_complaint(response)}); give the address of an "
-                "OpenAI-compatible server"
-            ) from None
+            raise UserError(f"{address} is no OpenAI-compatible server ({_complaint(response)})") from None
         names = ", ".join(map(str, served))
         if model is None and len(served) != 1:
             raise UserError(f"{address} serves {names or 'no model'}; give model=<name>")

@@ -191,10 +191,7 @@ class Corpus:
         kept = [(document.id, row) for document, row in zip(documents, encoded, strict=True) if row]
         for name, row in kept:
             if len(row) >= MAX_SHARD_TOKENS:
-                raise UserError(
-                    f"{name} has {len(row)} tokens, more than the {MAX_SHARD_TOKENS - 1} that one shard holds; "
-                    "split the document"
-                )
+                raise UserError(f"{name} has {len(row)} tokens, a shard {MAX_SHARD_TOKENS - 1}; split the document")
             if max(row) >= self.vocab_size:
                 raise UserError(
                     f"the tokenizer gives token {max(row)} in {name}, but the target knows {self.vocab_size}; "

@@ -200,7 +200,7 @@ def test_a_disk_that_fills_up_is_said_and_leaves_nothing_half_written(run, small
         code, _, err = run("train", *arguments)
     assert code == 2
     disk = "made" if fills_at == "export" else "r"
-    assert f"error: the disk of {disk} is full; free some space and give the same command again, which goes on" in err
+    assert f"error: the disk of {disk} is full; free some and run the same command again, which goes on" in err
     assert "Traceback" not in err
     left = [file.name for file in Path().rglob("*") if ".partial" in file.name or file.name.startswith(".made")]
     assert not left

@@ -234,6 +234,6 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(runs, reported, monkeypat
         patch.setattr(Path, "write_text", full)
         code, _, err = reported("runs=runs")
     assert code == 2
-    assert "is full; free some space and give the same command again" in err
+    assert "is full; free some and run the same command again" in err
     assert Path("report.html").read_text() == before
     assert not list(Path().glob(".report.html*"))

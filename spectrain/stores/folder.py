@@ -286,9 +286,7 @@ def naming_a_full_disk(folder: Path, again: str = "") -> Iterator[None]:
     except Exception as error:
         if not is_disk_full(error):
             raise
-        raise UserError(
-            f"the disk of {folder} is full; free some space and give the same command again{again}"
-        ) from error
+        raise UserError(f"the disk of {folder} is full; free some and run the same command again{again}") from error
 
 
 def is_disk_full(error: BaseException) -> bool:

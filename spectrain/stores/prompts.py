@@ -74,9 +74,7 @@ def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{where} is not JSON ({error.msg}, column {error.colno}); mend or remove the line"
-                ) from error
+                raise UserError(f"{where} is not JSON ({error.msg}, column {error.colno}); mend it") from error
             if isinstance(row, dict):
                 yield number, row
             elif text.strip():
@@ -96,10 +94,7 @@ def _question(row: dict, format_name: str, where: str, line_id: str, stem: str) 
     values = {}
     for key in FORMATS[format_name]:
         if key not in row:
-            raise UserError(
-                f"{where} lacks the key {key!r}, which {format_name} rows like the file's first have; add it or remove "
-                "the line"
-            )
+            raise UserError(f"{where} lacks the key {key!r} of {format_name} rows like the file's first; add it")
         value = row[key]
         if key == "turns":
             if not isinstance(value, list) or not value:

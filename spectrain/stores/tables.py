@@ -82,9 +82,7 @@ def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] |
         except HfHubHTTPError as error:
             raise UserError(f"{where} was not found ({_line(error)}); check the name") from error
         except Exception as error:  # the HTTP library's own types
-            raise UserError(
-                f"{where} cannot be reached ({_line(error)}); give an existing path, or an id while online"
-            ) from error
+            raise UserError(f"{where} cannot be reached ({_line(error)}); give an existing path") from error
     try:
         rows = datasets.load_dataset(name, subset, split=split, streaming=True)
     except Exception as error:  # datasets, its readers and the hub each raise their own types here
@@ -101,9 +99,7 @@ def _texts(
     """Yield the texts of rows with these columns; None: the columns are not known beforehand."""
     if fields and columns is not None:
         if lacking := [field for field in fields if field not in columns]:
-            raise UserError(
-                f"{name} has no text field {lacking[0]!r}; set corpus.fields to columns it has ({', '.join(columns)})"
-            )
+            raise UserError(f"{name} has no text field {lacking[0]!r}; set corpus.fields to its ({', '.join(columns)})")
         if isinstance(rows, datasets.Dataset | datasets.IterableDataset):
             rows = rows.select_columns(list(fields))
     number = 0
@@ -113,9 +109,7 @@ def _texts(
     except UserError:
         raise
     except Exception as error:  # a shard that is damaged, or the network that went away
-        raise UserError(
-            f"{name} cannot be read after row {number} ({_line(error)}); try again later, or fetch it anew"
-        ) from error
+        raise UserError(f"{name} cannot be read after row {number} ({_line(error)}); fetch it anew") from error
 
 
 def row_text(row: dict, fields: Sequence[str] | None, where: str) -> str:

@@ -99,10 +99,8 @@ def read_documents(
             for file in files:
                 yield from _file_documents(file, root, fields, skipped, level)
     except OSError as error:  # no file may go missing unnoticed
-        raise UserError(
-            f"{error.filename or path} cannot be read ({error.strerror or error}); make it readable, or take it out of "
-            "the corpus"
-        ) from error
+        reason = error.strerror or error
+        raise UserError(f"{error.filename or path} cannot be read ({reason}); make it readable or remove it") from error
 
 
 def is_remote(path: str | None) -> bool:

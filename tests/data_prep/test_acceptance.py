@@ -207,7 +207,7 @@ def test_a_finished_store_is_refused_unless_fresh(label, asked):
     before = contents("a")
     code, _, err = label(*asked, "out=a")
     assert code == 2
-    assert err.strip() == "error: a is finished; change an option, give another out, or build it anew with fresh=true"
+    assert err.strip() == "error: a is finished; change an option, give another out, or give fresh=true"
     assert label(*asked, "out=a", "fresh=true", "sampling=t1")[0] == 0
     assert contents("a") != before
 

@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_command_goes_on(capture
         patch.setattr(feature_store, "save_file", save_some)
         code, _, err = capture(*asked, "out=a")
     assert code == 2
-    assert "error: the disk of .a.partial is full; free some space and give the same command again" in err
+    assert "error: the disk of .a.partial is full; free some and run the same command again" in err
     assert "Traceback" not in err
     assert sorted(os.listdir()) == [".a.partial", "whole"]
     shards = [file.name for file in Path(".a.partial/store").iterdir()]
@@ -285,19 +285,19 @@ def test_a_begun_build_refuses_another_corpus_and_other_options(capture, asked, 
     assert capture(*asked, "fresh=true")[0] == 0
     code, _, err = capture(*asked)
     assert code == 2
-    assert err.strip() == "error: a is finished; change an option, give another out, or build it anew with fresh=true"
+    assert err.strip() == "error: a is finished; change an option, give another out, or give fresh=true"
 
 
 BAD = {
     "rows": (["row_tokens=0"], "row_tokens=0 must be a whole number of at least 1"),
-    "long rows": (["row_tokens=512"], "row_tokens=512 is longer than the target's context of 256; lower row_tokens"),
+    "long rows": (["row_tokens=512"], "row_tokens=512 is above the target's 256 tokens; lower it"),
     "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "corpus too small: the "),
     "batch": (["batch_tokens=none"], "batch_tokens=none must be a whole number"),
     "shard": (["shard_tokens=0.5"], "shard_tokens=0.5 must be a whole number"),
     "fresh": (["fresh=maybe"], "fresh=maybe must be true or false"),
     "dtype": (["dtype=int4"], "dtype=int4 must be one of bfloat16, int8"),
     "precision": (["precision=64-true"], "precision=64-true must be one of 32-true"),
-    "layers": (["layers=[3,4]"], "layers=[3, 4] must be blocks of the target, 0 to 3, each once and in order"),
+    "layers": (["layers=[3,4]"], "layers=[3, 4] must be blocks 0 to 3, each once and in order"),
     "layers in disorder": (["layers=[3,1]"], "each once and in order"),
     "no layers": (["layers=[]"], "layers=[] must be blocks"),
     "share": (["held_out_share=1"], "held_out_share=1 must be a number in (0, 1)"),

@@ -77,7 +77,7 @@ def test_equal_commands_give_equal_bytes_and_a_finished_store_is_refused(run, sm
     assert contents("a") == contents("b")
     code, _, err = run(*small, "out=a")
     assert code == 2
-    assert err.strip() == ("error: a is finished; change an option, give another out, or build it anew with fresh=true")
+    assert err.strip() == ("error: a is finished; change an option, give another out, or give fresh=true")
     before = Path("a/manifest.json").stat().st_mtime_ns
     assert run(*small, "out=a", "fresh=true")[0] == 0
     assert Path("a/manifest.json").stat().st_mtime_ns > before
@@ -204,8 +204,8 @@ def test_limits_hold_together(options, kept):
 
 def test_what_keeps_nothing_is_said():
     for options, message in (
-        ({"max_perplexity": 1.5}, "max_perplexity=1.5 keeps none of 6 documents, the lowest is 2; raise it"),
-        ({"keep_tokens": 19}, "keep_tokens=19 keeps nothing, the first document has 20 tokens; raise it"),
+        ({"max_perplexity": 1.5}, "max_perplexity=1.5 keeps no document, the lowest has 2; raise it"),
+        ({"keep_tokens": 19}, "keep_tokens=19 keeps nothing, the first has 20 tokens; raise it"),
     ):
         with pytest.raises(UserError, match=message):
             select(Selection(keep=None, **options), list("abcdef"), TOKENS, SCORES)
@@ -314,7 +314,7 @@ BAD = {
         ["max_perplexity=9", "perplexity_filter=false"],
         "max_perplexity=9 needs perplexity_filter",
     ),
-    "window": (["window_tokens=9999"], "window_tokens=9999 is longer than the target's context of 256"),
+    "window": (["window_tokens=9999"], "window_tokens=9999 is above the target's 256 tokens"),
     "filter": (["perplexity_filter=maybe"], "perplexity_filter=maybe must be true or false"),
     "held out": (["corpus.held_out_share=1"], "corpus.held_out_share=1 must be a number in [0, 1)"),
     "shards": (["shard_tokens=0"], "shard_tokens=0 must be a whole number"),

@@ -225,7 +225,7 @@ def test_parts_of_an_unknown_build_are_not_used(run, small, scored, monkeypatch)
 def test_scores_are_found_again_by_another_choice(run, small, scored, monkeypatch, out):
     code, _, err = run(*small, *out, "max_perplexity=1.01")
     assert code == 2
-    assert "keeps none of" in err
+    assert "keeps no document" in err
     assert len(scored) == 6
     monkeypatch.setattr("data_prep.tokenise.Corpus.tokenised", lambda *arguments: pytest.fail("tokenised again"))
     code, _, err = run(*small, *out, "keep_tokens=1", "shard_tokens=300", "always_score=true")

@@ -231,7 +231,7 @@ def test_a_finished_store_is_replaced_only_when_asked(respond, asked, tmp_path):
     assert folder.name.startswith("responses-")
     code, _, err = respond(*asked)
     assert code == 2
-    assert err == f"error: {folder} is finished; change an option, give another out, or build it anew with fresh=true\n"
+    assert err == f"error: {folder} is finished; change an option, give another out, or give fresh=true\n"
     before = (folder / "manifest.json").stat().st_mtime_ns
     assert respond(*asked, "fresh=true")[0] == 0
     assert (folder / "manifest.json").stat().st_mtime_ns > before

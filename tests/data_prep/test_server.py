@@ -226,11 +226,11 @@ def free_port() -> int:
 
 
 STARTS = {
-    "html": ((200, {}, b"<html>hello</html>"), {}, "answers nonsense to GET /v1/models .200: '<html>hello"),
-    "no list": ({"data": 3}, {}, "answers nonsense"),
+    "html": ((200, {}, b"<html>hello</html>"), {}, "is no OpenAI-compatible server .200: '<html>hello"),
+    "no list": ({"data": 3}, {}, "is no OpenAI-compatible server"),
     "refused": ((401, {}, b'{"detail": "no key"}'), {}, "refuses .401: 'no key'.; set OPENAI_API_KEY"),
     "ill": ((500, {}, b"oops"), {}, "does not work: the server says 500: 'oops'"),
-    "not found": ((404, {}, b"nothing"), {}, "answers nonsense to GET /v1/models .404"),
+    "not found": ((404, {}, b"nothing"), {}, "is no OpenAI-compatible server .404"),
     "none": ({"data": []}, {}, "serves no model"),
     "two": ({"data": [{"id": "a"}, {"id": "b"}]}, {}, "serves a, b; give model="),
     "another": ({"data": [{"id": "a"}]}, {"model": "b"}, "model=b is not served by .*; choose among a"),
