@@ -57,11 +57,9 @@ def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[
         longest = lengths[order[start]]
         full = max(1, budget_tokens // longest)
         busy = max(1, full // BUSY_PART)
-        stop = start + 1
-        while stop < min(start + full, len(order)):
-            if stop - start >= busy and lengths[order[stop]] < longest * (1 - MAX_PADDING):
-                break
-            stop += 1
+        end = min(start + full, len(order))
+        shorter = (i for i in range(start + busy, end) if lengths[order[i]] < longest * (1 - MAX_PADDING))
+        stop = next(shorter, end)
         yield order[start:stop]
         start = stop
 
@@ -172,7 +170,9 @@ class Build:
                 parts.make(self, mine, advance)
             fabric.barrier()
             elapsed_s = max(time.monotonic() - start_s, 1e-9)
-            return decided(fabric, partial(self._finish, parts, todo)) / elapsed_s
+            n_tokens = decided(fabric, partial(parts.n_tokens, self, todo))
+            decided(fabric, partial(parts.write_store, self))
+            return n_tokens / elapsed_s
 
     def _open(self, lock: contextlib.ExitStack) -> bool:
         """Lock the work folder. Return whether this very store was complete already, but for its last renames."""
@@ -211,11 +211,6 @@ class Build:
         if len(todo) < n_parts:
             log.info("%d of %d %s already", n_parts - len(todo), n_parts, parts.made_before)
         return todo
-
-    def _finish(self, parts: Parts, made: Sequence[int]) -> int:
-        n_tokens = parts.n_tokens(self, made)
-        parts.write_store(self)
-        return n_tokens
 
     @contextlib.contextmanager
     def _cleared_if_nothing_begun(self, world_size: int = 1) -> Iterator[None]:

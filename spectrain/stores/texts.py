@@ -26,13 +26,12 @@ from spectrain.stores.tables import hub_texts, is_saved, jsonl_texts, parquet_by
 log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-PROSE = (".txt", ".md", ".rst", ".tex")
-CODE = (
+SUFFIXES = (
+    *(".txt", ".md", ".rst", ".tex", ".jsonl", ".parquet"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala"),
     *(".js", ".jsx", ".ts", ".tsx", ".cs", ".swift", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".sh"),
     *(".sql", ".proto", ".html", ".css"),
 )
-SUFFIXES = (*PROSE, *CODE, ".jsonl", ".parquet")
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
 STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees, as in conf/corpus/stdlib.yaml
@@ -87,20 +86,44 @@ def read_documents(
     """
     skipped = Skipped() if skipped is None else skipped
     try:
-        if is_remote(path):
-            log.info("streaming %s from the Hugging Face hub", path)
-            name = f"{subset or ''}:{split}".lstrip(":")
-            yield from _documents(name, hub_texts(path, subset, split, fields), skipped)
-        elif is_saved(path):
-            yield from _documents("row", saved_texts(Path(path).expanduser(), split, fields), skipped)
-        else:
-            root, files = _files(path)
-            level = logging.DEBUG if skipped.quiet or path is None else logging.WARNING
-            for file in files:
-                yield from _file_documents(file, root, fields, skipped, level)
+        for name, texts in _sources(path, fields, split, subset, skipped):
+            for number, text in texts:
+                if text.strip():
+                    yield Document(name if number is None else f"{name}:{number}", text)
+                else:
+                    skipped.empty += 1
     except OSError as error:  # no file may go missing unnoticed
         reason = error.strerror or error
         raise UserError(f"{error.filename or path} cannot be read ({reason}); make it readable or remove it") from error
+
+
+def _sources(
+    path: str | None, fields: list[str] | None, split: str, subset: str | None, skipped: Skipped
+) -> Iterator[tuple[str, Iterable[tuple[int | None, str]]]]:
+    """Yield the name of each file or dataset of a corpus, and its texts with their numbers; None: its only text."""
+    if is_remote(path):
+        log.info("streaming %s from the Hugging Face hub", path)
+        yield f"{subset or ''}:{split}".lstrip(":"), hub_texts(path, subset, split, fields)
+        return
+    if is_saved(path):
+        yield "row", saved_texts(Path(path).expanduser(), split, fields)
+        return
+    root, files = _files(path)
+    level = logging.DEBUG if skipped.quiet or path is None else logging.WARNING
+    for file in files:
+        # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
+        name = os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace")
+        if file.suffix == ".parquet":
+            yield name, parquet_texts(file, name, fields)
+        elif not _is_utf8(file):
+            log.log(
+                logging.DEBUG if skipped.quiet or path is None else logging.WARNING, "left out, not UTF-8: %s", name
+            )
+            skipped.not_utf8.append(name)
+        elif file.suffix == ".jsonl":
+            yield name, jsonl_texts(file, name, fields)
+        else:
+            yield name, [(None, file.read_text(encoding="utf-8"))]
 
 
 def is_remote(path: str | None) -> bool:
@@ -130,25 +153,12 @@ def _files(path: str | None) -> tuple[Path, list[Path]]:
     root = Path(path).expanduser()
     if root.is_file():
         return root.parent, [root]
-    files = [file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
-    hidden = {file for file in files if any(part.startswith(".") for part in file.relative_to(root).parts[:-1])}
-    return root, sorted(set(files) - hidden)
 
+    def is_read(file: Path) -> bool:
+        is_hidden = any(part.startswith(".") for part in file.relative_to(root).parts[:-1])
+        return file.suffix in SUFFIXES and not is_hidden and file.is_file()
 
-def _file_documents(
-    file: Path, root: Path, fields: list[str] | None, skipped: Skipped, level: int
-) -> Iterator[Document]:
-    # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
-    name = os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace")
-    if file.suffix == ".parquet":
-        yield from _documents(name, parquet_texts(file, name, fields), skipped)
-    elif not _is_utf8(file):
-        log.log(level, "left out, not UTF-8: %s", name)
-        skipped.not_utf8.append(name)
-    elif file.suffix == ".jsonl":
-        yield from _documents(name, jsonl_texts(file, name, fields), skipped)
-    else:
-        yield from _documents(name, [(None, file.read_text(encoding="utf-8"))], skipped)
+    return root, sorted(filter(is_read, root.rglob("*")))
 
 
 def _is_utf8(file: Path) -> bool:
@@ -159,15 +169,6 @@ def _is_utf8(file: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _documents(name: str, texts: Iterable[tuple[int | None, str]], skipped: Skipped) -> Iterator[Document]:
-    """Yield (number, text) pairs as documents named after their file and number; None: the file's only text."""
-    for number, text in texts:
-        if text.strip():
-            yield Document(name if number is None else f"{name}:{number}", text)
-        else:
-            skipped.empty += 1
 
 
 def is_held_out(document_id: str, share: float) -> bool:
