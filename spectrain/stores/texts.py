@@ -116,9 +116,7 @@ def _sources(
         if file.suffix == ".parquet":
             yield name, parquet_texts(file, name, fields)
         elif not _is_utf8(file):
-            log.log(
-                logging.DEBUG if skipped.quiet or path is None else logging.WARNING, "left out, not UTF-8: %s", name
-            )
+            log.log(level, "left out, not UTF-8: %s", name)
             skipped.not_utf8.append(name)
         elif file.suffix == ".jsonl":
             yield name, jsonl_texts(file, name, fields)
