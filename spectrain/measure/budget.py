@@ -56,11 +56,7 @@ class Grid:
 def grid_of(
     target: TargetModel, nodes: Sequence[int], batch_sizes: Sequence[int], contexts: Sequence[int] | None, repeats: int
 ) -> Grid:
-    """Check the sizes that users give; contexts are by default the first three of CONTEXTS that fit the target.
-
-    Raises:
-        UserError: a list is empty, a number is out of range, or a context leaves the target no position.
-    """
+    """Check the sizes that users give; contexts are by default the first three of CONTEXTS that fit the target."""
     check_whole("repeats", repeats, 1)
     if contexts is None:
         contexts = [c for c in CONTEXTS if c < target.max_positions][:3]
@@ -90,13 +86,7 @@ def measure_forward(target: TargetModel, grid: Grid, seed: int = 0) -> ForwardCo
     """Time `TargetModel.score` on every cell of the grid; each round visits all cells in another order.
 
     The rows of a batch differ in length by one token, as in a real batch: equal lengths would take a faster way through
-    the cache.
-
-    Returns:
-        Medians with their spread, without a roofline.
-
-    Raises:
-        UserError: memory is too small for the grid.
+    the cache. Returns medians with their spread, without a roofline. Raises UserError where memory is too small.
     """
     sizes = grid.nodes, grid.batch_sizes, grid.contexts
     cells, longest = list(product(*sizes)), grid.contexts[-1]
@@ -209,17 +199,10 @@ def build_sizes(
     nodes: Sequence[int],
     skip_unbuilt: bool,
 ) -> Drafters:
-    """Build each method under each node budget that has room for it.
+    """Build each method, given by its yaml, under each of the ascending node budgets that has room for it.
 
-    Args:
-        target: what is decoded.
-        methods: their yamls, by name.
-        artifacts: folders that the user gave, by kind.
-        nodes: the budgets, ascending.
-        skip_unbuilt: leave out methods that cannot be built.
-
-    Raises:
-        UserError: a method, or all of them, cannot be built.
+    Raises UserError where a method cannot be built, with `skip_unbuilt` only where none can. `artifacts` are the
+    folders that the user gave, by kind.
     """
     found: dict[str, dict[int, Drafter]] = {}
     for name, options in methods.items():
@@ -301,11 +284,7 @@ def measure_groups(
 def curve_entries(
     drafters: Drafters, options: Mapping[str, Mapping], rows: Sequence[GroupRow], sampling: Sampling
 ) -> list[CurveEntry]:
-    """Fit the curve of each method, with the yaml (`options`) and the sampling that it was measured with.
-
-    Raises:
-        UserError: every text of a method ended with its first token.
-    """
+    """Fit the curve of each method, with the yaml (`options`) and the sampling that it was measured with."""
     entries = []
     for name, budgets in drafters.items():
         probes = any(drafter.probe_shape.n_probes for drafter in budgets.values())

@@ -52,11 +52,7 @@ def digest(questions: Sequence[Question]) -> str:
 
 
 def use_chat(chat: str | bool, tokenizer: PreTrainedTokenizerBase) -> bool | None:
-    """Read the option `chat`: whether prompts go into the tokenizer's chat template; None: where it has one.
-
-    Raises:
-        UserError: `chat` is not auto, true or false, or the tokenizer has no template for chat=true.
-    """
+    """Read the option `chat`: whether prompts go into the tokenizer's chat template; None: where it has one."""
     if chat == "auto":
         return None
     if chat not in (True, False):
@@ -112,17 +108,10 @@ def write_answers(
 def read_answers(
     file: Path, target: TargetModel, sampling: Sampling | None = None, max_new_tokens: int | None = None, least: int = 1
 ) -> list[Text]:
-    """Read the answers of at least two tokens.
+    """Read the answers of at least two tokens, of which `least` are needed, from a file of `write_answers`.
 
-    Args:
-        file: of `write_answers`, perhaps of another run.
-        target: that wrote them.
-        sampling, max_new_tokens: that this target must have written them with; None: this is not checked.
-        least: number of such answers that are needed.
-
-    Raises:
-        UserError: the file is missing or has too few answers; or a row has no token ids of this vocabulary, or was
-            written by something else.
+    Raises UserError where a row has no token ids of the target's vocabulary, or another target, `sampling` or
+    `max_new_tokens` has written it; None: these are not checked.
     """
     if not file.is_file():
         raise UserError(f"responses={file} does not exist; give responses.jsonl of a run of spectrain.tune")

@@ -94,11 +94,8 @@ def _summed(counts: Iterable[Sequence[int]]) -> list[int]:
 def summarise(rows: Sequence[QuestionRow], kinds: Mapping[str, str], greedy: bool, float32: bool) -> dict[str, dict]:
     """Compute the `methods` of `results.json` from rows in any order.
 
-    Args:
-        rows: of every question and method.
-        kinds: "method" or "peer" (a baseline) by name, in the order of the result.
-        greedy: sampling was greedy, so that texts can be compared with those of autoregressive decoding.
-        float32: the target ran in float32; only then is a mismatch more than a rounded tie.
+    `kinds` has "method" or "peer" (a baseline) by name, in the order of the result. Texts are compared with those of
+    autoregressive decoding if sampling was `greedy`, and judged in float32 only: elsewhere a tie may be rounded.
     """
     answered = {name: {r.question_id: r for r in rows if r.method == name and r.error is None} for name in kinds}
     plain = answered.get(BASELINE, {})

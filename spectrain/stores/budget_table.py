@@ -83,9 +83,9 @@ class ForwardCost:
         if self.roofline is None:
             return np.interp(nodes, self.nodes, measured)
         fit, known_nodes = self.roofline.seconds, np.asarray(self.nodes)
-        b, c = _inside(batch_size, self.batch_sizes), _inside(context_tokens, self.contexts)
+        b, c = _clipped(batch_size, self.batch_sizes), _clipped(context_tokens, self.contexts)
         measured *= fit(known_nodes, batch_size, context_tokens) / fit(known_nodes, b, c)
-        nodes, inside = np.asarray(nodes), _inside(nodes, self.nodes)
+        nodes, inside = np.asarray(nodes), _clipped(nodes, self.nodes)
         growth = fit(nodes, batch_size, context_tokens) / fit(inside, batch_size, context_tokens)
         return np.interp(inside, self.nodes, measured) * growth
 
@@ -93,10 +93,6 @@ class ForwardCost:
     def from_json(cls, values: Mapping) -> ForwardCost:
         roofline = values.get("roofline")
         return cls(**values | {"roofline": Roofline(**roofline) if roofline else None})
-
-
-def _inside(values: ArrayLike, grid: Sequence[int]) -> np.ndarray:
-    return np.clip(values, grid[0], grid[-1])
 
 
 @dataclass(frozen=True)
@@ -145,17 +141,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class NodeBudget:
-    """Nodes of a tree for a batch and a context: a whole number, or chosen from measurements of this machine.
+    """Nodes of a tree for a batch and a context: a whole number, or chosen from measurements of this machine."""
 
-    Args:
-        fixed: always this number; None: `cost` and `curve` decide.
-        cost: of the target on this machine.
-        curve: of the method.
-    """
-
-    fixed: int | None = None
-    cost: ForwardCost | None = None
-    curve: MethodCurve | None = None
+    fixed: int | None = None  # always this number; None: cost and curve decide
+    cost: ForwardCost | None = None  # of the target on this machine
+    curve: MethodCurve | None = None  # of the method
     _known: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -260,14 +250,9 @@ class BudgetTable:
             ) from error
 
     def budget(self, options: Mapping, sampling: Sampling) -> NodeBudget:
-        """Return the budget of a method, from its curve under this sampling.
+        """Return the budget of a method, given by its resolved yaml, for decoding under this sampling.
 
-        Args:
-            options: the method's yaml, resolved.
-            sampling: of the decoding to come.
-
-        Raises:
-            UserError: the method was not measured, or not under this sampling.
+        Raises UserError where it was not measured, or not under this sampling.
         """
         method = options["_target_"].split(".")[-2]
         own = [entry for entry in self.entries if entry.options["_target_"] == options["_target_"]]
@@ -286,6 +271,10 @@ class BudgetTable:
         return NodeBudget(cost=self.cost, curve=nearest.curve)
 
 
+def _clipped(values: ArrayLike, grid: Sequence[int]) -> np.ndarray:
+    return np.clip(values, grid[0], grid[-1])
+
+
 def machine_of(target: TargetModel) -> dict:
     """Return the device, dtype and number of threads, on which seconds depend."""
     device = target.device
@@ -302,11 +291,7 @@ def file_name(target_fingerprint: str, machine: dict) -> str:
 
 
 def find_table(folder: Path, target: TargetModel) -> BudgetTable:
-    """Return the table of this target on this machine.
-
-    Raises:
-        UserError: there is none; the sentence says what the tables in the folder were measured on.
-    """
+    """Return the table of this target on this machine. Else the error says what the folder's tables are of."""
     prints, machine = fingerprint(target.model, target.tokenizer), machine_of(target)
     file = folder / file_name(prints, machine)
     if file.is_file():
