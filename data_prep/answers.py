@@ -118,7 +118,7 @@ class PromptParts(Parts):
     manifest: ResponseManifest  # without counts
     questions: Sequence[Question]  # their first turns are answered
     target: TargetModel
-    chat: bool | None  # see `conversation_ids`
+    chat: bool | str  # see `conversation_ids`
     answering: Answering
     answer: Callable[[Sequence[Prompt], Answers], None]  # in the loop, or by a server
     allow_failed: bool  # whether the store is finished without the prompts that failed

@@ -102,8 +102,7 @@ def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answe
         config=config,
         counts={},
     )
-    chat = None if cfg.chat == "auto" else cfg.chat
-    return PromptParts(manifest, questions, target, chat, answering, source, cfg.allow_failed)
+    return PromptParts(manifest, questions, target, cfg.chat, answering, source, cfg.allow_failed)
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:

@@ -51,7 +51,8 @@ def main(cfg: DictConfig) -> None:
         cfg.measured = {"methods": methods, "questions": questions.digest(asked)} | registry.budgets_digest(methods)
     run = RunFolder.find(cfg, result="results.json")
     target = open_target(cfg)
-    chat = questions.use_chat(cfg.chat, target.tokenizer)
+    prompt_ids = partial(conversation_ids, target.tokenizer, chat=cfg.chat)
+    prompt_ids(asked[0].turns[:1], [])  # a wrong chat= is refused before anything is measured
     drafters, skipped = registry.build_methods(cfg, methods, target, sampling)
     baselines = build_baselines(cfg, target, drafters)
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)
@@ -64,7 +65,6 @@ def main(cfg: DictConfig) -> None:
     more = options | {"batch_size": cfg.batch_size, "verification": cfg.verification}
     decoders = {name: partial(generate, target, drafter, **more) for name, drafter in drafters.items()}
     decoders |= {name: partial(baseline, **options) for name, baseline in baselines.items()}
-    prompt_ids = partial(conversation_ids, target.tokenizer, chat=chat)
     known = facts(cfg, target, len(asked))
     with interruptible(run.path):
         benchmark = Benchmark(target, decoders, asked, prompt_ids, cfg.max_new_tokens, cfg.batch_size)

@@ -15,8 +15,9 @@ from spectrain.decoding import Sampling, TargetModel, load_target
 from spectrain.decoding.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions, use_chat
+from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
+from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.texts import is_held_out
 from tests.methods.lookup_export import lookup_facts
 from tests.test_cli import composed
@@ -287,7 +288,10 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         ),
         (["methods=all", "max_nodes=4"], "lookahead: max_nodes=4"),
         (["chat=true"], "has no chat template"),
-        (["sampling.repetition_penalty=1.2"], "supported under speculation are temperature, top_k, top_p, min_p"),
+        (
+            ["sampling.repetition_penalty=1.2"],
+            "unknown sampling option: repetition_penalty; speculation supports temperature",
+        ),
         (["prompts=nowhere.jsonl"], "nowhere.jsonl"),
         (["drafter=nowhere", "methods=[speculative]"], "nowhere"),
         (["drafter=nowhere", "methods=[pld]"], "drafter=nowhere is a vanilla drafter, which none of the methods takes"),
@@ -317,7 +321,7 @@ def prepare(target: TargetModel, cfg: DictConfig) -> None:
     bench.check(cfg)
     methods = method_configs(cfg, reserved=BASELINES)
     read_questions(cfg.prompts, cfg.limit)
-    use_chat(cfg.chat, target.tokenizer)
+    conversation_ids(target.tokenizer, ["x"], [], cfg.chat)
     drafters, _ = build_methods(cfg, methods, target, sampling)
     bench.build_baselines(cfg, target, drafters)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.errors import UserError, check_whole
@@ -51,22 +50,11 @@ def digest(questions: Sequence[Question]) -> str:
     return hashlib.sha256(json.dumps([asdict(q) for q in questions]).encode()).hexdigest()[:16]
 
 
-def use_chat(chat: str | bool, tokenizer: PreTrainedTokenizerBase) -> bool | None:
-    """Read the option `chat`: whether prompts go into the tokenizer's chat template; None: where it has one."""
-    if chat == "auto":
-        return None
-    if chat not in (True, False):
-        raise UserError(f"chat={chat} must be auto, true or false")
-    if chat and tokenizer.chat_template is None:
-        raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=auto or false")
-    return chat
-
-
 def prompt_ids(
     questions: Sequence[Question], target: TargetModel, chat: str | bool, max_new_tokens: int
 ) -> dict[str, list[int]]:
     """Tokenize each question's first turn, by its id. Raises UserError where one does not fit the target."""
-    chat, found = use_chat(chat, target.tokenizer), {}
+    found = {}
     for question in questions:
         found[question.id] = conversation_ids(target.tokenizer, question.turns[:1], [], chat)
         check_prompt(target, found[question.id], max_new_tokens, f"prompt {question.id}")

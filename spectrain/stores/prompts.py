@@ -124,7 +124,7 @@ def conversation_ids(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[str],
     replies: Sequence[str | Sequence[int]],
-    chat: bool | None = None,
+    chat: bool | str = "auto",
 ) -> list[int]:
     """Return the token ids of a conversation that waits for its next reply.
 
@@ -136,13 +136,15 @@ def conversation_ids(
         turns: the user's turns so far.
         replies: the replies to all turns but the last, as text or as the token ids that a model generated. From ids,
             special tokens and closing end-of-text tokens are dropped.
-        chat: whether to use the template; None: where the tokenizer has one.
+        chat: whether to use the template; "auto": if the tokenizer has one.
 
     Raises:
-        UserError: `chat` is True and the tokenizer has no template.
+        UserError: `chat` is none of these, or True where the tokenizer has no template.
     """
     assert len(turns) == len(replies) + 1, (len(turns), len(replies))
-    if chat and tokenizer.chat_template is None:
+    if chat not in ("auto", True, False):
+        raise UserError(f"chat={chat} must be auto, true or false")
+    if chat is True and tokenizer.chat_template is None:
         raise UserError("chat=true, but the target's tokenizer has no chat template; use chat=false")
     messages = [{"role": "user", "content": turns[0]}]
     for reply, turn in zip(replies, turns[1:], strict=True):
