@@ -107,7 +107,7 @@ def save_head_and_drafter(folder: Path, head: AcceptanceHead, facts: HeadFacts, 
 
 
 def trained_facts(run: RunFolder, step: int) -> dict:
-    """What spectrain.json keeps: the run's result where it is of these weights, else how far they are trained."""
+    """The facts for spectrain.json: the run's result where it is of these weights, else how far they are trained."""
     result, best, kind = run.read_result(), run.best.read(), run.config["kind"]
     tokens = {} if kind == "specdecpp" else {"tokens": tokens_of(run.config, step)}
     if kind == "target":

@@ -1,4 +1,4 @@
-"""What a run keeps on disk of its weights: the newest whole checkpoint, and the weights that are exported.
+"""The weights of a run on disk: the newest whole checkpoint, and the weights that are exported.
 
 checkpoints/
     step-00000380.ckpt     the newest checkpoint: a file, or under DeepSpeed a folder

@@ -41,7 +41,7 @@ def loggers(options: Mapping, run: RunFolder) -> list[Logger]:
 
 
 def wandb_mode() -> str:
-    """What WANDB_MODE says; else online where a key is known and the server answers."""
+    """The value of WANDB_MODE; without it, online where a key is known and the server answers."""
     import wandb
 
     if os.environ.get("WANDB_MODE"):

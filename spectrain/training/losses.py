@@ -44,7 +44,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the drafter is compared with: the target's final hidden states and unembedding, never its logits."""
+    """The target that a drafter learns from: its final hidden states and unembedding, never its logits."""
 
     hidden: Tensor  # [N, D_target]
     unembedding: Tensor  # [V, D_target]

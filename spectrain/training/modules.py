@@ -1,4 +1,4 @@
-"""What is trained: Lightning modules of SPIRe drafters, of language models, and of acceptance heads.
+"""Lightning modules that train: those of SPIRe drafters, of language models, and of acceptance heads.
 
 Frozen models are no submodules: they stay out of the optimizer and of checkpoints.
 
