@@ -18,11 +18,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, open_target
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_choice
 from spectrain.methods.registry import given_artifacts, with_tuned
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.reporting.cards import lookup_card, trained_card
-from spectrain.serving.exporting import WEIGHTS, lookup_export, run_export, write_export, write_lookup
+from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
 from spectrain.stores.folder import naming_a_full_disk, refuse_existing, write_folder
 from spectrain.training.runs import RunFolder
@@ -53,8 +53,7 @@ def of_run(cfg: DictConfig) -> tuple[Path, Callable[..., None]]:
     if out.resolve().is_relative_to(run.path.resolve()):
         raise UserError(f"out={out} lies inside the run {run.path}; give a folder outside of it")
     refuse_existing(out)
-    if cfg.weights not in WEIGHTS:
-        raise UserError(f"weights={cfg.weights} must be one of {', '.join(WEIGHTS)}")
+    check_choice("weights", cfg.weights, ("best", "last"))
     trained, target, drafter = OmegaConf.create(run.config), None, None
     if trained.kind != "target":
         target = open_target(trained, "cpu")

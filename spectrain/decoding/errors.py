@@ -1,5 +1,9 @@
 """The one exception that reaches the user as a sentence."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake in what the user asked for, not in the code.
@@ -26,3 +30,10 @@ def check_number(name: str, value: object, interval: str) -> None:
     is_inside = is_number and low <= value <= high
     if not is_inside or (value == low and interval[0] == "(") or (value == high and interval[-1] == ")"):
         raise UserError(f"{name}={value} must be a number in {interval}")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise UserError unless the option `name` has one of these values."""
+    choices = list(choices)
+    if value not in choices:
+        raise UserError(f"{name}={value} must be one of {', '.join(choices)}")

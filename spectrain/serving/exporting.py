@@ -34,7 +34,6 @@ from spectrain.training.runs import RunFolder
 log = logging.getLogger(__name__)
 
 CARD = "README.md"
-WEIGHTS = ("best", "last")
 TRIED_DOCUMENTS = 200  # whose text is tokenized again
 
 

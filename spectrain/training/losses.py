@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError, check_number
+from spectrain.decoding.errors import check_choice, check_number
 
-LOSSES = ("mixed", "distill", "hard")
 CHUNK_POSITIONS = 1024
 
 
@@ -32,8 +31,7 @@ class LossSettings:
     omega: float = 0.5  # share of the cross-entropy in "mixed", 0 to 1
 
     def __post_init__(self) -> None:
-        if self.kind not in LOSSES:
-            raise UserError(f"loss={self.kind} is unknown; choose {', '.join(LOSSES)}")
+        check_choice("loss", self.kind, ("mixed", "distill", "hard"))
         check_number("omega", self.omega, "[0, 1]")
 
     @property

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import check_choice, check_number, check_whole
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps that is left -> share of the learning rate
     "linear": lambda left: left,
@@ -37,10 +37,8 @@ class OptimizerSettings:
     schedule: str = "linear"  # linear | cosine, from lr down to 0
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise UserError(f"optimizer.schedule={self.schedule} is unknown; choose {' or '.join(SCHEDULES)}")
-        if self.name not in ("adamw", "muon"):
-            raise UserError(f"optimizer.name={self.name} is unknown; choose adamw or muon")
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        check_choice("optimizer.name", self.name, ("adamw", "muon"))
         check_number("optimizer.lr", self.lr, "(0, inf)")
         check_number("optimizer.weight_decay", self.weight_decay, "[0, inf)")
         check_whole("optimizer.warmup_steps", self.warmup_steps, 0)

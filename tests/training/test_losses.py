@@ -61,7 +61,7 @@ def test_equal_distributions_are_always_accepted():
 
 
 def test_unknown_loss_and_omega_are_refused():
-    with pytest.raises(UserError, match="loss=soft is unknown"):
+    with pytest.raises(UserError, match="loss=soft must be one of"):
         LossSettings("soft")
     with pytest.raises(UserError, match="omega=2 must be a number in"):
         LossSettings("mixed", 2)
