@@ -194,17 +194,11 @@ def select(
 ) -> np.ndarray:
     """Choose the best documents, ties by their place in the corpus.
 
-    Args:
-        selection: limits.
-        ids: of all documents.
-        lengths: [documents] tokens.
-        perplexities: [documents], needed where the selection goes by them.
+    `lengths` [documents] are in tokens, and `perplexities` [documents] are needed where the selection goes by them.
+    UserError is raised where nothing would be kept.
 
     Returns:
         [documents] bool: which are kept.
-
-    Raises:
-        UserError: nothing would be kept.
     """
     n_documents, limit = len(ids), selection.max_perplexity
     if selection.keeps_all:

@@ -29,12 +29,7 @@ from spectrain.stores.texts import Document, Skipped, is_held_out, read_document
 
 PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
 SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 64, 4096  # tokenised to learn how many tokens a byte of text makes
-TOKENS_ONLY = {
-    "add_special_tokens": False,
-    "verbose": False,
-    "return_attention_mask": False,
-    "return_token_type_ids": False,
-}
+TOKENS_ONLY = dict.fromkeys(("add_special_tokens", "verbose", "return_attention_mask", "return_token_type_ids"), False)
 
 
 @dataclass

@@ -132,14 +132,11 @@ def conversation_ids(
     replies are one text, joined by line breaks.
 
     Args:
-        tokenizer: the target's.
-        turns: the user's turns so far.
-        replies: the replies to all turns but the last, as text or as the token ids that a model generated. From ids,
-            special tokens and closing end-of-text tokens are dropped.
-        chat: whether to use the template; "auto": if the tokenizer has one.
-
-    Raises:
-        UserError: `chat` is none of these, or True where the tokenizer has no template.
+        tokenizer: of the target.
+        turns: of the user so far.
+        replies: to all turns but the last, as text or as token ids. From ids, special tokens and closing end-of-text
+            tokens are dropped.
+        chat: whether to use the template, which must exist then; "auto": if the tokenizer has one.
     """
     assert len(turns) == len(replies) + 1, (len(turns), len(replies))
     if chat not in ("auto", True, False):

@@ -180,12 +180,7 @@ def unit_hash(text: str) -> float:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer whose id 0 is the end of text.
-
-    Args:
-        texts: the training documents.
-        vocab_size: number of entries, including the 256 bytes and the end of text.
-    """
+    """Train a byte-level BPE tokenizer of vocab_size entries, the 256 bytes and the end of text (id 0) included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -212,13 +207,13 @@ def pack(
 
     Args:
         documents: the corpus. Their ids decide the split and the order, so both are the same everywhere.
-        tokenizer: the target's tokenizer; its end-of-text token closes each document.
-        row_tokens: length L of a row, in tokens.
-        held_out_share: share of the documents that no training sees, 0 to 1.
+        tokenizer: of the target; its end-of-text token closes each document.
+        row_tokens: length L of a row.
+        held_out_share: of the documents, 0 to 1; no training sees these.
         max_documents: keep only the first so many documents in hashed order; None: all.
 
     Raises:
-        UserError: a side of the split has too little text for one row, or the tokenizer has no end of text.
+        UserError: a side has too little text for one row, or the tokenizer has no end of text.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
