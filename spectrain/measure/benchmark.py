@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from spectrain.decoding import Generation, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import check_prompt
-from spectrain.measure.results import QuestionRow, question_row
+from spectrain.measure.results import QuestionRow, failed_row, question_row
 from spectrain.stores.folder import RowFile
 from spectrain.stores.prompts import Question
 
@@ -76,51 +76,44 @@ class Benchmark:
 
     def answer(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:
         """Answer a few questions with one method. Errors are recorded: a night is not lost to one question."""
-        errors: dict[int, Exception] = {}
         try:
-            rows = self._play(name, numbers, max_new_tokens, errors)
+            return self._play(name, numbers, max_new_tokens)
         except Exception as error:
             others = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             log.warning("%s failed on %s%s: %s", name, self.questions[numbers[0]].id, others, error)
             log.debug("", exc_info=error)
-            rows, errors = {}, dict.fromkeys(numbers, error)
-        for n, error in errors.items():
-            question = self.questions[n]
-            rows[n] = QuestionRow(question.id, question.category, name, f"{type(error).__name__}: {error}")
-        return [rows[n] for n in numbers]
+            return [failed_row(self.questions[n], name, error) for n in numbers]
 
-    def _play(
-        self, name: str, numbers: Sequence[int], max_new_tokens: int, errors: dict[int, Exception]
-    ) -> dict[int, QuestionRow]:
-        """Play all turns of a few questions, turn by turn. One that does not fit goes to `errors`, not its batch."""
-        device, questions = self.target.device, {n: self.questions[n] for n in numbers}
+    def _play(self, name: str, numbers: Sequence[int], max_new_tokens: int) -> list[QuestionRow]:
+        """Play all turns of a few questions, turn by turn."""
+        device, failed = self.target.device, {}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         prompts, replies = {n: [] for n in numbers}, {n: [] for n in numbers}
-        for turn in range(max(len(question.turns) for question in questions.values())):
+        for turn in range(max(len(self.questions[n].turns) for n in numbers)):
             playing = {}
-            for n, question in questions.items():
-                if n in errors or turn >= len(question.turns):
+            for n in numbers:
+                question = self.questions[n]
+                if n in failed or turn >= len(question.turns):
                     continue
                 prompt = self.prompt_ids(question.turns[: turn + 1], [g.tokens for g in replies[n]])
                 try:
                     check_prompt(self.target, prompt, max_new_tokens)
                     playing[n] = prompt
-                except UserError as error:
-                    errors[n] = error
+                except UserError as error:  # only this question fails, not its batch
+                    failed[n] = failed_row(question, name, error)
             if playing:
                 seeds = [n * MAX_TURNS + turn for n in playing]
                 found = self.decoders[name](list(playing.values()), max_new_tokens, prompt_numbers=seeds)
                 for (n, prompt), generation in zip(playing.items(), found, strict=True):
                     prompts[n].append(prompt)
                     replies[n].append(generation)
-        texts = {n: [self.target.tokenizer.decode(g.tokens) for g in own] for n, own in replies.items()}
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes()
-        return {
-            n: question_row(question, name, prompts[n], replies[n], texts[n], peak_bytes)
-            for n, question in questions.items()
-            if n not in errors
-        }
+        decode = self.target.tokenizer.decode
+        return [
+            failed.get(n) or question_row(self.questions[n], name, prompts[n], replies[n], decode, peak_bytes)
+            for n in numbers
+        ]
 
 
 def resident_bytes() -> int:

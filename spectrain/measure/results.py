@@ -6,7 +6,7 @@ So a resumed run and an uninterrupted one give the same results. docs/measuring.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -50,15 +50,19 @@ class QuestionRow:
         return sum(map(len, self.replies))
 
 
+def failed_row(question: Question, method: str, error: Exception) -> QuestionRow:
+    return QuestionRow(question.id, question.category, method, f"{type(error).__name__}: {error}")
+
+
 def question_row(
     question: Question,
     method: str,
     prompts: Sequence[Sequence[int]],
     replies: Sequence[Generation],
-    texts: Sequence[str],
+    decode: Callable[[list[int]], str],
     peak_memory_bytes: int,
 ) -> QuestionRow:
-    """Add up the replies of a method to all turns of a question; prompts, replies and texts are those of each turn."""
+    """Add up the replies of a method to the prompts of all turns of a question. `decode` makes text of tokens."""
     return QuestionRow(
         question.id,
         question.category,
@@ -66,7 +70,7 @@ def question_row(
         turns=len(replies),
         prompt_tokens=[len(prompt) for prompt in prompts],
         replies=[g.tokens for g in replies],
-        text=list(texts),
+        text=[decode(g.tokens) for g in replies],
         finish_reasons=[g.finish_reason for g in replies],
         target_forwards=sum(g.target_forwards for g in replies),
         accepted=[n for g in replies for n in g.accepted],

@@ -177,14 +177,13 @@ class NodeBudget:
 
     def rates(self, batch_size: int, context_tokens: int) -> list[Rate]:
         """Return the expected speed of each candidate of a budget that is not fixed."""
+        nodes, curve = np.array(self.candidates), self.curve
         seconds = self.cost.at(np.arange(self.largest + 1), batch_size, context_tokens)  # [n]: of n nodes
-        found = []
-        for n in self.candidates:
-            widths, shares = self.curve.widths_at(n, batch_size)
-            tau, forward_s = float(self.curve.tau_at(n)), float(shares @ seconds[widths])
-            step_s = forward_s + float(self.curve.outside_s(n, batch_size))
-            found.append(Rate(n, tau, forward_s, batch_size * tau / step_s))
-        return found
+        widths = [curve.widths_at(n, batch_size) for n in self.candidates]
+        tau, forward_s = curve.tau_at(nodes), np.array([shares @ seconds[width] for width, shares in widths])
+        tokens_per_s = batch_size * tau / (forward_s + curve.outside_s(nodes, batch_size))
+        columns = (column.tolist() for column in (nodes, tau, forward_s, tokens_per_s))
+        return [Rate(*values) for values in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)

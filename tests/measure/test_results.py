@@ -41,7 +41,7 @@ def turn(**changes) -> Generation:
 
 def row(method: str, question: str, *turns: Generation, category: str = "maths") -> QuestionRow:
     asked = Question(question, category, ("x",) * len(turns))
-    return question_row(asked, method, [[0] * 7] * len(turns), turns, ["text"] * len(turns), peak_memory_bytes=1000)
+    return question_row(asked, method, [[0] * 7] * len(turns), turns, str, peak_memory_bytes=1000)
 
 
 def plain(tokens: list[int], seconds: float) -> Generation:
