@@ -127,7 +127,6 @@ class Method:
     feedback: bool = False  # whether the memory of each drafted token is projected to K and V once more
 
     def __post_init__(self) -> None:
-        check_whole(f"k of {self.name}", self.k, 1)
         check_number(f"tau.{self.name}", self.tau)
         if not 1 <= self.tau <= self.k + 1:
             raise UserError(f"tau.{self.name}={self.tau} must lie in 1 .. k + 1 = {self.k + 1}")

@@ -42,6 +42,8 @@ def check_options(options: Mapping) -> None:
             check_number(f"investment.{name}", value, zero=True)
     if options["count_unembedding"] not in (True, False):
         raise UserError(f"count_unembedding={options['count_unembedding']} must be true or false")
+    if isinstance(options["k"], Mapping):
+        check_names("k", list(options["k"]), METHODS)
     check_names("views", names(options["views"]), VIEWS)
     check_names("methods", names(options["methods"]), (*METHODS, "all"))
 
@@ -89,7 +91,8 @@ def read_methods(options: Mapping, shapes: Shapes) -> tuple[list[Method], dict[s
     measured = read_tau(Path(str(options["results"]))) if options["results"] is not None else None
     chosen, methods, sources = names(options["methods"]), [], {}
     for name in ALL if "all" in chosen else chosen:
-        k = _k_of(options["k"], name)
+        k = options["k"].get(name) if isinstance(options["k"], Mapping) else options["k"]
+        check_whole(f"k of {name}", k, 1)
         tau, source = _tau_of(options, measured, name, k)
         if tau is not None:
             shape, *cache = parts[name]
@@ -105,18 +108,6 @@ def read_methods(options: Mapping, shapes: Shapes) -> tuple[list[Method], dict[s
         if options["count_unembedding"] and not shape.vocab_size:
             raise UserError(f"count_unembedding=true needs the vocabulary of {name}; give numbers.{name} a vocab_size")
     return methods, sources
-
-
-def _k_of(k: object, method: str) -> int:
-    """Read the drafted tokens per step of a method, from one number for all or from a mapping."""
-    if isinstance(k, Mapping):
-        unknown = [name for name in k if name not in METHODS]
-        if unknown or method not in k:
-            what = f"k.{unknown[0]} is unknown" if unknown else f"k has no {method}"
-            raise UserError(f"{what}; give one number, or one for each of {', '.join(METHODS)}")
-        k = k[method]
-    check_whole("k", k, 1)
-    return k
 
 
 def _tau_of(

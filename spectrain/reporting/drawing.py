@@ -67,32 +67,29 @@ def line(points: Iterable[tuple[float, float]], whiskers: Iterable = (), **style
 
 
 @styled
-def inline_svg(figure: Figure, prefix: str = "") -> Markup:
-    """The figure as an SVG element for HTML, with text as text; the same figure gives the same characters.
+def inline_svgs(figures: Mapping[str, Figure | None], prefix: str) -> dict[str, Markup]:
+    """Title -> SVG element for HTML of the figures that are not None; the same figure gives the same characters.
 
-    Args:
-        figure: to draw.
-        prefix: of its ids, different for each figure of a page.
+    Text stays text. The prefix is that of all their ids, different for each call of a page.
     """
-    buffer = io.StringIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the reader's browser draws the text with its own fonts
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    svg = buffer.getvalue()
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :], count=2)  # HTML knows both
-    return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}", svg))
+    found = {}
+    for title, figure in figures.items():
+        if figure is not None:
+            buffer = io.StringIO()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Glyph")  # the browser draws the text with its own fonts
+                figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+            svg = buffer.getvalue()
+            svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :], count=2)  # HTML knows both
+            own = f"{prefix}p{len(found)}-"
+            found[title] = Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{own}", svg))
+    return found
 
 
 @styled
 def write_png(figure: Figure, file: Path | IO[bytes]) -> None:
     """Write the figure as a PNG."""
     figure.savefig(file, format="png")
-
-
-def inline_svgs(figures: Mapping[str, Figure | None], prefix: str) -> dict[str, Markup]:
-    """Title -> SVG of the figures that are not None; the prefix is that of all their ids."""
-    found = {title: figure for title, figure in figures.items() if figure is not None}
-    return {title: inline_svg(figure, f"{prefix}p{i}-") for i, (title, figure) in enumerate(found.items())}
 
 
 def shortened(name: str, characters: int = LABEL_CHARACTERS) -> str:

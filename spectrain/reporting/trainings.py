@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from spectrain.reporting.formats import bounds_of, number
 from spectrain.reporting.runs import Training, differences, option_text
@@ -59,12 +59,10 @@ def on_one_scale(runs: Sequence[Training]) -> bool:
 
 
 def different(runs: Sequence[Training]) -> dict[str, str]:
-    """Run -> in what it differs from most of the others."""
-    return {name: options_text(options) for name, options in differences(runs).items()}
-
-
-def options_text(options: Mapping[str, object]) -> str:
-    """Options as they are typed; the last ones are only counted where there are many."""
-    told = [option_text(key, value) for key, value in options.items()]
-    more = f", and {len(told) - OPTIONS_SHOWN} more" if len(told) > OPTIONS_SHOWN else ""
-    return ", ".join(told[:OPTIONS_SHOWN]) + more
+    """Run -> in what it differs from most of the others, as typed; of many options the last are only counted."""
+    texts = {}
+    for name, options in differences(runs).items():
+        told = [option_text(key, value) for key, value in options.items()]
+        more = f", and {len(told) - OPTIONS_SHOWN} more" if len(told) > OPTIONS_SHOWN else ""
+        texts[name] = ", ".join(told[:OPTIONS_SHOWN]) + more
+    return texts
