@@ -101,9 +101,9 @@ def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
 def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
     """Compare stop rules: heads at several thresholds, heuristics and fixed lengths, on one set of answers."""
     cfg.method = registry.with_tuned(cfg.method, cfg.tuned)
-    given = {name: [] if v is None else list(v) if OmegaConf.is_list(v) else [v] for name, v in cfg.stopping.items()}
-    given |= {name: cfg.stopping[name] for name in ("timed", "rows")}
-    patterns = given.pop("heads") or registry.names(cfg.method.head) or registry.names(cfg.head)
+    lists = ("gammas", "confidence", "entropy", "thresholds", "judge")
+    given = {**cfg.stopping, **{name: registry.names(cfg.stopping[name]) for name in lists}}
+    patterns = registry.names(given.pop("heads") or cfg.method.head or cfg.head)
     limits = {name: cfg.method[name] for name in ("min_candidates", "max_candidates")}
     options = stopping.StopOptions(**given, **limits, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit)

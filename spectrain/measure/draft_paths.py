@@ -68,51 +68,44 @@ def draft_paths(
     tokens were accepted and which others were drawn, so it must not have drawn the text.
     """
     target = target.with_capture(opened.states.capture_layers)
-    known = _KnownText.read(target, text, sampling, coins, gamma)
-    n_roots = len(text.response) - 1
-    recorder = _Recorder(heads, n_roots, gamma)
+    tokens, n = torch.tensor([*text.prompt, *text.response], device=target.device), len(text.response)
+    features = target.features(tokens[None])
+    before = features.final_hidden[0, -n - 1 : -1]  # [n, D]: the state before each token of the text
+    p = None if sampling.greedy else sampling.warp(target.logits_of(before))
+    numbers = [coins.random(shape, dtype=np.float32) for shape in ((n,), (n,), (n, gamma))]
+    known = _KnownText(text, tokens, sampling, p, *(torch.from_numpy(one).to(target.device) for one in numbers))
+
+    recorder = _Recorder(heads, n - 1, gamma)
     drafter = opened.with_stop(gamma, recorder)
     whole = KVCache(1)  # of an ordinary draft model, which reads the text once
     if isinstance(drafter, Speculative):
-        tokens = known.tokens[None, :-1].to(drafter.draft_model.device)
-        drafter.draft_model.prefill(tokens, [tokens.shape[1]], whole, range(1))
+        drafter.draft_model.prefill(
+            tokens[None, :-1].to(drafter.draft_model.device), [len(tokens) - 1], whole, range(1)
+        )
     accepted: list[int] = []
-    for start in range(0, n_roots, rows):
-        roots = range(start, min(start + rows, n_roots))
+    for start in range(0, n - 1, rows):
+        roots = range(start, min(start + rows, n - 1))
         recorder.rows = slice(roots.start, roots.stop)
         context = _TextContext(known, roots, max_new_tokens)
         drafter.start(target, KVCache(len(roots)))
-        _read_until_roots(drafter, context, whole)
+        _read_until_roots(drafter, context, whole, features.captured)
         drafter.propose(context)
         accepted += context.accepted.tolist()
     recorded = recorder.values.numpy()
-    return DraftPaths(n_roots + 1, max_new_tokens, np.array(accepted), recorded[0], recorded[1], recorded[2:])
+    return DraftPaths(n, max_new_tokens, np.array(accepted), recorded[0], recorded[1], recorded[2:])
 
 
 @dataclass(frozen=True)
 class _KnownText:
-    """A text, the target's outputs on it, and uniform random numbers in [0, 1), float32."""
+    """A text, and uniform random numbers in [0, 1), float32."""
 
     text: Text
     tokens: Tensor  # [T] int64, prompt and response
     sampling: Sampling
     p: Tensor | None  # [n, V] float32: what each token of the text was drawn from; None: greedy
-    captured: Tensor | None  # [1, T, C, D]
     accept: Tensor  # [n] whether the draft at a position was accepted
     reject: Tensor  # [n] which token was rejected there
     behind: Tensor  # [n, g] the tokens of a root's draft behind its rejection, by depth
-
-    @classmethod
-    def read(
-        cls, target: TargetModel, text: Text, sampling: Sampling, coins: np.random.Generator, gamma: int
-    ) -> _KnownText:
-        tokens, n = torch.tensor([*text.prompt, *text.response], device=target.device), len(text.response)
-        features = target.features(tokens[None])
-        before = features.final_hidden[0, -n - 1 : -1]  # [n, D]: the state before each token
-        p = None if sampling.greedy else sampling.warp(target.logits_of(before))
-        numbers = [coins.random(shape, dtype=np.float32) for shape in ((n,), (n,), (n, gamma))]
-        numbers = [torch.from_numpy(one).to(target.device) for one in numbers]
-        return cls(text, tokens, sampling, p, features.captured, *numbers)
 
 
 class _TextContext(Context):
@@ -178,15 +171,13 @@ class _Recorder(StopRule):
             self.values[number, self.rows, i - 1] = head.probability(hidden)
 
 
-def _read_until_roots(drafter: Speculative | Spire, context: _TextContext, whole: KVCache) -> None:
+def _read_until_roots(drafter: Speculative | Spire, context: Context, whole: KVCache, captured: Tensor | None) -> None:
     """Give the drafter the text before each root: of the cache of the whole text, or of the target's activations."""
-    captured = context.known.captured
     if isinstance(drafter, Spire):
         if captured is not None:
             captured = captured[:, : max(context.n_tokens)].expand(context.n_rows, -1, -1, -1)
         output = TargetOutput(context.last_logits, captured, context.roots[:, None])
-        drafter.prefill(context, output, range(context.n_rows))
-        return
+        return drafter.prefill(context, output, range(context.n_rows))
     lengths = [n - 1 for n in context.n_tokens]
     for number, states in enumerate(zip(whole.keys, whole.values, strict=True)):
         rows = (one[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for one in states)

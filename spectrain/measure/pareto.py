@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from pandas import DataFrame
 
 from spectrain.measure.statistics import Estimate, bootstrap_samples
 from spectrain.measure.stop_simulation import Counts
 
 GRID = 1001  # places where fronts are compared point by point
+ESTIMATES = ("mean_discard_rate", "held_out_mean_discard_rate", "difference", "held_out_difference")
 
 
 def front(points: np.ndarray) -> list[int]:
@@ -96,13 +98,14 @@ class Fronts:
 
 @dataclass(frozen=True)
 class FrontComparison:
-    """Mean discard rates along fronts over their common verification rates, with 95 % intervals, by family."""
+    """Mean discard rates along fronts over their common verification rates, with 95 % intervals.
+
+    One row per family, with its `area` and the Estimates that ESTIMATES names. Differences are from the first family,
+    and below 0 where that is undercut.
+    """
 
     fronts: Fronts  # of all texts
-    heights: dict[str, Estimate]  # in sample
-    held_out: dict[str, Estimate]
-    differences: dict[str, Estimate]  # from the first family's height, in sample; below 0: it is undercut
-    held_out_differences: dict[str, Estimate]
+    families: DataFrame
 
 
 def compare(
@@ -123,7 +126,7 @@ def compare(
         return Fronts.of(families, rates, chosen)
 
     def heights(weights: np.ndarray) -> np.ndarray:
-        """In sample and held out, and both less those of the first family, [4, F]."""
+        """The ESTIMATES of each family, [4, F]."""
         halves = weights * even, weights * ~even
         crossed = np.full((1, len(families)), math.nan)
         if all(counts.tokens @ half for half in halves):
@@ -137,8 +140,8 @@ def compare(
     values, samples = heights(np.ones(n_texts)), np.empty((4, len(families), 0))
     if n_texts >= 4:
         samples = bootstrap_samples(of_resamples, np.arange(n_texts), n_resamples=n_resamples, seed=seed)
-    estimates = [
-        {name: Estimate.of_samples(*pair) for name, *pair in zip(families, *measure, strict=True)}
-        for measure in zip(values, samples, strict=True)
-    ]
-    return FrontComparison(fronts(np.ones(n_texts)), *estimates)
+    whole, columns = fronts(np.ones(n_texts)), zip(ESTIMATES, values, samples, strict=True)
+    frame = DataFrame({"area": whole.areas})
+    for name, *measure in columns:
+        frame[name] = [Estimate.of_samples(*pair) for pair in zip(*measure, strict=True)]
+    return FrontComparison(whole, frame)

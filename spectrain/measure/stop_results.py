@@ -15,7 +15,7 @@ from spectrain.methods.registry import BASELINE
 from spectrain.stores.folder import strict
 
 ORACLE = "oracle"
-HEAD_RESAMPLES = 500  # bootstraps of each head's own front
+RESAMPLES, HEAD_RESAMPLES = 2000, 500  # bootstraps of fronts, and of each head's own
 DEFINITIONS = {
     "verification_rate": "target forwards per token; prefill and the first token are left out",
     "discard_rate": "drafted tokens that were not emitted, per token",
@@ -55,15 +55,8 @@ def stop_results(settings: DataFrame, counts: Counts, times: Times, regression: 
     families = numbers_of(settings, "family")
     judged = {f"{HEAD}, {judge}": own for judge, own in numbers_of(settings, "judge").items()}
     rates, names, groups = counts.rates[:2], settings["name"], families | judged
-    found = compare(counts, families)
-    areas = {
-        name: {
-            "area": found.fronts.areas[name],
-            "mean_discard_rate": found.heights[name],
-            "held_out_mean_discard_rate": found.held_out[name],
-        }
-        for name in families
-    }
+    found = compare(counts, families, RESAMPLES)
+    areas = found.families[["area", "mean_discard_rate", "held_out_mean_discard_rate"]].to_dict("index")
     # The heads' front less that of each other family, and the two ways to judge.
     pairs = [(HEAD, family) for family in families if family != HEAD] + ([tuple(judged)] if len(judged) == 2 else [])
     return strict(
@@ -72,7 +65,7 @@ def stop_results(settings: DataFrame, counts: Counts, times: Times, regression: 
             "settings": settings.to_dict("records"),
             "fronts": {name: [names[own[i]] for i in front(rates[:, own])] for name, own in groups.items()},
             "areas": {"verification_rates": [found.fronts.low, found.fronts.high], "families": areas},
-            "differences": [difference(counts, groups, *pair) for pair in pairs],
+            "differences": [difference(counts, groups, *pair, RESAMPLES) for pair in pairs],
             "single_heads": single_heads(settings, counts, families[FIXED]),
             "times": regression_results(times, regression),
             "best": best_results(settings, timed),
@@ -85,18 +78,17 @@ def numbers_of(settings: DataFrame, by: str) -> dict[str, list[int]]:
     return {key: own.index.tolist() for key, own in settings.groupby(by, sort=False)}
 
 
-def difference(
-    counts: Counts, groups: Mapping[str, Sequence[int]], name: str, minus: str, n_resamples: int = 2000
-) -> dict:
+def difference(counts: Counts, groups: Mapping[str, Sequence[int]], name: str, minus: str, n_resamples: int) -> dict:
     """The mean discard rate along the front of one group less that of another, over what both reach."""
     compared = compare(counts, {minus: groups[minus], name: groups[name]}, n_resamples)
+    own = compared.families.loc[name]
     return {
         "family": name,
         "minus": minus,
         "verification_rates": [compared.fronts.low, compared.fronts.high],
-        "areas": [compared.fronts.areas[name], compared.fronts.areas[minus]],
-        "mean_discard_rate_difference": compared.differences[name],
-        "held_out": compared.held_out_differences[name],
+        "areas": compared.families.area[[name, minus]].tolist(),
+        "mean_discard_rate_difference": own.difference,
+        "held_out": own.held_out_difference,
         "share_on_or_below": compared.fronts.shares_below()[name],
     }
 
@@ -116,7 +108,7 @@ def regression_results(times: Times, regression: DataFrame) -> dict:
     """Table 2: the joint regression, one regression per family, and the target by itself."""
 
     def fit(family: str) -> dict:
-        own = fit_times(regression[regression.family == family])
+        own = fit_times(regression[regression.family == family], n_resamples=0)
         draft = {} if family == BASELINE else {"draft_s": own.draft_s[family]}
         return {"target_s": own.target_s, **draft, "r2": own.r2, "r2_uncentred": own.r2_uncentred}
 

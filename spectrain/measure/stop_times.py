@@ -27,7 +27,6 @@ from spectrain.measure.statistics import Estimate
 from spectrain.methods.stopping import StopRule
 from spectrain.stores.folder import RowFile
 
-N_RESAMPLES = 2000
 WARM_TOKENS = 4
 
 
@@ -114,7 +113,7 @@ class Times:
         return Estimate(float(value), *np.quantile(rates, [0.025, 0.975]).tolist())
 
 
-def fit_times(rows: DataFrame, seed: int = 0) -> Times:
+def fit_times(rows: DataFrame, seed: int = 0, n_resamples: int = 2000) -> Times:
     """Fit the regression and its bootstrap over questions. A family that never drafted has a t_draft of nan."""
     families = rows.family.unique().tolist()
     drafts = [rows.draft_forwards.where(rows.family == family, 0) for family in families]
@@ -124,9 +123,9 @@ def fit_times(rows: DataFrame, seed: int = 0) -> Times:
     own = [questions == q for q in np.unique(questions)]
     squares = np.stack([facts[rows_of].T @ facts[rows_of] for rows_of in own])
     products = np.stack([facts[rows_of].T @ seconds[rows_of] for rows_of in own])
-    picks = np.random.default_rng(seed).integers(len(own), size=(N_RESAMPLES, len(own)))
+    picks = np.random.default_rng(seed).integers(len(own), size=(n_resamples, len(own)))
     found = _solve(squares.sum(0), products.sum(0))
-    samples = np.stack([_solve(squares[p].sum(0), products[p].sum(0)) for p in picks])
+    samples = np.array([_solve(squares[p].sum(0), products[p].sum(0)) for p in picks])
     residual = float(((seconds - facts @ np.nan_to_num(found)) ** 2).sum())
     spread = float(((seconds - seconds.mean()) ** 2).sum()) if np.ptp(facts, axis=0).any() else 0.0
     r2 = [1 - residual / whole if whole else math.nan for whole in (spread, float((seconds**2).sum()))]

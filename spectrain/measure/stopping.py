@@ -39,6 +39,19 @@ log = logging.getLogger(__name__)
 
 WRITER_GAMMA = 4  # tokens drafted while the target answers
 COIN_STREAM = 0xC01  # tells the coins' random numbers from all others of this seed
+CHECKS = {  # of each option
+    "stopping.gammas": partial(check_whole, least=1),
+    "stopping.confidence": partial(check_number, interval=SHARE),
+    "stopping.entropy": partial(check_number, interval=NATS),
+    "stopping.thresholds": partial(check_number, interval=SHARE),
+    "stopping.judge": check_judge,
+    "stopping.timed": partial(check_whole, least=1),
+    "stopping.rows": partial(check_whole, least=1),
+    "method.min_candidates": partial(check_whole, least=1),
+    "method.max_candidates": partial(check_whole, least=1),
+    "max_new_tokens": partial(check_whole, least=3),  # the first two are never drafted
+    "seed": partial(check_whole, least=0),
+}
 
 
 @dataclass(frozen=True)
@@ -61,20 +74,10 @@ class StopOptions:
         for name in ("gammas", "thresholds", "judge"):
             if not getattr(self, name):
                 raise UserError(f"stopping.{name} is empty; give at least one value")
-        least = {"method.min_candidates": 1, "method.max_candidates": 1, "stopping.timed": 1, "stopping.rows": 1}
-        least |= {"max_new_tokens": 3, "seed": 0}  # the first two tokens are never drafted
-        for name, bound in least.items():
-            check_whole(name, getattr(self, name.split(".")[-1]), bound)
-        checks = {
-            "gammas": partial(check_whole, least=1),
-            "confidence": partial(check_number, interval=SHARE),
-            "entropy": partial(check_number, interval=NATS),
-            "thresholds": partial(check_number, interval=SHARE),
-            "judge": check_judge,
-        }
-        for name, check in checks.items():
-            for value in getattr(self, name):
-                check(f"stopping.{name}", value)
+        for name, check in CHECKS.items():
+            given = getattr(self, name.split(".")[-1])
+            for value in given if isinstance(given, Sequence) else [given]:
+                check(name, value)
         for name, value in (("stopping.gammas", max(self.gammas)), ("method.min_candidates", self.min_candidates)):
             if value > self.max_candidates:
                 raise UserError(

@@ -146,9 +146,9 @@ def budgets_digest(methods: Mapping[str, DictConfig]) -> dict[str, str]:
     return {"budgets": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
 
 
-def names(value: str | ListConfig | Sequence[str] | None) -> list[str]:
-    """The values of an option that takes one name or a list of them."""
-    return [value] if isinstance(value, str) else list(value or [])
+def names(value: str | float | ListConfig | Sequence[str | float] | None) -> list:
+    """The values of an option that takes one name or number, or a list of them."""
+    return [value] if isinstance(value, str | float | int) else list(value or [])
 
 
 def kind_of_drafter(folder: str | Path) -> str:

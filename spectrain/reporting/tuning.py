@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pandas import DataFrame
 
 from spectrain.measure.results import BASELINE
-from spectrain.reporting.formats import MISSING, interval, measured, number, percent
+from spectrain.reporting.formats import MISSING, fixed, interval, measured, number, percent
 from spectrain.reporting.tables import table_of
 from spectrain.stores.budget_table import BudgetTable, CurveEntry, ForwardCost, NodeBudget
 
@@ -19,23 +19,13 @@ HEADS_SHOWN = 10  # of acceptance heads
 # Columns of tables: head -> key of the results, digits, and the factor of another unit.
 RATES = {"discard rate": ("discard_rate", 3), "verification rate": ("verification_rate", 3)}
 SPEED = {"predicted tokens/s": ("predicted_tokens_per_s", 0)}
-BEST = {
-    **RATES,
-    "tau": ("tau", 2),
-    **SPEED,
-    "measured": ("measured_tokens_per_s", 0),
-    "speedup": ("speedup", 2),
-    "/ fixed gamma": ("over_best_fixed_gamma", 2),
-}
+MEASURED = {"measured": ("measured_tokens_per_s", 0), "speedup": ("speedup", 2)}
+BEST = RATES | {"tau": ("tau", 2)} | SPEED | MEASURED | {"/ fixed gamma": ("over_best_fixed_gamma", 2)}
 AREAS = {"area": ("area", 4), "in sample": ("mean_discard_rate", 3), "held out": ("held_out_mean_discard_rate", 3)}
 DIFFERENCES = {"in sample": ("mean_discard_rate_difference", 3), "held out": ("held_out", 3)}
 TOGETHER = {"t_draft": ("draft_s", 2, 1e3), "t_target": ("target_s", 2, 1e3)}
-ALONE = {
-    "alone: t_draft": ("draft_s", 2, 1e3),
-    "alone: t_target": ("target_s", 2, 1e3),
-    "R2": ("r2", 4),
-    "uncentred": ("r2_uncentred", 4),
-}
+ALONE = {f"alone: {head}": column for head, column in TOGETHER.items()}
+ALONE |= {"R2": ("r2", 4), "uncentred": ("r2_uncentred", 4)}
 
 Part = tuple[str, DataFrame | None]
 
@@ -93,27 +83,38 @@ def roofline_text(cost: ForwardCost) -> str:
 def discount_parts(taus: Mapping[str, Sequence[float]], n_texts: int, chosen: str) -> list[Part]:
     """Acceptance length of SSSD's options, as value, low, high."""
     rows = [
-        {"options": name + (" (chosen)" if name == chosen else ""), "tau": interval(estimate, 3)}
-        for name, values in taus.items()
-        if (estimate := dict(zip(("value", "low", "high"), values, strict=True)))
+        {
+            "options": name + (" (chosen)" if name == chosen else ""),
+            "tau": interval({"value": value, "low": low, "high": high}, 3),
+        }
+        for name, (value, low, high) in taus.items()
     ]
     return [(f"SSSD, simulated on {n_texts} responses that nothing was chosen on", table_of(rows))]
 
 
 def stopping_parts(results: Mapping) -> list[Part]:
     """Stop rules, as in SpecDec++: its Tables 3 and 2, areas under the fronts, each head, the oracle of Theorem 4.1."""
-    fit, (low, high) = results["times"], results["areas"]["verification_rates"]
     best = [
         {"family": family, "setting": one["name"] if "tau" in one else MISSING} | cells(one, BEST)
         for family, one in results["best"].items()
     ]
+    texts = f"{results['texts']} texts simulated, {results['timed']} timed after prefill"
+    parts = [(f"Fastest setting of each family ({texts})", table_of(best))]
+
+    low, high = results["areas"]["verification_rates"]
     areas = [{"family": family} | cells(one, AREAS) for family, one in results["areas"]["families"].items()]
+    title = "Discard rate along the front, mean over the verification rates that all families reach"
+    parts.append((f"{title}: {reach(low, high)}", table_of(areas) if low < high else None))
+
     fronts = [
         {"fronts": f"{one['family']} - {one['minus']}", "verification rates": reach(*one["verification_rates"])}
         | cells(one, DIFFERENCES)
         | {"on or below": percent(one["share_on_or_below"], 0)}
         for one in results["differences"]
     ]
+    title = "Discard rate along one front minus that along another; below 0 the first is better"
+    parts.append((title, table_of(fronts)))
+
     heads = [
         {"head": one["head"], "w_rej": f"{facts['w_rej']:g}", "blocks": str(facts["n_blocks"]), "judge": one["judge"]}
         | {"h": f"{one['best']['value']:g}"}
@@ -122,24 +123,20 @@ def stopping_parts(results: Mapping) -> list[Part]:
         for one in sorted(results["single_heads"], key=_held_out)
         if (facts := results["heads"][one["head"]])
     ]
+    more = f" ({len(heads) - HEADS_SHOWN} more in results.json)" if len(heads) > HEADS_SHOWN else ""
+    title = f"Each head at its fastest threshold, and its front minus that of fixed gamma{more}"
+    parts.append((title, table_of(heads[:HEADS_SHOWN])))
+
+    fit = results["times"]
     times = [
         {"family": family} | cells(fit | one, TOGETHER) | cells(one["by_itself"], ALONE)
         for family, one in fit["families"].items()
     ]
-    r2 = cells(fit, {"R2": ("r2", 4), "uncentred": ("r2_uncentred", 4)})
-    more = f" ({len(heads) - HEADS_SHOWN} more in results.json)" if len(heads) > HEADS_SHOWN else ""
-    titles = (
-        f"Fastest setting of each family ({results['texts']} texts simulated, {results['timed']} timed after prefill)",
-        f"Discard rate along the front, mean over the verification rates that all families reach: {reach(low, high)}",
-        "Discard rate along one front minus that along another; below 0 the first is better",
-        f"Each head at its fastest threshold, and its front minus that of fixed gamma{more}",
-        "T = t_draft N_draft + t_target N_target in ms, fitted with one t_target for all families (R2 "
-        f"{r2['R2']}, uncentred {r2['uncentred']}), and to each family alone",
-    )
     times.append({"family": BASELINE} | cells(fit["stand_alone"], ALONE))
-    tables = (best, areas if low < high else None, fronts, heads[:HEADS_SHOWN], times)
-    parts = [(title, rows and table_of(rows)) for title, rows in zip(titles, tables, strict=True)]
-    return parts + ([(oracle_text(results["oracle"]), None)] if results["oracle"] is not None else [])
+    title = "T = t_draft N_draft + t_target N_target in ms, fitted with one t_target for all families"
+    r2 = f"R2 {fixed(fit['r2'], 4)}, uncentred {fixed(fit['r2_uncentred'], 4)}"
+    parts.append((f"{title} ({r2}), and to each family alone", table_of(times)))
+    return parts if results["oracle"] is None else [*parts, (oracle_text(results["oracle"]), None)]
 
 
 def cells(one: Mapping, columns: Mapping[str, tuple]) -> dict[str, str]:

@@ -41,7 +41,7 @@ def opened(kind: str, scale: float = 0.03) -> tuple[TargetModel, OpenDrafter]:
         target, drafter = make(n_target_layers=2, target_activations=kind == "spire", feedback=kind == "spire")
         states = SpireStates(drafter, 4)
     else:
-        target = TargetModel(tiny_model())
+        target = TargetModel(tiny_model(num_hidden_layers=1))
         states = ModelStates(TargetModel(noisy_copy(target.model, scale)), target.vocab_size)
     return target, OpenDrafter(DrafterFacts(kind, "tiny", "0"), states)
 
@@ -54,9 +54,11 @@ def real(target, method, prompt, max_new_tokens, stops) -> tuple[tuple[int, ...]
     return (len(found.tokens) - 1, discarded, found.target_forwards, method.stop.draft_forwards), found.tokens
 
 
-def paths_of(target, drafter, heads, prompt, text, max_new_tokens, sampling, seed=0, rows=5) -> DraftPaths:
+def paths_of(
+    target, drafter, heads, prompt, text, max_new_tokens, sampling, seed=0, rows=5, gamma=MAX_CANDIDATES
+) -> DraftPaths:
     return draft_paths(
-        *(target, drafter, heads, Text(prompt, text), MAX_CANDIDATES, max_new_tokens, sampling),
+        *(target, drafter, heads, Text(prompt, text), gamma, max_new_tokens, sampling),
         *(np.random.default_rng(seed), rows),
     )
 
@@ -69,12 +71,12 @@ def numbers(counts: Counts, i: int = 0) -> tuple[int, ...]:
     )
 
 
-def greedy_texts(target, stop_early: bool, n_tokens: int = 26) -> list[tuple[list[int], list[int], int, list[int]]]:
+def greedy_texts(target, stop_early: bool, n_tokens: int = 13) -> list[tuple[list[int], list[int], int, list[int]]]:
     """(prompt, text, max_new_tokens, stop ids): texts that a token ends, at different places, or their length."""
     found = []
     for number, prompt in enumerate(random_prompts([9, 14, 5, 21])):
         (whole,) = generate(target, Autoregressive(), [prompt], n_tokens + number, stop_token_ids=())
-        stops = [whole.tokens[8 + 2 * number]] if stop_early else []
+        stops = [whole.tokens[6 + 2 * number]] if stop_early else []
         (text,) = generate(target, Autoregressive(), [prompt], n_tokens + number, stop_token_ids=stops)
         if len(text.tokens) > 1:
             found.append((prompt, text.tokens, n_tokens + number, stops))
@@ -136,7 +138,8 @@ def test_a_spire_oracle_is_simulated_within_its_longest_draft():
 def test_sampled_rates_are_those_of_the_real_loop(kind):
     """Means over many texts of one prompt, by the real loop and by simulation on texts of their own."""
     target, drafter = opened(kind, scale=0.1)
-    sampling, max_new_tokens, n_texts, prompt = Sampling(temperature=1.0, top_k=20), 12, 160, random_prompts([6])[0]
+    sampling, max_new_tokens, n_texts, prompt = Sampling(temperature=1.0, top_k=20), 10, 160, random_prompts([6])[0]
+    gamma = 4
     stops = [7, 11, 19, 23]
     heads = {"b": random_head(drafter.states.hidden_size, 1)}
     settings = [
@@ -153,11 +156,11 @@ def test_sampled_rates_are_those_of_the_real_loop(kind):
             simulated.append(np.zeros((len(settings), 3)))
             continue
         work = (target, drafter, list(heads.values()), prompt, generation.tokens, max_new_tokens, sampling)
-        counts = simulate_stops([paths_of(*work, seed=number, rows=64)], settings, list(heads), MAX_CANDIDATES)
+        counts = simulate_stops([paths_of(*work, seed=number, rows=64, gamma=gamma)], settings, list(heads), gamma)
         tokens = np.full(len(settings), counts.tokens[0])
         simulated.append(np.stack([tokens, counts.discarded[:, 0], counts.target_calls[:, 0]], axis=1))
     for i, setting in enumerate(settings):
-        method = setting.drafter(drafter, heads, MAX_CANDIDATES)
+        method = setting.drafter(drafter, heads, gamma)
         run = generate(target, method, [prompt] * n_texts, max_new_tokens, sampling, seed=2, **options)
         measured = np.array([[len(g.tokens) - 1, sum(g.drafted) - sum(g.accepted), g.target_forwards] for g in run])
         ours = np.array(simulated)[:, i]

@@ -50,11 +50,11 @@ def random_counts(n_texts: int, lower: int, seed: int = 0) -> Counts:
 
 def test_a_family_that_is_better_by_a_constant_differs_by_it():
     found = compare(random_counts(30, 10), {"a": range(3), "b": range(3, 6)}, n_resamples=200)
-    for differences in (found.differences, found.held_out_differences):
-        estimate = differences["b"]
+    for estimate in found.families.loc["b", ["difference", "held_out_difference"]]:
         assert estimate.value == pytest.approx(-0.1)
         assert (estimate.low, estimate.high) == pytest.approx((-0.1, -0.1))  # paired: texts vary, the difference not
-    assert found.heights["a"].low < found.heights["a"].value < found.heights["a"].high
+    height = found.families.mean_discard_rate["a"]
+    assert height.low < height.value < height.high
     assert found.fronts.shares_below() == {"a": 1.0, "b": 1.0}
     worse = compare(random_counts(30, -10), {"a": range(3), "b": range(3, 6)}, n_resamples=2)
     assert worse.fronts.shares_below()["b"] == 0.0
@@ -70,11 +70,11 @@ def test_chance_lowers_a_front_of_many_settings_in_sample_but_not_held_out():
     discarded, nothing = np.concatenate([ends, middle]), np.zeros((42, n_texts))
     counts = Counts(np.full(n_texts, 100.0), np.concatenate(calls), discarded, nothing)
     found = compare(counts, {"ends": range(2), "many": range(42)}, n_resamples=2)
-    assert found.differences["many"].value < -0.025
-    assert abs(found.held_out_differences["many"].value) < 0.012
+    assert found.families.difference["many"].value < -0.025
+    assert abs(found.families.held_out_difference["many"].value) < 0.012
 
 
 def test_few_texts_have_no_interval():
     found = compare(random_counts(3, 10), {"a": range(3), "b": range(3, 6)})
-    assert found.differences["b"].value == pytest.approx(-0.1)
-    assert math.isnan(found.differences["b"].low)
+    assert found.families.difference["b"].value == pytest.approx(-0.1)
+    assert math.isnan(found.families.difference["b"].low)

@@ -15,7 +15,7 @@ from spectrain import report
 from spectrain.cli import command
 from spectrain.decoding import Sampling, TargetModel, fingerprint, load_target
 from spectrain.decoding.errors import UserError
-from spectrain.measure import stopping
+from spectrain.measure import stop_results, stopping
 from spectrain.measure.questions import read_answers
 from spectrain.methods.registry import method_config, with_tuned
 from spectrain.methods.specdecpp import open_drafter
@@ -71,10 +71,18 @@ def asked(exported, tmp_path) -> Path:
     return exported
 
 
+@pytest.fixture
+def few_resamples(monkeypatch) -> None:
+    """Fewer bootstraps than users get: here, nobody reads the intervals."""
+    monkeypatch.setattr(stop_results, "RESAMPLES", 50)
+    monkeypatch.setattr(stop_results, "HEAD_RESAMPLES", 20)
+
+
 def results(folder: str) -> dict:
     return json.loads(Path(folder, "results.json").read_text())
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_everything_is_found_and_the_choice_runs(run, asked):
     Path("checkpoints").mkdir()
     for name in ("vanilla", "linear", "deep", "on_spire"):
@@ -137,6 +145,7 @@ def check_page(found: dict) -> None:
         assert name in page.text
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_an_interrupted_run_goes_on_and_a_spire_drafter_samples(run, asked, monkeypatch):
     heads = f"stopping.heads={asked}/on_sp*"
     command = ("tune", *SMALL, heads, "stopping.judge=[current]", "sampling=t1", "out=t")
