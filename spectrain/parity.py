@@ -88,11 +88,9 @@ def main(cfg: DictConfig) -> None:
 
 
 def read_settings(cfg: DictConfig) -> list[Setting]:
-    """Check the options. Returns one setting per temperature."""
+    """Check the numbers among the options. Returns one setting per temperature."""
     for name in ("contexts", "context_tokens", "new_tokens", "batch_size"):
         check_whole(name, cfg[name], 1)
-    if cfg.gamma is not None:
-        check_whole("gamma", cfg.gamma, 1)
     if not cfg.temperatures:
         raise UserError("temperatures must name at least one; give temperatures=[0.0,1.0]")
     samplings = [Sampling.from_options({"temperature": temperature}) for temperature in cfg.temperatures]
@@ -100,11 +98,7 @@ def read_settings(cfg: DictConfig) -> list[Setting]:
 
 
 def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) -> list[list[int]]:
-    """Take the beginnings of the held-out rows on which the run measured tau.
-
-    Raises:
-        UserError: none is long enough, or contexts and new tokens exceed the target's context.
-    """
+    """Take the beginnings of the held-out rows on which the run measured tau."""
     if cfg.context_tokens + cfg.new_tokens > target.max_positions:
         raise UserError(
             f"context_tokens={cfg.context_tokens} and new_tokens={cfg.new_tokens} exceed the target's context of "

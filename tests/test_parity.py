@@ -89,6 +89,7 @@ def test_drafts_of_another_length_have_no_logged_side(call, tmp_path):
         (["run=spire", "context_tokens=250"], "exceed the target's context"),
         (["run=spire", "contexts=0"], "contexts=0"),
         (["run=spire", "gamma=99"], "gamma=99"),
+        (["run=spire", "gamma=0"], "gamma=0"),
         (["run=spire", "temperatures=[]"], "temperatures"),
         (["run=spire", "temperatures=[-1.0]"], "temperature=-1"),
         (["run=spire", "out=spire"], "exists already"),

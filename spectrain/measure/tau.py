@@ -171,9 +171,8 @@ def measure_tau(
 ) -> dict[str, dict]:
     """Decode the same held-out rows [R, L] with every method.
 
-    Returns:
-        What results of a training hold: `tau` by method and name of the setting, `tokens_per_s` by method (batch 1,
-        greedy), and `settings`.
+    Returns `tau` by method and name of the setting, `tokens_per_s` by method (batch 1, greedy), and `settings`, as
+    results of a training hold them.
     """
     tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
     for setting in (Setting(length, t) for length in settings.context_tokens for t in settings.temperatures):
@@ -197,21 +196,18 @@ def measure_tau(
 def compare(counts: Mapping[str, Mapping[Setting, np.ndarray]]) -> dict[str, dict[str, dict]]:
     """Compare drafters with the first of them, in every setting and pooled.
 
-    Args:
-        counts: of each drafter, [R, 2] per setting, of the same rows in the same settings.
-
-    Returns:
-        Of each drafter, `tau` and (but for the first) `difference` by the name of the setting, as drafters.json has it.
+    `counts` has [R, 2] of each drafter and setting, of the same rows. Returns `tau` of each drafter and (but for the
+    first) `difference`, by the name of the setting, as drafters.json has it.
     """
-    found, first = {}, None
-    for name, own in counts.items():
-        own = with_pools(own)
-        found[name] = {"tau": {s.name: tau_estimate(c, None, COMPARISON_RESAMPLES).as_json() for s, c in own.items()}}
-        if first is None:
-            first = own
-            continue
-        differences = {s.name: tau_estimate(c, first[s], COMPARISON_RESAMPLES).as_json() for s, c in own.items()}
-        found[name]["difference"] = differences
+    pooled = {name: with_pools(own) for name, own in counts.items()}
+    first, *others = pooled
+
+    def estimates(own: Mapping[Setting, np.ndarray], other: Mapping[Setting, np.ndarray]) -> dict[str, dict]:
+        return {s.name: tau_estimate(c, other.get(s), COMPARISON_RESAMPLES).as_json() for s, c in own.items()}
+
+    found = {name: {"tau": estimates(own, {})} for name, own in pooled.items()}
+    for name in others:
+        found[name]["difference"] = estimates(pooled[name], pooled[first])
     return found
 
 
