@@ -211,7 +211,7 @@ def test_a_head_for_a_spire_drafter(run, small, made):
         (["held_out_share=0.0001"], "0 held-out rows"),
         (["epochs=0"], "epochs=0 must be a whole number"),
         (["data.batch_size=100"], "fewer than one batch of 100"),
-        (["sampling.temperature=-1"], "temperature=-1 must be 0"),
+        (["sampling.temperature=-1"], "temperature=-1 must be a number in [0, inf)"),
         (["data=offline", "data.path={made}/labels", "sampling=t1"], "was labelled for temperature 0.8, top_k 50, not"),
         (["data=offline", "data.path={made}/labels", "drafter={made}/spire"], "are of the vanilla drafter"),
         (["data=offline", "data.path={made}/nowhere"], "data.path={made}/nowhere does not exist"),

@@ -298,7 +298,7 @@ BAD_OPTIONS = {
     "empty stop": (["stop_strings=['']"], "must be a list of texts"),
     "timeout": (["timeout_s=0"], "timeout_s=0 must be a number in (0, inf)"),
     "sampling": (["sampling.repetition_penalty=2"], "unknown sampling option: repetition_penalty"),
-    "temperature": (["sampling.temperature=-1"], "temperature=-1 must be a number in"),
+    "temperature": (["sampling.temperature=-1"], "temperature=-1 must be a number in [0, inf)"),
     "source": (["source=cloud"], "source=cloud must be one of loop, server"),
     "address without server": (["base_url=http://x"], "base_url=http://x is an option of source=server"),
     "model without server": (["model=x"], "model=x is an option of source=server"),
