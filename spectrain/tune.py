@@ -4,8 +4,7 @@
     python -m spectrain.tune method=sssd datastore=<folder> target=<folder or hub id> prompts=<file.jsonl> limit=60
     python -m spectrain.tune method=specdecpp target=<folder or hub id> prompts=<file.jsonl> limit=60
 
-See docs/measuring.md. `budget=true` writes checkpoints/budget-*.json for `max_nodes=auto`, the others a yaml for
-`tuned=`.
+`budget=true` writes checkpoints/budget-*.json for `max_nodes=auto`, the others a yaml for `tuned=`. docs/measuring.md
 """
 
 from __future__ import annotations
