@@ -86,23 +86,14 @@ def generate_with_transformers(
 
 def _continue(target: TargetModel, prompt: list[int], seed: int, inputs: Mapping, drafts: bool) -> Generation:
     tokens, eos_ids = torch.tensor([prompt], device=target.device), inputs["generation_config"].eos_token_id or []
-    fed: list[int] = []  # tokens of each forward
     emitted: list[int] = []  # what is put out: the prompt, then the tokens of each step
     streamer = SimpleNamespace(put=lambda value: emitted.append(value.numel()), end=lambda: None)
-
-    def note(module: PreTrainedModel, args: tuple, kwargs: dict) -> None:
-        fed.append(kwargs["input_ids"].shape[1])
-
-    handle = target.model.register_forward_pre_hook(note, with_kwargs=True)
     devices = [target.device] if target.device.type == "cuda" else []
     began = time.perf_counter()
-    try:
-        with torch.random.fork_rng(devices=devices), torch.inference_mode(), _plain_defaults(target.model):
-            torch.manual_seed(seed)
-            output = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **inputs)
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(), _observed(target.model) as fed:
+        torch.manual_seed(seed)
+        output = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **inputs)
         new = output[0, len(prompt) :].tolist()
-    finally:
-        handle.remove()
     elapsed_s = time.perf_counter() - began
     return Generation(
         tokens=new,
@@ -117,16 +108,24 @@ def _continue(target: TargetModel, prompt: list[int], seed: int, inputs: Mapping
 
 
 @contextmanager
-def _plain_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """Keep a model's own generation defaults (a repetition penalty, say) out of a comparison.
+def _observed(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Yield a list that gets the number of tokens of each forward.
 
-    Silences transformers meanwhile: assisted generation warns about how it calls itself.
+    Meanwhile the model's own generation defaults (a repetition penalty, say) stay out of the comparison, and
+    transformers is silent: assisted generation warns about how it calls itself.
     """
+    fed: list[int] = []
+
+    def note(module: PreTrainedModel, args: tuple, kwargs: dict) -> None:
+        fed.append(kwargs["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     before, model.generation_config = model.generation_config, GenerationConfig()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        yield fed
     finally:
+        hook.remove()
         logging.set_verbosity(verbosity)
         model.generation_config = before
