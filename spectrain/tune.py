@@ -118,9 +118,8 @@ def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
     facts |= {"texts": len(texts), "timed": min(options.timed, len(texts))}
     results = provenance() | device_facts(target.device, target.dtype) | facts | search.described() | found
     write_png(stopping_fronts(results), run.path / "pareto.png")
-    registry.write_tuned(
-        run.path / "tuned.yaml", search.tuned_options(found["best"]), "spectrain.tune method=specdecpp"
-    )
+    tuned = search.tuned_options(found["best"])
+    registry.write_tuned(run.path / "tuned.yaml", tuned, "spectrain.tune method=specdecpp")
     run.finish(results)
     show(stopping_parts(results), 150, f"{run.path}/results.json, pareto.png, tuned.yaml")
 

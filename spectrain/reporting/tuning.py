@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from pandas import DataFrame
 
@@ -38,15 +39,13 @@ def budget_parts(table: BudgetTable) -> list[Part]:
             cells = zip(cost.batch_sizes, cost.seconds[i], cost.spread[i], strict=True)
             row = {f"batch {n}": f"{1e3 * s[j]:.2f} ({100 * spread[j]:.0f})" for n, s, spread in cells}
             forwards.append({"context": str(context), "nodes": str(nodes)} | row)
-    for entry in table.entries:
-        for batch_size in cost.batch_sizes:
-            for context in cost.contexts:
-                rates = NodeBudget(cost=cost, curve=entry.curve).rates(batch_size, context)
-                best = max(rates, key=lambda rate: rate.tokens_per_s)
-                gain = best.tokens_per_s / plain_tokens_per_s(table, entry, batch_size, context)
-                row = {"method": entry.name, "batch": str(batch_size), "context": str(context)}
-                row |= {"nodes": str(best.nodes), "tau": f"{best.tau:.2f}", "tokens/s": f"{best.tokens_per_s:.0f}"}
-                chosen.append(row | {"speedup over one node": f"{gain:.2f}"})
+    for entry, batch_size, context in product(table.entries, cost.batch_sizes, cost.contexts):
+        rates = NodeBudget(cost=cost, curve=entry.curve).rates(batch_size, context)
+        best = max(rates, key=lambda rate: rate.tokens_per_s)
+        gain = best.tokens_per_s / plain_tokens_per_s(table, entry, batch_size, context)
+        row = {"method": entry.name, "batch": str(batch_size), "context": str(context)}
+        row |= {"nodes": str(best.nodes), "tau": f"{best.tau:.2f}", "tokens/s": f"{best.tokens_per_s:.0f}"}
+        chosen.append(row | {"speedup over one node": f"{gain:.2f}"})
     title = "ms per forward pass of the target: median, in brackets the interquartile range in % of it"
     return [
         (title, table_of(forwards)),
