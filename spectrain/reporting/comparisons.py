@@ -10,7 +10,7 @@ from functools import partial
 
 from pandas import DataFrame
 
-from spectrain.reporting.formats import bounds_of, fixed, interval, number, plus_minus
+from spectrain.reporting.formats import estimate_of, fixed, interval, number, plus_minus
 from spectrain.reporting.tables import table_of
 
 TWO_DIGITS, THREE_DIGITS = partial(interval, digits=2), partial(interval, digits=3)
@@ -41,7 +41,7 @@ def drafters_table(content: Mapping, settings: Sequence[str], text: Callable[...
 
 
 def difference_text(one: Mapping | None, text: Callable[..., str]) -> str:
-    low, high = bounds_of(((one or {}).get("low"), (one or {}).get("high"))) or (1, 1)
+    low, high = estimate_of(one)[1] or (1, 1)
     return f"{text(one, sign='+')}{' unresolved' if low <= 0 <= high else ''}"
 
 

@@ -51,6 +51,12 @@ def bounds_of(interval: Sequence[object] | None) -> tuple[float, float] | None:
     return (bounds[0], bounds[1]) if len(bounds) == 2 and None not in bounds else None
 
 
+def estimate_of(one: Mapping | None) -> tuple[float | None, tuple[float, float] | None]:
+    """Value and bounds of an estimate as files hold it."""
+    one = one or {}
+    return number(one.get("value")), bounds_of((one.get("low"), one.get("high")))
+
+
 def measured(one: Mapping, measure: str) -> Mapping:
     """A measure of results and its interval, as value, low and high, whichever way results keep them."""
     value = one.get(measure)
@@ -66,17 +72,14 @@ def interval(one: Mapping | None, digits: int, sign: str = "") -> str:
         digits: behind the point.
         sign: "+" writes it before positive values, too.
     """
-    text, bounds = _value_and_bounds(one, digits, sign)
-    return f"{text} [{fixed(bounds[0], digits, sign)}, {fixed(bounds[1], digits, sign)}]" if bounds else text
+    value, bounds = estimate_of(one)
+    text = fixed(value, digits, sign)
+    known = value is not None and bounds is not None
+    return f"{text} [{fixed(bounds[0], digits, sign)}, {fixed(bounds[1], digits, sign)}]" if known else text
 
 
 def plus_minus(one: Mapping | None, digits: int, sign: str = "") -> str:
     """A value and half the width of its 95 % interval, "2.50 ± 0.10"; arguments as of `interval`."""
-    text, bounds = _value_and_bounds(one, digits, sign)
-    return f"{text} ± {(bounds[1] - bounds[0]) / 2:.{digits}f}" if bounds else text
-
-
-def _value_and_bounds(one: Mapping | None, digits: int, sign: str) -> tuple[str, tuple[float, float] | None]:
-    one = one or {}
-    text = fixed(one.get("value"), digits, sign)
-    return text, None if text == MISSING else bounds_of((one.get("low"), one.get("high")))
+    value, bounds = estimate_of(one)
+    known = value is not None and bounds is not None
+    return fixed(value, digits, sign) + (f" ± {(bounds[1] - bounds[0]) / 2:.{digits}f}" if known else "")

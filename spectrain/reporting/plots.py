@@ -19,7 +19,7 @@ from spectrain.measure.results import BASELINE
 from spectrain.measure.spire_paper import paper_tau
 from spectrain.reporting import drawing
 from spectrain.reporting.drawing import COLOURS, STYLES, Line, bar_panels, line, line_panels, shortened
-from spectrain.reporting.formats import bounds_of, measured, number
+from spectrain.reporting.formats import bounds_of, estimate_of, measured, number
 from spectrain.reporting.runs import Training, differences, option_text
 
 MAX_POSITIONS = 16
@@ -88,12 +88,6 @@ def by_category(methods: Mapping[str, Mapping], measure: str, axis_label: str) -
         label, hatch = (" (baseline)", "////") if methods[name].get("kind") == "peer" else ("", "")
         rows.append((shortened(name) + label, {"color": styles[name]["color"], "hatch": hatch}))
     return bar_panels(bars, rows, axis_label, n_columns=3)
-
-
-def estimate_of(one: Mapping | None) -> tuple[float | None, tuple[float, float] | None]:
-    """Value and bounds of an estimate as files hold it."""
-    one = one or {}
-    return number(one.get("value")), bounds_of((one.get("low"), one.get("high")))
 
 
 def by_position(methods: Mapping[str, Mapping]) -> Figure | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spectrain.reporting.formats import bounds_of, number
+from spectrain.reporting.formats import estimate_of, number
 from spectrain.reporting.runs import Training, differences, option_text
 
 KINDS = {"spire": "SPIRe drafter", "vanilla": "vanilla drafter", "specdecpp": "acceptance head", "target": "target"}
@@ -40,11 +40,12 @@ def title_of(runs: Sequence[Training]) -> str:
 
 def outcome(runs: Sequence[Training]) -> dict:
     """The best run: by tau in the first setting that was measured, or else by loss where losses can be compared."""
-    known = [(s, run, one) for run in runs for s, one in run.tau.items() if number(one.get("value")) is not None]
+    known = [(setting, run, *estimate_of(one)) for run in runs for setting, one in run.tau.items()]
+    known = [one for one in known if one[2] is not None]
     if known:
         setting = known[0][0]
-        ranked = sorted((k for k in known if k[0] == setting), key=lambda k: -k[2]["value"])
-        bounds = [bounds_of((one.get("low"), one.get("high"))) for _, _, one in ranked[:2]]
+        ranked = sorted((one for one in known if one[0] == setting), key=lambda one: -one[2])
+        bounds = [bounds for *_, bounds in ranked[:2]]
         overlaps = len(bounds) == 2 and None not in bounds and bounds[0][0] <= bounds[1][1]
         return {"best": ranked[0][1], "setting": setting, "ranked": len(ranked), "overlaps": overlaps}
     losses = {run.name: loss for run in runs if (loss := number(run.metrics.get("eval/loss"))) is not None}
