@@ -214,6 +214,14 @@ def test_a_validation_batch_without_drafts_does_not_spoil_the_others(target):
     assert all(math.isfinite(value) for value in beside.values())
 
 
+@pytest.mark.parametrize("kind", STATES)
+def test_a_row_that_only_fills_up_a_ranks_share_teaches_nothing(target, kind):
+    batch = TextRows(text_rows())[[-1]]
+    assert not batch.is_response.any()
+    hidden, labels = training(target, STATES[kind](target)).examples(batch, 0)
+    assert len(hidden) == len(labels) == 0
+
+
 def test_calibration_error_by_hand():
     reliability = Reliability()
     reliability.update(torch.tensor([0.91, 0.93, 0.10]), torch.tensor([1.0, 0.5, 0.4]))
