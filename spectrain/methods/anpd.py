@@ -27,9 +27,6 @@ class AdaptiveNgram(CandidateDrafter):
         max_order: longest n-gram counted, the predicted token included; the shortest has 2 tokens.
         draft_tokens: most tokens of a guess.
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
-
-    Raises:
-        UserError: an option is out of range.
     """
 
     def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | NodeBudget = 11):

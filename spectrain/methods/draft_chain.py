@@ -26,11 +26,7 @@ class DraftStep:
 
 
 def gamma_within(gamma: int, max_nodes: int | None) -> int:
-    """The draft length that a budget of `max_nodes` nodes, root and drafted tokens, leaves of `gamma`.
-
-    Raises:
-        UserError: gamma is below 1, or max_nodes has no room for a drafted token.
-    """
+    """Return the draft length that a budget of `max_nodes` nodes, root and drafted tokens, leaves of `gamma`."""
     check_whole("gamma", gamma, 1)
     if max_nodes is None:
         return gamma
@@ -39,11 +35,7 @@ def gamma_within(gamma: int, max_nodes: int | None) -> int:
 
 
 def candidates_within(min_candidates: int, max_candidates: int, max_nodes: int | None) -> int:
-    """The longest draft of a rule that drafts at least min_candidates tokens.
-
-    Raises:
-        UserError: min_candidates is below 1, or there is no room for so many; see `gamma_within`.
-    """
+    """Return the longest draft of a rule that drafts at least min_candidates tokens."""
     check_whole("min_candidates", min_candidates, 1)
     gamma = gamma_within(max_candidates, max_nodes)
     if min_candidates > gamma:

@@ -51,9 +51,6 @@ def build_with_datastore(
         max_matches: continuations read there; the likeliest of them is guessed.
         datastore_ranks: candidates of the last logits that the store is asked about.
         options: those of `LogitSpec`.
-
-    Raises:
-        UserError: the store is missing or damaged, or an option is out of range.
     """
     check_whole("datastore_ranks", datastore_ranks, 0)
     method = LogitSpec(**options)

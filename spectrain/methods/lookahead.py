@@ -30,9 +30,6 @@ class Lookahead(ProbingDrafter):
         ngram_tokens: N; the window has N - 1 levels, a guess has N - 1 tokens.
         max_guesses: G, the n-grams that are kept for each first token.
         max_nodes: see `ProbingDrafter`; None: all, the root, P = (N - 1) W - 1 probes and G (N - 1) of guesses.
-
-    Raises:
-        UserError: an option is out of range, or max_nodes has no room for one column.
     """
 
     first_node = 0

@@ -30,9 +30,6 @@ class PromptLookup(CandidateDrafter):
         draft_tokens: most tokens of a guess.
         match: of several occurrences the "latest", or the "earliest", as Hugging Face takes.
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
-
-    Raises:
-        UserError: an option is out of range.
     """
 
     def __init__(

@@ -37,9 +37,6 @@ def build(
         max_matches: continuations read, the first ones in sorted order, as the reference reads them.
         branch_tokens: tokens of a continuation.
         max_nodes: of a tree, the root included.
-
-    Raises:
-        UserError: the store is missing or damaged, or an option is out of range.
     """
     options = RetrievalOptions(min_suffix, max_suffix, branch_tokens, max_matches, first_matches=True)
     return StoreDrafter(open_datastore(datastore, target), options, max_nodes)

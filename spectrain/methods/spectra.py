@@ -20,9 +20,6 @@ def build(target: TargetModel, datastore: str, max_nodes: int | NodeBudget | Non
         datastore: folder.
         max_nodes: see `SpectraCore`.
         options: those of `CoreOptions` and of `retrieval_options`.
-
-    Raises:
-        UserError: the store is missing or damaged, or an option is out of range.
     """
     retrieval = {name: options.pop(name) for name in RETRIEVAL if name in options}
     core = CoreOptions(**options)

@@ -33,9 +33,6 @@ def build(
         ngram_tokens: N, tokens of a branch.
         max_nodes: of a tree, the root included; None: all, 1 + G N.
         retrieval: options of `retrieval_options`.
-
-    Raises:
-        UserError: the store is missing or damaged, or an option is out of range.
     """
     check_whole("max_guesses", max_guesses, 1)
     options = retrieval_options(ngram_tokens, **retrieval)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from spectrain.decoding import Context, DraftTree, TargetModel
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
@@ -32,11 +32,7 @@ ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
 
 def build(target: TargetModel, datastore: str | None, max_nodes: int | NodeBudget = 64, **options) -> Sssd:
-    """The method over the datastore of this folder; further options are those of `SssdOptions`.
-
-    Raises:
-        UserError: the store is missing or damaged, or an option is out of range.
-    """
+    """The method over the datastore of this folder; further options are those of `SssdOptions`."""
     chosen = SssdOptions(**options)
     store = open_datastore(datastore, target) if chosen.datastore_source else None
     return Sssd(store, chosen, max_nodes)
@@ -77,9 +73,7 @@ class SssdOptions:
         if self.branch_tokens is not None:
             check_whole("branch_tokens", self.branch_tokens, 1)
         for name in (field for field in vars(self) if field.endswith(("_scale", "_decay"))):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 10:
-                raise UserError(f"{name}={value} must be a number above 0, at most 10")
+            check_number(name, getattr(self, name), "(0, 10]")
         if not (self.input_source or self.datastore_source or self.last_logits):
             raise UserError(
                 "input_source, datastore_source and last_logits are all false, which leaves nothing to propose; set "

@@ -75,7 +75,7 @@ def test_an_interrupted_run_keeps_its_responses(run, command, monkeypatch):
     [
         (["responses=asked.jsonl"], "row 1 has no prompt and response as token ids"),
         (["+grid.inputscale=[1]"], "grid.inputscale is no option of sssd"),
-        (["grid.input_scale=[-1]"], "input_scale=-1 must be a number above 0"),
+        (["grid.input_scale=[-1]"], "input_scale=-1 must be a number in"),
         (["method.last_logits=true"], "cannot be simulated without the target"),
         (["limit=1"], "give more prompts"),
         (["max_new_tokens=1"], "max_new_tokens=1"),

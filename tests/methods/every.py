@@ -61,8 +61,9 @@ class Artifacts(dict):
         return export_head(folder, self.target, Path(self.get("vanilla")), n_blocks=1)
 
     def make_datastore(self, folder: Path) -> Path:
+        """Of one shard, for which conftest.py compiles; numba compiles again for each number of shards."""
         vocabulary = tokenizer_fingerprint(self.target.tokenizer)
-        make_store(folder, self.documents(), self.target.vocab_size, n_shards=2, tokenizer=vocabulary)
+        make_store(folder, self.documents(), self.target.vocab_size, tokenizer=vocabulary)
         return folder
 
 

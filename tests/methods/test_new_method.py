@@ -43,7 +43,8 @@ from spectrain.cli import command
 
 assert load_method("echo", load_target(), n=3).generate("a = 1", 8).drafted > 0
 every = ["tests/decoding/test_law.py", "tests/decoding/test_loop.py", "tests/test_conf.py"]
-assert pytest.main([*every, "-k", "echo", "-p", "no:cacheprovider"]) == 0
+one_family = "echo and not (llama_gqa or qwen3 or gpt_neox or gemma)"  # what each costs is its own slow texts
+assert pytest.main([*every, "-k", one_family, "-p", "no:cacheprovider"]) == 0
 sys.argv = ["spectrain.bench", "methods=[echo]", "limit=2", "max_new_tokens=24", "out=bench"]
 command("bench")(main)()
 """
@@ -61,7 +62,7 @@ def test_a_method_of_one_file_and_one_yaml_is_found_benchmarked_and_tested(tmp_p
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    # Greedy text of 5 families at 2 batch sizes, 1 sampling distribution, and 3 checks of the yaml.
-    assert "14 passed" in done.stdout, done.stdout
+    # Greedy text of 1 of the 5 families at 2 batch sizes, 1 sampling distribution, and 3 checks of the yaml.
+    assert "6 passed" in done.stdout, done.stdout
     results = json.loads((tmp_path / "bench" / "results.json").read_text())
     assert results["methods"]["echo"]["lossless"] is True

@@ -249,7 +249,7 @@ def test_options_out_of_range_are_refused():
         with pytest.raises(UserError, match="whole number"):
             core(**options)
     for threshold in (-0.1, 1.1, "x", True):
-        with pytest.raises(UserError, match="threshold=.* must be a number from 0 to 1"):
+        with pytest.raises(UserError, match=r"threshold=.* must be a number in \[0, 1\]"):
             core(threshold=threshold)
     with pytest.raises(UserError, match="nothing to guess from"):
         core(forward=False, backward=False)

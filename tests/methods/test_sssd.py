@@ -156,7 +156,7 @@ def test_rows_that_leave_take_their_tries_with_them(tmp_path):
     [
         ({"max_prefix": 0}, "max_prefix=0 must be"),
         ({"min_matches": 1.5}, "min_matches=1.5 must be"),
-        ({"input_scale": -1}, "input_scale=-1 must be a number above 0"),
+        ({"input_scale": -1}, "input_scale=-1 must be a number in"),
         ({"logits_rank_decay": True}, "logits_rank_decay=True must be"),
         ({"input_source": False, "datastore_source": False}, "leaves nothing to propose"),
         ({"calibration": {"speaker": [[1]]}}, "calibration.speaker is unknown"),
