@@ -14,6 +14,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel, check_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
 PARALLEL = {"none": {}, "device_map": {"device_map": "auto"}, "tp": {"tp_plan": "auto"}}
 
 
@@ -57,15 +58,11 @@ def load_target(
         try:
             model = model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         except (RuntimeError, AssertionError) as error:
-            raise UserError(
-                f"target.device={device} cannot be used ({_first_line(error)}); give target.device=cpu"
-            ) from error
+            why = _first_line(error)
+            raise UserError(f"target.device={device} cannot be used ({why}); give target.device=cpu") from error
     target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
     if not _is_causal(target):
-        raise UserError(
-            f"{target_name} is no causal language model: what follows a token changes its logits; choose a "
-            "decoder-only model"
-        )
+        raise UserError(f"{target_name} {NOT_CAUSAL}")
     return target
 
 
@@ -109,7 +106,7 @@ def _load_config(name: str) -> PretrainedConfig:
 def _why_no_model(error: Exception) -> str:
     line = _first_line(error)
     if "Unrecognized configuration class" in line or "for this kind of AutoModel" in line:
-        return "is no causal language model; choose a decoder-only model"
+        return NOT_CAUSAL
     if any(word in f"{line} {error}".lower() for word in ("safetensor", "deserializ")):
         return f"has a missing or corrupt weight file ({line}); fetch or export it again"
     return f"could not be loaded ({line}); check the folder, its dtype and its files"

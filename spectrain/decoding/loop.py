@@ -93,15 +93,15 @@ def stream(
             does not fit in memory.
     """
     check_whole("max_new_tokens", max_new_tokens, 1)
-    n_slots = len(prompts) if batch_size is None else min(batch_size, len(prompts))
-    if batch_size is not None:
-        check_whole("batch_size", batch_size, 1)
+    batch_size = max(1, len(prompts)) if batch_size is None else batch_size
+    check_whole("batch_size", batch_size, 1)
     if stop_strings and target.tokenizer is None:
         raise UserError("stop_strings need the target's tokenizer; load the target with one, or use stop_token_ids")
     for index, prompt in enumerate(prompts):
         check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
     if not prompts:
         return
+    n_slots = min(batch_size, len(prompts))
     stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
     target = target.with_capture(drafter.capture_layers)

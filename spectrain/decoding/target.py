@@ -50,9 +50,6 @@ class TargetModel:
         capture_layers: indices of the blocks whose inputs every forward returns.
         prefill_chunk: prompt tokens per forward; bounds the memory of long prompts.
         keeps_hidden: whether `score` returns the final hidden states, too.
-
-    Raises:
-        UserError: the model has other than full attention, or takes no position ids.
     """
 
     def __init__(
@@ -159,17 +156,10 @@ class TargetModel:
         return self._unembed.weight
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range) -> TargetOutput:
-        """Read prompts into new rows at the end of the cache.
+        """Read prompts, tokens [R, T] int64, padded on the right with any valid id, into new rows at the cache's end.
 
-        Args:
-            tokens: [R, T] int64, padded on the right with any valid id.
-            lengths: tokens of each prompt.
-            cache: its other rows stay as they are.
-            rows: the new rows; starts at `cache.n_rows`.
-
-        Returns:
-            Logits [R, 1, V] of each prompt's last token ([R, T, V] is never formed) and captured [R, T, C, D], whose
-            entries past a row's length are meaningless.
+        Returns logits [R, 1, V] of each prompt's last token ([R, T, V] is never formed) and captured [R, T, C, D],
+        whose entries past a row's length are meaningless.
         """
         assert rows.start == cache.n_rows, (rows, cache.n_rows)
         n_rows, n_tokens = tokens.shape
@@ -199,12 +189,8 @@ class TargetModel:
         """Score every node of every row's tree in one forward, after the row's committed tokens.
 
         The nodes' K and V are left in the cache for `cache.commit`. Returns logits [B, N, V], captured [B, N, C, D].
-
-        Args:
-            tree: what to score.
-            cache: the rows' committed tokens.
-            positions: [B, N] int64 position ids; None: the row's cached tokens plus the node's depth. A cache that
-                holds a part of the text can be given the text's positions here.
+        Position ids [B, N] are the row's cached tokens plus the node's depth. Where the cache holds only a part of the
+        text, give the text's `positions`.
         """
         n_rows, n_nodes = tree.shape
         starts = cache.lengths
@@ -265,10 +251,7 @@ def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
 def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
     """Return [B, 1, N, used] bool: each node attends to the row's committed tokens, its ancestors and itself.
 
-    Args:
-        tree: node i of row b is at slot starts[b] + i.
-        starts: committed tokens of each row.
-        used: slots that attention reads.
+    Row b has starts[b] committed tokens, so that its node i is at slot starts[b] + i. Attention reads `used` slots.
     """
     n_rows, n_nodes = tree.shape
     device = tree.tokens.device
@@ -300,10 +283,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UserError(f"{name} is no causal language model; choose a decoder-only target")
     check_layers(config, name, is_stateful=getattr(model, "_is_stateful", False))
     if config._attn_implementation != "sdpa":
-        raise UserError(
-            f'{name} was loaded with attn_implementation="{config._attn_implementation}", tree masks need "sdpa"; '
-            'load it with attn_implementation="sdpa"'
-        )
+        raise UserError(f'{name} has {config._attn_implementation} attention; load it with attn_implementation="sdpa"')
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise UserError(f"{name} takes no position_ids, which trees need; choose a target with RoPE")
 

@@ -192,10 +192,8 @@ def read_lookup_facts(folder: Path) -> LookupFacts:
     """Read `config.json` of a lookup method. Raise UserError if the folder holds none, or is damaged."""
     artifact = read_manifest(folder, "lookup")
     if artifact.kind != "lookup":
-        raise UserError(
-            f"lookup={folder} is of kind {artifact.kind}, which an engine cannot look up in; give one made by python "
-            "-m spectrain.export method=..."
-        )
+        how = "python -m spectrain.export method=..."
+        raise UserError(f"lookup={folder} is of kind {artifact.kind}, which engines cannot run; give one made by {how}")
     with damage_of(f"lookup={folder}"):
         return LookupFacts(**read_json(folder / "config.json"))
 

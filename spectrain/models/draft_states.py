@@ -70,17 +70,13 @@ class ModelStates(DraftStates):
 class SpireStates(DraftStates):
     """A SPIRe drafter, rolled out from every `block_tokens`-th position: the first token of each block is a root.
 
-    A head is trained on drafts of depth 1 .. block_tokens - 1. UserError: a block is longer than the drafter's window,
-    or too short to hold a draft.
+    A head is trained on drafts of depth 1 .. block_tokens - 1.
     """
 
     def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
         check_whole("rollout_tokens", block_tokens, 2)
-        if block_tokens > drafter.config.window_tokens:
-            raise UserError(
-                f"rollout_tokens={block_tokens} must not exceed the SPIRe drafter's window_tokens="
-                f"{drafter.config.window_tokens}; lower rollout_tokens"
-            )
+        if block_tokens > (window := drafter.config.window_tokens):
+            raise UserError(f"rollout_tokens={block_tokens} must not exceed the drafter's window_tokens={window}")
         self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
         self.hidden_size = drafter.config.shape.hidden_size
         self.capture_layers = drafter.config.captured_layers

@@ -69,17 +69,9 @@ def label_texts(
 def mix_tokens(
     text: Tensor, drafts: Tensor, may_draft: Tensor, share: float, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mix text and drafts: Z_i is X_i with probability `share`, else Y_i.
+    """Mix text X and drafts Y, where there are any: Z_i is X_i with probability `share` (0.15 in the paper), else Y_i.
 
-    Args:
-        text: [..., T] int64, prompt and response X.
-        drafts: [..., T] int64, Y; read where `may_draft`.
-        may_draft: [..., T] bool: positions of the response that have a draft.
-        share: r, of the target's own tokens; 0.15 in the paper.
-        uniforms: [..., T] float32 in [0, 1).
-
-    Returns:
-        Z [..., T] int64, and [..., T] bool: where Z is a draft, so that there is a loss.
+    All tensors are [..., T]. Returns Z int64, and bool: where Z is a draft, so that there is a loss.
     """
     drafted = may_draft & (uniforms >= share)
     return torch.where(drafted, drafts, text), drafted

@@ -31,16 +31,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencie
 def shape_of(target: PreTrainedModel) -> LlamaShape:
     """Return the dimensions of a Llama-like target. Raise UserError for another one."""
     config = target.config
-    if config.model_type not in LLAMA_LIKE:
-        raise UserError(
-            f"target of type {config.model_type} is not computed like Llama; SPIRe supports {', '.join(LLAMA_LIKE)}, "
-            "choose one of them or train +exp=vanilla"
-        )
-    if config.rope_parameters.get("rope_type", "default") not in ROPE_TYPES:
-        raise UserError(
-            f"the target's RoPE of type {config.rope_parameters['rope_type']} changes with the length of the text; "
-            f"SPIRe supports {', '.join(ROPE_TYPES)}"
-        )
+    if (family := config.model_type) not in LLAMA_LIKE:
+        known = ", ".join(LLAMA_LIKE)
+        raise UserError(f"target of type {family} is not computed like Llama; give one of {known}, or +exp=vanilla")
+    if (rope := config.rope_parameters.get("rope_type", "default")) not in ROPE_TYPES:
+        raise UserError(f"the target's RoPE is of type {rope}; SPIRe supports {', '.join(ROPE_TYPES)}")
     attention, mlp = target.model.layers[0].self_attn, target.model.layers[0].mlp
     return LlamaShape(
         vocab_size=config.vocab_size,

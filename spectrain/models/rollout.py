@@ -86,13 +86,8 @@ def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
 def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tensor, list[KeysValues]]:
     """Run the drafter as an ordinary sparse Transformer over its own activations (`target_activations=false`).
 
-    Args:
-        drafter: the model.
-        x: [B, L, D] embeddings, L a multiple of `chunk`.
-        chunk: tokens per chunk, at least the window or the whole row.
-
-    Returns:
-        Final hidden states [B, L, D], and the K/V of all tokens, [B, H_kv, L, D_head], for each block.
+    L, of the embeddings x [B, L, D], is a multiple of `chunk`, which holds the window or the whole row. Returns the
+    final hidden states [B, L, D], and for each block the K/V of all tokens, [B, H_kv, L, D_head].
     """
     n_rows, n_tokens = x.shape[:2]
     n_chunks = n_tokens // chunk

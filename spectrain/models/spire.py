@@ -64,15 +64,9 @@ class SpireConfig:
         for name, least in (("k", 1), ("window_tokens", 1), ("sink_tokens", 0)):
             check_whole(name, getattr(self, name), least)
         if self.k > self.window_tokens:
-            raise UserError(
-                f"k={self.k} is larger than window_tokens={self.window_tokens}: a draft must see its own first token; "
-                "raise window_tokens or lower k"
-            )
+            raise UserError(f"k={self.k} is larger than window_tokens={self.window_tokens}; raise it, or lower k")
         if self.feedback and not self.target_activations:
-            raise UserError(
-                "target_activations=false needs feedback=false: feedback over the context would have to be computed "
-                "token by token"
-            )
+            raise UserError("target_activations=false needs feedback=false, or the context is read token by token")
 
     @property
     def n_layer(self) -> int:
@@ -130,16 +124,10 @@ class SpireBlock(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor
     ) -> tuple[Tensor, KeysValues]:
-        """Run the block over n queries, whose own keys come after the past ones.
+        """Run the block over n queries x [R, n, D], whose own keys come after the past ones.
 
-        Args:
-            x: [R, n, D].
-            rope: cos and sin at the queries' positions, each [R or 1, n, D_head].
-            past: of earlier positions, [R, H_kv, P, D_head].
-            mask: [R or 1, 1, n, P + n] bool, True where a query sees a key, always at its own.
-
-        Returns:
-            The block's output [R, n, D], and K/V of its input (the queries' own keys).
+        `rope` is cos and sin at the queries' positions, each [R or 1, n, D_head]. `mask` [R or 1, 1, n, P + n] bool is
+        True where a query sees a key, always at its own. Returns the block's output [R, n, D], and K/V of its input.
         """
         n_head, n_kv_head = self.shape.n_head, self.shape.n_kv_head
         heads = self._heads(self.qkv(self.input_norm(x)))
@@ -210,8 +198,7 @@ class SpireDrafter(nn.Module):
     def memories(self, states: list[Tensor]) -> list[Tensor]:
         """Return the memories m^0 .. m^(n_layer - 1) that the blocks attend to, each [R, n, D].
 
-        Args:
-            states: x^0 (embedding output) .. x^n_layer of the same tokens, each [R, n, D].
+        The states are x^0 (embedding output) .. x^n_layer of the same tokens, likewise.
         """
         if not self.config.feedback:
             return states[: self.config.n_layer]
@@ -222,17 +209,11 @@ class SpireDrafter(nn.Module):
     def step(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor, last: bool = False
     ) -> tuple[Tensor, list[KeysValues]]:
-        """Run all blocks over tokens that do not see one another.
+        """Run all blocks over tokens that do not see one another, given their embeddings x [R, n, D].
 
-        Args:
-            x: [R, n, D] embeddings.
-            rope: at the tokens' positions.
-            past: keys of earlier positions, for each block.
-            mask: [R or 1, 1, n, P + n] bool, see `SpireBlock.forward`.
-            last: no later token will see these tokens, so their memories are not computed.
-
-        Returns:
-            The normed final hidden state [R, n, D], and for each block the K/V of the tokens' memories.
+        For `rope` and `mask` see `SpireBlock.forward`. If `last`, no later token will see these tokens, so their
+        memories are not computed. Returns the normed final hidden state [R, n, D], and for each block the K/V of the
+        tokens' memories.
         """
         states, owns = [x], []
         for block, keys_values in zip(self.blocks, past, strict=True):
