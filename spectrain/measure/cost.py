@@ -17,14 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spectrain.decoding.errors import UserError, check_whole
-
-
-def check_number(name: str, value: object, *, zero: bool = False) -> None:
-    """Raise UserError unless the option `name` is a finite number above 0, or 0 where `zero` allows it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (0 < value < math.inf or (zero and value == 0)):
-        raise UserError(f"{name}={value} must be a number {'of at least' if zero else 'above'} 0")
+from spectrain.decoding.errors import UserError, check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in ("operational_intensity", "weight_bytes", "kv_bytes"):
-            check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name), "(0, inf)")
 
     def cost(self, flops: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
         """Compute the FLOP-equivalents of a forward whose computation and memory traffic overlap (section 2)."""
@@ -127,9 +120,7 @@ class Method:
     feedback: bool = False  # whether the memory of each drafted token is projected to K and V once more
 
     def __post_init__(self) -> None:
-        check_number(f"tau.{self.name}", self.tau)
-        if not 1 <= self.tau <= self.k + 1:
-            raise UserError(f"tau.{self.name}={self.tau} must lie in 1 .. k + 1 = {self.k + 1}")
+        check_number(f"tau.{self.name}", self.tau, f"[1, {self.k + 1}]")  # at most k drafts and the target's own
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spectrain.decoding.errors import UserError, check_whole
-from spectrain.measure.cost import Method, SparseBudget, check_number
+from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.measure.cost import Method, SparseBudget
 from spectrain.measure.measured_tau import MeasuredTau, choose_tau, read_tau
 from spectrain.measure.model_shape import Shapes
 from spectrain.measure.tau import POOLED, Setting
@@ -39,7 +39,7 @@ def check_options(options: Mapping) -> None:
     check_whole("roofline.batch", options["roofline"]["batch"], 1)
     for name, value in options["investment"].items():
         if value is not None:
-            check_number(f"investment.{name}", value, zero=True)
+            check_number(f"investment.{name}", value, "[0, inf)")
     if options["count_unembedding"] not in (True, False):
         raise UserError(f"count_unembedding={options['count_unembedding']} must be true or false")
     if isinstance(options["k"], Mapping):

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from spectrain.decoding.errors import UserError
-from spectrain.measure.cost import Hardware, check_number
+from spectrain.decoding.errors import UserError, check_number
+from spectrain.measure.cost import Hardware
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.locations import conf_dir
 
@@ -55,7 +55,7 @@ def read_hardware(options: Mapping, chosen: str | None = None) -> Hardware:
     else:
         facts["flops_per_s"] = facts["flops_per_s"][dtype]
     for key in ("flops_per_s", "bytes_per_s"):
-        check_number(f"hardware.{key}", facts[key])
+        check_number(f"hardware.{key}", facts[key], "(0, inf)")
     return Hardware(operational_intensity=facts["flops_per_s"] / facts["bytes_per_s"], dtype=dtype, **sizes, **facts)
 
 

@@ -225,7 +225,7 @@ def test_a_large_batch_leaves_the_ratio_of_costs_a_row(cell, context):
         (lambda: Hardware("x", 0), "operational_intensity=0"),
         (lambda: Hardware("x", float("nan")), "operational_intensity=nan"),
         (lambda: Hardware("x", 1, weight_bytes=-1), "weight_bytes=-1"),
-        (lambda: Method("spire", SPIRE, 4, 5.01), "tau.spire=5.01 must lie in 1 .. k + 1 = 5"),
+        (lambda: Method("spire", SPIRE, 4, 5.01), "tau.spire=5.01 must be a number in"),
         (lambda: Method("spire", SPIRE, 4, 0.99), "tau.spire=0.99"),
         (lambda: SparseBudget(-1), "sink_tokens=-1"),
         (lambda: SparseBudget(1, 0), "window_tokens=0"),
