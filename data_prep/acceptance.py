@@ -19,8 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from data_prep.labels import Labelling, LabelParts
-from data_prep.options import check_options, hashed_config, store_path
-from data_prep.pipeline import Build
+from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
 from spectrain.cli import command, interruptible, open_target
@@ -38,10 +37,8 @@ NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not be
 
 
 def main(cfg: DictConfig) -> None:
-    least = {"draws": 1, "rollout_tokens": 2, "batch_tokens": 1, "part_rows": 1, "seed": 0}
-    check_options(cfg, least, folders=("responses", "drafter"))
     Sampling.from_options(cfg.get("sampling") or {})
-    with interruptible():
+    with interruptible("to resume"):
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = open_target(cfg, rank_device(fabric))
         folder, kind, drafter_folder = decided(fabric, partial(find_sources, cfg, target))

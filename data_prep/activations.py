@@ -16,15 +16,14 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
-from data_prep.capture import AUTOCAST, ShardParts, TokenRows, rows_of_responses
-from data_prep.options import check_options, hashed_config, store_path
-from data_prep.pipeline import Build
+from data_prep.capture import ShardParts, TokenRows, rows_of_responses
+from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.errors import UserError, check_number
-from spectrain.stores.features import ACTIVATIONS, DTYPES
+from spectrain.decoding.errors import UserError
+from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import pack, read_documents
 
@@ -33,10 +32,7 @@ DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
 
 def main(cfg: DictConfig) -> None:
-    least = dict.fromkeys(("row_tokens", "batch_tokens", "shard_tokens"), 1)
-    check_options(cfg, least, choices={"dtype": DTYPES, "precision": AUTOCAST}, folders=("responses",))
-    check_number("held_out_share", cfg.held_out_share, "(0, 1)")
-    with interruptible():
+    with interruptible("to resume"):
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = capturing_target(cfg, open_target(cfg, rank_device(fabric)))
         rows = decided(fabric, partial(read_rows, cfg, target))

@@ -20,15 +20,14 @@ from transformers import AutoTokenizer
 
 from data_prep.documents import DocumentParts
 from data_prep.lookup import show_lookup
-from data_prep.options import check_options, hashed_config, store_path
-from data_prep.pipeline import Build
+from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import console, show_facts, target_override
 from data_prep.ranks import launch, rank_device
 from data_prep.select import Scoring, Selection
 from data_prep.tokenise import Corpus
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import digest
@@ -45,17 +44,13 @@ def main(cfg: DictConfig) -> None:
         return
     if cfg.lookup is not None:
         raise UserError("lookup= needs inspect=<datastore>; give the folder to look it up in")
-    check_options(cfg, {"part_documents": 1, "shard_tokens?": 1}, switches=("perplexity_filter", "always_score"))
-    if cfg.corpus.max_documents is not None:
-        check_whole("corpus.max_documents", cfg.corpus.max_documents, 1)
-    check_number("corpus.held_out_share", cfg.corpus.held_out_share, "[0, 1)")
     selection = Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     scored_config = {key: value for key, value in config.items() if key not in CHOICE}
     out = store_path(cfg.out, "datastore", config)
     # Without a name of its own, a store shares the work folder of every other with the same parts and scores.
     work_name = "" if cfg.out else f"datastore-{digest(scored_config)}"
-    with interruptible():
+    with interruptible("to resume"):
         fabric = launch(cfg.target.device, cfg.target.parallel)
         build = Build(fabric, "datastore", out, config, cfg.fresh, cfg.target.parallel != "tp", work_name)
         build.run(partial(documents, cfg, fabric, selection, build.work, scored_config))

@@ -33,7 +33,8 @@ from rich.filesize import decimal
 from data_prep.progress import Advance, token_progress
 from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import MANIFEST, kind_of, locked, read_json, write_json
+from spectrain.stores.folder import MANIFEST, digest, kind_of, locked, read_json, write_json
+from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,23 @@ WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
 BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 DISK_MARGIN = 1.1  # of the estimated need
+NOT_HASHED_OF_TARGET = ("device", "parallel")  # they change nothing but rounding
 
 T = TypeVar("T")
+
+
+def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
+    """Return the options of a command, resolved, that its store depends on."""
+    config = {key: value for key, value in config.items() if key not in not_hashed}
+    return config | {"target": {k: v for k, v in config["target"].items() if k not in NOT_HASHED_OF_TARGET}}
+
+
+def store_path(out: str | None, kind: str, named_by: dict) -> Path:
+    """Return the folder `out`, or one below checkpoints/ that is named by what the store depends on."""
+    path = Path(out or CHECKPOINTS / f"{kind}-{digest(named_by)}")
+    if path.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
+        raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
+    return path
 
 
 def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[int]]:

@@ -20,16 +20,14 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
-from data_prep.options import check_options, hashed_config, store_path
-from data_prep.pipeline import Build
+from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
 from data_prep.server import CompletionServer
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Sampling, fingerprint, stream, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError, check_number
-from spectrain.decoding.verify import VERIFICATIONS
-from spectrain.methods.registry import build_configured
+from spectrain.decoding.errors import UserError
+from spectrain.methods.registry import build_configured, names
 from spectrain.stores.prompts import Question
 from spectrain.stores.rows import ResponseManifest, open_responses
 
@@ -46,7 +44,7 @@ def main(cfg: DictConfig) -> None:
     questions = read_questions(cfg.prompts, cfg.limit)
     if cfg.source == "server":  # the target is there for its tokenizer, context and fingerprint
         cfg = OmegaConf.merge(cfg, {"target": {"device": "cpu", "parallel": "none"}})
-    with interruptible():
+    with interruptible("to resume"):
         fabric = launch(cfg.target.device, cfg.target.parallel)
         build = Build(fabric, "responses", out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
         tokens_per_s = build.run(partial(prompt_parts, cfg, build, questions, answering))
@@ -55,14 +53,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_answering(cfg: DictConfig) -> Answering:
-    """Return how responses are drawn, or raise UserError for what is wrong before anything is loaded."""
-    least = {"limit?": 1, "max_new_tokens": 1, "batch_size": 1, "concurrency": 1, "retries": 0, "seed": 0}
-    choices = {"chat": ("auto", True, False), "verification": VERIFICATIONS, "source": ("loop", "server")}
-    check_options(cfg, least, switches=("allow_failed",), choices=choices)
-    check_number("timeout_s", cfg.timeout_s, "(0, inf)")
-    stops = cfg.stop_strings
-    if not OmegaConf.is_list(stops) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise UserError(f"stop_strings={stops} must be a list of texts; give stop_strings=[...]")
+    """Return how responses are drawn, or raise UserError where options contradict each other."""
     unused, other = (OF_LOOP, "loop") if cfg.source == "server" else (OF_SERVER, "server")
     for name in unused:
         if cfg[name] is not None:
@@ -72,7 +63,7 @@ def check_answering(cfg: DictConfig) -> Answering:
             raise UserError("source=server needs the server's address; give base_url=http://host:port")
         if not cfg.method["_target_"].endswith(".autoregressive.build"):
             raise UserError("method= is an option of source=loop, not of a server; remove method=")
-    return Answering(Sampling.from_options(cfg.sampling), cfg.max_new_tokens, cfg.seed, tuple(stops))
+    return Answering(Sampling.from_options(cfg.sampling), cfg.max_new_tokens, cfg.seed, tuple(names(cfg.stop_strings)))
 
 
 def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answering: Answering) -> PromptParts:

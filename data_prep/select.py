@@ -22,7 +22,7 @@ from torch import Tensor
 
 from data_prep.pipeline import length_buckets
 from data_prep.progress import Advance
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
 from spectrain.stores.texts import unit_hash
 
@@ -48,16 +48,13 @@ class Scoring:
     ) -> Scoring:
         """Check options for a target; None takes min(its context, 1024) as the window and half of it as the stride."""
         window_tokens = min(target.max_positions, 1024) if window_tokens is None else window_tokens
-        check_whole("window_tokens", window_tokens, 2)
         if window_tokens > target.max_positions:
             raise UserError(
                 f"window_tokens={window_tokens} is above the target's {target.max_positions} tokens; lower it"
             )
         stride_tokens = window_tokens // 2 if stride_tokens is None else stride_tokens
-        check_whole("stride_tokens", stride_tokens, 1)
         if stride_tokens >= window_tokens:
             raise UserError(f"stride_tokens={stride_tokens} must be below window_tokens={window_tokens}")
-        check_whole("batch_tokens", batch_tokens, 1)
         return cls(window_tokens, stride_tokens, batch_tokens, target.tokenizer.bos_token_id)
 
 
@@ -157,7 +154,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents that are kept; all given limits hold together. Values out of their range raise UserError."""
+    """The documents that are kept; all given limits hold together."""
 
     keep: int | float | None = 0.5  # documents: a count, or a share of them below 1
     max_perplexity: float | None = None
@@ -166,18 +163,8 @@ class Selection:
     seed: int = 0
 
     def __post_init__(self):
-        if isinstance(self.keep, float):
-            if not 0 < self.keep <= 1:
-                expected = "a share in (0, 1], a whole number of documents, or null for all"
-                raise UserError(f"keep={self.keep} must be {expected}")
-        elif self.keep is not None:
-            check_whole("keep", self.keep, 1)
-        if self.keep_tokens is not None:
-            check_whole("keep_tokens", self.keep_tokens, 1)
-        if self.max_perplexity is not None:
-            check_number("max_perplexity", self.max_perplexity, "[1, inf]")  # 1 is the lowest perplexity there is
-            if not self.by_perplexity:
-                raise UserError(f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; remove one")
+        if self.max_perplexity is not None and not self.by_perplexity:
+            raise UserError(f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; remove one")
 
     @property
     def keeps_all(self) -> bool:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -26,13 +27,19 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+)
 
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.errors import AllRanksError, UserError
 from spectrain.models.artifacts import decoded_by, is_export
 from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.locations import bundled_folder, conf_dir
+from spectrain.stores.options import check_options
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +52,8 @@ UNHELPFUL_WARNINGS = (
     "saving the DeepSpeed Stage 3 checkpoint",  # spectrain.export
     "gradient_checkpointing_enable",  # the name that all of 5.x know
 )
+# Values that are no name of a file for Hydra: null, numbers, truth values, empty texts and lists, mappings.
+NO_NAME = re.compile(r"null|true|false|[-+]?(nan|inf|[\d.]+(e[-+]?\d+)?)?|''|\"\"|\[(\W*|nan)\]|\{.*\}", re.IGNORECASE)
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
 
@@ -73,16 +82,18 @@ def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
     return expanded
 
 
-def refuse_null_groups(arguments: list[str], primary: str) -> None:
-    """Raise UserError if an option that names a file of `conf/` is null, which Hydra answers with a traceback.
+def refuse_no_groups(arguments: list[str], primary: str) -> None:
+    """Raise UserError where an option that names a file of `conf/` has no name as its value: Hydra gives a traceback.
 
     `primary`: the text of the command's own yaml.
     """
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if value == "null" and re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE):
+        is_group = re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE)
+        is_path = key in SHORTHANDS and value != "null"
+        if is_group and not is_path and NO_NAME.fullmatch(value):
             known = ", ".join(sorted(file.stem for file in (conf_dir() / key).glob("*.yaml")))
-            raise UserError(f"{key}=null names nothing; choose among {known}")
+            raise UserError(f"{key}={value} names nothing; choose among {known}")
 
 
 def quoted(text: str) -> str:
@@ -101,25 +112,31 @@ def as_override(value: object) -> str:
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Make `main(cfg)` a command that composes `conf/<config_name>.yaml`. Wrong use is one sentence and exit code 2."""
+    """Make `main(cfg)` a command that composes `conf/<config_name>.yaml` and checks its options.
+
+    Wrong use is one sentence and exit code 2; Ctrl-C is one sentence and 130, SIGTERM 143.
+    """
 
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def job(cfg: DictConfig) -> None:
             quiet_libraries()
             with one_sentence(config_name):
                 try:
+                    for resolved in (False, True):  # an interpolation of a wrong value may not resolve
+                        check_options(OmegaConf.to_container(cfg, resolve=resolved), config_name)
                     main(cfg)
                 finally:
                     if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
                         sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
 
         def run() -> None:
+            signal.signal(signal.SIGTERM, terminate)
             TYPED_COMMAND.set(typed_command(main.__module__))
             primary = (conf_dir() / f"{config_name}.yaml").read_text()
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
             try:
                 with one_sentence(config_name):
-                    refuse_null_groups(sys.argv[1:], primary)
+                    refuse_no_groups(sys.argv[1:], primary)
                     sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
                     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
             finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
@@ -130,21 +147,45 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
     return decorate
 
 
+class Terminated(KeyboardInterrupt):
+    """A SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def terminate(number: int, frame: object) -> None:
+    raise Terminated
+
+
 @contextmanager
 def one_sentence(config_name: str) -> Iterator[None]:
-    """Turn what the user did wrong into one line on stderr, and exit code 2."""
+    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143."""
     try:
-        yield
+        with interruptible():
+            yield
         return
     except UserError as error:
         sentence = str(error) if is_mine_to_say(error) else None
     except MissingMandatoryValue as error:
         sentence = f"{error.full_key} is missing; give {error.full_key}=..."
+    except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
+        sentence = (
+            f"{error.full_key or 'an option'} refers to an option that does not exist; write \\$ for a dollar sign"
+        )
     except HydraException as error:
         sentence = hydra_sentence(error, config_name, sys.argv[1:])
     if sentence is not None:
         print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextmanager
+def interruptible(then: str = "again") -> Iterator[None]:
+    """Answer Ctrl-C and SIGTERM with one sentence. `then` says what the same command does next."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"{what}; run the same command {then}", file=sys.stderr)
+        raise SystemExit(code) from None
 
 
 def typed_command(module: str) -> str:
@@ -235,16 +276,6 @@ def quiet_libraries() -> None:
     for message in UNHELPFUL_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{message}.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
-
-
-@contextmanager
-def interruptible(run: Path | None = None) -> Iterator[None]:
-    """Answer Ctrl-C with how to resume, and exit code 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"interrupted; run the same command to resume{f' in {run}' if run else ''}", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:

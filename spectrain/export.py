@@ -18,7 +18,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, open_target
-from spectrain.decoding.errors import UserError, check_choice
+from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import given_artifacts, with_tuned
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.reporting.cards import lookup_card, trained_card
@@ -53,7 +53,6 @@ def of_run(cfg: DictConfig) -> tuple[Path, Callable[..., None]]:
     if out.resolve().is_relative_to(run.path.resolve()):
         raise UserError(f"out={out} lies inside the run {run.path}; give a folder outside of it")
     refuse_existing(out)
-    check_choice("weights", cfg.weights, ("best", "last"))
     trained, target, drafter = OmegaConf.create(run.config), None, None
     if trained.kind != "target":
         target = open_target(trained, "cpu")

@@ -17,8 +17,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, open_target
-from spectrain.decoding import Drafter, Sampling, TargetModel
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding import Drafter, TargetModel
+from spectrain.decoding.errors import UserError
 from spectrain.measure.parity import ASSISTED, AT_STEPS, LOGGED, LOOP, described, measure_sides, verdict
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import Setting
@@ -88,13 +88,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def read_settings(cfg: DictConfig) -> list[Setting]:
-    """Check the numbers among the options. Returns one setting per temperature."""
-    for name in ("contexts", "context_tokens", "new_tokens", "batch_size"):
-        check_whole(name, cfg[name], 1)
-    if not cfg.temperatures:
-        raise UserError("temperatures must name at least one; give temperatures=[0.0,1.0]")
-    samplings = [Sampling.from_options({"temperature": temperature}) for temperature in cfg.temperatures]
-    return [Setting(cfg.context_tokens, sampling.temperature) for sampling in samplings]
+    """Return one setting per temperature."""
+    return [Setting(cfg.context_tokens, temperature) for temperature in cfg.temperatures]
 
 
 def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) -> list[list[int]]:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.measure.tau import decoding_with, measure_tau, measuring, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
@@ -51,8 +51,6 @@ def main(cfg: DictConfig) -> None:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
     if cfg.data.source != "online" and cfg.kind not in ("spire", "specdecpp"):
         raise UserError(f"data={cfg.data.source} is for +exp=spire and +exp=specdecpp only; give data=online")
-    for name in ("row_tokens", "batch_size", "val_rows"):
-        check_whole(f"data.{name}", cfg.data[name], 1)
     try:
         run = RunFolder.find(cfg)
     except FinishedRun as finished:

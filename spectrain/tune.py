@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.measure import budget, questions, stopping
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.sssd import choose_options
@@ -50,13 +50,12 @@ def tune_budget(cfg: DictConfig, sampling: Sampling) -> None:
         raise UserError(f"methods={chains[1]} drafts no trees, so it has no node budget to tune; leave it out")
     methods = {n: OmegaConf.to_container(one, resolve=True) for n, one in methods.items() if n not in chains}
     asked = questions.read_questions(cfg.prompts, cfg.limit)
-    check_whole("max_new_tokens", cfg.max_new_tokens, 2)
     target = open_target(cfg)
     grid = budget.grid_of(target, cfg.nodes, cfg.batch_sizes, cfg.contexts, cfg.repeats)
     prompts = list(questions.prompt_ids(asked, target, cfg.chat, cfg.max_new_tokens).values())
     drafters = budget.build_sizes(target, methods, registry.given_artifacts(cfg), grid.nodes, registry.takes_all(cfg))
     run = begun(cfg, target, {"methods": methods, "questions": questions.digest(asked), "machine": machine_of(target)})
-    with interruptible(run.path):
+    with interruptible(f"to resume in {run.path}"):
         cost = budget.forward_cost(target, grid, cfg.seed, run.path / "forward.json")
         work = (partial(generate, target, sampling=sampling, seed=cfg.seed), drafters, prompts)
         rows = budget.measure_groups(*work, grid.batch_sizes[-1], cfg.max_new_tokens, run.path / "groups.jsonl")
@@ -80,12 +79,11 @@ def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
             raise UserError(f"grid.{name} is no option of sssd; leave it out")
     if method["last_logits"]:
         raise UserError("last_logits cannot be simulated without the target; give method.last_logits=false")
-    check_whole("max_new_tokens", cfg.max_new_tokens, 2)
     asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit)
     target = open_target(cfg)
     opened = registry.build_method(tuned, target, registry.given_artifacts(cfg))
     run = begun(cfg, target, {"questions": questions.digest(asked), "method": method})
-    with interruptible(run.path):
+    with interruptible(f"to resume in {run.path}"):
         file = answered(cfg, target, opened, asked, Sampling(), run)
         found = choose_options(opened, method, grid, questions.read_answers(file, target, least=2))
     defaults = registry.method_config("sssd")
@@ -110,7 +108,7 @@ def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
     drafters = {kind: path for kind, path in registry.given_artifacts(cfg).items() if kind in ("vanilla", "spire")}
     search = stopping.open_search(target, patterns, drafters, options, sampling)
     run = begun(cfg, target, {"questions": questions.digest(asked), **search.digests()}, "results.json")
-    with interruptible(run.path):
+    with interruptible(f"to resume in {run.path}"):
         file = answered(cfg, target, search.writer, asked, sampling, run)
         texts = questions.read_answers(file, target, sampling, cfg.max_new_tokens)
         found = stopping.compare_stop_rules(target, search, texts, run.path / "timed.jsonl")

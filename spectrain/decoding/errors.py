@@ -25,11 +25,16 @@ def check_whole(name: str, value: object, least: int) -> None:
 
 def check_number(name: str, value: object, interval: str) -> None:
     """Raise UserError unless the option `name` is a number in an interval such as "[0, 1)" or "(0, inf)"."""
-    low, high = map(float, interval[1:-1].split(","))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_inside = is_number and low <= value <= high
-    if not is_inside or (value == low and interval[0] == "(") or (value == high and interval[-1] == ")"):
+    if not is_in(value, interval):
         raise UserError(f"{name}={value} must be a number in {interval}")
+
+
+def is_in(value: object, interval: str) -> bool:
+    """Return whether a value is a number in an interval such as "[0, 1)"."""
+    low, high = map(float, interval[1:-1].split(","))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        return False
+    return not (value == low and interval[0] == "(") and not (value == high and interval[-1] == ")")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

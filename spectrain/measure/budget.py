@@ -25,7 +25,7 @@ from scipy.optimize import minimize, nnls
 from torch import Tensor
 
 from spectrain.decoding import Drafter, DraftTree, Generation, KVCache, Sampling, Source, TargetModel
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.methods.registry import build_method
 from spectrain.stores.budget_table import NO_OPTIONS, CurveEntry, ForwardCost, MethodCurve, Roofline
@@ -57,15 +57,11 @@ def grid_of(
     target: TargetModel, nodes: Sequence[int], batch_sizes: Sequence[int], contexts: Sequence[int] | None, repeats: int
 ) -> Grid:
     """Check the sizes that users give; contexts are by default the first three of CONTEXTS that fit the target."""
-    check_whole("repeats", repeats, 1)
     if contexts is None:
         contexts = [c for c in CONTEXTS if c < target.max_positions][:3]
     sizes = {"nodes": nodes, "batch_sizes": batch_sizes, "contexts": contexts}
-    for name, values in sizes.items():
-        if not values:
-            raise UserError(f"{name}=[] is empty; give at least one number")
-        for value in values:
-            check_whole(name, value, 2 if name == "nodes" else 1)
+    if not contexts:
+        raise UserError("contexts=[] is empty; give at least one number")
     if max(contexts) >= target.max_positions:
         raise UserError(
             f"contexts={max(contexts)} leaves no position for a draft: the target's context holds "

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.cost import Method, SparseBudget
 from spectrain.measure.measured_tau import MeasuredTau, choose_tau, read_tau
 from spectrain.measure.model_shape import Shapes
@@ -22,26 +22,10 @@ log = logging.getLogger(__name__)
 METHODS = ("vanilla", "magicdec", "spire", "spire_dense")
 ALL = METHODS[:3]
 VIEWS = ("multiplier", "times", "curves", "break_even", "analysis", "intensity", "roofline")
-SECTIONS = ("target", "numbers", "tau", "published", "results_at", "results_names", "spot", "investment", "roofline")
 
 
 def check_options(options: Mapping) -> None:
-    """Raise UserError where a value stands in place of a section, is out of range, or is no known name."""
-    for name in SECTIONS:
-        if not isinstance(options[name], Mapping):
-            raise UserError(f"{name}={options[name]} must stay a group of options; give {name}.<option>=")
-    for name in ("batch", "context_tokens"):
-        if options[name] == []:
-            raise UserError(f"{name}=[] names no value; give some, as {name}=[1,64]")
-        for value in options[name] if isinstance(options[name], list) else [options[name]]:
-            check_whole(name, value, 1)
-        check_whole(f"spot.{name}", options["spot"][name], 1)
-    check_whole("roofline.batch", options["roofline"]["batch"], 1)
-    for name, value in options["investment"].items():
-        if value is not None:
-            check_number(f"investment.{name}", value, "[0, inf)")
-    if options["count_unembedding"] not in (True, False):
-        raise UserError(f"count_unembedding={options['count_unembedding']} must be true or false")
+    """Raise UserError where an option names what is unknown."""
     if isinstance(options["k"], Mapping):
         check_names("k", list(options["k"]), METHODS)
     check_names("views", names(options["views"]), VIEWS)
@@ -66,7 +50,6 @@ def read_budget(options: Mapping, exported: SpireConfig | None) -> SparseBudget:
         window, sink = exported.window_tokens, exported.sink_tokens
     if window in ("auto", "share"):
         return SparseBudget(sink, None, options["window_share"])
-    check_whole("window_tokens", window, 1)
     longest = max(*axis(options, "context_tokens"), options["spot"]["context_tokens"])
     if window > longest:
         raise UserError(f"window_tokens={window} is longer than the longest context of {longest} tokens; lower it")

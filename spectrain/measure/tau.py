@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.measure.statistics import Estimate, acceptance_length, decode_s, difference_of_ratios, ratio_of_sums
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
@@ -71,14 +71,6 @@ def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, Tau
     lengths, temperatures = (select["context_tokens"],), (select["temperature"],)
     within = TauSettings(lengths, select["contexts"], select["new_tokens"], temperatures, tau["batch_size"])
     for node, settings in (("tau", after), ("select", within)):
-        for name in ("contexts", "new_tokens", "batch_size", "timed_contexts"):
-            check_whole(f"{node}.{name}", getattr(settings, name), 1)
-        if not settings.context_tokens or not settings.temperatures:
-            raise UserError(f"{node}.context_tokens and {node}.temperatures must name at least one value each")
-        for length in settings.context_tokens:
-            check_whole(f"{node}.context_tokens", length, 1)
-        for temperature in settings.temperatures:
-            Sampling(temperature=temperature)
         longest = max(settings.context_tokens)
         given = f"{node}.context_tokens={list(settings.context_tokens)}"
         if longest > row_tokens:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
@@ -163,8 +163,6 @@ def head_facts(
             f"data.path={store.folder} was labelled for {made.describe()}, not for {sampling.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"
         )
-    for name, interval in (("w_rej", "(0, inf)"), ("w_acc", "(0, inf)"), ("mixing_share", "[0, 1)")):
-        check_number(name, config[name], interval)
     numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
     shape = HeadConfig(states.hidden_size, config["n_blocks"])
     return store, HeadFacts(shape, drafter, sampling, **numbers, rollout_tokens=states.block_tokens)
@@ -179,7 +177,6 @@ def head_steps(config: Mapping, n_rows: int) -> int:
     """Optimizer steps of a head's training: `max_steps`, or `epochs` passes over the training rows."""
     if config["max_steps"] is not None:
         return config["max_steps"]
-    check_whole("epochs", config["epochs"], 1)
     batches = max(1, n_rows // config["data"]["batch_size"])
     return config["epochs"] * math.ceil(batches / config["trainer"]["accumulate_grad_batches"])
 
@@ -281,7 +278,6 @@ def response_rows(config: Mapping, store: ResponseStore | AcceptanceStore) -> Ro
     Raise UserError where no row is left for one of them.
     """
     data, share = config["data"], config["held_out_share"]
-    check_number("held_out_share", share, "(0, 1)")
     rows = zip(store.rows["id"], text_rows(store.rows, data["row_tokens"]), strict=True)
     kept = [(row, is_held_out(row_id, share)) for row_id, row in rows if len(row.response)]
     train, held_out = ([row for row, is_out in kept if is_out == wanted] for wanted in (False, True))

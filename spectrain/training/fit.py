@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from spectrain.decoding import fingerprint
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.locations import PACKAGE
@@ -64,9 +64,6 @@ def fit(
             cannot be read, the loss is no number any more, or memory runs out.
     """
     module, data, target = experiment.module, experiment.data, experiment.module.target
-    check_whole("max_steps", config["max_steps"], 1)
-    check_number("checkpoint_s", config["checkpoint_s"], "[0, inf]")
-    check_whole("select.every", config["select"]["every"], 0)
     trainer = build_trainer(config, callbacks(config, run, measure), loggers(config["logger"], run), in_sweep)
     check_batches(config, trainer, len(data.train))
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.decoding.errors import check_choice, check_number
-
 CHUNK_POSITIONS = 1024
 
 
@@ -29,10 +27,6 @@ class LossSettings:
 
     kind: str = "mixed"  # mixed | distill (omega = 1) | hard (cross-entropy on the data)
     omega: float = 0.5  # share of the cross-entropy in "mixed", 0 to 1
-
-    def __post_init__(self) -> None:
-        check_choice("loss", self.kind, ("mixed", "distill", "hard"))
-        check_number("omega", self.omega, "[0, 1]")
 
     @property
     def weights(self) -> tuple[float, float]:

@@ -16,8 +16,6 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from spectrain.decoding.errors import check_choice, check_number, check_whole
-
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps that is left -> share of the learning rate
     "linear": lambda left: left,
     "cosine": lambda left: 0.5 * (1 - math.cos(math.pi * left)),
@@ -35,15 +33,6 @@ class OptimizerSettings:
     warmup_steps: int = 50
     warmup_share: float | None = None  # of all steps; in place of warmup_steps
     schedule: str = "linear"  # linear | cosine, from lr down to 0
-
-    def __post_init__(self) -> None:
-        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
-        check_choice("optimizer.name", self.name, ("adamw", "muon"))
-        check_number("optimizer.lr", self.lr, "(0, inf)")
-        check_number("optimizer.weight_decay", self.weight_decay, "[0, inf)")
-        check_whole("optimizer.warmup_steps", self.warmup_steps, 0)
-        if self.warmup_share is not None:
-            check_number("optimizer.warmup_share", self.warmup_share, "[0, 1)")
 
 
 class MuonAdamW(Optimizer):

@@ -286,20 +286,10 @@ def make_strangers(folder: Path, ready: Path, tokenizer: Path) -> None:
 
 
 BAD = {
-    "draws": (["draws=0"], "draws=0 must be a whole number of at least 1"),
-    "rollout": (["rollout_tokens=1"], "rollout_tokens=1 must be a whole number of at least 2"),
-    "batch": (["batch_tokens=none"], "batch_tokens=none must be a whole number"),
-    "parts": (["part_rows=0.5"], "part_rows=0.5 must be a whole number"),
-    "seed": (["seed=-1"], "seed=-1 must be a whole number of at least 0"),
-    "fresh": (["fresh=maybe"], "fresh=maybe must be true or false"),
-    "temperature": (["sampling.temperature=-1"], "temperature=-1 must be a number in [0, inf)"),
-    "top_k": (["sampling.top_k=few"], "sampling.top_k=few must be a whole number"),
     "penalty": (["sampling.repetition_penalty=2"], "unknown sampling option: repetition_penalty"),
-    "two drafters": (["drafter=[other,words]"], "drafter=['other', 'words'] must be one folder"),
     "no drafter": (["drafter=taken"], "drafter=taken: target folder taken has no config.json"),
     "vocabulary": (["drafter=words"], "drafter=words: the draft model's tokenizer ("),
     "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
-    "number": (["responses=1"], "responses=1 must be one folder"),
     "damaged": (["responses=damaged"], "is damaged: it is not what the manifest says"),
     "target": (["target=other"], "is of the target the tiny target ("),
     "spire's target": (["target=other", "drafter=spire"], "is of the target the tiny target ("),

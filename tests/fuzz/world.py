@@ -1,0 +1,86 @@
+"""A folder with a tiny model and small files of every kind that commands read, and a short command of each name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from spectrain.stores.texts import train_tokenizer
+from tests.conftest import TEXT, tiny_model
+from tests.fuzz.fork_server import Outcome, run
+
+BUILD_LIMIT_S = 300.0
+TINY_TRAINING = (
+    *("max_steps=2", "data.row_tokens=32", "data.batch_size=2", "data.val_rows=2", "trainer.val_check_interval=1"),
+    *("trainer.precision=32-true", "tau.context_tokens=[16]", "tau.contexts=2", "tau.new_tokens=4"),
+    *("tau.timed_contexts=1", "select.contexts=2"),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """The folder, and for each command options by which it ends within a second or so."""
+
+    folder: Path
+    commands: dict[str, tuple[str, ...]]
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Kinds of files and folders that commands read, by their name in the folder."""
+        return {path.name: str(path) for path in sorted(self.folder.iterdir())}
+
+
+def build(folder: Path) -> World:
+    """Fill an empty folder by typing the commands."""
+    folder = folder.resolve()
+    (folder / "corpus").mkdir(parents=True)
+    texts = [TEXT.format(f"config_{i % 7}") * 6 for i in range(30)]
+    for i, text in enumerate(texts):
+        (folder / "corpus" / f"m{i}.py").write_text(text)
+    tokenizer = train_tokenizer(texts, 300)
+    tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4, initializer_range=0.05).save_pretrained(
+        folder / "target"
+    )
+    tokenizer.save_pretrained(folder / "target")
+    rows = [{"prompt": text[:40], "category": "code"} for text in texts[:6]]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    target, corpus = f"target={folder}/target", f"corpus={folder}/corpus"
+    prompts, vanilla = f"prompts={folder}/prompts.jsonl", f"drafter={folder}/vanilla"
+    _type(
+        folder, "train", "+exp=vanilla", target, corpus, *TINY_TRAINING, f"out={folder}/vanilla", "run_dir=vanilla_run"
+    )
+    _type(folder, "train", "+exp=spire", target, corpus, *TINY_TRAINING, f"out={folder}/spire", "run_dir=spire_run")
+    _type(folder, "responses", target, prompts, "max_new_tokens=8", f"out={folder}/responses")
+    _type(folder, "datastore", target, corpus, "keep=null", f"out={folder}/datastore")
+    _type(folder, "acceptance", target, f"responses={folder}/responses", vanilla, f"out={folder}/labels")
+    _type(folder, "activations", target, corpus, "row_tokens=32", f"out={folder}/features")
+    (folder / "tuned.yaml").write_text("pld:\n  draft_tokens: 5\n")
+    short = ("limit=1", "max_new_tokens=3")
+    _type(folder, "bench", target, prompts, "methods=[pld]", *short, "out=bench")
+    commands = {
+        "train": ("+exp=spire", target, corpus, *TINY_TRAINING, "out=exported", "run_dir=run"),
+        "generate": (target, "method=pld", "prompt=def", "max_new_tokens=3"),
+        "bench": (target, prompts, "methods=[pld]", *short, "out=bench"),
+        "tune": (
+            *(target, prompts, "budget=true", "methods=[pld]", *short, "nodes=[2]", "batch_sizes=[1]", "contexts=[4]"),
+            *("repeats=1", "out=tune"),
+        ),
+        "export": (f"run={folder}/vanilla_run", "out=exported"),
+        "cost": ("views=[multiplier]", "batch=[1,8]", "context_tokens=[64,512]", "out=cost"),
+        "report": (f"runs={folder}", "out=report.html"),
+        "parity": (f"run={folder}/vanilla_run", "contexts=2", "context_tokens=8", "new_tokens=4", "out=parity"),
+        "responses": (target, prompts, *short, "out=responses"),
+        "acceptance": (target, f"responses={folder}/responses", vanilla, "out=labels"),
+        "activations": (target, corpus, "row_tokens=32", "out=features"),
+        "datastore": (target, corpus, "corpus.max_documents=4", "keep=null", "out=datastore"),
+    }
+    return World(folder, commands)
+
+
+def _type(folder: Path, *arguments: str) -> Outcome:
+    outcome = run(arguments, folder, BUILD_LIMIT_S)
+    if outcome.code != 0:
+        raise RuntimeError(f"{' '.join(arguments)} ended with {outcome.code}:\n{outcome.output}")
+    return outcome
