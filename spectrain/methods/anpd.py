@@ -6,7 +6,6 @@ n-grams of 2 to 5 tokens are counted on prompt and output. The longest known one
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.errors import check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
@@ -31,8 +30,6 @@ class AdaptiveNgram(CandidateDrafter):
 
     def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | NodeBudget = 11):
         super().__init__(max_nodes)
-        check_whole("max_order", max_order, 2)
-        check_whole("draft_tokens", draft_tokens, 1)
         self.max_order, self.draft_tokens = max_order, draft_tokens
 
     def new_row(self, tokens: list[int]) -> CountTable:

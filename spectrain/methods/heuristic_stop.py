@@ -6,7 +6,6 @@ They are the baselines of SpecDec++ (appendix B.1 of its paper; Kim et al. 2024,
 from __future__ import annotations
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.stopping import HEURISTICS
@@ -26,7 +25,5 @@ def build(
     The rule "confidence" ends the draft where the largest probability of the next token is below the threshold,
     "entropy" where the entropy (nats) is above it. `max_nodes` counts the root, too, and caps max_candidates.
     """
-    if rule not in HEURISTICS:
-        raise UserError(f"rule={rule} must be one of {', '.join(HEURISTICS)}")
     gamma = candidates_within(min_candidates, max_candidates, max_nodes)
     return Speculative(load_draft_model(target, drafter), gamma, stop=HEURISTICS[rule](threshold, min_candidates))

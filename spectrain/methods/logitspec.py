@@ -14,7 +14,7 @@ Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behin
 from __future__ import annotations
 
 from spectrain.decoding import Context, DraftTree, Source, TargetModel
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore
@@ -52,7 +52,6 @@ def build_with_datastore(
         datastore_ranks: candidates of the last logits that the store is asked about.
         options: those of `LogitSpec`.
     """
-    check_whole("datastore_ranks", datastore_ranks, 0)
     method = LogitSpec(**options)
     lookup = RetrievalOptions(min_suffix, max_suffix, max(method.input_tokens, method.kept[0]), max_matches)
     method.store = open_datastore(datastore, target)
@@ -89,9 +88,6 @@ class LogitSpec(CandidateDrafter):
         retrieval: bool = True,
     ):
         super().__init__(max_nodes)
-        check_whole("max_ngram", max_ngram, 1)
-        check_whole("continuation_tokens", continuation_tokens, 1)
-        check_whole("input_tokens", input_tokens, 0)
         if not (last_logits or (retrieval and input_tokens)):
             raise UserError(
                 f"last_logits={last_logits}, retrieval={retrieval} and input_tokens={input_tokens} leave nothing to "

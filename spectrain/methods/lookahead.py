@@ -11,7 +11,6 @@ Letters: W columns, N tokens of an n-gram, G guesses, P probes.
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.errors import check_whole
 from spectrain.methods.probing import ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.stores.budget_table import NodeBudget
@@ -41,9 +40,6 @@ class Lookahead(ProbingDrafter):
         max_guesses: int = 15,
         max_nodes: int | NodeBudget | None = None,
     ):
-        check_whole("window_columns", window_columns, 1)
-        check_whole("ngram_tokens", ngram_tokens, 2)
-        check_whole("max_guesses", max_guesses, 1)
         self.max_guesses = max_guesses
         all_nodes = (ngram_tokens - 1) * (window_columns + max_guesses)
         super().__init__(all_nodes if max_nodes is None else max_nodes, window_columns, ngram_tokens, all_nodes)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 
 POSITIONS = ("cache", "text")
@@ -49,10 +49,6 @@ class MagicDec(Drafter):
         max_nodes: int | None = None,
     ):
         self.gamma = gamma_within(gamma, max_nodes)
-        check_whole("sink_tokens", sink_tokens, 0)
-        check_whole("window_tokens", window_tokens, 1)
-        if positions not in POSITIONS:
-            raise UserError(f"positions={positions} must be one of {', '.join(POSITIONS)}")
         self.sink_tokens = sink_tokens
         self.window_tokens = window_tokens
         self.positions = positions

@@ -7,7 +7,6 @@ Where none occurred, nothing is proposed.
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
@@ -36,10 +35,6 @@ class PromptLookup(CandidateDrafter):
         self, max_ngram: int = 3, draft_tokens: int = 10, match: str = "latest", max_nodes: int | NodeBudget = 11
     ):
         super().__init__(max_nodes)
-        check_whole("max_ngram", max_ngram, 1)
-        check_whole("draft_tokens", draft_tokens, 1)
-        if match not in MATCH_RULES:
-            raise UserError(f"match={match} must be one of {', '.join(MATCH_RULES)}")
         self.max_ngram, self.draft_tokens, self.match = max_ngram, draft_tokens, match
 
     def new_row(self, tokens: list[int]) -> PositionTable:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, TargetModel, TargetOutput, Verified
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import ProbeShape
 from spectrain.stores.budget_table import NodeBudget
@@ -36,12 +36,13 @@ class ProbingDrafter(CandidateDrafter):
         all_nodes: nodes of the largest tree.
 
     Raises:
-        UserError: max_nodes has no room for one column and a guess.
+        UserError: max_nodes has no room for one column and a guess, or an n-gram is a single token.
     """
 
     first_node = 1  # of the columns; 0: the first cell is the root itself
 
     def __init__(self, max_nodes: int | NodeBudget, most_columns: int, ngram_tokens: int, all_nodes: int):
+        check_whole("ngram_tokens", ngram_tokens, 2)
         super().__init__(max_nodes)
         self.most_columns, self.levels, self.all_nodes = most_columns, ngram_tokens - 1, all_nodes
         self._set_nodes(self.max_nodes)

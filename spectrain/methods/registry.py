@@ -27,6 +27,7 @@ from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.budget_table import find_table
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
+from spectrain.stores.options import check_method_options
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ def plain_options(method: Mapping) -> dict:
 
 
 def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "") -> DictConfig:
-    """A method with some of its options changed. Raises UserError where it has no such option.
+    """A method with some of its options changed. Raises UserError where it has no such option, or a value is wrong.
 
     `name` is what the method is called, and `where` what stands before an option that the user has typed.
     """
@@ -107,6 +108,7 @@ def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "
         if key not in method or key.startswith("_"):
             takes = ", ".join(plain_options(method)) or "none"
             raise UserError(f"{where}{key} is not an option of {name}; its options are {takes}")
+    check_method_options(OmegaConf.to_container(OmegaConf.create(dict(changes))), where)
     return OmegaConf.merge(method, changes)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError, check_number
 from spectrain.methods.probing import ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever
@@ -52,9 +52,6 @@ class CoreOptions:
     pool_from_prompt: bool = False  # True: the prompt's n-grams enter the dictionaries, too
 
     def __post_init__(self) -> None:
-        check_whole("ngram_tokens", self.ngram_tokens, 2)
-        check_whole("pool_sequences", self.pool_sequences, 1)
-        check_whole("max_guesses", self.max_guesses, 1)
         check_number("threshold", self.threshold, "[0, 1]")
         if not (self.forward or self.backward):
             raise UserError("forward=False and backward=False leave nothing to guess from; set one of them to true")

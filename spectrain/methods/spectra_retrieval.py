@@ -7,7 +7,6 @@ the texts that the target predicts best are kept (`data_prep.datastore`).
 from __future__ import annotations
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import check_whole
 from spectrain.methods.lookup import StoreDrafter
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions
@@ -34,7 +33,6 @@ def build(
         max_nodes: of a tree, the root included; None: all, 1 + G N.
         retrieval: options of `retrieval_options`.
     """
-    check_whole("max_guesses", max_guesses, 1)
     options = retrieval_options(ngram_tokens, **retrieval)
     all_nodes = 1 + max_guesses * ngram_tokens
     store = open_datastore(datastore, target)
@@ -45,5 +43,4 @@ def retrieval_options(
     ngram_tokens: int, max_suffix: int = 16, min_suffix: int = 1, max_matches: int = 100, min_matches: int = 1
 ) -> RetrievalOptions:
     """Options of a lookup, guesses of N tokens. The first suffix that is found wins, unless min_matches is raised."""
-    check_whole("ngram_tokens", ngram_tokens, 1)
     return RetrievalOptions(min_suffix, max_suffix, ngram_tokens, max_matches, min_matches)

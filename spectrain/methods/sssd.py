@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from spectrain.decoding import Context, DraftTree, TargetModel
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
@@ -68,19 +68,11 @@ class SssdOptions:
     calibration: Mapping[str, Sequence] | None = None  # input, datastore: [prefix - 1][depth - 1]; logits: [depth - 1]
 
     def __post_init__(self) -> None:
-        for name in ("max_prefix", "datastore_prefix", "min_matches", "max_matches", "logits_candidates"):
-            check_whole(name, getattr(self, name), 1)
-        if self.branch_tokens is not None:
-            check_whole("branch_tokens", self.branch_tokens, 1)
-        for name in (field for field in vars(self) if field.endswith(("_scale", "_decay"))):
-            check_number(name, getattr(self, name), "(0, 10]")
         if not (self.input_source or self.datastore_source or self.last_logits):
             raise UserError(
                 "input_source, datastore_source and last_logits are all false, which leaves nothing to propose; set "
                 "one of them to true"
             )
-        if self.calibration is not None and not isinstance(self.calibration, Mapping):
-            raise UserError(f"calibration={self.calibration} must hold tables for input, datastore and logits")
         for source in self.calibration or {}:
             if source not in ("input", "datastore", "logits"):
                 raise UserError(f"calibration.{source} is unknown; it takes input, datastore and logits")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.errors import UserError, check_number
+from spectrain.decoding.errors import check_number
 from spectrain.models.head import AcceptanceHead
 
 JUDGED = ("current", "previous")
@@ -63,7 +63,6 @@ class HeadStop(StopRule):
 
     def __init__(self, head: AcceptanceHead, threshold: float, min_candidates: int = 1, judge: str = "current") -> None:
         check_number("threshold", threshold, SHARE)
-        check_judge("judge", judge)
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
@@ -152,9 +151,3 @@ def entropy(logits: Tensor) -> Tensor:
     """Entropies [n] float32, nats, of distributions given by logits [n, V]."""
     log_q = logits.float().log_softmax(-1)
     return -(log_q.exp() * log_q.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
-
-
-def check_judge(name: str, value: object) -> None:
-    """Raise UserError unless the option `name` is a way to judge tokens that `HeadStop` knows."""
-    if value not in JUDGED:
-        raise UserError(f"{name}={value} must be one of {', '.join(JUDGED)}")

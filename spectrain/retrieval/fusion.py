@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 import numpy as np
 from numba import njit
 
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError
 from spectrain.decoding.tree import ROOT_PARENT, Source
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child, gather
@@ -158,8 +158,6 @@ class RetrievalOptions:
     first_matches: bool = False  # True: read the first of the sorted range, as REST; False: at regular intervals
 
     def __post_init__(self) -> None:
-        for name in ("min_suffix", "max_suffix", "branch_tokens", "max_matches", "min_matches"):
-            check_whole(name, getattr(self, name), 1)
         if self.max_suffix < self.min_suffix:
             raise UserError(
                 f"max_suffix={self.max_suffix} must be at least min_suffix={self.min_suffix}; raise max_suffix"

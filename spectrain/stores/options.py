@@ -39,7 +39,7 @@ PATH_BYTES, PATH_PART_BYTES = 4095, 255  # what Linux allows
 class Kind:
     """One kind of value, for instance `list of whole 1`."""
 
-    name: str  # a key of KIND_WORDS, or the one word that is allowed
+    name: str  # a key of KIND_WORDS, or the words that are allowed, with commas between them
     range: str  # "1" or "0..4" of whole numbers, "[0, 1)" of numbers
     is_list: bool  # a list of at least one such value
 
@@ -78,7 +78,7 @@ class Kind:
                 return value == []
             case "null":
                 return value is None
-        return value == self.name
+        return value in self.name.split(",")
 
     def __str__(self) -> str:
         words = KIND_WORDS.get(self.name, self.name)
@@ -154,7 +154,8 @@ def _check_one(name: str, value: object, kinds: Sequence[Kind] | None) -> None:
         value = next(each for each in value if not any(kind.fits_one(each) for kind in of_list))
         kinds = [dataclasses.replace(kind, is_list=False) for kind in of_list]
     if all(kind.name not in KIND_WORDS for kind in kinds):
-        raise UserError(f"{name}={shown(value)} must be one of {', '.join(kind.name for kind in kinds)}")
+        words = ", ".join(kind.name.replace(",", ", ") for kind in kinds)
+        raise UserError(f"{name}={shown(value)} must be one of {words}")
     raise UserError(f"{name}={shown(value)} must be {', or '.join(map(str, kinds))}")
 
 

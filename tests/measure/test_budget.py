@@ -55,11 +55,8 @@ def test_every_cell_is_timed(llama_target):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"nodes": (1, 2)}, "nodes=1"),
-        ({"batch_sizes": (0,)}, "batch_sizes=0"),
         ({"contexts": ()}, "contexts=[] is empty"),
         ({"contexts": (256,)}, "contexts=256 leaves no position"),
-        ({"repeats": 0}, "repeats=0"),
     ],
 )
 def test_a_wrong_grid_is_refused(llama_target, wrong, says):

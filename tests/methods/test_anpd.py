@@ -1,9 +1,6 @@
 """ANPD: the chain of the likeliest tokens, worked out by hand, and that it changes no text."""
 
-import pytest
-
 from spectrain.decoding import Source
-from spectrain.decoding.errors import UserError
 from spectrain.methods import anpd
 from spectrain.methods.anpd import AdaptiveNgram
 from tests.methods.test_pld import check_text, proposed
@@ -40,9 +37,3 @@ def test_guesses_end_with_the_room_and_the_budget():
 
 def test_the_text_is_the_targets(llama_target):
     check_text(llama_target, anpd.build(llama_target))
-
-
-def test_wrong_options_are_refused():
-    for option, value in (("max_order", 1), ("draft_tokens", 0), ("max_nodes", 1)):
-        with pytest.raises(UserError, match=f"{option}={value}"):
-            AdaptiveNgram(**{option: value})

@@ -13,6 +13,7 @@ import spectrain
 from spectrain import load_method
 from spectrain.decoding import TargetModel, generate
 from spectrain.decoding.errors import UserError
+from spectrain.methods.registry import method_config, method_names, plain_options
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop
@@ -151,3 +152,16 @@ def test_other_folders_are_refused(exports, target, tmp_path):
 def test_the_package_itself_says_what_it_does_not_have():
     with pytest.raises(AttributeError, match="has no attribute 'load_methods'"):
         spectrain.load_methods  # noqa: B018
+
+
+OUT_OF_RANGE = (-1, float("nan"), float("inf"), "x", [1], {})
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_no_number_of_a_method_takes_a_value_out_of_range(name, target):
+    """Whatever the method: options go through one check, before its artifacts are looked for."""
+    for option, default in plain_options(method_config(name)).items():
+        if isinstance(default, int | float):
+            for value in (*OUT_OF_RANGE, *([2.5] if isinstance(default, int) else [True])):
+                with pytest.raises(UserError, match=f"^{option}="):
+                    load_method(name, target, **{option: value})

@@ -165,10 +165,7 @@ def test_the_logits_are_those_the_root_was_drawn_from(llama_target):
     assert drafter.checked > 10
 
 
-def test_wrong_options_are_refused():
-    for option, value in (("max_nodes", 1), ("max_ngram", 0), ("continuation_tokens", 0), ("input_tokens", -1)):
-        with pytest.raises(UserError, match=f"{option}={value}"):
-            LogitSpec(**{option: value})
+def test_options_that_leave_nothing_to_propose_are_refused():
     with pytest.raises(UserError, match="leave nothing to propose"):
         LogitSpec(last_logits=False, retrieval=False)
     with pytest.raises(UserError, match="leave nothing to propose"):

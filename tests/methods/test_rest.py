@@ -61,5 +61,3 @@ def test_a_row_keeps_the_end_of_its_text(tmp_path):
 def test_wrong_options_are_refused():
     with pytest.raises(UserError, match="max_suffix=1 must be at least min_suffix=2"):
         RetrievalOptions(2, 1, 10)
-    with pytest.raises(UserError, match="max_matches=0 must be"):
-        RetrievalOptions(1, 1, 10, 0)

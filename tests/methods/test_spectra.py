@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from spectrain.decoding import Source, TargetModel, generate
-from spectrain.decoding.errors import UserError
 from spectrain.methods import spectra, spectra_retrieval
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import retrieval_options
@@ -73,10 +72,3 @@ def test_build_makes_both_from_one_list_of_options(tmp_path):
     (prompt,) = random_prompts([12])
     texts = [generate(target, drafter, [prompt], 20)[0].tokens for drafter in (method, alone)]
     assert texts[0] == texts[1]
-
-
-def test_wrong_options_are_refused(tmp_path):
-    with pytest.raises(UserError, match="ngram_tokens=0"):
-        retrieval_options(0)
-    with pytest.raises(UserError, match="max_guesses=0"):
-        spectra_retrieval.build(None, str(tmp_path), max_guesses=0)

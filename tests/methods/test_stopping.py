@@ -128,8 +128,6 @@ def test_other_options_out_of_range_are_refused():
         EntropyStop(0)
     with pytest.raises(UserError, match="min_candidates=0"):
         candidates_within(0, 6, None)
-    with pytest.raises(UserError, match="judge=next must be one of current, previous"):
-        HeadStop(ScriptedHead(), 0.5, judge="next")
 
 
 def real_head(seed: int = 0) -> AcceptanceHead:
