@@ -41,8 +41,6 @@ def main(cfg: DictConfig) -> None:
 
 def find(roots: list[Path]) -> Collection:
     """Find everything that can be shown. Raises UserError where a folder is missing or holds nothing to show."""
-    if not roots:
-        raise UserError("runs= names no folder; give the folder of your runs")
     for root in roots:
         if not root.is_dir():
             raise UserError(f"runs={root} is no folder; give the folder that holds runs")

@@ -91,7 +91,7 @@ def test_drafts_of_another_length_have_no_logged_side(call, tmp_path):
         (["run=spire", "gamma=99"], "gamma=99"),
         (["run=spire", "gamma=0"], "gamma=0"),
         (["run=spire", "temperatures=[]"], "temperatures"),
-        (["run=spire", "temperatures=[-1.0]"], "temperature=-1"),
+        (["run=spire", "temperatures=[-1.0]"], "temperatures=-1.0 must be a number in [0, inf)"),
         (["run=spire", "out=spire"], "exists already"),
         (["run=spire", "out=spire", "fresh=true"], "exists already"),
         ([], "run is missing"),

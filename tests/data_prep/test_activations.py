@@ -294,7 +294,6 @@ BAD = {
     "precision": (["precision=64-true"], "precision=64-true must be one of 32-true"),
     "layers": (["layers=[3,4]"], "layers=[3, 4] must be blocks 0 to 3, each once and in order"),
     "layers in disorder": (["layers=[3,1]"], "each once and in order"),
-    "no layers": (["layers=[]"], "layers=[] must be blocks"),
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
     "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
     "target": (["responses=responses", "target=other"], "is of the target the tiny target ("),

@@ -250,7 +250,7 @@ def test_responses_of_something_else_are_refused(target, tmp_path, row, reason):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["stopping.gammas=null"], "stopping.gammas is empty"),
+        (["stopping.gammas=null"], "stopping.gammas=null must be a whole number of at least 1, or a list"),
         (["drafter=[{e}/vanilla,{e}/spire]"], "are several; a head belongs to one drafter"),
         (
             ["stopping.heads=[{e}/on_spire]", "method.max_candidates=9", "stopping.gammas=[9]"],

@@ -101,8 +101,7 @@ def test_a_resumed_offline_run_is_synced_with_all_its_attempts(run, small, witho
     arguments = ["+exp=vanilla", *small, "max_steps=2", "logger=wandb", "run_dir='k=1,loss=[hard]'"]
     with monkeypatch.context() as patch:
         patch.setattr("spectrain.train.publish", die)
-        with pytest.raises(KeyboardInterrupt):
-            run("train", *arguments)
+        assert run("train", *arguments)[0] == 130
     code, _, err = run("train", *arguments)
     assert code == 0, err
     (line,) = [line for line in err.splitlines() if "to upload it: " in line]
