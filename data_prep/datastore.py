@@ -16,7 +16,6 @@ from hydra.core.hydra_config import HydraConfig
 from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
-from transformers import AutoTokenizer
 
 from data_prep.documents import DocumentParts
 from data_prep.lookup import show_lookup
@@ -28,6 +27,7 @@ from data_prep.tokenise import Corpus
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.loading import read_tokenizer
 from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import digest
@@ -125,7 +125,7 @@ def inspect(cfg: DictConfig) -> None:
     named = any(o.startswith(("target=", "target.path=")) for o in HydraConfig.get().overrides.task)
     path = cfg.target.path if named else store.manifest.target
     try:
-        tokenizer = AutoTokenizer.from_pretrained(bundled_folder(path) or path)
+        tokenizer = read_tokenizer(bundled_folder(path) or path)
     except Exception as error:  # tokenizers, JSON and the hub each raise their own types here
         raise UserError(f"the tokenizer of {path} cannot be read ({type(error).__name__}); give target=...") from error
     store.check_fits(tokenizer_fingerprint(tokenizer), path)

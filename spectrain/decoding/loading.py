@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+import transformers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import set_tqdm_hook
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel, check_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHOWN_WEIGHTS = 3  # names of weights in a refusal
+FOREIGN_CODE = "needs code of its own folder, which is never run; give a model of an architecture that transformers has"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
 PARALLEL = {"none": {}, "device_map": {"device_map": "auto"}, "tp": {"tp_plan": "auto"}}
 
@@ -45,13 +56,17 @@ def load_target(
     target_name = f"target {name} ({config.model_type})"
     check_layers(config, target_name)
     options = {"config": config, "dtype": DTYPES[dtype], "attn_implementation": "sdpa", **PARALLEL[parallel]}
+    reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     try:
-        with _no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(name, **options)
+        with _quiet_transformers():
+            model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **reported, **options)
+            if (Path(name) / "generation_config.json").is_file():  # transformers passes over a broken one
+                GenerationConfig.from_pretrained(name)
     except Exception as error:  # safetensors, torch and transformers each raise their own types here
         raise UserError(f"{target_name} {_why_no_model(error)}") from error
+    _check_complete(target_name, found)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = read_tokenizer(name)
     except Exception as error:
         raise UserError(f"target {name} has no tokenizer that transformers can read ({_first_line(error)})") from error
     if parallel == "none":
@@ -66,13 +81,46 @@ def load_target(
     return target
 
 
+def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Read a tokenizer of a folder or the hub, never running code beside it. Raises what transformers raises."""
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def read_config(name: str | Path) -> PretrainedConfig:
+    """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises."""
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Raise UserError if a weight is NaN or infinite."""
+    for parameter_name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise UserError(f"{name} has a weight that is no number ({parameter_name}); export or fetch it again")
+
+
+def _check_complete(name: str, found: Mapping[str, Iterable]) -> None:
+    """Raise UserError unless the files held every weight of the model, in its shape, and nothing else."""
+    mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
+    for what, keys in (
+        ("lacks weights", found["missing_keys"]),
+        ("has weights that its config.json does not name", found["unexpected_keys"]),
+        ("has weights of other shapes than its config.json says", mismatched),
+    ):
+        if keys := sorted(keys):
+            shown = ", ".join(keys[:SHOWN_WEIGHTS]) + (", ..." if len(keys) > SHOWN_WEIGHTS else "")
+            raise UserError(f"{name} {what} ({shown}); export or fetch it again")
+
+
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Silence the bar of transformers that counts loaded weights. Downloads keep theirs."""
+def _quiet_transformers() -> Iterator[None]:
+    """Silence the bar and the report of transformers on the weights that it loads. Downloads keep their bars."""
     before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers.logging.set_verbosity(level)
         set_tqdm_hook(before)
 
 
@@ -92,8 +140,10 @@ def _load_config(name: str) -> PretrainedConfig:
     if not is_here and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise UserError(f"target folder {name} does not exist; give an existing folder or a Hugging Face id")
     try:
-        return AutoConfig.from_pretrained(name)
+        return read_config(name)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(f"target {name} {FOREIGN_CODE}") from error
         why = (
             f"folder {name} has a config.json that transformers cannot read ({_first_line(error)})"
             if is_here

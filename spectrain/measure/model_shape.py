@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.loading import read_config
 from spectrain.decoding.target import find_blocks, unsupported_layer_type
 from spectrain.measure.cost import Shape
 from spectrain.methods.registry import names
@@ -100,7 +101,10 @@ def shape_of_model(name: str, option: str) -> Shape:
     text = config.get_text_config()
     try:
         with torch.device("meta"):
-            body = sum(p.numel() for p in find_blocks(AutoModelForCausalLM.from_config(config)).parameters())
+            body = sum(
+                p.numel()
+                for p in find_blocks(AutoModelForCausalLM.from_config(config, trust_remote_code=False)).parameters()
+            )
     except UserError:
         raise
     except Exception as error:  # whatever an architecture raises where its own fields do not fit together
@@ -124,7 +128,7 @@ def _read_config(path: str, given: str) -> PretrainedConfig:
         raise UserError(f"{given} does not exist; give a folder or hub id of a causal LM, or its numbers")
     try:
         content, _ = PretrainedConfig.get_config_dict(path)
-        config = AutoConfig.from_pretrained(path)
+        config = read_config(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise UserError(f"{given} has no config that transformers can read ({reason}); give its numbers") from error

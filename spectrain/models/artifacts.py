@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.loading import check_finite
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
 from spectrain.stores.folder import read_json, write_json
 
@@ -172,6 +173,7 @@ def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
         if shape.tie_embeddings:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         drafter.load_state_dict(state)
+    check_finite(drafter, f"drafter={folder}")
     return drafter
 
 

@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.loading import read_config, read_tokenizer
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
 from spectrain.methods.specdecpp import OpenDrafter
@@ -212,7 +213,7 @@ def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
     """The target's tokenizer and vocabulary, without its weights. Raises UserError where they cannot be read."""
     path = str(bundled_folder(target) or target)
     try:
-        return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path).get_text_config().vocab_size
+        return read_tokenizer(path), read_config(path).get_text_config().vocab_size
     except Exception as error:  # transformers, tokenizers and the hub each raise their own types here
         line = (str(error).strip().splitlines() or ["no message"])[0]
         raise UserError(

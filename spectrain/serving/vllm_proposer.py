@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.loading import read_tokenizer
 from spectrain.methods.loading import open_export
 from spectrain.methods.lookup import RowState
 from spectrain.methods.sssd import Sssd
@@ -202,7 +202,7 @@ def check_model(folder: Path, facts: LookupFacts, model: Any) -> None:
     if not facts.datastore or name is None:
         return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = read_tokenizer(name)
     except Exception as error:  # transformers, tokenizers and the hub each raise their own types here
         log.warning("the tokenizer %s cannot be compared with that of %s (%s)", name, folder, type(error).__name__)
         return

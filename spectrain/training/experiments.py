@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.loading import read_tokenizer
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
@@ -105,7 +106,7 @@ def trained_target(
     config: Mapping, run: RunFolder, weights: dict[str, Tensor]
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
     """The model of a training's weights, in bfloat16, and its tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(run.path / "tokenizer")
+    tokenizer = read_tokenizer(run.path / "tokenizer")
     return filled(_from_scratch(config, tokenizer), weights, "model").to(torch.bfloat16), tokenizer
 
 
@@ -123,7 +124,7 @@ def _own_tokenizer(config: Mapping, folder: Path, documents: list[Document]) -> 
         if rank_zero_only.rank != 0:
             return tokenizer
         write_folder(folder, tokenizer.save_pretrained)
-    return AutoTokenizer.from_pretrained(folder)
+    return read_tokenizer(folder)
 
 
 def head_experiment(

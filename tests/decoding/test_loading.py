@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from spectrain.decoding import load_target
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.loading import check_finite
 from tests.conftest import tiny_model
 from tests.decoding.test_loop import word_tokenizer
 
@@ -85,9 +87,54 @@ def no_tokenizer(folder):
         path.unlink()
 
 
+def edit_weights(folder, change):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def lacking_weights(folder):
+    edit_weights(folder, lambda weights: [weights.pop(name) for name in list(weights) if "layers.1.mlp" in name])
+
+
+def fewer_layers(folder):
+    edit_config(folder, num_hidden_layers=2)
+
+
+def more_layers(folder):
+    edit_config(folder, num_hidden_layers=4)
+
+
+def other_shape(folder):
+    edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
+
+
+def broken_generation_config(folder):
+    (folder / "generation_config.json").write_text("{")
+
+
+def foreign_config(folder):
+    edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+
+
+def foreign_tokenizer(folder):
+    no_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
+        (lacking_weights, r"lacks weights \(model.layers.1.mlp.down_proj.weight, .*up_proj.weight\); export or fetch"),
+        (fewer_layers, r"has weights that its config.json does not name \(model.layers.2.* \.\.\.\)"),
+        (more_layers, r"lacks weights \(model.layers.3.input_layernorm.weight, .*, \.\.\.\)"),
+        (other_shape, r"has weights of other shapes than its config.json says \(model.norm.weight\)"),
+        (broken_generation_config, "generation_config.json"),
+        (foreign_config, "needs code of its own folder, which is never run"),
+        (foreign_tokenizer, "has no tokenizer that transformers can read"),
         (no_config, "no config.json"),
         (masked_language_model, "is no causal language model"),
         (no_weights, "weight file|could not be loaded"),
@@ -106,6 +153,21 @@ def test_spoilt_folder_is_named_with_the_reason(folder, spoil, reason):
         load_target(folder, device="cpu")
     assert str(folder) in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert not (folder / "ran").exists()  # code of the folder
+
+
+def test_tied_weights_are_complete(tmp_path):
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    assert load_target(tmp_path, device="cpu").vocab_size == 61
+
+
+def test_weights_that_are_no_numbers_are_named():
+    model = tiny_model("llama")
+    check_finite(model, "drafter=x")
+    model.model.norm.weight[3] = torch.nan
+    with pytest.raises(UserError, match="drafter=x has a weight that is no number \\(model.norm.weight\\)"):
+        check_finite(model, "drafter=x")
 
 
 def test_missing_folder():
