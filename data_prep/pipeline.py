@@ -287,15 +287,10 @@ class Build:
 @contextlib.contextmanager
 def held(work: Path) -> Iterator[None]:
     """Make the folder and keep other builds out of it (or raise UserError); remove it where nothing is left inside."""
-    made = [folder for folder in work.parents if not folder.exists()]
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{work} cannot be made ({error.strerror}); give out=<folder elsewhere>") from error
-    try:
-        with locked(work, "another build", ", or give another out"):
+    with locked(work, "another build", ", or give another out"):
+        work.mkdir(exist_ok=True)
+        try:
             yield
-    finally:
-        with contextlib.suppress(OSError):  # not empty, or gone
-            for folder in (work, *made):
-                folder.rmdir()
+        finally:
+            with contextlib.suppress(OSError):  # not empty, or gone
+                work.rmdir()

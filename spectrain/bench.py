@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from spectrain.reporting.benchmarks import terminal_table
 from spectrain.reporting.render import write_report
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, read_json, sha256, write_json
-from spectrain.stores.prompts import conversation_ids
+from spectrain.stores.prompts import Question, conversation_ids
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,14 @@ def main(cfg: DictConfig) -> None:
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     with open_dict(cfg):
         cfg.measured = {"methods": methods, "questions": questions.digest(asked)} | registry.budgets_digest(methods)
-    run = RunFolder.find(cfg, result="results.json")
+    with RunFolder.claim(cfg, result="results.json") as run:
+        measure(cfg, run, sampling, methods, asked)
+
+
+def measure(
+    cfg: DictConfig, run: RunFolder, sampling: Sampling, methods: Mapping[str, DictConfig], asked: Sequence[Question]
+) -> None:
+    """Measure the questions that `run` lacks, and write and show its results."""
     target = open_target(cfg)
     prompt_ids = partial(conversation_ids, target.tokenizer, chat=cfg.chat)
     prompt_ids(asked[0].turns[:1], [])  # a wrong chat= is refused before anything is measured

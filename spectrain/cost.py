@@ -29,7 +29,6 @@ from spectrain.reporting.cost_tables import cost_tables
 from spectrain.reporting.drawing import write_png
 from spectrain.reporting.tables import show
 from spectrain.stores.environment import provenance
-from spectrain.stores.folder import naming_a_full_disk
 from spectrain.training.runs import RunFolder
 
 TABLE_COLUMNS = 140  # where the output is no terminal
@@ -61,13 +60,12 @@ def main(cfg: DictConfig) -> None:
     # What a finished run must share with one asked for, though no option names it: the content of files that it read.
     with open_dict(cfg):
         cfg.read = {method.name: [method.tau, method.k, asdict(method.shape)] for method in methods}
-    run = RunFolder.find(cfg, result="cost.json")
     chosen = HydraConfig.get().runtime.choices.get("hardware") if HydraConfig.initialized() else None
     model = CostModel(shapes.target, read_hardware(options, chosen), cfg.count_unembedding)
     title = Path(shapes.sources["target"]).name if cfg.title is None else str(cfg.title)
     axes = axis(options, "batch"), axis(options, "context_tokens")
     grid = CostGrid(title, model, methods, *axes, spot=(cfg.spot.batch, cfg.spot.context_tokens))
-    with naming_a_full_disk(run.path):
+    with RunFolder.claim(cfg, result="cost.json") as run:
         run.begin()
         write_csv(run.path / "cost.csv", grid)
         results = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -51,18 +52,19 @@ def main(cfg: DictConfig) -> None:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
     if cfg.data.source != "online" and cfg.kind not in ("spire", "specdecpp"):
         raise UserError(f"data={cfg.data.source} is for +exp=spire and +exp=specdecpp only; give data=online")
-    try:
-        run = RunFolder.find(cfg)
-    except FinishedRun as finished:
-        if not in_multirun():
-            raise
-        log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
-        return
-    if cfg.out and rank_zero_only.rank == 0 and not run.exported_to(Path(str(cfg.out))):
-        refuse_existing(Path(str(cfg.out)))
-    seed_everything(cfg.seed, verbose=False)
-    with naming_a_full_disk(run.path, ", which goes on from its last checkpoint"):
-        TRAININGS[cfg.kind](cfg, run)
+    with ExitStack() as claim:
+        try:
+            run = claim.enter_context(RunFolder.claim(cfg))
+        except FinishedRun as finished:
+            if not in_multirun():
+                raise
+            log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
+            return
+        if cfg.out and rank_zero_only.rank == 0 and not run.exported_to(Path(str(cfg.out))):
+            refuse_existing(Path(str(cfg.out)))
+        seed_everything(cfg.seed, verbose=False)
+        with naming_a_full_disk(run.path, ", which goes on from its last checkpoint"):
+            TRAININGS[cfg.kind](cfg, run)
 
 
 def train_drafter(cfg: DictConfig, run: RunFolder) -> None:

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -54,20 +55,20 @@ def tune_budget(cfg: DictConfig, sampling: Sampling) -> None:
     grid = budget.grid_of(target, cfg.nodes, cfg.batch_sizes, cfg.contexts, cfg.repeats)
     prompts = list(questions.prompt_ids(asked, target, cfg.chat, cfg.max_new_tokens).values())
     drafters = budget.build_sizes(target, methods, registry.given_artifacts(cfg), grid.nodes, registry.takes_all(cfg))
-    run = begun(cfg, target, {"methods": methods, "questions": questions.digest(asked), "machine": machine_of(target)})
-    with interruptible(f"to resume in {run.path}"):
+    measured = {"methods": methods, "questions": questions.digest(asked), "machine": machine_of(target)}
+    with begun(cfg, target, measured) as run:
         cost = budget.forward_cost(target, grid, cfg.seed, run.path / "forward.json")
         work = (partial(generate, target, sampling=sampling, seed=cfg.seed), drafters, prompts)
         rows = budget.measure_groups(*work, grid.batch_sizes[-1], cfg.max_new_tokens, run.path / "groups.jsonl")
-    facts = {"target": cfg.target.path, "date": date_of(), "prompts": questions.name_of(cfg.prompts)}
-    facts |= {"n_prompts": len(prompts), "max_new_tokens": cfg.max_new_tokens}
-    curves = budget.curve_entries(drafters, methods, rows, sampling)
-    table = BudgetTable(fingerprint(target.model, target.tokenizer), machine_of(target), cost, curves, facts)
-    file = table.save(CHECKPOINTS)
-    write_png(budgets(table), run.path / "budget.png")
-    write_png(budget_acceptance(table), run.path / "accepted.png")
-    run.finish({"budget_table": str(file), "machine": table.machine})
-    show(budget_parts(table), 110, f"{file}, {run.path}/budget.png")
+        facts = {"target": cfg.target.path, "date": date_of(), "prompts": questions.name_of(cfg.prompts)}
+        facts |= {"n_prompts": len(prompts), "max_new_tokens": cfg.max_new_tokens}
+        curves = budget.curve_entries(drafters, methods, rows, sampling)
+        table = BudgetTable(fingerprint(target.model, target.tokenizer), machine_of(target), cost, curves, facts)
+        file = table.save(CHECKPOINTS)
+        write_png(budgets(table), run.path / "budget.png")
+        write_png(budget_acceptance(table), run.path / "accepted.png")
+        run.finish({"budget_table": str(file), "machine": table.machine})
+        show(budget_parts(table), 110, f"{file}, {run.path}/budget.png")
 
 
 def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
@@ -82,17 +83,16 @@ def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
     asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit)
     target = open_target(cfg)
     opened = registry.build_method(tuned, target, registry.given_artifacts(cfg))
-    run = begun(cfg, target, {"questions": questions.digest(asked), "method": method})
-    with interruptible(f"to resume in {run.path}"):
+    with begun(cfg, target, {"questions": questions.digest(asked), "method": method}) as run:
         file = answered(cfg, target, opened, asked, Sampling(), run)
         found = choose_options(opened, method, grid, questions.read_answers(file, target, least=2))
-    defaults = registry.method_config("sssd")
-    changed = {k: v for k, v in found["options"].items() if v != defaults.get(k) and k not in NO_OPTIONS}
-    output = registry.write_tuned(run.path / "sssd.yaml", {"sssd": changed}, "spectrain.tune method=sssd")
-    tau = {name: [one.value, one.low, one.high] for name, one in found["tau"].items()}
-    run.finish({"tau": tau, "chosen": changed, "tried": found["tried"], "responses": found["responses"]})
-    parts = discount_parts(tau, found["responses"][1], found["winner"])
-    show(parts, 100, f"{output}: python -m spectrain.bench tuned={output} ...")
+        defaults = registry.method_config("sssd")
+        changed = {k: v for k, v in found["options"].items() if v != defaults.get(k) and k not in NO_OPTIONS}
+        output = registry.write_tuned(run.path / "sssd.yaml", {"sssd": changed}, "spectrain.tune method=sssd")
+        tau = {name: [one.value, one.low, one.high] for name, one in found["tau"].items()}
+        run.finish({"tau": tau, "chosen": changed, "tried": found["tried"], "responses": found["responses"]})
+        parts = discount_parts(tau, found["responses"][1], found["winner"])
+        show(parts, 100, f"{output}: python -m spectrain.bench tuned={output} ...")
 
 
 def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
@@ -107,29 +107,29 @@ def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
     target = open_target(cfg)
     drafters = {kind: path for kind, path in registry.given_artifacts(cfg).items() if kind in ("vanilla", "spire")}
     search = stopping.open_search(target, patterns, drafters, options, sampling)
-    run = begun(cfg, target, {"questions": questions.digest(asked), **search.digests()}, "results.json")
-    with interruptible(f"to resume in {run.path}"):
+    with begun(cfg, target, {"questions": questions.digest(asked), **search.digests()}, "results.json") as run:
         file = answered(cfg, target, search.writer, asked, sampling, run)
         texts = questions.read_answers(file, target, sampling, cfg.max_new_tokens)
         found = stopping.compare_stop_rules(target, search, texts, run.path / "timed.jsonl")
-    facts = {"target": cfg.target.path, "prompts": questions.name_of(cfg.responses or cfg.prompts)}
-    facts |= {"texts": len(texts), "timed": min(options.timed, len(texts))}
-    results = provenance() | device_facts(target.device, target.dtype) | facts | search.described() | found
-    write_png(stopping_fronts(results), run.path / "pareto.png")
-    tuned = search.tuned_options(found["best"])
-    registry.write_tuned(run.path / "tuned.yaml", tuned, "spectrain.tune method=specdecpp")
-    run.finish(results)
-    show(stopping_parts(results), 150, f"{run.path}/results.json, pareto.png, tuned.yaml")
+        facts = {"target": cfg.target.path, "prompts": questions.name_of(cfg.responses or cfg.prompts)}
+        facts |= {"texts": len(texts), "timed": min(options.timed, len(texts))}
+        results = provenance() | device_facts(target.device, target.dtype) | facts | search.described() | found
+        write_png(stopping_fronts(results), run.path / "pareto.png")
+        tuned = search.tuned_options(found["best"])
+        registry.write_tuned(run.path / "tuned.yaml", tuned, "spectrain.tune method=specdecpp")
+        run.finish(results)
+        show(stopping_parts(results), 150, f"{run.path}/results.json, pareto.png, tuned.yaml")
 
 
-def begun(cfg: DictConfig, target: TargetModel, measured: dict, result: str = "result.json") -> RunFolder:
-    """The run folder. `measured`: what a resumed run must share with its beginning, though no option names it."""
+@contextmanager
+def begun(cfg: DictConfig, target: TargetModel, measured: dict, result: str = "result.json") -> Iterator[RunFolder]:
+    """Begin the run. `measured`: what a resumed run must share with its beginning, though no option names it."""
     if cfg.responses and not cfg.budget and Path(cfg.responses).is_file():
         measured["responses"] = sha256(Path(cfg.responses))
     OmegaConf.update(cfg, "measured", measured, force_add=True)
-    run = RunFolder.find(cfg, result)
-    run.begin(fingerprint(target.model, target.tokenizer))
-    return run
+    with RunFolder.claim(cfg, result) as run, interruptible(f"to resume in {run.path}"):
+        run.begin(fingerprint(target.model, target.tokenizer))
+        yield run
 
 
 def answered(

@@ -17,6 +17,7 @@ from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
+from spectrain.stores.folder import locked
 from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.texts import is_held_out
 from tests.methods.lookup_export import lookup_facts
@@ -343,3 +344,10 @@ def test_a_malformed_prompt_file_is_named_by_line_and_key(run, tmp_path):
     assert code == 2
     assert "line 2" in err
     assert "prompt" in err
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(run, asked):
+    with locked(Path("b")):
+        code, _, err = run("bench", asked, "methods=[pld]", "limit=1", "out=b")
+    assert (code, err.splitlines()[-1]) == (2, "error: b is in use by another process; wait for its end")
+    assert not Path("b").exists()

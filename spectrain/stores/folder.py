@@ -257,23 +257,53 @@ def to_disk(file: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, by: str, otherwise: str = "") -> Iterator[None]:
-    """Keep other processes out of a folder that exists. A killed process's lock goes with it.
+def locked(folder: Path, by: str = "another process", otherwise: str = "") -> Iterator[None]:
+    """Keep other processes out of a folder, which need not exist yet. A killed process's lock goes with it.
 
-    The folder is locked itself: a file inside would go with its content. Where another process holds it, UserError
-    calls that process `by`; `otherwise` is what else than waiting can be done.
+    The lock is a file beside the folder, which is removed with it, as are parents that were made for it in vain.
+
+    Raises:
+        UserError: another process holds it, which is called `by`; `otherwise` is what else than waiting can be done. Or
+            the folder cannot be made.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    made = [parent for parent in folder.parents if not parent.exists()]
+    file = folder.with_name(f".{folder.name}.lock")
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
-        except OSError:
-            pass  # a file system without locks
+        handle = _lock_file(file)
+    except BlockingIOError as error:
+        raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
+    except OSError as error:
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror  # a file as its parent
+        raise UserError(f"{folder} cannot be made ({why}); give another folder") from error
+    try:
         yield
     finally:
+        file.unlink(missing_ok=True)
         os.close(handle)
+        with suppress(OSError):  # not empty
+            for parent in made:
+                parent.rmdir()
+
+
+def _lock_file(file: Path) -> int:
+    """Make and lock a file. Raises BlockingIOError where another process has locked it."""
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # whoever made the parent has removed it
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:
+            return handle  # a file system without locks
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(file)):
+                return handle
+        os.close(handle)  # whoever held it has removed it in the meantime
 
 
 @contextmanager

@@ -67,23 +67,22 @@ def fit(
     trainer = build_trainer(config, callbacks(config, run, measure), loggers(config["logger"], run), in_sweep)
     check_batches(config, trainer, len(data.train))
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
-    with run.held():
-        if experiment.source:
-            run.keep_to(experiment.source)
-        log.info("run folder: %s", run.path)
-        meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
-        checkpoint = run.checkpoints.newest()
-        if checkpoint:
-            log.info("resuming from %s", checkpoint)
-            prepare_resume(checkpoint, trainer)
-        if config["trainer"]["activation_checkpointing"]:
-            module.recompute_activations()
-        keep_config(trainer, run)
-        facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
-        run.note_attempt(run.checkpoint_step, facts)
-        with naming_the_remedy(config["data"]):
-            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-            trainer.validate(module, datamodule=data, verbose=False)
+    if experiment.source:
+        run.keep_to(experiment.source)
+    log.info("run folder: %s", run.path)
+    meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
+    checkpoint = run.checkpoints.newest()
+    if checkpoint:
+        log.info("resuming from %s", checkpoint)
+        prepare_resume(checkpoint, trainer)
+    if config["trainer"]["activation_checkpointing"]:
+        module.recompute_activations()
+    keep_config(trainer, run)
+    facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
+    run.note_attempt(run.checkpoint_step, facts)
+    with naming_the_remedy(config["data"]):
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        trainer.validate(module, datamodule=data, verbose=False)
     return trainer
 
 

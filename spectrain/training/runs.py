@@ -20,8 +20,8 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,14 +71,32 @@ class RunFolder:
     result: str = "result.json"  # written last: the run is finished
 
     @classmethod
+    @contextmanager
+    def claim(cls, cfg: DictConfig, result: str = "result.json") -> Iterator[RunFolder]:
+        """Keep other processes out of the folder of this config, on rank zero, and find the run that may begin there.
+
+        Raises UserError where another process is at work there, the disk is full, and as `find` does.
+        """
+        path = cls.path_of(cfg)
+        with locked(path) if rank_zero_only.rank == 0 else nullcontext(), naming_a_full_disk(path):
+            yield cls.find(cfg, result)
+
+    @staticmethod
+    def path_of(cfg: DictConfig) -> Path:
+        """The folder that is given, or that is named by the hash of the config."""
+        if cfg.run_dir:
+            return Path(str(cfg.run_dir))
+        config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        return Path(f"runs/{cfg.kind}-{digest(_hashed(config))}")
+
+    @classmethod
     def find(cls, cfg: DictConfig, result: str = "result.json") -> RunFolder:
         """The folder of this config. Writes nothing.
 
         An unfinished run of this very config is resumed, `fresh` or not; `fresh` replaces a finished or another one.
         Otherwise these are refused by a UserError, as is a folder that holds something else.
         """
-        config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        path = Path(str(cfg.run_dir or "") or f"runs/{cfg.kind}-{digest(_hashed(config))}")
+        config, path = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), cls.path_of(cfg)
         run = cls(path, config, id=f"{plain(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
         holds_run, is_rank_zero = (path / CONFIG).is_file(), rank_zero_only.rank == 0
         if not holds_run and is_rank_zero and path.exists() and any(path.iterdir()):
@@ -145,13 +163,6 @@ class RunFolder:
                 shutil.copy(self.path / EXPORT, folder)
 
         write_folder(self.path, write, replace=True)
-
-    def held(self) -> AbstractContextManager[None]:
-        """Keep other processes out of the folder, since two would write the same checkpoints.
-
-        Entering raises UserError where another is at work, if only in ranks that outlived their launcher.
-        """
-        return locked(self.path, "another process") if rank_zero_only.rank == 0 else nullcontext()
 
     @rank_zero_only
     def note_attempt(self, done_steps: int, environment: dict) -> None:

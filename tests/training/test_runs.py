@@ -67,20 +67,21 @@ def test_a_finished_run_is_left_out_on_all_ranks_or_on_none(tmp_path, monkeypatc
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path, monkeypatch):
-    run = find(tmp_path)
-    run.begin()
-    with run.held():
+    config = composed("train", "+exp=target", f"run_dir={tmp_path / 'run'}")
+    with RunFolder.claim(config) as run:  # before the folder is made
+        assert not run.path.exists()
         with (
             pytest.raises(UserError, match="run is in use by another process; wait for its end"),
-            find(tmp_path).held(),
+            RunFolder.claim(config),
         ):
             pass
         monkeypatch.setattr(runs.rank_zero_only, "rank", 1)
-        with find(tmp_path).held():  # another rank of the same training
+        with RunFolder.claim(config):  # another rank of the same training
             pass
         monkeypatch.setattr(runs.rank_zero_only, "rank", 0)
-    with find(tmp_path).held():
-        pass
+        run.begin()
+    with RunFolder.claim(config) as again:
+        assert again.id == run.id
 
 
 def test_another_config_is_refused_and_named(tmp_path):

@@ -1,0 +1,80 @@
+"""The lock of a folder that is written, and JSON files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spectrain.decoding.errors import UserError
+from spectrain.stores.folder import locked
+
+
+def test_one_at_a_time_whatever_the_moment(tmp_path):
+    """Many try at once, again and again: the lock file is removed and made anew under their hands."""
+    folder, inside, most, entered, errors = tmp_path / "runs" / "run", [], [], [], []
+
+    def work() -> None:
+        for _ in range(30):
+            try:
+                with locked(folder):
+                    inside.append(1)
+                    most.append(len(inside))
+                    entered.append(1)
+                    time.sleep(0.0005)
+                    inside.pop()
+            except UserError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+    assert len(entered) + len(errors) == 8 * 30
+    assert all("run is in use by another process; wait for its end" in error for error in errors)
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_nothing_is_left(tmp_path):
+    with locked(tmp_path / "runs" / "run"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path):
+    code = f"""
+import time
+from pathlib import Path
+from spectrain.stores.folder import locked
+with locked(Path({str(tmp_path / "run")!r})):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="in use"), locked(tmp_path / "run"):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with locked(tmp_path / "run"):
+        assert (tmp_path / ".run.lock").exists()
+    assert not (tmp_path / ".run.lock").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=r"file/run cannot be made \(Not a directory\); give another folder"),
+        locked(tmp_path / "file" / "run"),
+    ):
+        pass
+    with pytest.raises(UserError, match="cannot be made"), locked(Path("/proc/none/run")):
+        pass
