@@ -7,12 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from spectrain.decoding.errors import UserError
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import POOLED, Setting
-from spectrain.stores.folder import read_json
+from spectrain.stores.folder import read_json, read_yaml
 
 STANDS_FOR = {"speculative": "vanilla"}  # method of a benchmark -> method of the throughput model
 
@@ -64,7 +62,7 @@ def _entries(file: Path, values: Mapping) -> Iterator[MeasuredTau]:
                 yield MeasuredTau(name, STANDS_FOR.get(name, name), tau, k, setting)
     elif "tau" in values:
         config = file.parent / "config.yaml"  # the training's
-        k = yaml.safe_load(config.read_text()).get("k") if config.is_file() else None
+        k = read_yaml(config).get("k") if config.is_file() else None
         for name, row in values["tau"].items():
             yield from _of_row(name, name, row, k)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from yaml import YAMLError
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
@@ -26,6 +25,7 @@ from spectrain.models.artifacts import KINDS, check_weights, decoded_by, is_expo
 from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.budget_table import find_table
+from spectrain.stores.folder import read_yaml
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
 from spectrain.stores.options import check_method_options
 
@@ -121,9 +121,9 @@ def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictCon
     name = method.get("_tuned_") or method["_target_"].split(".")[-2]
     for file in names(files):
         try:
-            found = OmegaConf.to_container(OmegaConf.load(file))
+            found = read_yaml(Path(file))
             changes = dict(found.get(name, {}))
-        except (OSError, YAMLError, AttributeError, TypeError, ValueError) as error:
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             line = str(error).splitlines()[0]
             raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
         method = with_options(method, changes, name, f"tuned={file}: ")

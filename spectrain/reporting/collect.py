@@ -5,23 +5,20 @@ What cannot be read is noted with the reason and left out; nothing is written.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-import yaml
 
 from spectrain.decoding.errors import UserError
 from spectrain.reporting.runs import MEASUREMENTS, RUNS, TRAININGS, Run, Training
 from spectrain.stores.budget_table import BudgetTable
 from spectrain.stores.environment import date_of
-from spectrain.stores.folder import read_lines
+from spectrain.stores.folder import read_json, read_lines, read_yaml
 from spectrain.training.runs import Curve, RunFolder, merged, read_csv
 
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")  # parts of runs; and big
 LARGEST_JSON_BYTES = 64 * 2**20
-BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, UserError)
+BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
 # Results as commands write them: part -> how many mappings lie within one another there.
 RESULT = {"metrics": 1, "selected": 1, "settings": 1, "tokens_per_s": 2, "tau": 3, "reliability": [{}]}
 
@@ -48,7 +45,7 @@ class Collection:
     def add_folder(self, folder: Path, name: str) -> None:
         """Add the run that a folder is, and the measurements that lie in it."""
         before = len(self.runs)
-        config = self.read(folder / "config.yaml", parse=yaml.safe_load)
+        config = self.read(folder / "config.yaml", read=read_yaml)
         kind = config.get("kind") if config else None
         if kind in RUNS:
             try:
@@ -81,13 +78,13 @@ class Collection:
         return Run(**run)
 
     def read(
-        self, file: Path, shape: Mapping[str, object] | None = None, parse: Callable[[str], object] = json.loads
+        self, file: Path, shape: Mapping[str, object] | None = None, read: Callable[[Path], object] = read_json
     ) -> dict | None:
         """Read a mapping; None where there is no such file, or it is damaged or has another shape, which is noted."""
         if not file.is_file():
             return None
         try:
-            content = parse(file.read_text(encoding="utf-8"))
+            content = read(file)
             if not isinstance(content, dict):
                 raise ValueError("it holds no names with values")
             for part, expected in (shape or {}).items():

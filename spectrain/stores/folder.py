@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from spectrain.decoding.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # hashing leaves the GIL alone
 BESIDE = ("partial", "old")  # where a folder is written, and where the one that it replaces waits to be removed
+MOST_YAML_CHARACTERS = 2**20
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Row = TypeVar("Row")  # a dataclass
@@ -137,8 +142,35 @@ def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
 
 
 def read_json(file: Path) -> object:
-    """Read a JSON file; NaN and Infinity, which older versions wrote, become None. Raises ValueError for another."""
-    return json.loads(file.read_text(), parse_constant=lambda name: None)
+    """Read a JSON file; see `parse_json`."""
+    return parse_json(file.read_text(encoding="utf-8"))
+
+
+def parse_json(text: str | bytes) -> object:
+    """Read JSON; NaN and Infinity, which older versions wrote, become None. Raises ValueError where it is none."""
+    try:
+        return json.loads(text, parse_constant=lambda name: None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_yaml(file: Path) -> object:
+    """Read a YAML file as plain values, with numbers as Hydra reads them.
+
+    Raises ValueError where it is none, or is no file of options: large, nested deeply, or with aliases, of which a few
+    lines can stand for gigabytes.
+    """
+    text = file.read_text(encoding="utf-8")
+    try:
+        if len(text) > MOST_YAML_CHARACTERS:
+            raise ValueError(f"it has more than {MOST_YAML_CHARACTERS} characters")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.CSafeLoader)):
+            raise ValueError("it has aliases (*name), which are not read")
+        return OmegaConf.to_container(OmegaConf.create(text))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def strict(value: object) -> object:
@@ -193,7 +225,7 @@ def read_lines(file: Path) -> list[dict]:
     if file.is_file():
         for line in file.read_bytes().split(b"\n"):  # as bytes nothing but a line feed ends a line
             with suppress(ValueError):
-                rows.append(json.loads(line))
+                rows.append(parse_json(line))
     return rows
 
 

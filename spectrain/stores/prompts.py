@@ -14,6 +14,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError, check_whole
+from spectrain.stores.folder import parse_json
 
 FORMATS = {  # a file has the first of these whose keys its first row has
     "Spec-Bench": ("question_id", "category", "turns"),
@@ -70,11 +71,13 @@ def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
             where = f"line {number} of {name}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text) if text.strip() else None
+                row = parse_json(text) if text.strip() else None
             except UnicodeDecodeError as error:
                 raise UserError(f"{where} is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise UserError(f"{where} is not JSON ({error.msg}, column {error.colno}); mend it") from error
+            except ValueError as error:  # nested too deeply, or a number of thousands of digits
+                raise UserError(f"{where} cannot be read ({str(error).splitlines()[0]}); mend it") from error
             if isinstance(row, dict):
                 yield number, row
             elif text.strip():

@@ -28,7 +28,6 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from yaml import YAMLError
 
 from spectrain.decoding.errors import AllRanksError, UserError
 from spectrain.stores.environment import TYPED_COMMAND
@@ -37,6 +36,7 @@ from spectrain.stores.folder import (
     locked,
     naming_a_full_disk,
     read_json,
+    read_yaml,
     refuse_existing,
     remove_leftovers,
     strict,
@@ -110,7 +110,7 @@ class RunFolder:
         return dataclasses.replace(run, id=begun["id"]) if begun else run
 
     def _why_not_to_resume(self) -> UserError | None:
-        before, ours = _hashed(OmegaConf.to_container(OmegaConf.load(self.path / CONFIG))), _hashed(self.config)
+        before, ours = _hashed(self.read_config(self.path)), _hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
             return UserError(
@@ -123,6 +123,14 @@ class RunFolder:
             )
         return None
 
+    @staticmethod
+    def read_config(path: Path) -> dict:
+        """The config of the run that stands there. Raises UserError where it cannot be read."""
+        try:
+            return dict(read_yaml(path / CONFIG))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path} has a damaged {CONFIG} ({error}); remove the folder or give fresh=true") from error
+
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """A run as it stands, finished or not. Raises UserError where the folder is no run, or is damaged."""
@@ -131,11 +139,11 @@ class RunFolder:
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
         try:
-            config = OmegaConf.to_container(OmegaConf.load(path / CONFIG))
+            config = read_yaml(path / CONFIG)
             run = cls(path, config, read_json(path / FACTS)["id"])
             run.read_result()
             config["kind"]
-        except (YAMLError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"run={path} has a damaged config.yaml, run.json or result.json ({error})") from error
         return run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import locked
+from spectrain.stores.folder import locked, parse_json, read_lines, read_yaml
 
 
 def test_one_at_a_time_whatever_the_moment(tmp_path):
@@ -51,7 +51,7 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path):
     code = f"""
 import time
 from pathlib import Path
-from spectrain.stores.folder import locked
+from spectrain.stores.folder import locked, parse_json, read_lines, read_yaml
 with locked(Path({str(tmp_path / "run")!r})):
     print("held", flush=True)
     time.sleep(60)
@@ -78,3 +78,26 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path):
         pass
     with pytest.raises(UserError, match="cannot be made"), locked(Path("/proc/none/run")):
         pass
+
+
+BOMB = "a: &a [x, x, x, x]\nb: &b [*a, *a, *a, *a]\nc: [*b, *b, *b, *b]\n"
+
+
+def test_json_is_read_strictly(tmp_path):
+    assert parse_json('{"a": NaN, "b": [Infinity, 1]}') == {"a": None, "b": [None, 1]}
+    for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{", ""):
+        with pytest.raises(ValueError, match=r"nested too deeply|Exceeds the limit|Expecting"):
+            parse_json(text)
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n' + "[" * 100_000 + '\n{"a": 2}\n{"a"')
+    assert read_lines(tmp_path / "rows.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_yaml_is_read_as_hydra_reads_it(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("a: 1e-3\nb: [1, 2]\nc: ${x}\n")
+    assert read_yaml(file) == {"a": 1e-3, "b": [1, 2], "c": "${x}"}
+    for text in (BOMB, "a: [", "[" * 10_000, "x" * 2**21, "a: b: c", "\x00"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r".") as error:
+            read_yaml(file)
+        assert "\n" not in str(error.value)
