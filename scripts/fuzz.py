@@ -1,10 +1,11 @@
 """Types thousands of wrong commands and damaged files, and counts what went wrong.
 
     python scripts/fuzz.py minutes=60 [seed=0] [of=options,files] [out=runs/fuzz]
+    python scripts/fuzz.py cases=40 seed=3      # as many of each kind
 
 Prints a table of outcomes by command, and writes each case that went wrong to <out>/faults.jsonl: the kind of fault,
 the case, the command as typed and what it printed. A case is run in a fork of one process, in a folder of its own.
-docs/reliability.md says what is promised.
+docs/reliability.md says what is promised. The exit code is 1 where anything went wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fuzz import checks, fork_server, world
 
 EXAMPLES = 200  # drawn with one seed
-DEFAULTS = {"minutes": 60, "seed": 0, "of": "options,files", "out": "runs/fuzz"}
+DEFAULTS = {"minutes": 60, "cases": None, "seed": 0, "of": "options,files", "out": "runs/fuzz"}
 
 
 def main() -> None:
@@ -58,15 +59,19 @@ def main() -> None:
         while time.monotonic() < deadline:
             for kind in str(options.of).split(","):
                 draw = settings(
-                    max_examples=EXAMPLES, database=None, deadline=None, phases=[Phase.generate],
+                    max_examples=options.cases or EXAMPLES, database=None, deadline=None, phases=[Phase.generate],
                     suppress_health_check=list(HealthCheck),
                 )  # fmt: skip
                 seed(round_number)(draw(given(checks.strategy(kind, made))(note)))()
+            if options.cases:
+                break
             round_number += 1
     table = pd.Series(counts).unstack(fill_value=0)
     table.loc["all"] = table.sum()
     print(table.to_string())
-    print(f"faults: {out / 'faults.jsonl'}")
+    n_faults = len((out / "faults.jsonl").read_text().splitlines())
+    print(f"{sum(counts.values())} cases, {n_faults} faults: {out / 'faults.jsonl'}")
+    raise SystemExit(bool(n_faults))
 
 
 if __name__ == "__main__":
