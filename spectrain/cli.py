@@ -53,7 +53,9 @@ UNHELPFUL_WARNINGS = (
     "gradient_checkpointing_enable",  # the name that all of 5.x know
 )
 # Values that are no name of a file for Hydra: null, numbers, truth values, empty texts and lists, mappings.
-NO_NAME = re.compile(r"null|true|false|[-+]?(nan|inf|[\d.]+(e[-+]?\d+)?)?|''|\"\"|\[(\W*|nan)\]|\{.*\}", re.IGNORECASE)
+NO_NAME = re.compile(
+    r"null|true|false|[-+]?(nan|inf|[\d.]+(e[-+]?\d+)?)?|''|\"\"|\[(\W*|nan|.*[\[{].*)\]|\{.*\}", re.IGNORECASE
+)
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
 

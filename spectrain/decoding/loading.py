@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,6 +24,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel, check_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HUB_TIMEOUT_S = 10
 SHOWN_WEIGHTS = 3  # names of weights in a refusal
 FOREIGN_CODE = "needs code of its own folder, which is never run; give a model of an architecture that transformers has"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
@@ -83,12 +85,20 @@ def load_target(
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer of a folder or the hub, never running code beside it. Raises what transformers raises."""
+    _ask_hub(name)
     return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def read_config(name: str | Path) -> PretrainedConfig:
     """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises."""
+    _ask_hub(name)
     return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def _ask_hub(name: str | Path) -> None:
+    """Ask the hub once for what lies neither in a folder nor in its cache: transformers would try for half a minute."""
+    if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(str(name), "config.json"), str):
+        HfApi().model_info(str(name), timeout=HUB_TIMEOUT_S)
 
 
 def check_finite(model: nn.Module, name: str) -> None:

@@ -127,9 +127,9 @@ def _read_config(path: str, given: str) -> PretrainedConfig:
     if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
         raise UserError(f"{given} does not exist; give a folder or hub id of a causal LM, or its numbers")
     try:
-        content, _ = PretrainedConfig.get_config_dict(path)
         config = read_config(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content, _ = PretrainedConfig.get_config_dict(path)
+    except Exception as error:  # transformers and the hub each raise their own types here
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise UserError(f"{given} has no config that transformers can read ({reason}); give its numbers") from error
     text = config.get_text_config()

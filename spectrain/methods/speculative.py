@@ -32,7 +32,7 @@ def load_draft_model(target: TargetModel, drafter: str) -> TargetModel:
     """
     dtype = str(target.dtype).removeprefix("torch.")
     draft_model = load_target(drafter, dtype=dtype, device=str(target.device))
-    check_finite(draft_model.model, f"drafter={drafter}")
+    check_finite(draft_model.model, f"the draft model {drafter}")
     check_tokenizers(target, draft_model)
     return draft_model
 

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from spectrain.decoding.errors import UserError
 
@@ -154,20 +153,28 @@ def parse_json(text: str | bytes) -> object:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_yaml(file: Path) -> object:
-    """Read a YAML file as plain values, with numbers as Hydra reads them.
+class _PlainYaml(yaml.SafeLoader):
+    """YAML without aliases, of which a few lines can stand for gigabytes, and with 1e-3 as a number, as for Hydra."""
 
-    Raises ValueError where it is none, or is no file of options: large, nested deeply, or with aliases, of which a few
-    lines can stand for gigabytes.
-    """
-    text = file.read_text(encoding="utf-8")
-    try:
-        if len(text) > MOST_YAML_CHARACTERS:
-            raise ValueError(f"it has more than {MOST_YAML_CHARACTERS} characters")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.CSafeLoader)):
+    def compose_node(self, parent: object, index: object) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
             raise ValueError("it has aliases (*name), which are not read")
-        return OmegaConf.to_container(OmegaConf.create(text))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        return super().compose_node(parent, index)
+
+
+_PlainYaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789"
+)
+
+
+def read_yaml(file: Path) -> object:
+    """Read a YAML file as plain values. Raises ValueError where it is none, large, nested deeply, or has aliases."""
+    text = file.read_text(encoding="utf-8")
+    if len(text) > MOST_YAML_CHARACTERS:
+        raise ValueError(f"it has more than {MOST_YAML_CHARACTERS} characters")
+    try:
+        return yaml.load(text, Loader=_PlainYaml)
+    except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -161,6 +161,10 @@ def _check_one(name: str, value: object, kinds: Sequence[Kind] | None) -> None:
 
 def shown(value: object) -> str:
     """Write a value as it would be typed, shortened."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if isinstance(value, bool | None) else None
-    text = text or str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        text = str(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        text = "a number of thousands of digits"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

@@ -15,11 +15,11 @@ from omegaconf import OmegaConf
 from spectrain.stores.locations import conf_dir
 
 # As typed. No option of ours takes any of these.
-NEVER = ("nan", "inf", "-inf", "[nan]", "[[1]]", "[{a:1}]", "{a:{b:nan}}", "-1", "1e26")
+NEVER = ("nan", "inf", "-inf", "[nan]", "[[1]]", "[{a:1}]", "{a:{b:nan}}", "-1")
 # Beside them, by the type of an option's default.
 REFUSED = {
     bool: ("no", "yes", "perhaps", "0", "1", "5", "null", "''", "[]", "{}", "[true]"),
-    int: ("1.5", "true", "no", "foo", "''", "[]", "{}", "[a]", "1e3"),
+    int: ("1e26", "1.5", "true", "no", "foo", "''", "[]", "{}", "[a]", "1e3"),
     float: ("true", "no", "foo", "''", "[]", "{}", "[a]"),
     str: ("true", "1.5", "[]", "{}", "''"),
     list: ("{}", "true", "''"),

@@ -22,7 +22,7 @@ GROUPS = {  # what a command can be composed with
     "cost": ("cost", "hardware"),
     "tune": ("variants", "sampling"),
 }
-NEEDED = {"train": ["kind=x", "max_steps=1"], "generate": ["prompt=x"], "parity": ["run=x"]}
+NEEDED = {"train": ["kind=spire", "max_steps=1"], "generate": ["prompt=x"], "parity": ["run=x"]}
 
 
 @cache
