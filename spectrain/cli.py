@@ -84,13 +84,15 @@ def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
     return expanded
 
 
-def refuse_no_groups(arguments: list[str], primary: str) -> None:
-    """Raise UserError where an option that names a file of `conf/` has no name as its value: Hydra gives a traceback.
+def refuse_what_hydra_fails_on(arguments: list[str], primary: str) -> None:
+    """Raise UserError for what Hydra fails on: no name for an option that names a file of `conf/`, or a long number.
 
     `primary`: the text of the command's own yaml.
     """
     for argument in arguments:
         key, _, value = argument.partition("=")
+        if key not in FREE_TEXT and re.search(r"\d{4300}", value):  # Hydra fails on what Python does not read
+            raise UserError(f"{key} has a number of thousands of digits; give a smaller one")
         is_group = re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE)
         is_path = key in SHORTHANDS and value != "null"
         if is_group and not is_path and NO_NAME.fullmatch(value):
@@ -138,7 +140,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
             try:
                 with one_sentence(config_name):
-                    refuse_no_groups(sys.argv[1:], primary)
+                    refuse_what_hydra_fails_on(sys.argv[1:], primary)
                     sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
                     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
             finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process

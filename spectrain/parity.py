@@ -71,11 +71,13 @@ def main(cfg: DictConfig) -> None:
         "new_tokens": cfg.new_tokens,
         "rows": rows,
         "differences": differences,
-        "figures": [{"file": "parity.png", "caption": PARITY_CAPTION}],
     }
+    figure = acceptance_figure(results)  # None where no step was free to draft so many tokens
+    results["figures"] = [{"file": "parity.png", "caption": PARITY_CAPTION}] if figure else []
 
     def write(folder: Path) -> None:
-        write_png(acceptance_figure(results), folder / "parity.png")
+        if figure:
+            write_png(figure, folder / "parity.png")
         write_json(folder / RESULT, results)
 
     write_folder(out, write, replace=cfg.fresh)
@@ -84,7 +86,7 @@ def main(cfg: DictConfig) -> None:
         f"tokens, {cfg.new_tokens} new tokens; 95 % intervals over contexts"
     )
     table = parity_table(rows, results["positions"], NARROW)
-    show([(title, table), *verdicts], 100, f"{out}/{RESULT}, parity.png")
+    show([(title, table), *verdicts], 100, f"{out}/{RESULT}{', parity.png' if figure else ''}")
 
 
 def read_settings(cfg: DictConfig) -> list[Setting]:

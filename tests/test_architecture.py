@@ -25,7 +25,7 @@ SEES_CONFIG = {  # besides commands
     *("spectrain.cli", "spectrain.methods.loading", "spectrain.methods.registry"),
     "spectrain.training.runs",  # a run folder is named by its config
 }
-THIRD_PARTY_OF_DECODING = {"torch", "transformers"}
+THIRD_PARTY_OF_DECODING = {"torch", "transformers", "huggingface_hub"}  # what transformers fetches models with
 
 
 def modules() -> dict[str, Path]:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from hydra import compose, initialize_config_dir
 
-from spectrain.cli import expand_shorthands, refuse_no_groups, typed_command
+from spectrain.cli import expand_shorthands, refuse_what_hydra_fails_on, typed_command
 from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import method_config
 from spectrain.stores.locations import conf_dir
@@ -69,11 +69,13 @@ def test_a_method_is_a_name_or_an_exported_folder(tmp_path):
 @pytest.mark.parametrize("name", ["trainer", "target"])
 def test_a_group_of_options_cannot_be_null(name):
     with pytest.raises(UserError, match=f"{name}=null names nothing; choose among .*(gpu|bundled)"):
-        refuse_no_groups(["+exp=spire", f"{name}=null"], (conf_dir() / "train.yaml").read_text())
+        refuse_what_hydra_fails_on(["+exp=spire", f"{name}=null"], (conf_dir() / "train.yaml").read_text())
 
 
 def test_what_is_no_group_may_be_null():
-    refuse_no_groups(["out=null", "drafter=null", "hardware.flops_per_s=null"], (conf_dir() / "cost.yaml").read_text())
+    refuse_what_hydra_fails_on(
+        ["out=null", "drafter=null", "hardware.flops_per_s=null"], (conf_dir() / "cost.yaml").read_text()
+    )
 
 
 def test_corpus_is_a_path_or_an_option():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from spectrain.cli import expand_shorthands, refuse_no_groups
+from spectrain.cli import expand_shorthands, refuse_what_hydra_fails_on
 from spectrain.stores.locations import conf_dir
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +32,7 @@ def test_commands_can_be_composed(line):
     name, *arguments = shlex.split(line)
     arguments = [a for a in arguments if "=" in a and not a.startswith("[")]
     primary = (conf_dir() / f"{name}.yaml").read_text()
-    refuse_no_groups(arguments, primary)
+    refuse_what_hydra_fails_on(arguments, primary)
     arguments = [a for a in expand_shorthands(arguments, samples="- sampling:" in primary) if not is_sweep(a)]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         compose(name, overrides=arguments)

@@ -163,8 +163,5 @@ def shown(value: object) -> str:
     """Write a value as it would be typed, shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    try:
-        text = str(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        text = "a number of thousands of digits"
+    text = str(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
