@@ -5,7 +5,7 @@
 
 Prints a table of outcomes by command, and writes each case that went wrong to <out>/faults.jsonl: the kind of fault,
 the case, the command as typed and what it printed. A case is run in a fork of one process, in a folder of its own.
-docs/reliability.md says what is promised. The exit code is 1 where anything went wrong.
+Promised are one sentence and exit code 2 for whatever is refused. The exit code is 1 where anything went wrong.
 """
 
 from __future__ import annotations

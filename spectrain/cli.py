@@ -52,10 +52,11 @@ UNHELPFUL_WARNINGS = (
     "saving the DeepSpeed Stage 3 checkpoint",  # spectrain.export
     "gradient_checkpointing_enable",  # the name that all of 5.x know
 )
+LONGEST_NAME = 200  # of a file, without its ending
 # Values that are no name of a file for Hydra: null, numbers, truth values, empty texts and lists, mappings.
-NO_NAME = re.compile(
-    r"null|true|false|[-+]?(nan|inf|[\d.]+(e[-+]?\d+)?)?|''|\"\"|\[(\W*|nan|.*[\[{].*)\]|\{.*\}", re.IGNORECASE
-)
+NUMBER = r"[-+]?(nan|inf|[\d.]+(e[-+]?\d+)?)?"
+LIST = r"\[(\W*|nan|true|false|null|.*[\[{].*)\]"
+NO_NAME = re.compile(rf"null|true|false|{NUMBER}|''|\"\"|{LIST}|\{{.*\}}", re.IGNORECASE)
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
 
@@ -95,9 +96,9 @@ def refuse_what_hydra_fails_on(arguments: list[str], primary: str) -> None:
             raise UserError(f"{key} has a number of thousands of digits; give a smaller one")
         is_group = re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE)
         is_path = key in SHORTHANDS and value != "null"
-        if is_group and not is_path and NO_NAME.fullmatch(value):
+        if is_group and not is_path and (NO_NAME.fullmatch(value) or len(value) > LONGEST_NAME):
             known = ", ".join(sorted(file.stem for file in (conf_dir() / key).glob("*.yaml")))
-            raise UserError(f"{key}={value} names nothing; choose among {known}")
+            raise UserError(f"{key}={value[:LONGEST_NAME]} names nothing; choose among {known}")
 
 
 def quoted(text: str) -> str:

@@ -122,3 +122,20 @@ def test_options_that_hydra_refuses_are_one_sentence_and_the_nearest_option(name
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {sentence}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["null", "", "5", "-1e3", "nan", "true", "[]", "{}", "[[1]]", "[{a:1}]", "[true]", "''", "a" * 300],
+)
+def test_what_names_no_file_is_a_sentence(value):
+    primary = (conf_dir() / "bench.yaml").read_text()
+    with pytest.raises(UserError, match="names nothing; choose among greedy, t08, t1"):
+        refuse_what_hydra_fails_on([f"sampling={value}"], primary)
+
+
+def test_names_pass_and_long_numbers_do_not():
+    primary = (conf_dir() / "generate.yaml").read_text()
+    refuse_what_hydra_fails_on(["sampling=t1", "method=pld", "prompt=" + "9" * 5000, "target=5"], primary)
+    with pytest.raises(UserError, match="seed has a number of thousands of digits"):
+        refuse_what_hydra_fails_on(["seed=" + "9" * 5000], primary)

@@ -169,13 +169,11 @@ class TargetModel:
         for start in range(0, n_tokens, self.prefill_chunk):
             stop = min(start + self.prefill_chunk, n_tokens)
             cache.begin(rows, [start] * n_rows, stop - start)
-            # The first chunk is plainly causal, so sdpa needs no mask; padding is to the right of every token.
-            mask = None if start == 0 else _causal_mask(stop - start, stop, tokens.device)
+            # Without a mask of ours, transformers takes the cache's length for a causal one; padding is to the right.
             piece, states, _ = self._run(
                 tokens[:, start:stop],
                 partial(_at_position, (last - start).clamp(0, stop - start - 1)),
                 position_ids=positions[:, start:stop],
-                attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -242,12 +240,6 @@ def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] 
     return hidden.gather(1, position.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
 
-def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
-    """[1, 1, n_queries, n_keys] bool for the last n_queries of n_keys positions."""
-    first = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
-    return (torch.arange(n_keys, device=device) <= first)[None, None]
-
-
 def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
     """Return [B, 1, N, used] bool: each node attends to the row's committed tokens, its ancestors and itself.
 
@@ -306,3 +298,9 @@ def unsupported_layer_type(config: PretrainedConfig) -> str | None:
     if window and not types and getattr(config, "use_sliding_window", True):
         return f"sliding_attention (sliding_window={window})"
     return None
+
+
+def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+    """[1, 1, n_queries, n_keys] bool for the last n_queries of n_keys positions."""
+    first = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+    return (torch.arange(n_keys, device=device) <= first)[None, None]

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
+from spectrain.decoding.errors import UserError
 from spectrain.models.artifacts import MANIFEST
 from spectrain.stores.folder import read_json
 from spectrain.training.runs import CONFIG, RunFolder, plain
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 def loggers(options: Mapping, run: RunFolder) -> list[Logger]:
     """CSV always, one file per attempt; W&B where `options`, the config's `logger` node, say so."""
     chosen: list[Logger] = [CurveLogger(run.path, name="metrics", version=len(run.attempts))]
+    if options["wandb"] and "project" not in options:
+        raise UserError("logger.wandb=true lacks the options of Weights & Biases; give logger=wandb")
     if options["wandb"] and rank_zero_only.rank == 0:
         chosen.append(
             WandbLogger(
