@@ -24,7 +24,8 @@ from data_prep.progress import Advance, show_facts
 from spectrain.decoding import Sampling, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import Emitted, check_prompt
-from spectrain.stores.folder import digest, end_last_line, read_lines
+from spectrain.stores.folder import digest
+from spectrain.stores.lines import end_last_line, read_lines
 from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash

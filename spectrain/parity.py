@@ -37,7 +37,6 @@ RESULT = "parity.json"
 
 
 def main(cfg: DictConfig) -> None:
-    settings = read_settings(cfg)
     run = RunFolder.open(Path(str(cfg.run)))
     trained = OmegaConf.create(run.config)
     if trained.kind not in ("spire", "vanilla"):
@@ -51,7 +50,7 @@ def main(cfg: DictConfig) -> None:
     method = open_method(cfg, run, target)
     contexts = held_out_contexts(cfg, run.config, target)
     rows, differences, verdicts = logged(run, method.gamma), {}, []
-    for setting in settings:
+    for setting in (Setting(cfg.context_tokens, temperature) for temperature in cfg.temperatures):
         sides = measure_sides(target, method, contexts, setting, cfg.new_tokens, cfg.batch_size, cfg.seed, cfg.assisted)
         rows |= {f"{setting.sampling}, {name}": described(counts) for name, counts in sides.items()}
         for name in (name for name in (AT_STEPS, ASSISTED) if name in sides):  # what takes the loop's steps
@@ -72,7 +71,7 @@ def main(cfg: DictConfig) -> None:
         "rows": rows,
         "differences": differences,
     }
-    figure = acceptance_figure(results)  # None where no step was free to draft so many tokens
+    figure = acceptance_figure(results)  # None if no step was free to draft so many tokens
     results["figures"] = [{"file": "parity.png", "caption": PARITY_CAPTION}] if figure else []
 
     def write(folder: Path) -> None:
@@ -85,13 +84,8 @@ def main(cfg: DictConfig) -> None:
         f"Acceptance by position in the draft: {run.path}, {len(contexts)} held-out contexts of {cfg.context_tokens} "
         f"tokens, {cfg.new_tokens} new tokens; 95 % intervals over contexts"
     )
-    table = parity_table(rows, results["positions"], NARROW)
-    show([(title, table), *verdicts], 100, f"{out}/{RESULT}{', parity.png' if figure else ''}")
-
-
-def read_settings(cfg: DictConfig) -> list[Setting]:
-    """Return one setting per temperature."""
-    return [Setting(cfg.context_tokens, temperature) for temperature in cfg.temperatures]
+    parts = [(title, parity_table(rows, results["positions"], NARROW)), *verdicts]
+    show(parts, 100, f"{out}/{RESULT}{', parity.png' if figure else ''}")
 
 
 def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) -> list[list[int]]:

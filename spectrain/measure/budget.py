@@ -29,7 +29,8 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.methods.registry import build_method
 from spectrain.stores.budget_table import NO_OPTIONS, CurveEntry, ForwardCost, MethodCurve, Roofline
-from spectrain.stores.folder import RowFile, read_json, write_json
+from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.lines import RowFile
 
 log = logging.getLogger(__name__)
 

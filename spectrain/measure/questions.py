@@ -19,7 +19,7 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, gene
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
 from spectrain.measure.simulation import Text
-from spectrain.stores.folder import RowFile
+from spectrain.stores.lines import RowFile
 from spectrain.stores.prompts import Question, conversation_ids, json_rows, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 

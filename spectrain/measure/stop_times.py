@@ -25,7 +25,7 @@ from spectrain.decoding import Drafter, Generation
 from spectrain.measure.simulation import Text
 from spectrain.measure.statistics import Estimate
 from spectrain.methods.stopping import StopRule
-from spectrain.stores.folder import RowFile
+from spectrain.stores.lines import RowFile
 
 WARM_TOKENS = 4
 

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,7 +35,6 @@ BESIDE = ("partial", "old")  # where a folder is written, and where the one that
 MOST_YAML_CHARACTERS = 2**20
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Row = TypeVar("Row")  # a dataclass
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
 
 
@@ -217,54 +216,6 @@ def refuse_existing(destination: Path) -> None:
     """Raise UserError where an export would replace something."""
     if destination.exists():
         raise UserError(f"out={destination} exists already; choose another out= or delete the folder")
-
-
-def write_lines(file: Path, rows: Iterable[Mapping]) -> None:
-    """Replace a JSON-lines file by these rows, by renaming."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    temporary.rename(file)
-
-
-def read_lines(file: Path) -> list[dict]:
-    """Return the rows of a JSON-lines file; none where there is no file. Lines that a kill cut off are left out."""
-    rows = []
-    if file.is_file():
-        for line in file.read_bytes().split(b"\n"):  # as bytes nothing but a line feed ends a line
-            with suppress(ValueError):
-                rows.append(parse_json(line))
-    return rows
-
-
-class RowFile(Generic[Row]):
-    """The rows of a measurement, each a dataclass, in a JSON-lines file that an interrupted run continues.
-
-    `rows` are those that the file holds. Lines that were cut off or have other fields are dropped, and rows that `keep`
-    refuses.
-    """
-
-    def __init__(self, file: Path, row_type: type[Row], keep: Callable[[Row], bool] = lambda row: True) -> None:
-        self.file, self.rows = file, []
-        for values in read_lines(file):
-            with suppress(TypeError):
-                self.rows.append(row_type(**values))
-        self.rows = list(filter(keep, self.rows))
-        write_lines(file, map(dataclasses.asdict, self.rows))
-
-    def append(self, row: Row) -> None:
-        self.rows.append(row)
-        with self.file.open("a") as out:
-            out.write(json.dumps(dataclasses.asdict(row)) + "\n")
-
-
-def end_last_line(file: Path) -> None:
-    """Close a line that a kill cut off, so that the next row that is appended does not join it."""
-    if not file.is_file() or not file.stat().st_size:
-        return
-    with file.open("rb+") as content:
-        content.seek(-1, 2)
-        if content.read(1) != b"\n":
-            content.write(b"\n")
 
 
 def kind_of(manifest: Path) -> str | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import locked, parse_json, read_lines, read_yaml
+from spectrain.stores.folder import locked, parse_json, read_yaml
+from spectrain.stores.lines import read_lines
 
 
 def test_one_at_a_time_whatever_the_moment(tmp_path):
@@ -51,7 +52,8 @@ def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path):
     code = f"""
 import time
 from pathlib import Path
-from spectrain.stores.folder import locked, parse_json, read_lines, read_yaml
+from spectrain.stores.folder import locked, parse_json, read_yaml
+from spectrain.stores.lines import read_lines
 with locked(Path({str(tmp_path / "run")!r})):
     print("held", flush=True)
     time.sleep(60)
