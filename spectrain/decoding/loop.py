@@ -37,6 +37,7 @@ class Emitted:
     generation: Generation | None  # the whole continuation, where it ended with these tokens
 
 
+@torch.inference_mode()
 def generate(
     target: TargetModel,
     drafter: Drafter,
@@ -51,7 +52,6 @@ def generate(
     return [ended[index] for index in range(len(prompts))]
 
 
-@torch.inference_mode()
 def stream(
     target: TargetModel,
     drafter: Drafter,
@@ -112,7 +112,8 @@ def stream(
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
     waiting = 0
     try:
-        drafter.start(target, cache)
+        with torch.inference_mode():
+            drafter.start(target, cache)
         while waiting < len(prompts) or batch.rows:
             first, waiting = waiting, min(waiting + n_slots - len(batch.rows), len(prompts))
             if waiting > first:
@@ -166,6 +167,7 @@ class _Batch:
     clock: Clock
     rows: list[_Row] = field(default_factory=list)
 
+    @torch.inference_mode()
     def join(
         self,
         first_index: int,
@@ -193,6 +195,7 @@ class _Batch:
             self.rows.append(_Row(index, joined_s, dict(self.clock.shares), Generation(prefill_s=share_s)))
         return self._emit(new, [[token] for token in roots.tolist()], [[int(Source.ROOT)]] * len(prompts))
 
+    @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Run one step for all rows."""
         context, clock, n_rows = self.context, self.clock, len(self.rows)
