@@ -196,7 +196,12 @@ def write_folder(destination: Path, write: Callable[[Path], object], replace: bo
         refuse_existing(destination)
     remove_leftovers(destination)
     temporary, old = (destination.with_name(f".{destination.name}.{name}") for name in BESIDE)
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise UserError(f"{destination} cannot be made ({error.strerror}); give another path") from error
     try:
         write(temporary)
         if destination.exists():
@@ -254,8 +259,10 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "") -> It
 
     Raises:
         UserError: another process holds it, which is called `by`; `otherwise` is what else than waiting can be done. Or
-            the folder cannot be made.
+            the folder cannot be made, or is a file.
     """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give another path")
     made = [parent for parent in folder.parents if not parent.exists()]
     file = folder.with_name(f".{folder.name}.lock")
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import locked, parse_json, read_yaml
+from spectrain.stores.folder import locked, parse_json, read_yaml, write_folder
 from spectrain.stores.lines import read_lines
 
 
@@ -80,6 +80,11 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path):
         pass
     with pytest.raises(UserError, match="cannot be made"), locked(Path("/proc/none/run")):
         pass
+    with pytest.raises(UserError, match=r"file/run cannot be made \(Not a directory\); give another path"):
+        write_folder(tmp_path / "file" / "run", lambda folder: None)
+    for file in (tmp_path / "file", Path("/dev/null")):
+        with pytest.raises(UserError, match=f"{file} is no folder; give another path"), locked(file):
+            pass
 
 
 BOMB = "a: &a [x, x, x, x]\nb: &b [*a, *a, *a, *a]\nc: [*b, *b, *b, *b]\n"
