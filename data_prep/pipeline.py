@@ -108,7 +108,7 @@ def read_part(path: Path, read: Callable[[Path], T]) -> T:
 
 
 class Parts(ABC):
-    """What a store is made of, cut into parts by index. Only `make` is called on all ranks."""
+    """The parts that a store is made of, cut by index. Only `make` is called on all ranks."""
 
     stage: str  # what is done to a part, one word beside the progress bar
     made_before: str  # how the log calls parts of an earlier attempt

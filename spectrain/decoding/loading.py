@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils.logging import set_tqdm_hook
 
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.target import TargetModel, check_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,8 +51,7 @@ def load_target(
         UserError: the target is missing, damaged or unsupported.
     """
     for option, value, known in (("dtype", dtype, DTYPES), ("parallel", parallel, PARALLEL)):
-        if value not in known:
-            raise UserError(f"target.{option}={value} must be one of {', '.join(known)}")
+        check_choice(f"target.{option}", value, known)
     name = str(path_or_id)
     config = _load_config(name)
     target_name = f"target {name} ({config.model_type})"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import check_choice
 from spectrain.decoding.sampling import Sampling, draw_token, draw_uniforms
 from spectrain.decoding.tree import DraftTree
 
@@ -60,8 +60,7 @@ def verify(
     Raises:
         UserError: `verification` is neither.
     """
-    if verification not in VERIFICATIONS:
-        raise UserError(f"verification={verification} must be one of {', '.join(VERIFICATIONS)}")
+    check_choice("verification", verification, VERIFICATIONS)
     if sampling.greedy:
         return _verify_greedy(tree, logits)
     if tree.probs is None:

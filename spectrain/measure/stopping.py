@@ -43,7 +43,7 @@ COIN_STREAM = 0xC01  # tells the coins' random numbers from all others of this s
 
 @dataclass(frozen=True)
 class StopOptions:
-    """What is compared, and how texts are decoded. Values out of range raise UserError."""
+    """The settings that are compared, and how texts are decoded. UserError where settings contradict each other."""
 
     gammas: Sequence[int]  # fixed draft lengths
     confidence: Sequence[float]  # thresholds, as the two below

@@ -72,7 +72,7 @@ class LogitSpec(CandidateDrafter):
         last_logits: False leaves (b) out, retrieval: False leaves all continuations out (paper, Table 3).
 
     Raises:
-        UserError: an option is out of range, or nothing is left to propose.
+        UserError: nothing is left to propose.
     """
 
     retriever: Retriever | None = None  # see `build_with_datastore`

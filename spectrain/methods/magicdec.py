@@ -17,8 +17,6 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 
-POSITIONS = ("cache", "text")
-
 
 def build(target: TargetModel, **options) -> MagicDec:
     """The method; it needs nothing but the target."""

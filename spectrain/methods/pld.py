@@ -13,7 +13,6 @@ from spectrain.retrieval.ngram_table import PositionTable
 from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
-MATCH_RULES = ("latest", "earliest")
 
 
 def build(target: TargetModel, **options) -> PromptLookup:

@@ -6,7 +6,7 @@ of the method's `build(target, ...)`, which `_target_` names, and what others mu
     _artifact_: spire | vanilla | head | datastore    the folder that `build` takes besides
     _tuned_: name                                     the name of its options in files of spectrain.tune
 
-Every `build` raises UserError where an option is out of range, or a folder is missing, damaged or does not fit.
+Every `build` raises UserError where options contradict each other, or a folder is missing, damaged or does not fit.
 """
 
 from __future__ import annotations

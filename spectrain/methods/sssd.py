@@ -46,7 +46,7 @@ class SssdOptions:
     calibration where there is one. The datastore's scale is 1.
 
     Raises:
-        UserError: an option is out of range, or nothing is left to propose.
+        UserError: nothing is left to propose, or the calibration is malformed.
     """
 
     max_prefix: int = 4  # P (paper, section 3.1.1)

@@ -19,7 +19,6 @@ from spectrain.decoding.drafter import Context
 from spectrain.decoding.errors import check_number
 from spectrain.models.head import AcceptanceHead
 
-JUDGED = ("current", "previous")
 SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies
 
 

@@ -148,7 +148,7 @@ def fuse(store, own, logits, limits, root, draft):
 
 @dataclass(frozen=True)
 class RetrievalOptions:
-    """Options of a lookup in a datastore. Values out of range raise UserError."""
+    """Options of a lookup in a datastore. UserError where max_suffix is below min_suffix."""
 
     min_suffix: int  # tokens of the shortest suffix of the context that is looked up
     max_suffix: int  # tokens of the longest

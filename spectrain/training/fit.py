@@ -60,7 +60,7 @@ def fit(
         in_sweep: whether this is one of several trainings of one command.
 
     Raises:
-        UserError: an option is out of range, the trainer's hardware is missing, there are too few rows, the checkpoint
+        UserError: the trainer's hardware is missing, there are too few rows, the checkpoint
             cannot be read, the loss is no number any more, or memory runs out.
     """
     module, data, target = experiment.module, experiment.data, experiment.module.target
