@@ -135,15 +135,21 @@ TEXT = (
 def shared(tmp_path_factory) -> Path:
     """A tiny target `target/` and a corpus `corpus/` of 60 modules."""
     root = tmp_path_factory.mktemp("shared")
-    (root / "corpus").mkdir()
-    texts = [TEXT.format(f"config_{i % 7}") * 6 for i in range(60)]
+    write_target_and_corpus(root, 60)
+    return root
+
+
+def write_target_and_corpus(root: Path, n_modules: int) -> list[str]:
+    """Write a tiny target `target/` and a corpus `corpus/`, and return the texts of its modules."""
+    (root / "corpus").mkdir(parents=True)
+    texts = [TEXT.format(f"config_{i % 7}") * 6 for i in range(n_modules)]
     for i, text in enumerate(texts):
         (root / "corpus" / f"m{i}.py").write_text(text)
     tokenizer = train_tokenizer(texts, 300)
     model = tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4, initializer_range=0.05)
     model.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")
-    return root
+    return texts
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import yaml
-
 from spectrain.decoding.errors import UserError, is_in
+from spectrain.stores.folder import read_yaml
 from spectrain.stores.locations import conf_dir
 
 KIND_WORDS = {
@@ -100,7 +99,7 @@ def is_path(value: str) -> bool:
 @cache
 def schema(command: str) -> dict[str, tuple[Kind, ...]]:
     """Read the kinds of a command's options, by dotted name."""
-    tables = yaml.safe_load((conf_dir() / "schema" / "options.yaml").read_text())
+    tables = read_yaml(conf_dir() / "schema" / "options.yaml")
     rows = tables["every"] | tables.get(command, {})
     return {name: tuple(Kind.read(one) for one in str(text).split(" | ")) for name, text in rows.items()}
 

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from spectrain.stores.texts import train_tokenizer
-from tests.conftest import TEXT, tiny_model
+from tests.conftest import write_target_and_corpus
 from tests.fuzz.fork_server import Outcome, run
 
 BUILD_LIMIT_S = 300.0
@@ -34,15 +33,7 @@ class World:
 def build(folder: Path) -> World:
     """Fill an empty folder by typing the commands."""
     folder = folder.resolve()
-    (folder / "corpus").mkdir(parents=True)
-    texts = [TEXT.format(f"config_{i % 7}") * 6 for i in range(30)]
-    for i, text in enumerate(texts):
-        (folder / "corpus" / f"m{i}.py").write_text(text)
-    tokenizer = train_tokenizer(texts, 300)
-    tiny_model("llama", vocab_size=300, eos_token_id=0, num_hidden_layers=4, initializer_range=0.05).save_pretrained(
-        folder / "target"
-    )
-    tokenizer.save_pretrained(folder / "target")
+    texts = write_target_and_corpus(folder, 30)
     rows = [{"prompt": text[:40], "category": "code"} for text in texts[:6]]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
