@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,26 +58,50 @@ def load_commands() -> None:
         importlib.import_module(module)
 
 
+@dataclass(frozen=True)
+class Running:
+    """A command in a fork, which leads a process group of its own."""
+
+    arguments: tuple[str, ...]
+    pid: int
+    log: Path
+    started_s: float
+
+    def wait(self, limit_s: float) -> Outcome:
+        """Wait for its end; kill it with all that it started where it is still running after `limit_s` seconds."""
+        code, deadline = None, time.monotonic() + limit_s
+        while code is None and time.monotonic() < deadline:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                code = os.waitstatus_to_exitcode(status)
+            else:
+                time.sleep(POLL_S)
+        if code is None:
+            self.kill()
+        elapsed_s = time.monotonic() - self.started_s
+        return Outcome(self.arguments, code, self.log.read_text(errors="replace"), elapsed_s)
+
+    def kill(self) -> None:
+        """Kill -9 of the command and all that it started, and wait for its end."""
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
 def run(arguments: Sequence[str], folder: Path, limit_s: float = 10.0) -> Outcome:
-    """Type a command (`["bench", "limit=1"]`) in a folder, in a fork of this process."""
-    log = folder / ".output"
-    started = time.monotonic()
+    """Type a command (`["bench", "limit=1"]`) in a folder, in a fork of this process, and wait for its end."""
+    return start(arguments, folder).wait(limit_s)
+
+
+def start(arguments: Sequence[str], folder: Path, log: str = ".output") -> Running:
+    """Type a command in a folder, in a fork of this process; its output goes to the file `log` there."""
+    started_s = time.monotonic()
     child = os.fork()
     if child == 0:
-        _become(arguments, folder, log)
-    code = _wait(child, started + limit_s)
-    return Outcome(tuple(arguments), code, log.read_text(errors="replace"), time.monotonic() - started)
-
-
-def _wait(child: int, deadline: float) -> int | None:
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(POLL_S)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
+        os.setpgid(0, 0)
+        _become(arguments, folder, folder / log)
+    with suppress(PermissionError, ProcessLookupError):  # done by the child itself, or over
+        os.setpgid(child, child)
+    return Running(tuple(arguments), child, folder / log, started_s)
 
 
 def _become(arguments: Sequence[str], folder: Path, log: Path) -> None:
