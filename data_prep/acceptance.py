@@ -69,7 +69,7 @@ def find_sources(cfg: DictConfig, target: TargetModel) -> tuple[str, str, str]:
     """
     target_fingerprint = fingerprint(target.model, target.tokenizer)
     responses = Path(cfg.responses) if cfg.responses else newest_responses(CHECKPOINTS, target_fingerprint)
-    open_responses(responses).check_fits(target_fingerprint, cfg.target.path)
+    open_responses(responses).check_fits(target_fingerprint, cfg.target.path, target.vocab_size)
     if not cfg.responses:
         log.info("responses: %s", responses)
     given = given_artifacts(cfg) or {"vanilla": find_artifact("vanilla", target)}

@@ -66,7 +66,7 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
     """Read the rows to capture, as training packs them; UserError where there are none for this target."""
     if cfg.responses is not None:
         store = open_responses(cfg.responses)
-        store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path)
+        store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path, target.vocab_size)
         return rows_of_responses(store, min(cfg.row_tokens, target.max_positions), cfg.held_out_share)
     if cfg.row_tokens > target.max_positions:
         raise UserError(f"row_tokens={cfg.row_tokens} is above the target's {target.max_positions} tokens; lower it")

@@ -1,7 +1,7 @@
 """A store of features: what training reads of a frozen target per token, in safetensors shards (docs/data.md).
 
     store = open_features("checkpoints/activations-1f0c93ab")
-    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l", layers=(6, 7))
+    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l", (6, 7), target.vocab_size)
     row = store.read(0)
     row.tokens, row.captured, row.final_hidden
 
@@ -146,9 +146,14 @@ class FeatureStore:
         file = self.folder / shard_name(index)
         try:
             with safe_open(file, "pt") as shard:
-                return shard.get_tensor("offsets").numpy().copy(), shard.get_tensor("held_out").numpy().copy()
+                offsets, held_out = (shard.get_tensor(name).numpy().copy() for name in ("offsets", "held_out"))
+                n_tokens = shard.get_slice("tokens").get_shape()[0]
+                in_order = (np.diff(offsets) >= 0).all() and (offsets[0], offsets[-1]) == (0, n_tokens)
         except Exception as error:  # safetensors, torch and the system each raise their own types here
             raise ACTIVATIONS.damaged(file, type(error).__name__) from error
+        if not in_order or [len(offsets) - 1, len(held_out)] != [self.manifest.shard_rows[index]] * 2:
+            raise ACTIVATIONS.damaged(file, "it does not hold the rows that its manifest says")
+        return offsets, held_out
 
     def _place(self, row: int) -> tuple[safe_open, slice]:
         """Return the shard of a row, and where its tokens stand there."""
@@ -185,14 +190,21 @@ class FeatureStore:
         captured = None if kept == [] else vectors("captured", "captured_scale", kept)
         return FeatureRow(shard.get_slice("tokens")[place], captured, vectors("final_hidden", "hidden_scale"))
 
-    def check_fits(self, target_fingerprint: str, name: str, layers: Sequence[int]) -> None:
-        """Raise UserError where the features are of another target than `name`, or lack inputs of these blocks."""
+    def check_fits(self, target_fingerprint: str, name: str, layers: Sequence[int], vocab_size: int) -> None:
+        """Raise UserError where the features are of another target than `name`, or lack inputs of these blocks.
+
+        Nor may a token lie outside the target's vocabulary.
+        """
         ACTIVATIONS.check_target(self.folder, self.manifest, target_fingerprint, name)
         if not set(layers) <= set(self.manifest.layers):
             raise UserError(
                 f"the activations in {self.folder} are of the target's blocks {self.manifest.layers}, but the drafter "
                 f"reads {list(layers)}; capture them with {ACTIVATIONS.built_by} layers={_compact(layers)}"
             )
+        for index in range(len(self.manifest.shard_rows)):
+            tokens = self._shard(index).get_tensor("tokens")
+            if len(tokens):
+                ACTIVATIONS.check_ids(self.folder, int(tokens.min()), int(tokens.max()), vocab_size)
 
 
 def _compact(layers: Sequence[int]) -> str:

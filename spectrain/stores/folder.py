@@ -96,6 +96,12 @@ class StoreKind(Generic[M]):
                 f"{name} ({fingerprint}); give that target, or make another with {self.built_by} target=..."
             )
 
+    def check_ids(self, folder: Path, least: int, most: int, vocab_size: int) -> None:
+        """Raise UserError where token ids from `least` to `most` are not all of the target's vocabulary."""
+        if least < 0 or most >= vocab_size:
+            wrong = least if least < 0 else most
+            raise self.damaged(f"{self.option}={folder}", f"it has the token {wrong}, but the target has {vocab_size}")
+
     def damaged(self, what: object, why: object) -> UserError:
         return UserError(f"{what} is damaged: {why}; {self._again}")
 

@@ -1,7 +1,7 @@
 """Stores of rows: responses of a target, and acceptance labels (docs/data.md).
 
     store = open_responses("checkpoints/responses-1f0c93ab")
-    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l")
+    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l", target.vocab_size)
     store.rows[0]["prompt"], store.rows[0]["response"]
 
     store = open_acceptance("checkpoints/acceptance-1f0c93ab")
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.compute
 from datasets import Dataset, Features, List, Value
 
 from spectrain.decoding.errors import UserError
@@ -107,9 +108,10 @@ class ResponseStore:
     manifest: ResponseManifest
     rows: Dataset
 
-    def check_fits(self, target_fingerprint: str, name: str) -> None:
-        """Raise UserError where another target than `name` wrote these responses."""
+    def check_fits(self, target_fingerprint: str, name: str, vocab_size: int) -> None:
+        """Raise UserError where another target than `name` wrote these responses, or a token is none of its ids."""
         RESPONSES.check_target(self.folder, self.manifest, target_fingerprint, name)
+        RESPONSES.check_ids(self.folder, *id_range(self.rows), vocab_size)
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,13 @@ class AcceptanceStore:
     manifest: AcceptanceManifest
     rows: Dataset
 
-    def check_fits(self, target_fingerprint: str, drafter_fingerprint: str, rollout_tokens: int | None) -> None:
-        """Raise UserError where the labels are of another target, another drafter, or other rollouts of it."""
+    def check_fits(
+        self, target_fingerprint: str, drafter_fingerprint: str, rollout_tokens: int | None, vocab_size: int
+    ) -> None:
+        """Raise UserError where the labels are of another target, another drafter, or other rollouts of it.
+
+        Nor may a token lie outside the target's vocabulary.
+        """
         manifest, drafter = self.manifest, self.manifest.drafter
         ACCEPTANCE.check_target(self.folder, manifest, target_fingerprint, "this one")
         if drafter["fingerprint"] != drafter_fingerprint:
@@ -136,6 +143,7 @@ class AcceptanceStore:
                 f"{rollout_tokens}; give rollout_tokens={manifest.rollout_tokens}, or make others with "
                 f"{ACCEPTANCE.built_by} rollout_tokens={rollout_tokens}"
             )
+        ACCEPTANCE.check_ids(self.folder, *id_range(self.rows), vocab_size)
 
 
 def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: ResponseManifest) -> None:
@@ -158,6 +166,20 @@ def open_responses(folder: str | Path) -> ResponseStore:
 def open_acceptance(folder: str | Path) -> AcceptanceStore:
     """Open a store of acceptance labels, or raise UserError where the folder holds no whole one of this version."""
     return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder), LABEL_COLUMNS, "rows"))
+
+
+def id_range(rows: Dataset) -> tuple[int, int]:
+    """Return the smallest and the largest token id of a store's rows, a chunk at a time; -1 stands for a lost one."""
+    least, most = 0, 0
+    for name in ("prompt", "response", "drafts"):
+        for values in rows.data.column(name).chunks if name in rows.column_names else []:
+            while pyarrow.types.is_list(values.type):
+                values = values.flatten()
+            found = pyarrow.compute.min_max(values).as_py()
+            if len(values):
+                least = min(least, -1 if values.null_count else found["min"])
+                most = max(most, found["max"] or 0)
+    return least, most
 
 
 def newest_responses(root: Path, target_fingerprint: str) -> Path:

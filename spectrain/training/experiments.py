@@ -153,10 +153,10 @@ def head_facts(
     is_online = config["data"]["source"] == "online"
     if is_online:
         store = open_responses(Path(config["responses"] or newest_responses(CHECKPOINTS, prints[0])))
-        store.check_fits(prints[0], config["target"]["path"])
+        store.check_fits(prints[0], config["target"]["path"], target.vocab_size)
     else:
         store = open_acceptance(Path(config["data"]["path"] or newest_acceptance(CHECKPOINTS, *prints)))
-        store.check_fits(*prints, states.block_tokens)
+        store.check_fits(*prints, states.block_tokens, target.vocab_size)
     made = Sampling.from_options(store.manifest.sampling)
     sampling = Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
     if not is_online and not sampling.same_distribution(made):
@@ -222,7 +222,7 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
     another target, lacks a layer, or has too few rows.
     """
     data, trainer = config["data"], config["trainer"]
-    store = _open_features(data, fingerprint(target.model, target.tokenizer), layers, config["target"]["path"])
+    store = _open_features(data, target, layers, config["target"]["path"])
     if store.manifest.precision != trainer["precision"] and rank_zero_only.rank == 0:
         log.warning(
             "%s was computed in %s, and trainer.precision=%s: losses differ by rounding from those of data=online",
@@ -241,18 +241,15 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
     return found
 
 
-def _open_features(data: Mapping, target_fingerprint: str, layers: tuple[int, ...], target: str) -> FeatureStore:
-    """The store of the `data` node that fits the target, which `target` names."""
-    if not isinstance(data["verify"], bool):
-        raise UserError(f"data.verify={data['verify']} must be true or false")
-    if not isinstance(data["path"], str | None):
-        raise UserError(f"data.path={data['path']} must be one folder")
+def _open_features(data: Mapping, target: TargetModel, layers: tuple[int, ...], name: str) -> FeatureStore:
+    """The store of the `data` node that fits the target, which messages call `name`."""
+    target_fingerprint = fingerprint(target.model, target.tokenizer)
     path = data["path"] or newest_features(CHECKPOINTS, target_fingerprint, layers)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks share the verification
         store = open_features(path, data["verify"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     else:  # ranks that Lightning starts leave it to the first
         store = open_features(path, data["verify"] and rank_zero_only.rank == 0)
-    store.check_fits(target_fingerprint, target, layers)
+    store.check_fits(target_fingerprint, name, layers, target.vocab_size)
     return store
 
 

@@ -77,7 +77,7 @@ def test_each_row_is_what_the_loop_draws_alone(respond, asked, made):
     n_tokens = sum(len(row["response"]) for row in store.rows)
     assert manifest.counts | {"retokenized": 0, "later_turns": 0} == manifest.counts
     assert [manifest.counts[key] for key in ("prompts", "responses", "failed", "tokens")] == [12, 12, 0, n_tokens]
-    store.check_fits(fingerprint(target.model, target.tokenizer), "x")
+    store.check_fits(fingerprint(target.model, target.tokenizer), "x", target.vocab_size)
     assert manifest.tokenizer_fingerprint == tokenizer_fingerprint(target.tokenizer)
     assert manifest.config["prompts"] == asked[0].removeprefix("prompts=")
     assert f"{n_tokens:,}" in out

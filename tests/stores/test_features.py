@@ -170,11 +170,29 @@ def test_a_header_that_is_no_header_is_damage_without_verification(folder):
 
 def test_another_target_and_missing_layers_are_refused(folder):
     store = open_features(folder)
-    store.check_fits("a" * 16, "tiny", (3,))
+    store.check_fits("a" * 16, "tiny", (3,), 99)
     with pytest.raises(UserError, match=r"of the target tiny \(aaaaaaaaaaaaaaaa\), not of big \(cccccccccccccccc\)"):
-        store.check_fits("c" * 16, "big", (3,))
+        store.check_fits("c" * 16, "big", (3,), 99)
     with pytest.raises(UserError, match=r"blocks \[1, 3\], but the drafter reads \[2, 3\]; .* layers=\[2,3\]$"):
-        store.check_fits("a" * 16, "tiny", (2, 3))
+        store.check_fits("a" * 16, "tiny", (2, 3), 99)
+
+
+@pytest.mark.parametrize("wrong", [-1, 99])
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path, shards, wrong):
+    shards[1].tokens[0] = wrong
+    store = open_features(write_store(tmp_path / "store", shards))
+    with pytest.raises(UserError, match=f"it has the token {wrong}, but the target has 99"):
+        store.check_fits("a" * 16, "tiny", (3,), 99)
+
+
+@pytest.mark.parametrize("offsets", [[0, 9, 14], [3, 7, 14], [0, 7, 10, 14], [0, 9, 7, 14], [0, 7, 10, 99]])
+def test_rows_that_do_not_lie_one_after_another_are_refused(tmp_path, shards, offsets):
+    shards[2] = dataclasses.replace(shards[2], offsets=torch.tensor(offsets))
+    folder = write_store(tmp_path / "store", shards)
+    if offsets == [0, 7, 10, 14]:  # as they were
+        assert len(open_features(folder)) == 6
+    else:
+        assert "shard-00002.safetensors is damaged: it does not hold the rows" in open_or_sentence(folder)
 
 
 def test_the_newest_store_that_fits_is_found(tmp_path, shards):

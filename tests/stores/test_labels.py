@@ -80,16 +80,24 @@ def test_equal_rows_give_equal_bytes(folder, tmp_path):
 
 def test_what_does_not_fit_is_refused_by_naming_both_sides(folder):
     store = open_acceptance(folder)
-    store.check_fits(TARGET, DRAFTER, 10)
+    store.check_fits(TARGET, DRAFTER, 10, 300_004)
     for facts, sides in (
         (("b" * 16, DRAFTER, 10), (f"of the target the target ({TARGET})", f"not of this one ({'b' * 16})")),
         ((TARGET, "e" * 16, 10), (f"spire drafter the drafter ({DRAFTER})", f"not of this one ({'e' * 16})")),
         ((TARGET, DRAFTER, 8), ("of rollouts of 10 tokens", "not of 8", "give rollout_tokens=10")),
     ):
         with pytest.raises(UserError) as refused:
-            store.check_fits(*facts)
+            store.check_fits(*facts, 300_004)
         for side in sides:
             assert side in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", [-(2**31), 300_004])
+def test_a_draft_outside_the_vocabulary_is_refused(tmp_path, wrong):
+    rows = [*ROWS[:3], ROWS[3] | {"drafts": [[8] * 3, [9, wrong, 9]]}]
+    save_rows(tmp_path / "store", Dataset.from_list(rows, features=LABEL_COLUMNS), manifest())
+    with pytest.raises(UserError, match=f"it has the token {wrong}, but the target has 300004"):
+        open_acceptance(tmp_path / "store").check_fits(TARGET, DRAFTER, 10, 300_004)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "manifest", "version", "kind", "no manifest", "rows"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from datasets import Dataset
 
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import newest_datastore
@@ -17,6 +18,7 @@ from spectrain.stores.rows import (
     ResponseManifest,
     newest_responses,
     open_responses,
+    save_rows,
     write_responses,
 )
 from tests.retrieval.reference import make_store
@@ -84,9 +86,19 @@ def test_a_store_is_not_overwritten_and_half_a_store_never_seen(folder, tmp_path
 
 def test_another_target_is_refused_by_name(folder):
     store = open_responses(folder)
-    store.check_fits("a" * 16, "the target")
+    store.check_fits("a" * 16, "the target", 300_004)
     with pytest.raises(UserError, match=r"of the target the target \(a{16}\), not of other \(c{16}\); give that"):
-        store.check_fits("c" * 16, "other")
+        store.check_fits("c" * 16, "other", 300_004)
+
+
+@pytest.mark.parametrize("wrong", [-1, 300_004, None])
+@pytest.mark.parametrize("column", ["prompt", "response"])
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path, column, wrong):
+    rows = [*ROWS[:3], ROWS[3] | {column: [7, wrong]}]
+    save_rows(tmp_path / "store", Dataset.from_list(rows, features=RESPONSE_COLUMNS), manifest())
+    store = open_responses(tmp_path / "store")
+    with pytest.raises(UserError, match=f"it has the token {-1 if wrong is None else wrong}, but the target has 300004"):
+        store.check_fits("a" * 16, "the target", 300_004)
 
 
 def change(folder: Path, **values) -> None:
