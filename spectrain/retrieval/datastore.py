@@ -140,8 +140,9 @@ class Datastore:
     def _open_shard(self, index: int, shard: Shard) -> list[np.ndarray]:
         """Map the arrays of a shard, in the order of PARTS.
 
-        Compiled searches do not check bounds. So types, shapes and the table of ranges are checked here; places in the
-        suffix array and tokens are checked when they are read.
+        Compiled searches do not check bounds. Types, shapes and the table of ranges, which is small, are checked here.
+        Searches compare every place of the suffix array with the text's length, and every token with the separator,
+        when they read it: reading the other files here would take seconds per gigabyte.
         """
         V, n = self.vocab_size, shard.tokens
         tokens = token_dtype(V)
@@ -156,9 +157,10 @@ class Datastore:
                 array = mapped.view(np.ndarray)  # numba is slow to recognise subclasses
             except Exception as error:  # a damaged header is parsed as Python, and fails in as many ways
                 raise DATASTORES.damaged(file, error) from error
-            # Its content says where to read, so this small file is read whole.
-            damaged = name.startswith("bounds") and sha256(file) != facts["sha256"]
-            if damaged or not ends_with_file or array.dtype != dtype or array.shape != (length,):
+            damaged = not ends_with_file or array.dtype != dtype or array.shape != (length,)
+            if name.startswith("bounds") and not damaged:  # says where to read, and is small: it is read whole
+                damaged = sha256(file) != facts["sha256"] or not _are_ranges(array, n)
+            if damaged:
                 raise DATASTORES.damaged(file, "it does not hold what the manifest says")
             arrays.append(array)
         return arrays
@@ -182,6 +184,11 @@ class Datastore:
             for start, stop in pairwise(offsets):
                 yield tokens[start : stop - 1]
 
+    def holds_tokens_from(self, vocab_size: int) -> bool:
+        """Return whether a document has a token of at least vocab_size, by the tables of ranges."""
+        least = min(vocab_size, self.separator)
+        return any(bounds[least] < bounds[self.separator] for bounds in self.bounds)
+
     def longest_suffix(self, context: Sequence[int], min_length: int, max_length: int) -> tuple[int, np.ndarray]:
         """Find the longest suffix of the context that the store holds.
 
@@ -195,6 +202,11 @@ class Datastore:
         return int(length), ranges if length else np.zeros_like(ranges)
 
 
+def _are_ranges(bounds: np.ndarray, n_tokens: int) -> bool:
+    """Return whether a table of ranges [V + 2] cuts n_tokens suffixes into one range per token."""
+    return (bounds[0], bounds[-1]) == (0, n_tokens) and bool((np.diff(bounds) >= 0).all())
+
+
 def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
     """Open the datastore that was built for this target's tokenizer; None: the caller has compared the tokenizers.
 
@@ -203,6 +215,11 @@ def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
     store = Datastore(folder)
     if target is not None and target.tokenizer is not None:
         store.check_fits(tokenizer_fingerprint(target.tokenizer), target.model.name_or_path)
+    if target is not None and store.holds_tokens_from(target.vocab_size):
+        raise UserError(
+            f"datastore={folder} holds tokens above the {target.vocab_size} of {target.model.name_or_path}; build one "
+            f"for it with {DATASTORES.built_by} target={target.model.name_or_path}"
+        )
     return store
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import DATASTORES, Datastore, newest_datastore
+from spectrain.stores.folder import sha256
 from tests.retrieval.reference import make_store
 
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [[1, 2, 3], [], [2, 2], [0]]
 
 
@@ -144,3 +150,46 @@ def test_the_newest_store_of_the_tokenizer_is_found(tmp_path):
         newest_datastore(tmp_path, "tok", "fp")
     make_store(tmp_path / "fits", DOCUMENTS, 5)
     assert newest_datastore(tmp_path, "tok", "another target of this tokenizer") == tmp_path / "fits"
+
+
+def replace_array(folder, name: str, change) -> None:
+    """Write a changed array into a shard, and what describes it into the manifest."""
+    file, manifest = folder / name, json.loads((folder / "manifest.json").read_text())
+    np.save(file, change(np.load(file)))
+    manifest["shards"][0]["files"][name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("place", range(7))
+@pytest.mark.parametrize("wrong", [-1, 99, 2**62])
+def test_ranges_outside_the_suffix_array_are_refused_whatever_the_manifest_says(tmp_path, place, wrong):
+    make_store(tmp_path, DOCUMENTS, 5)
+
+    def change(bounds):
+        bounds[place] = wrong
+        return bounds
+
+    replace_array(tmp_path, "bounds-00000.npy", change)
+    with pytest.raises(UserError, match=r"bounds-00000\.npy is damaged"):
+        Datastore(tmp_path)
+
+
+def test_ranges_that_overlap_are_refused(tmp_path):
+    make_store(tmp_path, DOCUMENTS, 5)
+    replace_array(tmp_path, "bounds-00000.npy", lambda bounds: bounds[[0, 3, 2, 1, 4, 5, 6]])
+    with pytest.raises(UserError, match=r"bounds-00000\.npy is damaged"):
+        Datastore(tmp_path)
+
+
+def test_no_search_reads_outside_of_a_damaged_index(tmp_path):
+    """As plain Python: compiled code would read whatever lies beside an array, and seldom crash."""
+    command = [sys.executable, "-m", "tests.retrieval.damaged_index", str(tmp_path)]
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[2]) > 10_000
+
+
+def test_a_store_with_tokens_above_the_targets_is_refused(tmp_path):
+    store = make_store(tmp_path, DOCUMENTS, 5)
+    assert [store.holds_tokens_from(size) for size in (1, 3, 4, 5, 9)] == [True, True, False, False, False]

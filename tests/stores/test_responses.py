@@ -97,7 +97,9 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path, column, wrong):
     rows = [*ROWS[:3], ROWS[3] | {column: [7, wrong]}]
     save_rows(tmp_path / "store", Dataset.from_list(rows, features=RESPONSE_COLUMNS), manifest())
     store = open_responses(tmp_path / "store")
-    with pytest.raises(UserError, match=f"it has the token {-1 if wrong is None else wrong}, but the target has 300004"):
+    with pytest.raises(
+        UserError, match=f"it has the token {-1 if wrong is None else wrong}, but the target has 300004"
+    ):
         store.check_fits("a" * 16, "the target", 300_004)
 
 
