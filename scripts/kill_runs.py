@@ -1,17 +1,21 @@
-"""Kill a command at random moments, start it again, and compare what it made with an uninterrupted run.
+"""Kill commands at random moments, start them again, and compare what they made with an undisturbed run.
 
-    python scripts/kill_runs.py --kills 20 -- python -m spectrain.train +exp=spire checkpoint_s=5 max_steps=120
-    python scripts/kill_runs.py --kills 20 -- python -m data_prep.activations
+    python scripts/kill_runs.py kills=1000 [of=bench,acceptance] [jobs=2] [seed=0] [work=runs/kills]
+    python scripts/kill_runs.py starts=200      # the same job twice in one folder, the second 0 to 3 s later
+    python scripts/kill_runs.py kills=20 -- python -m spectrain.train +exp=spire checkpoint_s=5 max_steps=120
 
-The command is run in two empty folders, so give absolute paths in it. In the first folder it runs to its end. In the
-second it is killed (kill -9, with all its ranks) after a random share of that time and started again, until it ends.
-Then the folder is compared and emptied, and this is repeated until the given number of kills is reached. The sha256 of
-all tensors and stores and the curve of a training are compared bit for bit. The exit code is 1 if anything differs.
+The first two run small jobs of all commands that write a folder, in forks of one process, `jobs` at the same time.
+A run is killed (kill -9) a few times, now and then while a second process tries the same, and started again until it
+ends. Of two that start together one must work and the other be refused in one sentence. Then rows, tensors, stores,
+curves and results must equal the undisturbed run's, and nothing else may be there. The table counts what is wrong;
+<work>/faults.jsonl has each fault with its seed and what was printed, and its folder stays in <work>.
+
+The third takes any command, with all its ranks. It is run in two empty folders, so give absolute paths in it. The exit
+code is 1 if anything differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
@@ -19,20 +23,91 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, cycle
+from multiprocessing import get_context
 from pathlib import Path
 
+import pandas as pd
 import psutil
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.stores.folder import MANIFEST, sha256
-from spectrain.training.checkpoints import step_of
-from spectrain.training.runs import Curve, RunFolder
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-COMPARED = (".safetensors", ".arrow", ".npy", ".bin", ".png")  # what a command makes; not logs, notes and clocks
-BY_THE_CLOCK = ("train/tokens_per_s", "train/wait_share")  # metrics that differ between equal runs
+from spectrain.training.checkpoints import step_of
+from tests.fuzz import fork_server, world
+from tests.fuzz.compare import KINDS, differences, runs_in
+from tests.fuzz.jobs import jobs
+from tests.fuzz.kills import OTHER, REFUSED, Reference, Trial, kill_trial, start_trial
+
+DEFAULTS = {"kills": None, "starts": None, "of": None, "jobs": 1, "seed": 0, "work": "runs/kills", "least_s": 0.2}
+PRINTED_CHARACTERS = 2000  # of each start of a run with a fault
+
+
+def main() -> int:
+    typed = sys.argv[1:]
+    behind = typed.index("--") if "--" in typed else len(typed)
+    options = OmegaConf.merge(DEFAULTS, OmegaConf.from_cli(typed[:behind]))
+    if typed[behind + 1 :]:
+        return kill_any(options, typed[behind + 1 :])
+    if bool(options.kills) == bool(options.starts):
+        sys.exit("error: give kills=<number>, or starts=<number>")
+    return kill_jobs(options)
+
+
+def kill_jobs(options: DictConfig) -> int:
+    """Try the jobs of the tiny world in turn until there were as many kills or starts as asked for."""
+    work = Path(options.work).resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    fork_server.load_commands()
+    known = jobs(world.build(work / "world"))
+    asked = str(options.of or "").replace(",", " ").split()
+    chosen = [job for job in known if not asked or set(job.name.replace(",", "").split()) & set(asked)]
+    references = [Reference.of(job, work / "undisturbed" / str(i)) for i, job in enumerate(chosen)]
+    trial = kill_trial if options.kills else start_trial
+    counts = {reference.job.name: Counter() for reference in references}
+    with (work / "faults.jsonl").open("w") as faults:
+        for done, folder in trials(trial, references, options, work):
+            counts[done.job] += Counter(runs=1, kills=done.kills, **{REFUSED: done.refused})
+            counts[done.job] += Counter(kind for kind, _ in done.faults)
+            if done.faults:
+                printed = [[outcome.code, outcome.output[-PRINTED_CHARACTERS:]] for outcome in done.outcomes]
+                row = {"job": done.job, "seed": done.seed, "faults": done.faults, "folder": folder, "printed": printed}
+                faults.write(json.dumps(row | {"folder": str(folder)}) + "\n")
+                faults.flush()
+            else:
+                shutil.rmtree(folder)
+    table = pd.DataFrame(counts).T.reindex(columns=["runs", "kills", REFUSED, *KINDS, OTHER]).fillna(0).astype(int)
+    table.loc["all"] = table.sum()
+    print(table.to_string())
+    n_faults = int(table.loc["all", [*KINDS, OTHER]].sum())
+    print(f"{n_faults} faults: {work / 'faults.jsonl'}")
+    return int(n_faults > 0)
+
+
+def trials(
+    trial: Callable[[Reference, Path, str], Trial], references: Sequence[Reference], options: DictConfig, work: Path
+) -> Iterator[tuple[Trial, Path]]:
+    """Yield trials and their folders as they end, a few at the same time, until there were enough."""
+    n_left, running = options.kills or options.starts, {}
+    new = zip(cycle(references), count(), strict=False)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
+        while n_left > 0 or running:
+            while n_left > 0 and len(running) < options.jobs:
+                reference, number = next(new)
+                folder = work / f"trial-{number}"
+                running[pool.submit(trial, reference, folder, f"{options.seed}-{number}")] = folder
+                n_left -= bool(options.starts)
+            for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                n_left -= ended.result().kills
+                yield ended.result(), running.pop(ended)
 
 
 @dataclass(frozen=True)
@@ -44,39 +119,34 @@ class Kill:
     resumes: str  # where the next start goes on
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--least-s", type=float, default=0.2, help="seconds before a kill; imports alone take several")
-    parser.add_argument("--work", type=Path, default=Path("runs/kills"), help="folder; an earlier one is emptied")
-    parser.add_argument("command", nargs="+", help="behind --")
-    args = parser.parse_args()
-    whole, killed = (args.work.resolve() / name for name in ("whole", "killed"))
+def kill_any(options: DictConfig, command: Sequence[str]) -> int:
+    """Kill a command, whatever it is, until there were as many kills as asked for."""
+    whole, killed = (Path(options.work).resolve() / name for name in ("whole", "killed"))
     for folder in (whole, killed):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     start_s = time.monotonic()
-    run_through(args.command, whole)
+    run_through(command, whole)
     span_s = time.monotonic() - start_s
     print(f"uninterrupted: {span_s:.1f} s", flush=True)
 
-    moments, kills, n_runs, wrong, after_kill = random.Random(args.seed), [], 0, [], False
-    while len(kills) < args.kills:
-        kill = kill_once(args.command, killed, moments.uniform(args.least_s, span_s), after_kill)
+    moment, kills, n_runs, wrong, after_kill = random.Random(options.seed).uniform, [], 0, [], False
+    moment = partial(moment, options.least_s, span_s)
+    while len(kills) < options.kills:
+        kill = kill_once(command, killed, moment(), after_kill)
         after_kill = kill is not None
         if kill:
             kills.append(kill)
             print(f"kill {len(kills)} after {kill.after_s:.1f} s: {kill.reached}, {kill.resumes}", flush=True)
-            if len(kills) < args.kills:
+            if len(kills) < options.kills:
                 continue
-            run_through(args.command, killed, after_kill)
+            run_through(command, killed, after_kill)
         n_runs += 1
-        wrong += differences(whole, killed)
-        if len(kills) < args.kills:  # it ended before it was killed as often: once more from nothing
+        wrong += [difference.what for difference in differences(whole, killed)]
+        if len(kills) < options.kills:  # it ended before it was killed as often: once more from nothing
             shutil.rmtree(killed)
             killed.mkdir()
-    Console().print(table(kills))
+    Console().print(table_of(kills))
     print(f"{len(kills)} kills in {n_runs} runs;", "; ".join(wrong) or "all equal to the uninterrupted one")
     return int(bool(wrong))
 
@@ -126,49 +196,7 @@ def state(folder: Path) -> tuple[str, str]:
     return f"{n_files} files", ""
 
 
-def runs_in(folder: Path) -> list[RunFolder]:
-    """All trainings below a folder."""
-    found = []
-    for file in sorted(folder.rglob("run.json")):
-        found.append(RunFolder(file.parent, {}, json.loads(file.read_text())["id"]))
-    return found
-
-
-def differences(whole: Path, killed: Path) -> list[str]:
-    """What differs between two folders in which the same command ended."""
-    found = []
-    expected, made = (digests(folder) for folder in (whole, killed))
-    for name in sorted(expected.keys() | made.keys()):
-        if expected.get(name) != made.get(name):
-            found.append(f"{name} differs" if name in expected and name in made else f"{name} is in one only")
-    for one, other in zip(runs_in(whole), runs_in(killed), strict=False):
-        curves = [without_clock(run.curve()) for run in (one, other)]
-        steps = [s for s in curves[0].keys() | curves[1].keys() if curves[0].get(s) != curves[1].get(s)]
-        found += [f"the curve of {one.name} differs at steps {sorted(steps)[:5]}"] if steps else []
-    if len(runs_in(whole)) != len(runs_in(killed)):
-        found.append("other runs were made")
-    partial = [str(file.relative_to(killed)) for file in killed.rglob(".*") if not is_known_hidden(file)]
-    return found + [f"{name} was left behind" for name in partial]
-
-
-def without_clock(curve: Curve) -> Curve:
-    """The curve without what depends on the machine's speed: equal runs have equal ones."""
-    return {step: {name: v for name, v in row.items() if name not in BY_THE_CLOCK} for step, row in curve.items()}
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """sha256 by name, of tensors and of what manifests list; not of checkpoints, which hold clocks."""
-    files = {file for file in folder.rglob("*") if file.suffix in COMPARED and file.is_file()}
-    for manifest in folder.rglob(MANIFEST):
-        files |= {manifest.parent / name for name in json.loads(manifest.read_text()).get("files", {})}
-    return {str(file.relative_to(folder)): sha256(file) for file in files}
-
-
-def is_known_hidden(file: Path) -> bool:
-    return file.name == ".gitignore" or "wandb" in file.parts
-
-
-def table(kills: Sequence[Kill]) -> Table:
+def table_of(kills: Sequence[Kill]) -> Table:
     shown = Table(title="kills", title_justify="left")
     for name in ("kill", "after s", "reached", ""):
         shown.add_column(name, justify="right" if name in ("kill", "after s") else "left")

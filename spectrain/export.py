@@ -24,7 +24,7 @@ from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.reporting.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
-from spectrain.stores.folder import naming_a_full_disk, refuse_existing, write_folder
+from spectrain.stores.folder import locked, naming_a_full_disk, refuse_existing, write_folder
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -38,37 +38,45 @@ def main(cfg: DictConfig) -> None:
         raise UserError("give either run=<folder of a run>, or method=<lookup method> with datastore=<folder>")
     if cfg.push_to_hub is not None:
         check_repository(cfg.push_to_hub)
-    out, write = of_run(cfg) if cfg.run is not None else of_lookup(cfg)
-    with naming_a_full_disk(out):
-        write_folder(out, partial(write, out=out))
+    out, opened = of_run(cfg) if cfg.run is not None else of_lookup(cfg)
+    with locked(out, otherwise=", or give another out"), naming_a_full_disk(out):
+        refuse_existing(out)
+        write_folder(out, partial(opened(), out=out))
     log.info("exported to %s", out)
     if cfg.push_to_hub is not None:
         log.info("uploaded to %s", push(out, cfg.push_to_hub, cfg.private))
 
 
-def of_run(cfg: DictConfig) -> tuple[Path, Callable[..., None]]:
-    """Where a run is exported to, and what fills that folder."""
+def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
+    """Where a run is exported to, and what opens it and returns what fills that folder."""
     run = RunFolder.open(Path(str(cfg.run)))
     out = Path(str(cfg.out)) if cfg.out else EXPORTED / run.name
     if out.resolve().is_relative_to(run.path.resolve()):
         raise UserError(f"out={out} lies inside the run {run.path}; give a folder outside of it")
-    refuse_existing(out)
+    return out, partial(open_run, cfg, run)
+
+
+def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
+    """Read what a run exports, with its target and drafter where its kind has any."""
     trained, target, drafter = OmegaConf.create(run.config), None, None
     if trained.kind != "target":
         target = open_target(trained, "cpu")
     if trained.kind == "specdecpp":
         drafter = open_given_drafter(given_artifacts(trained), target, trained.rollout_tokens)
     export = run_export(run, cfg.weights, target, drafter)
-    return out, partial(write_export, export=export, card=trained_card)
+    return partial(write_export, export=export, card=trained_card)
 
 
-def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[..., None]]:
-    """Where a lookup method is exported to, and what fills that folder."""
+def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
+    """Where a lookup method is exported to, and what opens it and returns what fills that folder."""
     method = OmegaConf.to_container(with_tuned(cfg.method, cfg.tuned), resolve=True)
     out = Path(str(cfg.out)) if cfg.out else EXPORTED / method["_target_"].split(".")[-2]
-    refuse_existing(out)
-    export = lookup_export(method, cfg.datastore, str(cfg.target.path))
-    return out, partial(write_lookup, export=export, card=lookup_card)
+    return out, partial(open_lookup, cfg, method)
+
+
+def open_lookup(cfg: DictConfig, method: dict) -> Callable[..., None]:
+    """Check a lookup method and its datastore."""
+    return partial(write_lookup, export=lookup_export(method, cfg.datastore, str(cfg.target.path)), card=lookup_card)
 
 
 if __name__ == "__main__":

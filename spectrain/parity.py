@@ -10,11 +10,13 @@ the loop and transformers do not run the same drafter.
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from pandas import DataFrame
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, TargetModel
@@ -29,11 +31,11 @@ from spectrain.reporting.plots import parity as acceptance_figure
 from spectrain.reporting.tables import show
 from spectrain.serving.exporting import fill, run_export
 from spectrain.stores.environment import environment, provenance
-from spectrain.stores.folder import refuse_existing, write_folder, write_json
+from spectrain.stores.folder import locked, refuse_existing, write_folder, write_json
 from spectrain.training.experiments import drafter_rows
 from spectrain.training.runs import RunFolder
 
-RESULT = "parity.json"
+RESULT, PICTURE = "parity.json", "parity.png"
 
 
 def main(cfg: DictConfig) -> None:
@@ -44,10 +46,17 @@ def main(cfg: DictConfig) -> None:
             f"run={run.path} is of kind {trained.kind}; give a run of a drafter, +exp=spire or +exp=vanilla"
         )
     out = Path(str(cfg.out or f"runs/parity-{run.name}"))
-    if not (cfg.fresh and (out / RESULT).is_file()):
-        refuse_existing(out)
+    with locked(out, otherwise=", or give another out"):
+        if not (cfg.fresh and (out / RESULT).is_file()):
+            refuse_existing(out)
+        parts = write_folder(out, partial(measure, cfg, run, trained), replace=cfg.fresh)
+        show(parts, 100, f"{out}/{RESULT}{f', {PICTURE}' if (out / PICTURE).is_file() else ''}")
+
+
+def measure(cfg: DictConfig, run: RunFolder, trained: DictConfig, folder: Path) -> list[tuple[str, DataFrame | None]]:
+    """Measure all sides, write the results to `folder`, and return titles and tables to be printed."""
     target = open_target(trained)
-    method = open_method(cfg, run, target)
+    method = open_method(cfg, run, target, folder / "drafter")
     contexts = held_out_contexts(cfg, run.config, target)
     rows, differences, verdicts = logged(run, method.gamma), {}, []
     for setting in (Setting(cfg.context_tokens, temperature) for temperature in cfg.temperatures):
@@ -72,20 +81,15 @@ def main(cfg: DictConfig) -> None:
         "differences": differences,
     }
     figure = acceptance_figure(results)  # None if no step was free to draft so many tokens
-    results["figures"] = [{"file": "parity.png", "caption": PARITY_CAPTION}] if figure else []
-
-    def write(folder: Path) -> None:
-        if figure:
-            write_png(figure, folder / "parity.png")
-        write_json(folder / RESULT, results)
-
-    write_folder(out, write, replace=cfg.fresh)
+    results["figures"] = [{"file": PICTURE, "caption": PARITY_CAPTION}] if figure else []
+    if figure:
+        write_png(figure, folder / PICTURE)
+    write_json(folder / RESULT, results)
     title = (
         f"Acceptance by position in the draft: {run.path}, {len(contexts)} held-out contexts of {cfg.context_tokens} "
         f"tokens, {cfg.new_tokens} new tokens; 95 % intervals over contexts"
     )
-    parts = [(title, parity_table(rows, results["positions"], NARROW)), *verdicts]
-    show(parts, 100, f"{out}/{RESULT}{', parity.png' if figure else ''}")
+    return [(title, parity_table(rows, results["positions"], NARROW)), *verdicts]
 
 
 def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) -> list[list[int]]:
@@ -103,13 +107,14 @@ def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) ->
     return contexts[: cfg.contexts]
 
 
-def open_method(cfg: DictConfig, run: RunFolder, target: TargetModel) -> Drafter:
-    """Open the drafter of a run as any user does, from its export."""
+def open_method(cfg: DictConfig, run: RunFolder, target: TargetModel, folder: Path) -> Drafter:
+    """Open the drafter of a run as any user does, from its export, which is written to `folder` and removed."""
     options = {} if cfg.gamma is None else {"gamma": cfg.gamma}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        fill(folder, run_export(run, "best", target))
-        return load_method(folder, target, **options)
+    folder.mkdir()
+    fill(folder, run_export(run, "best", target))
+    method = load_method(folder, target, **options)
+    shutil.rmtree(folder)
+    return method
 
 
 def logged(run: RunFolder, gamma: int) -> dict[str, dict]:

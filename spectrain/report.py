@@ -10,7 +10,6 @@ drafters, parity). The page holds its style and pictures and loads nothing. See 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +19,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.reporting.collect import Collection
 from spectrain.reporting.runs_page import GENERATOR, render_page
 from spectrain.stores.environment import TYPED_COMMAND, date_of
-from spectrain.stores.folder import naming_a_full_disk
+from spectrain.stores.folder import locked, naming_a_full_disk
 
 HEAD_CHARACTERS = 400  # of a page: within them it says what wrote it
 
@@ -28,7 +27,13 @@ HEAD_CHARACTERS = 400  # of a page: within them it says what wrote it
 def main(cfg: DictConfig) -> None:
     given = cfg.runs if OmegaConf.is_list(cfg.runs) else [] if cfg.runs is None else [cfg.runs]
     roots, out = [Path(str(name)) for name in given], Path(str(cfg.out))
-    refuse_foreign(out, cfg.fresh)
+    with locked(out, otherwise=", or give another out", is_file=True):
+        refuse_foreign(out, cfg.fresh)
+        make_page(cfg, roots, out)
+
+
+def make_page(cfg: DictConfig, roots: list[Path], out: Path) -> None:
+    """Write the page, and say what it shows and what is left out."""
     collection = find(roots)
     others = {1: "", 2: f" and {roots[-1]}"}.get(len(roots), f" and {len(roots) - 1} other folders")
     title = str(cfg.title or f"Runs in {roots[0]}{others}")
@@ -68,14 +73,10 @@ def write_page(out: Path, html: str) -> None:
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         with naming_a_full_disk(out.parent):
-            out.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(html, encoding="utf-8")
             temporary.replace(out)
-    except OSError as error:
-        raise UserError(f"out={out} cannot be written ({error.strerror}); give another out") from error
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from spectrain.cli import command
 from spectrain.decoding import generate, load_target
 from spectrain.retrieval.datastore import Datastore
 from spectrain.serving import hub
+from spectrain.stores.folder import locked
 from spectrain.training.checkpoints import BestFolder
 
 KINDS = {
@@ -190,6 +191,15 @@ def test_without_out_the_name_is_the_runs(trained, tmp_path, capfd, monkeypatch)
     assert exported(capfd, monkeypatch, f"run={trained / 'spire'}")[0] == 0
     assert (tmp_path / "exported" / "spire" / "spectrain.json").is_file()
     assert "exported/spire exists already" in said(capfd, monkeypatch, f"run={trained / 'spire'}")
+
+
+def test_a_folder_in_use_is_refused_and_what_the_other_writes_stays(trained, tmp_path, capfd, monkeypatch):
+    theirs = tmp_path / ".out.partial"
+    theirs.mkdir()
+    with locked(tmp_path / "out"):
+        found = said(capfd, monkeypatch, f"run={trained / 'spire'}", f"out={tmp_path / 'out'}")
+    assert "out is in use by another process; wait for its end, or give another out" in found
+    assert theirs.is_dir()
 
 
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_path, capfd, monkeypatch):

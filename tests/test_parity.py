@@ -11,6 +11,7 @@ import pytest
 
 from spectrain import train
 from spectrain.cli import command
+from spectrain.stores.folder import locked
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +111,13 @@ def test_a_parity_is_replaced_only_when_asked(call, tmp_path):
     assert call(*arguments)[0] == 0
     assert call(*arguments)[0] == 2
     assert call(*arguments, "fresh=true")[0] == 0
+
+
+def test_a_folder_in_use_is_refused_and_what_the_other_writes_stays(call, tmp_path):
+    theirs = tmp_path / ".p.partial" / "drafter"
+    theirs.mkdir(parents=True)
+    with locked(tmp_path / "p"):
+        code, _, err = call("run=spire", *SHORT, f"out={tmp_path / 'p'}")
+    assert code == 2
+    assert "p is in use by another process; wait for its end, or give another out" in err
+    assert theirs.is_dir()

@@ -13,6 +13,7 @@ import pytest
 from spectrain import bench, train, tune
 from spectrain.cli import command
 from spectrain.reporting.formats import fixed, interval
+from spectrain.stores.folder import locked
 from tests.reporting.test_benchmarks import Page
 from tests.reporting.test_runs_page import COST, DRAFTERS, PARITY
 
@@ -205,7 +206,7 @@ def test_a_report_is_replaced_and_nothing_else(runs, reported):
         (["runs=broken"], "broken/config.yaml cannot be read: it holds no names with values"),
         (["runs=runs", "out=runs"], "out=runs is a folder; give the name of a file, such as out=runs/report.html"),
         (["runs=runs", "out=asked.jsonl"], "out=asked.jsonl exists and is no page of this command"),
-        (["runs=runs", "out=asked.jsonl/a.html"], "out=asked.jsonl/a.html cannot be written"),
+        (["runs=runs", "out=asked.jsonl/a.html"], "asked.jsonl/a.html cannot be made (Not a directory)"),
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(runs, reported, arguments, said):
@@ -236,3 +237,13 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(runs, reported, monkeypat
     assert "is full; free some and run the same command again" in err
     assert Path("report.html").read_text() == before
     assert not list(Path().glob(".report.html*"))
+
+
+def test_a_page_that_another_process_writes_is_refused(runs, reported):
+    with locked(Path("a.html"), is_file=True):
+        code, _, err = reported("runs=runs", "out=a.html")
+    assert (code, err) == (
+        2,
+        "error: a.html is in use by another process; wait for its end, or give another out\n",
+    )
+    assert not list(Path().glob("*a.html*"))

@@ -35,6 +35,7 @@ BESIDE = ("partial", "old")  # where a folder is written, and where the one that
 MOST_YAML_CHARACTERS = 2**20
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
+T = TypeVar("T")
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
 
 
@@ -196,8 +197,12 @@ def strict(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_folder(destination: Path, write: Callable[[Path], object], replace: bool = False) -> None:
-    """Fill a folder through `write(folder)` so that it appears whole or not at all; UserError where one exists."""
+def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = False) -> T:
+    """Fill a folder through `write(folder)` so that it appears whole or not at all; UserError where one exists.
+
+    Returns what `write` does. Whoever calls it has locked the folder, or another that holds it: what an earlier process
+    left of the folder is removed.
+    """
     if not replace:
         refuse_existing(destination)
     remove_leftovers(destination)
@@ -209,10 +214,11 @@ def write_folder(destination: Path, write: Callable[[Path], object], replace: bo
             raise
         raise UserError(f"{destination} cannot be made ({error.strerror}); give another path") from error
     try:
-        write(temporary)
+        made = write(temporary)
         if destination.exists():
             destination.rename(old)  # a kill in the middle of its removal would leave a part of it
         temporary.rename(destination)
+        return made
     finally:
         remove_leftovers(destination)
 
@@ -258,8 +264,8 @@ def to_disk(file: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, by: str = "another process", otherwise: str = "") -> Iterator[None]:
-    """Keep other processes out of a folder, which need not exist yet. A killed process's lock goes with it.
+def locked(folder: Path, by: str = "another process", otherwise: str = "", is_file: bool = False) -> Iterator[None]:
+    """Keep other processes out of a folder or file that need not exist yet. A killed process's lock goes with it.
 
     The lock is a file beside the folder, which is removed with it, as are parents that were made for it in vain.
 
@@ -267,7 +273,9 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "") -> It
         UserError: another process holds it, which is called `by`; `otherwise` is what else than waiting can be done. Or
             the folder cannot be made, or is a file.
     """
-    if folder.exists() and not folder.is_dir():
+    if folder.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
+        raise UserError(f"{folder} has no name of its own; give the path of a folder that is to be made")
+    if folder.exists() and not folder.is_dir() and not is_file:
         raise UserError(f"{folder} is no folder; give another path")
     made = [parent for parent in folder.parents if not parent.exists()]
     file = folder.with_name(f".{folder.name}.lock")
@@ -277,7 +285,7 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "") -> It
         raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
     except OSError as error:
         why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror  # a file as its parent
-        raise UserError(f"{folder} cannot be made ({why}); give another folder") from error
+        raise UserError(f"{folder} cannot be made ({why}); give another path") from error
     try:
         yield
     finally:

@@ -276,11 +276,12 @@ class RunFolder:
             longer = CHECKPOINTS / f"{self.name}-{self.id.rsplit('-', 1)[-1]}"
             log.warning("%s is another run's export; this one goes to %s", folder, longer)
             folder = longer
-        if not self.exported_to(folder):
-            refuse_existing(folder)
-            # If a kill leaves the folder there, the run may replace it.
-            write_json(self.path / EXPORT, {"out": str(folder.resolve())})
-        with naming_a_full_disk(folder, ", which goes on from the run's last checkpoint"):
+        full = naming_a_full_disk(folder, ", which goes on from the run's last checkpoint")
+        with locked(folder, otherwise=" and run the same command again"), full:
+            if not self.exported_to(folder):
+                refuse_existing(folder)
+                # If a kill leaves the folder there, the run may replace it.
+                write_json(self.path / EXPORT, {"out": str(folder.resolve())})
             write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
         return folder
 

@@ -95,6 +95,7 @@ def run(arguments: Sequence[str], folder: Path, limit_s: float = 10.0) -> Outcom
 def start(arguments: Sequence[str], folder: Path, log: str = ".output") -> Running:
     """Type a command in a folder, in a fork of this process; its output goes to the file `log` there."""
     started_s = time.monotonic()
+    (folder / log).write_bytes(b"")  # here already, for a command that is killed before it says anything
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)

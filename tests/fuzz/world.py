@@ -39,17 +39,19 @@ def build(folder: Path) -> World:
 
     target, corpus = f"target={folder}/target", f"corpus={folder}/corpus"
     prompts, vanilla = f"prompts={folder}/prompts.jsonl", f"drafter={folder}/vanilla"
-    _type(
+    type_command(
         folder, "train", "+exp=vanilla", target, corpus, *TINY_TRAINING, f"out={folder}/vanilla", "run_dir=vanilla_run"
     )
-    _type(folder, "train", "+exp=spire", target, corpus, *TINY_TRAINING, f"out={folder}/spire", "run_dir=spire_run")
-    _type(folder, "responses", target, prompts, "max_new_tokens=8", f"out={folder}/responses")
-    _type(folder, "datastore", target, corpus, "keep=null", f"out={folder}/datastore")
-    _type(folder, "acceptance", target, f"responses={folder}/responses", vanilla, f"out={folder}/labels")
-    _type(folder, "activations", target, corpus, "row_tokens=32", f"out={folder}/features")
+    type_command(
+        folder, "train", "+exp=spire", target, corpus, *TINY_TRAINING, f"out={folder}/spire", "run_dir=spire_run"
+    )
+    type_command(folder, "responses", target, prompts, "max_new_tokens=8", f"out={folder}/responses")
+    type_command(folder, "datastore", target, corpus, "keep=null", f"out={folder}/datastore")
+    type_command(folder, "acceptance", target, f"responses={folder}/responses", vanilla, f"out={folder}/labels")
+    type_command(folder, "activations", target, corpus, "row_tokens=32", f"out={folder}/features")
     (folder / "tuned.yaml").write_text("pld:\n  draft_tokens: 5\n")
     short = ("limit=1", "max_new_tokens=3")
-    _type(folder, "bench", target, prompts, "methods=[pld]", *short, "out=bench")
+    type_command(folder, "bench", target, prompts, "methods=[pld]", *short, "out=bench")
     commands = {
         "train": ("+exp=spire", target, corpus, *TINY_TRAINING, "out=exported", "run_dir=run"),
         "generate": (target, "method=pld", "prompt=def", "max_new_tokens=3"),
@@ -70,7 +72,7 @@ def build(folder: Path) -> World:
     return World(folder, commands)
 
 
-def _type(folder: Path, *arguments: str) -> Outcome:
+def type_command(folder: Path, *arguments: str) -> Outcome:
     outcome = run(arguments, folder, BUILD_LIMIT_S)
     if outcome.code != 0:
         raise RuntimeError(f"{' '.join(arguments)} ended with {outcome.code}:\n{outcome.output}")

@@ -74,7 +74,7 @@ with locked(Path({str(tmp_path / "run")!r})):
 def test_a_folder_that_cannot_be_made_is_said(tmp_path):
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match=r"file/run cannot be made \(Not a directory\); give another folder"),
+        pytest.raises(UserError, match=r"file/run cannot be made \(Not a directory\); give another path"),
         locked(tmp_path / "file" / "run"),
     ):
         pass
@@ -82,6 +82,9 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path):
         pass
     with pytest.raises(UserError, match=r"file/run cannot be made \(Not a directory\); give another path"):
         write_folder(tmp_path / "file" / "run", lambda folder: None)
+    for nameless in (Path(), Path(".."), Path("/")):
+        with pytest.raises(UserError, match="has no name of its own"), locked(nameless):
+            pass
     for file in (tmp_path / "file", Path("/dev/null")):
         with pytest.raises(UserError, match=f"{file} is no folder; give another path"), locked(file):
             pass

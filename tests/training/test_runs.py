@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores import environment
+from spectrain.stores.folder import locked
 from spectrain.training import fit as fitting
 from spectrain.training import runs
 from spectrain.training.loggers import CurveLogger
@@ -197,6 +198,17 @@ def test_a_kill_while_a_column_is_added_to_the_csv_loses_no_row(tmp_path, monkey
         with pytest.raises(MemoryError):
             logger.save()
     assert read_csv(file) == before
+
+
+def test_an_export_waits_for_no_other_and_leaves_what_it_writes_alone(tmp_path):
+    """Two runs may have one `out`; which of them is late is known only at its end."""
+    run, theirs = find(tmp_path), tmp_path / ".out.partial"
+    run.begin()
+    theirs.mkdir()
+    with locked(tmp_path / "out"), pytest.raises(UserError, match="out is in use by another process"):
+        run.export(str(tmp_path / "out"), lambda folder, out: None)
+    assert theirs.is_dir()
+    assert not (run.path / "export.json").exists()
 
 
 def test_an_export_that_a_kill_left_behind_may_be_replaced_by_its_own_run_only(tmp_path):
