@@ -109,8 +109,10 @@ class DocumentParts(Parts):
         check_disk(build.out, int((lengths[kept] + 1).sum()) * bytes_a_token(vocab_size))
         store, shards = build.new_store(), []
         store.mkdir()
-        for index, documents in enumerate(self._shards(kept)):
-            shards.append(write_shard(store, index, documents, vocab_size))
+        documents, cuts = self._documents(kept), shard_cuts(lengths[kept], self.shard_tokens)
+        for index, shard_lengths in enumerate(np.split(lengths[kept], cuts)):
+            of_shard = itertools.islice(documents, len(shard_lengths))
+            shards.append(write_shard(store, index, of_shard, vocab_size, shard_lengths))
             log.info("wrote shard %d: %d tokens", index + 1, shards[-1].tokens)
         with (store / DOCUMENTS).open("w", encoding="utf-8") as rows:
             for i in np.flatnonzero(kept):
@@ -134,19 +136,20 @@ class DocumentParts(Parts):
         )
         build.publish()
 
-    def _shards(self, kept: np.ndarray) -> Iterator[list[np.ndarray]]:
-        """Yield the kept documents in the corpus's order, as many to a shard as fit; a longer one stands alone."""
-        shard, n_tokens, is_kept = [], 0, iter(kept)
-        for document in itertools.chain.from_iterable(part.documents() for part in self._parts()):
-            if not next(is_kept):
-                continue
-            if shard and n_tokens + len(document) + 1 > self.shard_tokens:
-                yield shard
-                shard, n_tokens = [], 0
-            shard.append(document.copy())  # a view would hold its whole part in memory
-            n_tokens += len(document) + 1
-        if shard:
-            yield shard
+    def _documents(self, kept: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the kept documents in the corpus's order."""
+        return itertools.compress(itertools.chain.from_iterable(part.documents() for part in self._parts()), kept)
+
+
+def shard_cuts(lengths: np.ndarray, shard_tokens: int) -> list[int]:
+    """Return which documents begin a shard but the first: as many as fit stand in one, a longer one alone."""
+    cuts, n_tokens = [], 0
+    for number, length in enumerate(lengths):
+        if n_tokens and n_tokens + length + 1 > shard_tokens:
+            cuts.append(number)
+            n_tokens = 0
+        n_tokens += length + 1
+    return cuts
 
 
 def score_file(work: Path, index: int) -> Path:

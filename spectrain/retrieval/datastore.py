@@ -14,7 +14,7 @@ Letters: V vocabulary, n tokens of a shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from spectrain.retrieval.suffix_array import (
     first_token_bounds,
     longest_suffix,
     next_pairs,
+    pair_dtype,
     token_dtype,
 )
 from spectrain.stores.folder import MANIFEST, StoreKind, sha256, write_json
@@ -87,7 +88,9 @@ def bytes_a_token(vocab_size: int) -> int:
     return width + 4 + 2 * width
 
 
-def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab_size: int) -> Shard:
+def write_shard(
+    folder: Path, index: int, documents: Iterable[np.ndarray], vocab_size: int, lengths: Sequence[int] | None = None
+) -> Shard:
     """Write the files of one shard, its documents in the order given. Equal documents give equal bytes.
 
     Args:
@@ -95,22 +98,35 @@ def write_shard(folder: Path, index: int, documents: Sequence[np.ndarray], vocab
         index: number of the shard, from 0.
         documents: token ids of each; at most MAX_SHARD_TOKENS in all, counting one separator per document.
         vocab_size: V.
+        lengths: of the documents, where these are read one by one.
     """
-    offsets = np.cumsum([0, *(len(document) + 1 for document in documents)])
+    lengths = [len(document) for document in documents] if lengths is None else lengths
+    offsets = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64) + 1)])
     assert offsets[-1] <= MAX_SHARD_TOKENS, offsets[-1]
     tokens = np.full(offsets[-1], vocab_size, dtype=token_dtype(vocab_size))
     for start, document in zip(offsets, documents, strict=False):
         tokens[start : start + len(document)] = document
     suffixes = build_suffix_array(tokens)
-    arrays = tokens, suffixes, first_token_bounds(tokens, vocab_size), next_pairs(tokens, suffixes), offsets
+    bounds, pairs = first_token_bounds(tokens, vocab_size), next_pairs(tokens, suffixes)
+    pieces = [tokens], [suffixes], [bounds], pairs, [offsets]
+    dtypes = tokens.dtype, suffixes.dtype, bounds.dtype, pair_dtype(tokens.dtype), offsets.dtype
+    sizes = len(tokens), len(suffixes), len(bounds), len(tokens), len(offsets)
     files = {}
-    for name, array in zip(_file_names(index), arrays, strict=True):
-        temporary = folder / f"{name}.tmp"
-        with temporary.open("wb") as file:
-            np.save(file, array)
-        temporary.rename(folder / name)
+    for name, *facts in zip(_file_names(index), pieces, dtypes, sizes, strict=True):
+        _save(folder / name, *facts)
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
-    return Shard(len(documents), int(offsets[-1]), files)
+    return Shard(len(offsets) - 1, int(offsets[-1]), files)
+
+
+def _save(file: Path, pieces: Iterable[np.ndarray], dtype: np.dtype, n: int) -> None:
+    """Write the pieces of an array [n] as np.save would the whole, by renaming."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    with temporary.open("wb") as content:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
+        np.lib.format.write_array_header_1_0(content, header)
+        for piece in pieces:
+            content.write(memoryview(piece).cast("B") if len(piece) else b"")
+    temporary.rename(file)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -146,8 +162,7 @@ class Datastore:
         """
         V, n = self.vocab_size, shard.tokens
         tokens = token_dtype(V)
-        pairs = np.dtype(f"u{2 * tokens.itemsize}")
-        expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pairs, n), (np.int64, shard.documents + 1)]
+        expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pair_dtype(tokens), n), (np.int64, shard.documents + 1)]
         arrays = []
         for name, (dtype, length) in zip(_file_names(index), expected, strict=True):
             file, facts = self.folder / name, shard.files[name]

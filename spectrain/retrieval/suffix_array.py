@@ -13,11 +13,13 @@ Letters: V vocabulary, n tokens of a shard.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numba import njit
 from pydivsufsort import divsufsort
 
-MAX_SHARD_TOKENS = 2**28  # sorting takes 20 bytes per token; its positions are int32
+MAX_SHARD_TOKENS = 2**28  # sorting takes 12 bytes per token of two bytes; its positions are int32
 CHUNK_TOKENS = 2**22
 TABLE_TOKENS = 3  # first tokens of a suffix that the tables `bounds` and `pairs` hold
 FIRST_LENGTH = 4  # tokens of a suffix that is found about half the time
@@ -29,20 +31,39 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
 
 
+def pair_dtype(tokens: np.dtype) -> np.dtype:
+    """Return the type that holds two tokens of this type."""
+    return np.dtype(f"u{2 * tokens.itemsize}")
+
+
 def build_suffix_array(tokens: np.ndarray) -> np.ndarray:
     """Return [n] int32, the positions of the text in the order of the suffixes that begin there.
 
     A suffix comes before its extensions. tokens: [n] unsigned integers, n at most MAX_SHARD_TOKENS.
+
+    Texts are sorted as bytes, which takes five bytes of memory per byte. Tokens are written with as few as tell the
+    different ones apart, the most significant first, which keeps their order. Places inside a token are left out.
     """
     assert len(tokens) <= MAX_SHARD_TOKENS, len(tokens)
     if len(tokens) == 0:
         return np.zeros(0, dtype=np.int32)
-    if tokens.dtype.itemsize > 2:
-        present = np.zeros(int(tokens.max()) + 1, dtype=bool)
-        present[tokens] = True
-        if present.sum() <= 2**16:  # the same order in two bytes per token takes half the memory to sort
-            tokens = (np.cumsum(present) - 1).astype(np.uint16)[tokens]
-    return divsufsort(tokens).astype(np.int32, copy=False)
+    present = np.zeros(int(tokens.max()) + 1, dtype=bool)
+    present[tokens] = True
+    ranks = (np.cumsum(present) - 1).astype(">u4")
+    width = max(1, (int(ranks[-1]).bit_length() + 7) // 8)
+    text = np.empty((len(tokens), width), dtype=np.uint8)
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        piece = ranks[tokens[start : start + CHUNK_TOKENS]]
+        text[start : start + CHUNK_TOKENS] = piece.view(np.uint8).reshape(-1, 4)[:, 4 - width :]
+    places = divsufsort(text.reshape(-1))
+    del text
+    n_kept = 0
+    for start in range(0, len(places), CHUNK_TOKENS):  # in place: no second array of this size
+        piece = places[start : start + CHUNK_TOKENS]
+        piece = piece[piece % width == 0] // width
+        places[n_kept : n_kept + len(piece)] = piece
+        n_kept += len(piece)
+    return places[:n_kept]
 
 
 def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -56,21 +77,20 @@ def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
-    """Return the second and third token of each suffix, in suffix order, so sorted among those of one first token.
+def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the second and third token of each suffix, in suffix order, so sorted among those of one first token.
 
-    The result is [n] unsigned, twice as wide as the tokens, with the second token in the upper half. Tokens past the
-    end of the text are 0; a separator, which no query holds, comes before them.
+    The pieces are [n] in all, unsigned, twice as wide as the tokens, with the second token in the upper half. Tokens
+    past the end of the text are 0; a separator, which no query holds, comes before them.
     """
-    wide = np.dtype(f"u{2 * tokens.dtype.itemsize}")
-    pairs = np.zeros(len(tokens), dtype=wide)
+    wide = pair_dtype(tokens.dtype)
     for start in range(0, len(tokens), CHUNK_TOKENS):
         places = suffixes[start : start + CHUNK_TOKENS].astype(np.int64)
-        piece = pairs[start : start + CHUNK_TOKENS]
+        piece = np.zeros(len(places), dtype=wide)
         for behind, shift in ((1, 8 * tokens.dtype.itemsize), (2, 0)):
             inside = places + behind < len(tokens)
             piece[inside] |= tokens[places[inside] + behind].astype(wide) << wide.type(shift)
-    return pairs
+        yield piece
 
 
 @njit(nogil=True, cache=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -164,17 +165,24 @@ def test_a_corpus_that_cannot_be_read_leaves_nothing(run, small, tmp_path, monke
 
 
 def test_kept_documents_do_not_hold_their_parts_in_memory(run, small, monkeypatch):
-    owned = []
+    held = []  # how many parts are in memory when a document is written
     write_shard = documents.write_shard
 
-    def watched(folder, index, documents, vocab_size):
-        owned.extend(document.base is None for document in documents)
-        return write_shard(folder, index, documents, vocab_size)
+    def watched(folder, index, kept, *facts):
+        parts = weakref.WeakValueDictionary()
+
+        def counted():
+            for document in kept:
+                parts[id(document.base)] = document.base
+                yield document
+                held.append(len(parts))
+
+        return write_shard(folder, index, counted(), *facts)
 
     monkeypatch.setattr(documents, "write_shard", watched)
-    assert run(*small, "out=store")[0] == 0
-    assert owned
-    assert all(owned)
+    assert run(*small, "out=store", "part_documents=2")[0] == 0
+    assert len(held) > 4
+    assert max(held) <= 2
 
 
 SCORES = np.array([5.0, 2.0, np.inf, 3.0, 2.0, 9.0])

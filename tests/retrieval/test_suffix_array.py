@@ -29,10 +29,14 @@ REPETITIVE = st.builds(
 CONTEXT = st.lists(TOKEN, min_size=1, max_size=10)
 
 
+def joined_pairs(text: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.uint16), *next_pairs(text, suffixes)])
+
+
 def indexed(tokens: list[int], vocab_size: int = VOCAB_SIZE):
     text = np.array(tokens, dtype=token_dtype(vocab_size))
     suffixes = build_suffix_array(text)
-    return text, suffixes, first_token_bounds(text, vocab_size), next_pairs(text, suffixes)
+    return text, suffixes, first_token_bounds(text, vocab_size), joined_pairs(text, suffixes)
 
 
 @settings(deadline=None)
