@@ -10,7 +10,6 @@ begins, which tries those prompts again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from data_prep.progress import Advance, show_facts
 from spectrain.decoding import Sampling, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import Emitted, check_prompt
-from spectrain.stores.folder import digest
+from spectrain.stores.folder import digest, json_line
 from spectrain.stores.lines import end_last_line, read_lines
 from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
@@ -90,7 +89,7 @@ class Answers:
     def _append(self, name: str, row: dict) -> None:
         if self.build.writes:
             with (self.build.work / f"{name}-{self.build.fabric.global_rank}.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json_line(row))
         self.advance(1, 0)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
 from spectrain.retrieval.datastore import Manifest, bytes_a_token, write_manifest, write_shard
 from spectrain.retrieval.suffix_array import token_dtype
+from spectrain.stores.folder import json_line
 from spectrain.stores.texts import corpus_bytes, is_remote
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class DocumentParts(Parts):
         with (store / DOCUMENTS).open("w", encoding="utf-8") as rows:
             for i in np.flatnonzero(kept):
                 perplexity = None if scores is None else rounded(scores[i])
-                rows.write(json.dumps({"id": ids[i], "tokens": int(lengths[i]), "perplexity": perplexity}) + "\n")
+                rows.write(json_line({"id": ids[i], "tokens": int(lengths[i]), "perplexity": perplexity}))
         chosen = {
             "scored": len(ids) if self.scored else 0,
             "kept": int(kept.sum()),

@@ -16,7 +16,6 @@ rank zero decides. Besides the parts of each command, the work folder holds:
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shutil
 import time
@@ -33,7 +32,7 @@ from rich.filesize import decimal
 from data_prep.progress import Advance, token_progress
 from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import MANIFEST, digest, kind_of, locked, read_json, write_json
+from spectrain.stores.folder import MANIFEST, digest, json_line, kind_of, locked, parse_json, read_json, write_json
 from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -206,7 +205,7 @@ class Build:
 
     def _begin(self, parts: Parts) -> list[int]:
         """Keep of the work folder what this build goes on with, and return the parts that are missing."""
-        identity = json.loads(json.dumps(parts.identity))
+        identity = parse_json(json_line(parts.identity))
         (self.work / COMPLETE).unlink(missing_ok=True)  # of another store, which stands in its place by now
         known = self._read(WORK)
         if known is None or (self.fresh and known != identity | {"fresh": True}):

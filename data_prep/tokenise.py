@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +23,7 @@ from data_prep.pipeline import read_part, write_part
 from data_prep.progress import token_progress
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
-from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.folder import json_line, parse_json, read_json, write_json
 from spectrain.stores.texts import Document, Skipped, is_held_out, read_documents
 
 PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
@@ -65,12 +64,12 @@ class Part:
 
         def load(file: Path) -> Part:
             with np.load(file) as arrays:
-                return cls(**json.loads(arrays["facts"].tobytes()), tokens=arrays["tokens"], lengths=arrays["lengths"])
+                return cls(**parse_json(arrays["facts"].tobytes()), tokens=arrays["tokens"], lengths=arrays["lengths"])
 
         return read_part(part_file(work, index), load)
 
     def write(self, file: Path) -> None:
-        facts = np.frombuffer(json.dumps({"ids": self.ids, "digest": self.digest}).encode(), dtype=np.uint8)
+        facts = np.frombuffer(json_line({"ids": self.ids, "digest": self.digest}).encode(), dtype=np.uint8)
         write_part(file, lambda content: np.savez(content, tokens=self.tokens, lengths=self.lengths, facts=facts))
 
 

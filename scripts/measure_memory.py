@@ -4,9 +4,9 @@
     python scripts/measure_memory.py bench megabytes=500
     python scripts/measure_memory.py datastore megabytes=20 keep=0.5    # with perplexities, by which documents are kept
 
-Needs psutil. Writes the input below `folder`, runs the command there on one CPU thread, and prints its peak resident memory: of its
-largest process, and of all its processes together, sampled ten times per second. The text is that of the given files,
-repeated with a number in each document, so that no document is a duplicate.
+Needs psutil. Writes the input below `folder`, runs the command there on one CPU thread, and prints its peak resident
+memory: of its largest process, and of all its processes together, sampled ten times per second. The text is that of
+the given files, repeated with a number in each document, so that no document is a duplicate.
 """
 
 from __future__ import annotations

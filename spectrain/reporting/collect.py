@@ -18,7 +18,6 @@ from spectrain.stores.lines import read_lines
 from spectrain.training.runs import Curve, RunFolder, merged, read_csv
 
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")  # parts of runs; and big
-LARGEST_JSON_BYTES = 64 * 2**20
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
 # Results as commands write them: part -> how many mappings lie within one another there.
 RESULT = {"metrics": 1, "selected": 1, "settings": 1, "tokens_per_s": 2, "tau": 3, "reliability": [{}]}
@@ -121,7 +120,7 @@ class Collection:
 
     def add_measurement(self, file: Path) -> None:
         """Add a JSON file of measurements, with the pictures that it names; other files are left alone."""
-        if file.name in ("run.json", "result.json", "results.json") or file.stat().st_size > LARGEST_JSON_BYTES:
+        if file.name in ("run.json", "result.json", "results.json"):
             return
         with file.open("rb") as start:  # says whether it may be one, which spares reading every JSON file there is
             beginning = start.read(4096).decode(errors="replace")

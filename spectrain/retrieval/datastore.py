@@ -162,7 +162,8 @@ class Datastore:
         """
         V, n = self.vocab_size, shard.tokens
         tokens = token_dtype(V)
-        expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pair_dtype(tokens), n), (np.int64, shard.documents + 1)]
+        n_offsets = shard.documents + 1
+        expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pair_dtype(tokens), n), (np.int64, n_offsets)]
         arrays = []
         for name, (dtype, length) in zip(_file_names(index), expected, strict=True):
             file, facts = self.folder / name, shard.files[name]

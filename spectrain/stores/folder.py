@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # hashing leaves the GIL alone
 BESIDE = ("partial", "old")  # where a folder is written, and where the one that it replaces waits to be removed
-MOST_YAML_CHARACTERS = 2**20
+LARGEST_JSON_BYTES, LARGEST_YAML_BYTES = 2**26, 2**20
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 T = TypeVar("T")
@@ -146,9 +146,14 @@ def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
     temporary.rename(file)
 
 
+def json_line(value: object) -> str:
+    """Return plain values or a dataclass as one line of strict JSON; see `strict`."""
+    return json.dumps(strict(value), allow_nan=False) + "\n"
+
+
 def read_json(file: Path) -> object:
-    """Read a JSON file; see `parse_json`."""
-    return parse_json(file.read_text(encoding="utf-8"))
+    """Read a JSON file; see `parse_json`. Raises ValueError also where it is large."""
+    return parse_json(_read(file, LARGEST_JSON_BYTES))
 
 
 def parse_json(text: str | bytes) -> object:
@@ -175,15 +180,22 @@ _PlainYaml.add_implicit_resolver(
 
 def read_yaml(file: Path) -> object:
     """Read a YAML file as plain values. Raises ValueError where it is none, large, nested deeply, or has aliases."""
-    text = file.read_text(encoding="utf-8")
-    if len(text) > MOST_YAML_CHARACTERS:
-        raise ValueError(f"it has more than {MOST_YAML_CHARACTERS} characters")
+    text = _read(file, LARGEST_YAML_BYTES)
     try:
         return yaml.load(text, Loader=_PlainYaml)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _read(file: Path, most_bytes: int) -> str:
+    """Read a text file of at most so many bytes. Raises ValueError where it is larger, or no UTF-8."""
+    with file.open("rb") as content:
+        text = content.read(most_bytes + 1)
+    if len(text) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
+    return text.decode("utf-8")
 
 
 def strict(value: object) -> object:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from spectrain.stores.folder import parse_json
+from spectrain.stores.folder import json_line, parse_json
 
 Row = TypeVar("Row")  # a dataclass
 
@@ -17,7 +16,7 @@ Row = TypeVar("Row")  # a dataclass
 def write_lines(file: Path, rows: Iterable[Mapping]) -> None:
     """Replace a JSON-lines file by these rows, by renaming."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.write_text("".join(map(json_line, rows)))
     temporary.rename(file)
 
 
@@ -49,7 +48,7 @@ class RowFile(Generic[Row]):
     def append(self, row: Row) -> None:
         self.rows.append(row)
         with self.file.open("a") as out:
-            out.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            out.write(json_line(row))
 
 
 def end_last_line(file: Path) -> None:

@@ -109,17 +109,18 @@ def _sources(
         yield "row", saved_texts(Path(path).expanduser(), split, fields)
         return
     root, files = _files(path)
+    is_given = path is not None and files == [Path(path).expanduser()]
     level = logging.DEBUG if skipped.quiet or path is None else logging.WARNING
     for file in files:
         # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
         name = os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace")
         if file.suffix == ".parquet":
             yield name, parquet_texts(file, name, fields)
+        elif file.suffix == ".jsonl" and (is_given or _is_utf8(file)):  # of a given file, the wrong line is named
+            yield name, jsonl_texts(file, name, fields)
         elif not _is_utf8(file):
             log.log(level, "left out, not UTF-8: %s", name)
             skipped.not_utf8.append(name)
-        elif file.suffix == ".jsonl":
-            yield name, jsonl_texts(file, name, fields)
         else:
             yield name, [(None, file.read_text(encoding="utf-8"))]
 

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import locked, parse_json, read_yaml, write_folder
-from spectrain.stores.lines import read_lines
+from spectrain.stores import folder
+from spectrain.stores.folder import json_line, locked, parse_json, read_json, read_yaml, write_folder
+from spectrain.stores.lines import RowFile, read_lines
 
 
 def test_one_at_a_time_whatever_the_moment(tmp_path):
@@ -111,3 +113,29 @@ def test_yaml_is_read_as_hydra_reads_it(tmp_path):
         with pytest.raises(ValueError, match=r".") as error:
             read_yaml(file)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("read", "name"), [(read_json, "LARGEST_JSON_BYTES"), (read_yaml, "LARGEST_YAML_BYTES")])
+def test_files_that_are_large_are_not_read(tmp_path, monkeypatch, read, name):
+    file = tmp_path / "file"
+    file.write_text("[1, 2]")
+    monkeypatch.setattr(folder, name, 6)
+    assert read(file) == [1, 2]
+    monkeypatch.setattr(folder, name, 5)
+    with pytest.raises(ValueError, match="it has more than 5 bytes"):
+        read(file)
+
+
+@dataclass
+class Measured:
+    name: str
+    values: tuple
+
+
+def test_rows_of_measurements_are_strict_json(tmp_path):
+    row = Measured("x", (1, float("nan"), [float("inf")]))
+    RowFile(tmp_path / "rows.jsonl", Measured).append(row)
+    assert (tmp_path / "rows.jsonl").read_text() == '{"name": "x", "values": [1, null, [null]]}\n' == json_line(row)
+    (tmp_path / "rows.jsonl").write_text('{"name": "x", "values": [NaN]}\n')  # as older versions wrote
+    assert RowFile(tmp_path / "rows.jsonl", Measured).rows == [Measured("x", [None])]
+    assert "NaN" not in (tmp_path / "rows.jsonl").read_text()

@@ -244,3 +244,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(UserError, match=f"{name} cannot be read .*Permission denied"):
         texts(tmp_path)
+
+
+def test_a_bad_byte_of_json_lines_is_named_by_its_line(tmp_path):
+    rows = [b'{"text": "a"}', b'{"text": "b"}', b"", b'{"text": "\xff"}', b'{"text": "c"}']
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(rows))
+    with pytest.raises(UserError, match=r"line 4 of rows.jsonl is not UTF-8 \(byte 11\); save the file as UTF-8"):
+        list(read_documents(str(tmp_path / "rows.jsonl")))
