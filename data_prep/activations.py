@@ -71,7 +71,8 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
     if cfg.row_tokens > target.max_positions:
         raise UserError(f"row_tokens={cfg.row_tokens} is above the target's {target.max_positions} tokens; lower it")
     corpus = cfg.corpus
-    documents = read_documents(corpus.path, corpus.fields, corpus.split, corpus.subset)
+    source = corpus.path, corpus.fields, corpus.split, corpus.subset
+    documents = read_documents(*source, max_document_bytes=corpus.max_document_bytes)
     packed = pack(documents, target.tokenizer, cfg.row_tokens, corpus.held_out_share, corpus.max_documents)
     sides = {False: packed.train.numpy(), True: packed.held_out.numpy()}  # in the order in which training numbers them
     return TokenRows.of_texts([(row, 0, held_out) for held_out, rows in sides.items() for row in rows])

@@ -49,6 +49,8 @@ T = TypeVar("T")
 def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
     """Return the options of a command, resolved, that its store depends on."""
     config = {key: value for key, value in config.items() if key not in not_hashed}
+    if "corpus" in config:
+        config["corpus"] = {key: value for key, value in config["corpus"].items() if key != "max_document_bytes"}
     return config | {"target": {k: v for k, v in config["target"].items() if k not in NOT_HASHED_OF_TARGET}}
 
 

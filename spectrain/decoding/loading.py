@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +27,19 @@ from spectrain.decoding.target import TargetModel, check_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_TIMEOUT_S = 10
+# Each is some ten times that of the largest known model.
+LARGEST_DIMENSIONS = {
+    "num_hidden_layers": 2**10,
+    "num_experts": 2**13,
+    "num_local_experts": 2**13,
+    "n_routed_experts": 2**13,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**22,
+    "num_attention_heads": 2**13,
+}
+WEIGHTS_PER_BYTE, PACKED_WEIGHTS_PER_BYTE = 2, 16  # of a file, at most; twice what is known, as tied ones count twice
+ALWAYS_BUILT_WEIGHTS = 2**26  # so few take little memory, and what is wrong with them is named better later
 SHOWN_WEIGHTS = 3  # names of weights in a refusal
 FOREIGN_CODE = "needs code of its own folder, which is never run; give a model of an architecture that transformers has"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
@@ -59,10 +74,16 @@ def load_target(
     options = {"config": config, "dtype": DTYPES[dtype], "attn_implementation": "sdpa", **PARALLEL[parallel]}
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     try:
+        if Path(name).is_dir():
+            per_byte = PACKED_WEIGHTS_PER_BYTE if hasattr(config, "quantization_config") else WEIGHTS_PER_BYTE
+            model = partial(AutoModelForCausalLM.from_config, copy.deepcopy(config), trust_remote_code=False)
+            check_size(model, Path(name), target_name, per_byte)
         with _quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **reported, **options)
             if (Path(name) / "generation_config.json").is_file():  # transformers passes over a broken one
                 GenerationConfig.from_pretrained(name)
+    except UserError:
+        raise
     except Exception as error:  # safetensors, torch and transformers each raise their own types here
         raise UserError(f"{target_name} {_why_no_model(error)}") from error
     _check_complete(target_name, found)
@@ -89,9 +110,32 @@ def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def read_config(name: str | Path) -> PretrainedConfig:
-    """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises."""
+    """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises.
+
+    Also raises ValueError where a dimension is beyond that of any model: building such a one would take hours.
+    """
     _ask_hub(name)
-    return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    text = config.get_text_config()
+    for dimension, most in LARGEST_DIMENSIONS.items():
+        value = getattr(text, dimension, None)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{dimension}={value} is above the limit of {most}")
+    return config
+
+
+def check_size(
+    build: Callable[[], nn.Module], folder: Path, name: str, weights_per_byte: int = WEIGHTS_PER_BYTE
+) -> None:
+    """Raise UserError where a model has far more weights than the files of its folder hold, without memory for them."""
+    n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
+    with torch.device("meta"):
+        n_weights = sum(parameter.numel() for parameter in build().parameters())
+    if n_bytes and n_weights > max(weights_per_byte * n_bytes, ALWAYS_BUILT_WEIGHTS):
+        raise UserError(
+            f"{name} has {n_weights} weights by its config.json, which its files of {n_bytes} bytes cannot hold; "
+            "export or fetch it again"
+        )
 
 
 def _ask_hub(name: str | Path) -> None:

@@ -12,13 +12,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.loading import check_finite
+from spectrain.decoding.loading import check_finite, check_size
 from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
 from spectrain.stores.folder import read_json, write_json
 
@@ -168,7 +169,9 @@ def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
     with damage_of(f"drafter={folder}"):
         values = read_json(folder / "config.json")
         shape, layers = LlamaShape(**values.pop("shape")), tuple(values.pop("target_layers"))
-        drafter = SpireDrafter(SpireConfig(shape, layers, **values))
+        config = SpireConfig(shape, layers, **values)
+        check_size(partial(SpireDrafter, config), folder, f"drafter={folder}")
+        drafter = SpireDrafter(config)
         state = load_file(folder / "model.safetensors")
         if shape.tie_embeddings:
             state["lm_head.weight"] = state["embed_tokens.weight"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spectrain.reporting.formats import MISSING, number
 from spectrain.stores.budget_table import BudgetTable
-from spectrain.training.runs import NOT_HASHED, NOT_HASHED_OF_TRAINER, Curve
+from spectrain.training.runs import Curve, hashed
 
 OWN_METHOD = {"spire": "spire", "vanilla": "speculative"}  # kind of training -> its drafter's name in a table of tau
 TRAININGS = ("spire", "vanilla", "specdecpp", "target")  # kinds of run folders
@@ -97,9 +97,7 @@ class Training(Run):
     @cached_property
     def options(self) -> dict[str, object]:
         """What changes the training, by dotted key."""
-        kept = {key: value for key, value in self.config.items() if key not in NOT_HASHED}
-        trainer = kept.get("trainer") or {}
-        return dict(flat(kept | {"trainer": {k: v for k, v in trainer.items() if k not in NOT_HASHED_OF_TRAINER}}))
+        return dict(flat(hashed(self.config)))
 
     @property
     def steps(self) -> int:

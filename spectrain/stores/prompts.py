@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ FORMATS = {  # a file has the first of these whose keys its first row has
     "plain": ("prompt",),
 }
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
+LARGEST_LINE_BYTES = 2**23  # more than any context holds: tokenizers read some megabyte per second
 SHOWN_CHARACTERS = 40  # of a wrong value in a message
 
 
@@ -64,11 +66,18 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     return list(questions.values())
 
 
-def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
-    """Yield line numbers, from 1, and objects of a user's JSON-lines file, which messages call `name`."""
+def json_rows(
+    file: Path, name: str, most_bytes: int = LARGEST_LINE_BYTES, otherwise: str = "shorten it"
+) -> Iterator[tuple[int, dict]]:
+    """Yield line numbers, from 1, and objects of a user's JSON-lines file, which messages call `name`.
+
+    `otherwise` is what to do about a line of more than `most_bytes`, which is refused before it is read whole.
+    """
     with file.open("rb") as lines:  # as bytes only a line feed ends a line, no carriage return or U+2028
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, most_bytes + 1), b""), start=1):
             where = f"line {number} of {name}"
+            if len(line) > most_bytes:
+                raise UserError(f"{where} has more than {most_bytes} bytes; {otherwise}")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 row = parse_json(text) if text.strip() else None

@@ -24,9 +24,11 @@ HUB_TIMEOUT_S = 20.0
 SAVED = ("dataset_dict.json",), ("dataset_info.json", "state.json")  # what save_to_disk leaves, of splits and of one
 
 
-def jsonl_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a JSONL file that messages call `name`."""
-    for number, row in json_rows(file, name):
+def jsonl_texts(
+    file: Path, name: str, fields: Sequence[str] | None, most_bytes: int, otherwise: str
+) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a JSONL file that messages call `name`; for longer lines see `json_rows`."""
+    for number, row in json_rows(file, name, most_bytes, otherwise):
         yield number, row_text(row, fields, f"line {number} of {name}")
 
 

@@ -34,6 +34,8 @@ SUFFIXES = (
 )
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
+MAX_DOCUMENT_BYTES = 2**25  # as in conf/corpus/stdlib.yaml
+SPLIT_IT = "split it into documents, or raise corpus.max_document_bytes"
 STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees, as in conf/corpus/stdlib.yaml
 
 
@@ -68,6 +70,7 @@ def read_documents(
     split: str = "train",
     subset: str | None = None,
     skipped: Skipped | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Iterator[Document]:
     """Yield the documents of a corpus.
 
@@ -80,16 +83,21 @@ def read_documents(
         split: of a dataset.
         subset: of a dataset on the hub.
         skipped: counts what is left out.
+        max_document_bytes: of a text, and of a line of a `.jsonl` file.
 
     Raises:
-        UserError: there is no such corpus, a file cannot be read, or a row is malformed or lacks a field.
+        UserError: there is no such corpus, a file cannot be read, a row is malformed or lacks a field, or a text is
+            longer than max_document_bytes.
     """
     skipped = Skipped() if skipped is None else skipped
     try:
-        for name, texts in _sources(path, fields, split, subset, skipped):
+        for name, texts in _sources(path, fields, split, subset, skipped, max_document_bytes):
             for number, text in texts:
                 if text.strip():
-                    yield Document(name if number is None else f"{name}:{number}", text)
+                    document = Document(name if number is None else f"{name}:{number}", text)
+                    if 4 * len(text) > max_document_bytes and len(text.encode()) > max_document_bytes:
+                        raise UserError(f"{document.id} has more than {max_document_bytes} bytes; {SPLIT_IT}")
+                    yield document
                 else:
                     skipped.empty += 1
     except OSError as error:  # no file may go missing unnoticed
@@ -98,7 +106,7 @@ def read_documents(
 
 
 def _sources(
-    path: str | None, fields: list[str] | None, split: str, subset: str | None, skipped: Skipped
+    path: str | None, fields: list[str] | None, split: str, subset: str | None, skipped: Skipped, most_bytes: int
 ) -> Iterator[tuple[str, Iterable[tuple[int | None, str]]]]:
     """Yield the name of each file or dataset of a corpus, and its texts with their numbers; None: its only text."""
     if is_remote(path):
@@ -117,10 +125,12 @@ def _sources(
         if file.suffix == ".parquet":
             yield name, parquet_texts(file, name, fields)
         elif file.suffix == ".jsonl" and (is_given or _is_utf8(file)):  # of a given file, the wrong line is named
-            yield name, jsonl_texts(file, name, fields)
+            yield name, jsonl_texts(file, name, fields, most_bytes, SPLIT_IT)
         elif not _is_utf8(file):
             log.log(level, "left out, not UTF-8: %s", name)
             skipped.not_utf8.append(name)
+        elif file.stat().st_size > most_bytes:
+            raise UserError(f"{name} has more than {most_bytes} bytes; {SPLIT_IT}")
         else:
             yield name, [(None, file.read_text(encoding="utf-8"))]
 

@@ -37,7 +37,7 @@ from spectrain.stores.rows import (
     open_acceptance,
     open_responses,
 )
-from spectrain.stores.texts import Document, is_held_out, pack, read_documents, train_tokenizer
+from spectrain.stores.texts import MAX_DOCUMENT_BYTES, Document, is_held_out, pack, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
 from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows
 from spectrain.training.losses import LossSettings
@@ -191,7 +191,9 @@ def drafter_rows(config: Mapping, target: TargetModel) -> RowData:
 
 def read_corpus(corpus: Mapping) -> list[Document]:
     """All documents of the `corpus` node, in memory."""
-    return list(read_documents(corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]))
+    source = corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]
+    most = corpus.get("max_document_bytes", MAX_DOCUMENT_BYTES)  # runs of older versions do not have it
+    return list(read_documents(*source, max_document_bytes=most))
 
 
 def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] | None = None) -> RowData:

@@ -20,7 +20,7 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,10 @@ CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "expor
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
 # A run may go on with another number of ranks.
-NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
+NOT_HASHED_OF = {
+    "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing"),
+    "corpus": ("max_document_bytes",),
+}
 
 Curve = dict[int, dict[str, float]]  # step -> metric -> value
 
@@ -87,7 +90,7 @@ class RunFolder:
         if cfg.run_dir:
             return Path(str(cfg.run_dir))
         config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        return Path(f"runs/{cfg.kind}-{digest(_hashed(config))}")
+        return Path(f"runs/{cfg.kind}-{digest(hashed(config))}")
 
     @classmethod
     def find(cls, cfg: DictConfig, result: str = "result.json") -> RunFolder:
@@ -110,7 +113,7 @@ class RunFolder:
         return dataclasses.replace(run, id=begun["id"]) if begun else run
 
     def _why_not_to_resume(self) -> UserError | None:
-        before, ours = _hashed(self.read_config(self.path)), _hashed(self.config)
+        before, ours = hashed(self.read_config(self.path)), hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
             return UserError(
@@ -291,10 +294,12 @@ def plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 
-def _hashed(config: dict) -> dict:
+def hashed(config: Mapping) -> dict:
+    """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    if "trainer" in kept:
-        kept["trainer"] = {k: v for k, v in kept["trainer"].items() if k not in NOT_HASHED_OF_TRAINER}
+    for group, not_hashed in NOT_HASHED_OF.items():
+        if isinstance(kept.get(group), Mapping):
+            kept[group] = {key: value for key, value in kept[group].items() if key not in not_hashed}
     return kept
 
 

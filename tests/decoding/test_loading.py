@@ -110,6 +110,22 @@ def other_shape(folder):
     edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
 
 
+def million_layers(folder):
+    edit_config(folder, num_hidden_layers=1_000_000)
+
+
+def vast_state(folder):
+    edit_config(folder, hidden_size=2**30)
+
+
+def vast_vocabulary(folder):
+    edit_config(folder, vocab_size=2**22)
+
+
+def vast_mlp(folder):
+    edit_config(folder, intermediate_size=2**20)
+
+
 def broken_generation_config(folder):
     (folder / "generation_config.json").write_text("{")
 
@@ -132,6 +148,10 @@ def foreign_tokenizer(folder):
         (fewer_layers, r"has weights that its config.json does not name \(model.layers.2.* \.\.\.\)"),
         (more_layers, r"lacks weights \(model.layers.3.input_layernorm.weight, .*, \.\.\.\)"),
         (other_shape, r"has weights of other shapes than its config.json says \(model.norm.weight\)"),
+        (million_layers, "num_hidden_layers=1000000 is above the limit of 1024"),
+        (vast_state, f"hidden_size={2**30} is above the limit of {2**18}"),
+        (vast_vocabulary, r"has \d+ weights by its config.json, which its files of \d+ bytes cannot hold; export or"),
+        (vast_mlp, "which its files of .* bytes cannot hold"),
         (broken_generation_config, "generation_config.json"),
         (foreign_config, "needs code of its own folder, which is never run"),
         (foreign_tokenizer, "has no tokenizer that transformers can read"),

@@ -47,6 +47,16 @@ def target() -> TargetModel:
     return TargetModel(tiny_model("llama"), tiny_tokenizer())
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "intermediate_size"])
+def test_a_drafter_that_its_weights_cannot_fill_is_refused_before_it_is_built(tmp_path, target, name):
+    folder = export_spire(tmp_path / "spire", target)
+    values = json.loads((folder / "config.json").read_text())
+    values["shape"][name] = 10**8
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"has \d+ weights by its config.json, which its files of .* cannot hold"):
+        load_spire(folder, fingerprint(target.model, target.tokenizer))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_saved_drafter_is_read_back_whole(tmp_path, tied):
     target = TargetModel(tiny_model("llama", tie_word_embeddings=tied), tiny_tokenizer())

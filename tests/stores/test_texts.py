@@ -12,6 +12,7 @@ import pytest
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores import tables
+from spectrain.stores.prompts import read_prompts
 from spectrain.stores.texts import (
     Document,
     Skipped,
@@ -251,3 +252,27 @@ def test_a_bad_byte_of_json_lines_is_named_by_its_line(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(rows))
     with pytest.raises(UserError, match=r"line 4 of rows.jsonl is not UTF-8 \(byte 11\); save the file as UTF-8"):
         list(read_documents(str(tmp_path / "rows.jsonl")))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_long_document_is_refused_by_its_name_and_the_option_raises_the_limit(tmp_path, name):
+    long = "ä" * 50  # 100 bytes
+    file = tmp_path / name
+    if name == "a.parquet":
+        datasets.Dataset.from_list([{"q": "short"}, {"q": long}]).to_parquet(file)
+    else:
+        file.write_text(long if name == "a.txt" else f'{{"q": "short"}}\n{{"q": "{long}"}}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"more than 99 bytes; split it .* raise corpus.max_document_bytes") as said:
+        list(read_documents(str(tmp_path), max_document_bytes=99))
+    assert name in str(said.value)
+    assert long in [document.text for document in read_documents(str(tmp_path), max_document_bytes=120)]
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path):
+    file = tmp_path / "a.jsonl"
+    with file.open("wb") as content:
+        content.truncate(2**40)
+    with pytest.raises(UserError, match="line 1 of a.jsonl has more than 33554432 bytes"):
+        list(read_documents(str(file)))
+    with pytest.raises(UserError, match="line 1 of a.jsonl has more than 8388608 bytes; shorten it"):
+        read_prompts(file)
