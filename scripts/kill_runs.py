@@ -31,6 +31,7 @@ from functools import partial
 from itertools import count, cycle
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TextIO
 
 import pandas as pd
 import psutil
@@ -56,13 +57,13 @@ def main() -> int:
     options = OmegaConf.merge(DEFAULTS, OmegaConf.from_cli(typed[:behind]))
     if typed[behind + 1 :]:
         return kill_any(options, typed[behind + 1 :])
-    if bool(options.kills) == bool(options.starts):
-        sys.exit("error: give kills=<number>, or starts=<number>")
+    if not options.kills and not options.starts:
+        sys.exit("error: nothing to do; give kills=<number>, starts=<number>, or both")
     return kill_jobs(options)
 
 
 def kill_jobs(options: DictConfig) -> int:
-    """Try the jobs of the tiny world in turn until there were as many kills or starts as asked for."""
+    """Try the jobs of the tiny world in turn until there were as many kills and starts as asked for."""
     work = Path(options.work).resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -71,43 +72,51 @@ def kill_jobs(options: DictConfig) -> int:
     asked = str(options.of or "").replace(",", " ").split()
     chosen = [job for job in known if not asked or set(job.name.replace(",", "").split()) & set(asked)]
     references = [Reference.of(job, work / "undisturbed" / str(i)) for i, job in enumerate(chosen)]
-    trial = kill_trial if options.kills else start_trial
-    counts = {reference.job.name: Counter() for reference in references}
+    n_faults = 0
     with (work / "faults.jsonl").open("w") as faults:
-        for done, folder in trials(trial, references, options, work):
-            counts[done.job] += Counter(runs=1, kills=done.kills, **{REFUSED: done.refused})
-            counts[done.job] += Counter(kind for kind, _ in done.faults)
-            if done.faults:
-                printed = [[outcome.code, outcome.output[-PRINTED_CHARACTERS:]] for outcome in done.outcomes]
-                row = {"job": done.job, "seed": done.seed, "faults": done.faults, "folder": folder, "printed": printed}
-                faults.write(json.dumps(row | {"folder": str(folder)}) + "\n")
-                faults.flush()
-            else:
-                shutil.rmtree(folder)
-    table = pd.DataFrame(counts).T.reindex(columns=["runs", "kills", REFUSED, *KINDS, OTHER]).fillna(0).astype(int)
-    table.loc["all"] = table.sum()
-    print(table.to_string())
-    n_faults = int(table.loc["all", [*KINDS, OTHER]].sum())
+        for name, trial in (("kills", kill_trial), ("starts", start_trial)):
+            if options[name]:
+                table = table_of_trials(trials(trial, options[name], references, options, work), faults)
+                print(f"{name}\n{table.to_string()}\n", flush=True)
+                n_faults += int(table.loc["all", [*KINDS, OTHER]].sum())
     print(f"{n_faults} faults: {work / 'faults.jsonl'}")
     return int(n_faults > 0)
 
 
 def trials(
-    trial: Callable[[Reference, Path, str], Trial], references: Sequence[Reference], options: DictConfig, work: Path
+    trial: Callable[..., Trial], n_left: int, references: Sequence[Reference], options: DictConfig, work: Path
 ) -> Iterator[tuple[Trial, Path]]:
-    """Yield trials and their folders as they end, a few at the same time, until there were enough."""
-    n_left, running = options.kills or options.starts, {}
-    new = zip(cycle(references), count(), strict=False)
+    """Yield trials and their folders as they end, a few at the same time, until there were as many kills or starts."""
+    new, running = zip(cycle(references), count(), strict=False), {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("fork")) as pool:
         while n_left > 0 or running:
             while n_left > 0 and len(running) < options.jobs:
                 reference, number = next(new)
-                folder = work / f"trial-{number}"
+                folder = work / f"{trial.__name__}-{number}"
                 running[pool.submit(trial, reference, folder, f"{options.seed}-{number}")] = folder
-                n_left -= bool(options.starts)
+                n_left -= trial is start_trial
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
                 n_left -= ended.result().kills
                 yield ended.result(), running.pop(ended)
+
+
+def table_of_trials(done: Iterator[tuple[Trial, Path]], faults: TextIO) -> pd.DataFrame:
+    """Count by job what is wrong, write each fault down, and keep the folders of those only."""
+    counts: dict[str, Counter[str]] = {}
+    for trial, folder in done:
+        mine = counts.setdefault(trial.job, Counter())
+        mine.update(["runs"], kills=trial.kills, **{REFUSED: trial.refused})
+        mine.update(kind for kind, _ in trial.faults)
+        if not trial.faults:
+            shutil.rmtree(folder)
+            continue
+        printed = [[outcome.code, outcome.output[-PRINTED_CHARACTERS:]] for outcome in trial.outcomes]
+        row = {"job": trial.job, "seed": trial.seed, "faults": trial.faults, "folder": str(folder), "printed": printed}
+        faults.write(json.dumps(row) + "\n")
+        faults.flush()
+    table = pd.DataFrame(counts).T.reindex(columns=["runs", "kills", REFUSED, *KINDS, OTHER]).fillna(0).astype(int)
+    table.loc["all"] = table.sum()
+    return table
 
 
 @dataclass(frozen=True)

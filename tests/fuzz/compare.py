@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +114,3 @@ def _timeless(value: object) -> object:
     if isinstance(value, dict):
         return {key: _timeless(entry) for key, entry in value.items() if not BY_THE_CLOCK.fullmatch(key)}
     return [_timeless(entry) for entry in value] if isinstance(value, list) else value
-
-
-def counted(wrong: Sequence[Difference]) -> Counter[str]:
-    """How many differences there are of each kind."""
-    return Counter(difference.kind for difference in wrong)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tests.conftest import TEXT
 from tests.fuzz.world import TINY_TRAINING, World, type_command
 
-N_TEXTS = 24
+N_TEXTS, N_PROMPTS = 60, 24
 TRAINING = (*TINY_TRAINING, "checkpoint_s=0.02", "trainer.log_every_n_steps=2", "out=exported", "run_dir=run")
 STEPS = ("max_steps=40", "trainer.val_check_interval=10")
 
@@ -31,7 +31,9 @@ def jobs(world: World) -> list[Job]:
     texts = [TEXT.format(f"option_{i}") * 3 for i in range(N_TEXTS)]
     for i, text in enumerate(texts):
         (more / "corpus" / f"m{i}.py").write_text(text)
-    rows = [json.dumps({"prompt": text[: 30 + i], "category": "code"}) + "\n" for i, text in enumerate(texts)]
+    rows = [
+        json.dumps({"prompt": text[: 30 + i], "category": "code"}) + "\n" for i, text in enumerate(texts[:N_PROMPTS])
+    ]
     (more / "prompts.jsonl").write_text("".join(rows))
     target, corpus, prompts = f"target={folder}/target", f"corpus={more}/corpus", f"prompts={more}/prompts.jsonl"
     vanilla, responses = f"drafter={folder}/vanilla", f"responses={more}/responses"
