@@ -31,7 +31,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
-from spectrain.stores.folder import naming_a_full_disk, read_json, write_json, write_manifest
+from spectrain.stores.folder import read_json, write_json, write_manifest
 from spectrain.stores.rows import ResponseStore
 from spectrain.stores.texts import is_held_out
 
@@ -45,7 +45,6 @@ AUTOCAST = {
 }
 PENDING_SHARDS = 2  # waiting to be written, in memory beside the one that is computed
 SCALES = {"captured": "captured_scale", "final_hidden": "hidden_scale"}  # of int8 features
-FULL_DISK = ", which goes on from here, or start anew with dtype=int8 or out=<folder on another disk>"
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,7 @@ class ShardParts(Parts):
         """
 
         def write(index: int, shard: Shard) -> None:
-            with naming_a_full_disk(build.work, FULL_DISK):
-                write_json(facts_file(build, index), write_shard(build.store / shard_name(index), shard))
+            write_json(facts_file(build, index), write_shard(build.store / shard_name(index), shard))
 
         build.store.mkdir(exist_ok=True)
         pending: deque[Future] = deque()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.pipeline import Build, Parts, check_disk, read_part, write_part
+from data_prep.pipeline import Build, Parts, check_disk, read_part
 from data_prep.progress import Advance
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, quantiles, rounded, select
 from data_prep.tokenise import Corpus, Counts, Part, read_counts
@@ -29,6 +29,7 @@ from spectrain.retrieval.datastore import Manifest, bytes_a_token, write_manifes
 from spectrain.retrieval.suffix_array import token_dtype
 from spectrain.stores.folder import json_line
 from spectrain.stores.texts import corpus_bytes, is_remote
+from spectrain.stores.writing import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class DocumentParts(Parts):
             if len(bad):
                 raise UserError(f"the perplexity of {part.ids[bad[0]]} is no number; give target.dtype=float32")
             if build.writes:
-                write_part(score_file(self.work, index), partial(np.save, arr=scores))
+                write_whole(score_file(self.work, index), partial(np.save, arr=scores))
 
     def write_store(self, build: Build) -> None:
         """Choose documents, write the store and put it in its place."""

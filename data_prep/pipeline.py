@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from lightning import Fabric
 from rich.filesize import decimal
@@ -34,6 +34,7 @@ from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import MANIFEST, digest, json_line, kind_of, locked, parse_json, read_json, write_json
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.writing import free_bytes, to_disk
 
 log = logging.getLogger(__name__)
 
@@ -83,21 +84,12 @@ def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[
 
 def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_tokens") -> None:
     """Raise UserError where the disk of `out` has no room for so many more bytes; `less` says how to need fewer."""
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(out)
     if free < need_bytes * DISK_MARGIN:
         raise UserError(
-            f"{folder} has {decimal(free)} free, but this build needs about {decimal(int(need_bytes * DISK_MARGIN))}; "
-            f"free some, {less}, or give out=<folder on another disk>"
+            f"the disk of {out} has {decimal(free)} free, but this build needs about "
+            f"{decimal(int(need_bytes * DISK_MARGIN))}; free some, {less}, or give out=<folder on another disk>"
         )
-
-
-def write_part(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file of a part so that it appears whole or not at all."""
-    temporary = file.with_suffix(".tmp")
-    with temporary.open("wb") as content:
-        write(content)
-    temporary.rename(file)
 
 
 def read_part(path: Path, read: Callable[[Path], T]) -> T:
@@ -236,7 +228,7 @@ class Build:
             yield
         except BaseException:
             children = [child for child in self.work.iterdir() if child.name not in (WORK, STORE)]
-            parts = [child for child in children if child.suffix != ".tmp" and not child.name.startswith(".")]
+            parts = [child for child in children if not child.name.startswith(".")]
             if world_size == 1 and not any(part.is_dir() or part.stat().st_size for part in parts):
                 self.clear()
             raise
@@ -248,6 +240,7 @@ class Build:
 
     def publish(self) -> None:
         """Put the whole `store` in its place. Raise UserError where something else stands there by now."""
+        to_disk(self.store)
         facts = {"out": self.out.name, "config": self.config, "fresh": self._read(WORK)["fresh"]}
         write_json(self.work / COMPLETE, facts)
         self._move(self.out)

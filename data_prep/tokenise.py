@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.pipeline import read_part, write_part
+from data_prep.pipeline import read_part
 from data_prep.progress import token_progress
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
 from spectrain.stores.folder import json_line, parse_json, read_json, write_json
 from spectrain.stores.texts import Document, Skipped, is_held_out, read_documents
+from spectrain.stores.writing import write_whole
 
 PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
 SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 64, 4096  # tokenised to learn how many tokens a byte of text makes
@@ -70,7 +71,7 @@ class Part:
 
     def write(self, file: Path) -> None:
         facts = np.frombuffer(json_line({"ids": self.ids, "digest": self.digest}).encode(), dtype=np.uint8)
-        write_part(file, lambda content: np.savez(content, tokens=self.tokens, lengths=self.lengths, facts=facts))
+        write_whole(file, lambda out: np.savez(out, tokens=self.tokens, lengths=self.lengths, facts=facts))
 
 
 def part_file(work: Path, index: int) -> Path:

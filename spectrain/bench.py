@@ -31,12 +31,13 @@ from spectrain.methods.speculative import Speculative
 from spectrain.reporting.benchmarks import terminal_table
 from spectrain.reporting.render import write_report
 from spectrain.stores.environment import device_facts, provenance
-from spectrain.stores.folder import MANIFEST, read_json, sha256, write_json
+from spectrain.stores.folder import MANIFEST, sha256, write_json
 from spectrain.stores.prompts import Question, conversation_ids
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
+STORES = "datastores.json"  # which ones a run began with
 TABLE_COLUMNS = 100  # where the output is no terminal
 
 
@@ -113,16 +114,15 @@ def build_baselines(
 
 def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
     """Note which datastores a run began with. Raises UserError where a resumed run finds other ones."""
-    file = run.path / "datastores.json"
     found = {name: [str(folder), sha256(folder / MANIFEST)] for name, folder in stores.items()}
-    begun = read_json(file) if file.is_file() else {}
+    begun = run.read(STORES) or {}
     for name, (folder, _) in begun.items():
         if found.get(name) != begun[name]:
             raise UserError(
                 f"{run.path} was started with {name} drafting from {folder} as it was then, not from what was found "
                 "now; give that datastore, or another out"
             )
-    write_json(file, found)
+    write_json(run.path / STORES, found)
 
 
 def facts(cfg: DictConfig, target: TargetModel, n_questions: int) -> dict:

@@ -9,6 +9,7 @@ Prints tables and writes `cost.json`, `cost.csv` and pictures. docs/cost.md has 
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +30,7 @@ from spectrain.reporting.cost_tables import cost_tables
 from spectrain.reporting.drawing import write_png
 from spectrain.reporting.tables import show
 from spectrain.stores.environment import provenance
+from spectrain.stores.writing import write_whole
 from spectrain.training.runs import RunFolder
 
 TABLE_COLUMNS = 140  # where the output is no terminal
@@ -121,16 +123,17 @@ def grid_json(grid: CostGrid, tau: Mapping[str, Mapping]) -> dict[str, object]:
 
 def write_csv(file: Path, grid: CostGrid) -> None:
     """Write one line per method, batch size and context length: FLOP-equivalents, and ms where the peaks are known."""
-    with file.open("w", newline="") as out:
-        writer = csv.writer(out)
-        writer.writerow(CSV_COLUMNS)
-        for method in grid.methods:
-            step = grid.model.step(method, grid.batch, grid.context_tokens)
-            for (i, j), multiplier in np.ndenumerate(method.tau / step.iteration_time_multiplier):
-                costs = [cost[i, j] for cost in (step.draft, step.verify, step.target, step.step)]
-                ms = [grid.model.hardware.milliseconds(cost) for cost in costs]
-                cells = ["" if cell is None else f"{cell:.6g}" for cell in (multiplier, *costs[:3], *ms)]
-                writer.writerow([method.name, grid.batch[i], grid.context_tokens[j], method.k, method.tau, *cells])
+    content = io.StringIO()
+    writer = csv.writer(content)
+    writer.writerow(CSV_COLUMNS)
+    for method in grid.methods:
+        step = grid.model.step(method, grid.batch, grid.context_tokens)
+        for (i, j), multiplier in np.ndenumerate(method.tau / step.iteration_time_multiplier):
+            costs = [cost[i, j] for cost in (step.draft, step.verify, step.target, step.step)]
+            ms = [grid.model.hardware.milliseconds(cost) for cost in costs]
+            cells = ["" if cell is None else f"{cell:.6g}" for cell in (multiplier, *costs[:3], *ms)]
+            writer.writerow([method.name, grid.batch[i], grid.context_tokens[j], method.k, method.tau, *cells])
+    write_whole(file, content.getvalue())
 
 
 def draw(folder: Path, grid: CostGrid, views: Sequence[str]) -> list[dict[str, str]]:

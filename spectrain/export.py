@@ -24,7 +24,7 @@ from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.reporting.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
-from spectrain.stores.folder import locked, naming_a_full_disk, refuse_existing, write_folder
+from spectrain.stores.folder import locked, refuse_existing, write_folder
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.push_to_hub is not None:
         check_repository(cfg.push_to_hub)
     out, opened = of_run(cfg) if cfg.run is not None else of_lookup(cfg)
-    with locked(out, otherwise=", or give another out"), naming_a_full_disk(out):
+    with locked(out, otherwise=", or give another out"):
         refuse_existing(out)
         write_folder(out, partial(opened(), out=out))
     log.info("exported to %s", out)

@@ -19,7 +19,8 @@ from spectrain.decoding.errors import UserError
 from spectrain.reporting.collect import Collection
 from spectrain.reporting.runs_page import GENERATOR, render_page
 from spectrain.stores.environment import TYPED_COMMAND, date_of
-from spectrain.stores.folder import locked, naming_a_full_disk
+from spectrain.stores.folder import locked
+from spectrain.stores.writing import write_whole
 
 HEAD_CHARACTERS = 400  # of a page: within them it says what wrote it
 
@@ -38,7 +39,7 @@ def make_page(cfg: DictConfig, roots: list[Path], out: Path) -> None:
     others = {1: "", 2: f" and {roots[-1]}"}.get(len(roots), f" and {len(roots) - 1} other folders")
     title = str(cfg.title or f"Runs in {roots[0]}{others}")
     html = render_page(collection, title, [str(root) for root in roots], date_of(), TYPED_COMMAND.get())
-    write_page(out, html)
+    write_whole(out, html)
     print(f"{out}: {len(collection.runs)} runs and measurements, {len(html) / 2**20:.1f} MiB")
     for path, reason in collection.unreadable.items():
         print(f"left out: {path}: {reason}", file=sys.stderr)
@@ -66,17 +67,6 @@ def refuse_foreign(out: Path, fresh: bool) -> None:
     with out.open(encoding="utf-8", errors="replace") as file:
         if f'content="{GENERATOR}"' not in file.read(HEAD_CHARACTERS):
             raise UserError(f"out={out} exists and is no page of this command; give another out or fresh=true")
-
-
-def write_page(out: Path, html: str) -> None:
-    """Write the page so that it appears whole, in place of an older one, or not at all."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        with naming_a_full_disk(out.parent):
-            temporary.write_text(html, encoding="utf-8")
-            temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from spectrain.reporting.head_summary import head_table, next_command
 from spectrain.reporting.plots import calibration, training_pictures
 from spectrain.reporting.tables import show
 from spectrain.serving.exporting import Export, export_of, tokens_of, write_export
-from spectrain.stores.folder import naming_a_full_disk, refuse_existing
+from spectrain.stores.folder import refuse_existing
 from spectrain.training import experiments
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
@@ -63,8 +63,7 @@ def main(cfg: DictConfig) -> None:
         if cfg.out and rank_zero_only.rank == 0 and not run.exported_to(Path(str(cfg.out))):
             refuse_existing(Path(str(cfg.out)))
         seed_everything(cfg.seed, verbose=False)
-        with naming_a_full_disk(run.path, ", which goes on from its last checkpoint"):
-            TRAININGS[cfg.kind](cfg, run)
+        TRAININGS[cfg.kind](cfg, run)
 
 
 def train_drafter(cfg: DictConfig, run: RunFolder) -> None:

@@ -115,6 +115,11 @@ def test_a_resumed_run_keeps_to_its_datastore(run, asked, stored, tmp_path):
     assert code == 2
     assert "was started with rest drafting from checkpoints/first" in err
     shutil.rmtree(tmp_path / "checkpoints" / "second")
+    (Path("b") / "datastores.json").write_bytes(b"")
+    code, _, err = run(*command)
+    assert code == 2
+    assert "b/datastores.json is damaged" in err
+    (Path("b") / "datastores.json").unlink()
     assert run(*command)[0] == 0
 
 

@@ -231,7 +231,7 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(runs, reported, monkeypat
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
+        patch.setattr("spectrain.stores.writing.to_disk", full)
         code, _, err = reported("runs=runs")
     assert code == 2
     assert "is full; free some and run the same command again" in err

@@ -28,6 +28,7 @@ from spectrain.stores.budget_table import find_table
 from spectrain.stores.folder import read_yaml
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
 from spectrain.stores.options import check_method_options
+from spectrain.stores.writing import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictCon
 def write_tuned(file: Path, options: Mapping[str, Mapping], command: str) -> Path:
     """Write options of methods, by name, as `with_tuned` reads them. `command`: what has found them."""
     header = f"# python -m spectrain.bench tuned={file} ...   (written by {command})\n"
-    file.write_text(header + OmegaConf.to_yaml(OmegaConf.create(options)))
+    write_whole(file, header + OmegaConf.to_yaml(OmegaConf.create(options)))
     return file
 
 

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -15,6 +15,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
+
+from spectrain.stores.writing import write_whole
 
 BASELINE_COLOUR, GREY, INK = "#777777", "#c4c4c4", "#222222"
 COLOURS = (  # for colour-blind readers: Okabe and Ito's without yellow and black, then Tol's muted ones
@@ -86,10 +88,17 @@ def inline_svgs(figures: Mapping[str, Figure | None], prefix: str) -> dict[str, 
     return found
 
 
-@styled
-def write_png(figure: Figure, file: Path | IO[bytes]) -> None:
+def write_png(figure: Figure, file: Path) -> None:
     """Write the figure as a PNG."""
-    figure.savefig(file, format="png")
+    write_whole(file, png_bytes(figure))
+
+
+@styled
+def png_bytes(figure: Figure) -> bytes:
+    """Return the figure as the content of a PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
 
 
 def shortened(name: str, characters: int = LABEL_CHARACTERS) -> str:

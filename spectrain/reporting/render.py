@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,9 +13,10 @@ from matplotlib.figure import Figure
 
 from spectrain.decoding import Sampling
 from spectrain.reporting import benchmarks, comparisons, cost_plots, formats, plots, trainings, tuning
-from spectrain.reporting.drawing import write_png
+from spectrain.reporting.drawing import png_bytes
 from spectrain.reporting.runs import Run, option_text
 from spectrain.reporting.tables import Marked, columns_of_words
+from spectrain.stores.writing import write_whole
 
 STRONGEST = 0.75  # opacity of a heat map's cell
 TWICE = 2.0  # a multiplier at which the colour is that strong
@@ -26,7 +26,7 @@ def write_report(path: Path, results: Mapping, rows: Sequence[Mapping]) -> None:
     """Write `report.html` of a benchmark from its results.json and questions.jsonl; it needs no other file."""
     title = f"Speculative decoding on {results.get('target', 'a target model')}"
     html = render("benchmark_page.html", title=title, benchmark=benchmarks.benchmark_parts(results, rows))
-    path.write_text(html, encoding="utf-8")
+    write_whole(path, html)
 
 
 def render(template: str, **values: object) -> str:
@@ -61,9 +61,7 @@ def pictures(
 def png(picture: Figure | bytes) -> str:
     """A figure, or the content of a PNG, as what an `img` takes for its source."""
     if isinstance(picture, Figure):
-        file = io.BytesIO()
-        write_png(picture, file)
-        picture = file.getvalue()
+        picture = png_bytes(picture)
     return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
 
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from spectrain.retrieval.suffix_array import (
     token_dtype,
 )
 from spectrain.stores.folder import MANIFEST, StoreKind, sha256, write_json
+from spectrain.stores.writing import write_whole
 
 VERSION = 1
 PARTS = ("tokens", "suffixes", "bounds", "pairs", "offsets")
@@ -113,20 +116,17 @@ def write_shard(
     sizes = len(tokens), len(suffixes), len(bounds), len(tokens), len(offsets)
     files = {}
     for name, *facts in zip(_file_names(index), pieces, dtypes, sizes, strict=True):
-        _save(folder / name, *facts)
+        write_whole(folder / name, partial(_save, *facts))
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
     return Shard(len(offsets) - 1, int(offsets[-1]), files)
 
 
-def _save(file: Path, pieces: Iterable[np.ndarray], dtype: np.dtype, n: int) -> None:
-    """Write the pieces of an array [n] as np.save would the whole, by renaming."""
-    temporary = file.with_name(f"{file.name}.tmp")
-    with temporary.open("wb") as content:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
-        np.lib.format.write_array_header_1_0(content, header)
-        for piece in pieces:
-            content.write(memoryview(piece).cast("B") if len(piece) else b"")
-    temporary.rename(file)
+def _save(pieces: Iterable[np.ndarray], dtype: np.dtype, n: int, out: BinaryIO) -> None:
+    """Write the pieces of an array [n] as np.save would the whole."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
+    np.lib.format.write_array_header_1_0(out, header)
+    for piece in pieces:
+        out.write(memoryview(piece).cast("B") if len(piece) else b"")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

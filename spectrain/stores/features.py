@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import StoreKind, sha256, to_disk
+from spectrain.stores.folder import StoreKind, sha256
+from spectrain.stores.writing import write_whole
 
 DTYPES = ("bfloat16", "int8")
 OPEN_SHARDS = 256  # mapped at once: a process may hold only so many maps
@@ -103,19 +104,10 @@ def dequantise(q: Tensor, scale: Tensor) -> Tensor:
 
 
 def write_shard(file: Path, shard: Shard) -> dict:
-    """Write a shard so that it appears whole or not at all, and is on disk. Returns its bytes and sha256."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.touch()
-    mode = temporary.stat().st_mode  # safetensors makes files for the user alone
-    try:
-        save_file({name: values for name, values in vars(shard).items() if values is not None}, temporary)
-        temporary.chmod(mode)
-        to_disk(temporary)
-        facts = {"bytes": temporary.stat().st_size, "sha256": sha256(temporary)}
-        temporary.rename(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return facts
+    """Write a shard whole. Returns its bytes and sha256."""
+    tensors = {name: values for name, values in vars(shard).items() if values is not None}
+    write_whole(file, lambda out: save_file(tensors, out.name))
+    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
 class FeatureStore:

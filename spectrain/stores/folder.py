@@ -1,13 +1,12 @@
 """Folders that a command builds once and others read: files, and a `manifest.json` beside them, written last.
 
 The manifest says what kind of store it is, of which version, and the bytes and sha256 of each file. All JSON of the
-project is written here: strict (no NaN, no Infinity), and each file whole, by renaming.
+project is written here: strict (no NaN, no Infinity), and each file whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import fcntl
 import hashlib
 import json
@@ -26,6 +25,7 @@ from typing import Generic, TypeVar
 import yaml
 
 from spectrain.decoding.errors import UserError
+from spectrain.stores.writing import is_disk_full, to_disk, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # hashing leaves the GIL alone
 BESIDE = ("partial", "old")  # where a folder is written, and where the one that it replaces waits to be removed
 LARGEST_JSON_BYTES, LARGEST_YAML_BYTES = 2**26, 2**20
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 T = TypeVar("T")
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
@@ -139,11 +138,8 @@ def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] 
 
 
 def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
-    """Write plain values or a dataclass as strict JSON, on disk and whole, in place of an older file; see `strict`."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(strict(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
-    to_disk(temporary)
-    temporary.rename(file)
+    """Write plain values or a dataclass as strict JSON; see `strict` and `write_whole`."""
+    write_whole(file, json.dumps(strict(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
 
 
 def json_line(value: object) -> str:
@@ -227,6 +223,7 @@ def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = 
         raise UserError(f"{destination} cannot be made ({error.strerror}); give another path") from error
     try:
         made = write(temporary)
+        to_disk(temporary)
         if destination.exists():
             destination.rename(old)  # a kill in the middle of its removal would leave a part of it
         temporary.rename(destination)
@@ -266,15 +263,6 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def to_disk(file: Path) -> None:
-    """Make sure that what was written outlives the machine, not only the process."""
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextmanager
 def locked(folder: Path, by: str = "another process", otherwise: str = "", is_file: bool = False) -> Iterator[None]:
     """Keep other processes out of a folder or file that need not exist yet. A killed process's lock goes with it.
@@ -296,6 +284,8 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "", is_fi
     except BlockingIOError as error:
         raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
     except OSError as error:
+        if is_disk_full(error):
+            raise
         why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror  # a file as its parent
         raise UserError(f"{folder} cannot be made ({why}); give another path") from error
     try:
@@ -327,27 +317,3 @@ def _lock_file(file: Path) -> int:
             if os.path.samestat(os.fstat(handle), os.stat(file)):
                 return handle
         os.close(handle)  # whoever held it has removed it in the meantime
-
-
-@contextmanager
-def naming_a_full_disk(folder: Path, again: str = "") -> Iterator[None]:
-    """Turn the error of a writer into UserError where the disk of `folder` is full; `again` ends its sentence."""
-    try:
-        yield
-    except UserError:  # said already, by who knew the folder better
-        raise
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        raise UserError(f"the disk of {folder} is full; free some and run the same command again{again}") from error
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether a write found no room, which safetensors says as text, and torch only as a failure."""
-    said = str(error)
-    if getattr(error, "errno", None) in DISK_FULL or any(f"os error {code})" in said for code in DISK_FULL):
-        return True
-    if isinstance(error, RuntimeError) and "iostream error" in said:
-        return True
-    before = error.__cause__ or error.__context__
-    return before is not None and is_disk_full(before)

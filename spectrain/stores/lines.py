@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from spectrain.stores.folder import json_line, parse_json
+from spectrain.stores.writing import write_whole
 
 Row = TypeVar("Row")  # a dataclass
 
 
 def write_lines(file: Path, rows: Iterable[Mapping]) -> None:
-    """Replace a JSON-lines file by these rows, by renaming."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(map(json_line, rows)))
-    temporary.rename(file)
+    """Replace a JSON-lines file by these rows, whole."""
+    write_whole(file, "".join(map(json_line, rows)))
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -30,7 +30,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import read_json, to_disk, write_json
+from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.writing import to_disk, write_whole
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"
@@ -79,8 +80,7 @@ class CheckpointFolder:
             raise
         trainer.strategy.barrier("after a checkpoint")
         if trainer.is_global_zero:
-            for file in [partial, *partial.rglob("*")]:
-                to_disk(file)
+            to_disk(partial)
             partial.rename(final)
             for checkpoint in self.all():
                 if checkpoint != final:
@@ -142,7 +142,7 @@ def cut_anew(checkpoint: Path) -> None:
     with _quiet():
         convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
     partial.rename(folder)
-    latest.write_text(folder.name)  # the converter has named the partial one
+    write_whole(latest, folder.name)  # the converter has named the partial one
 
 
 @contextlib.contextmanager
@@ -205,14 +205,9 @@ class BestFolder:
             return False
         kept = Best(step, f"step-{step:08d}.safetensors", *(tau or ()))
         self.path.mkdir(parents=True, exist_ok=True)
-        partial = self.path / ".partial.safetensors"
         # Clones, because safetensors refuses tied weights, which share memory.
         untied = {name: t.clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
-        try:
-            save_file(untied, partial)
-            partial.replace(self.path / kept.file)
-        finally:
-            partial.unlink(missing_ok=True)  # a disk that is full needs the room
+        write_whole(self.path / kept.file, lambda out: save_file(untied, out.name))
         write_json(self.path / "best.json", kept)
         for file in self.path.iterdir():  # the weights of before, and what a kill left: of safetensors' own too
             if file.name not in (kept.file, "best.json"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import os
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from spectrain.decoding.errors import UserError
 from spectrain.models.artifacts import MANIFEST
 from spectrain.stores.folder import read_json
+from spectrain.stores.writing import write_whole
 from spectrain.training.runs import CONFIG, RunFolder, plain
 
 log = logging.getLogger(__name__)
@@ -63,12 +65,11 @@ class _WholeFile(ExperimentWriter):
         file = Path(self.metrics_file_path)
         with file.open(newline="") as lines:
             rows = list(csv.DictReader(lines))
-        temporary = file.with_name(f".{file.name}.tmp")
-        with temporary.open("w", newline="") as lines:
-            writer = csv.DictWriter(lines, fieldnames=fieldnames)
-            writer.writeheader()
-            writer.writerows(rows)
-        temporary.replace(file)
+        content = io.StringIO()
+        writer = csv.DictWriter(content, fieldnames=fieldnames)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(file, content.getvalue())
 
 
 class CurveLogger(CSVLogger):

@@ -34,7 +34,6 @@ from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.folder import (
     digest,
     locked,
-    naming_a_full_disk,
     read_json,
     read_yaml,
     refuse_existing,
@@ -78,10 +77,10 @@ class RunFolder:
     def claim(cls, cfg: DictConfig, result: str = "result.json") -> Iterator[RunFolder]:
         """Keep other processes out of the folder of this config, on rank zero, and find the run that may begin there.
 
-        Raises UserError where another process is at work there, the disk is full, and as `find` does.
+        Raises UserError where another process is at work there, and as `find` does.
         """
         path = cls.path_of(cfg)
-        with locked(path) if rank_zero_only.rank == 0 else nullcontext(), naming_a_full_disk(path):
+        with locked(path) if rank_zero_only.rank == 0 else nullcontext():
             yield cls.find(cfg, result)
 
     @staticmethod
@@ -186,7 +185,7 @@ class RunFolder:
     def keep_to(self, source: dict) -> None:
         """Note what a training reads besides its config. Raises UserError where a resumed run reads other things."""
         source = strict(source)
-        begun = self._read(SOURCE)
+        begun = self.read(SOURCE)
         if begun is None:
             write_json(self.path / SOURCE, source)
             return
@@ -205,15 +204,20 @@ class RunFolder:
 
     def facts(self) -> dict | None:
         """The content of run.json; None where nothing began."""
-        return self._read(FACTS)
+        return self.read(FACTS)
 
     def read_result(self) -> dict | None:
         """The numbers that `finish` kept; None of an unfinished run."""
-        return self._read(self.result)
+        return self.read(self.result)
 
-    def _read(self, name: str) -> dict | None:
+    def read(self, name: str) -> dict | None:
+        """The content of a JSON file of the folder, None where there is none. Raises UserError where it is damaged."""
         file = self.path / name
-        return read_json(file) if file.is_file() else None
+        try:
+            found = read_json(file) if file.is_file() else None
+        except ValueError as error:
+            raise UserError(f"{file} is damaged ({error}); remove {self.path}, or give fresh=true") from error
+        return found
 
     def finish(self, result: dict) -> None:
         """Mark the run as finished and keep its numbers."""
@@ -264,7 +268,7 @@ class RunFolder:
 
     def exported_to(self, out: Path) -> bool:
         """Whether an earlier attempt of this unfinished run, or the run that it replaced, may have written `out`."""
-        before = self._read(EXPORT)
+        before = self.read(EXPORT)
         return bool(before and self.attempts) and before["out"] == str(out.resolve())
 
     def export(self, out: str | None, write: Callable[[Path, Path], None]) -> Path:
@@ -279,8 +283,7 @@ class RunFolder:
             longer = CHECKPOINTS / f"{self.name}-{self.id.rsplit('-', 1)[-1]}"
             log.warning("%s is another run's export; this one goes to %s", folder, longer)
             folder = longer
-        full = naming_a_full_disk(folder, ", which goes on from the run's last checkpoint")
-        with locked(folder, otherwise=" and run the same command again"), full:
+        with locked(folder, otherwise=" and run the same command again"):
             if not self.exported_to(folder):
                 refuse_existing(folder)
                 # If a kill leaves the folder there, the run may replace it.

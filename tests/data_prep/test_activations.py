@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_command_goes_on(capture
         patch.setattr(feature_store, "save_file", save_some)
         code, _, err = capture(*asked, "out=a")
     assert code == 2
-    assert "error: the disk of .a.partial is full; free some and run the same command again" in err
+    assert "error: the disk of .a.partial/store is full; free some and run the same command again" in err
     assert "Traceback" not in err
     assert sorted(os.listdir()) == [".a.partial", "whole"]
     shards = [file.name for file in Path(".a.partial/store").iterdir()]

@@ -1,0 +1,59 @@
+"""Files appear whole or not at all, and a full disk is one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spectrain.decoding.errors import UserError
+from spectrain.stores.writing import is_disk_full, write_whole
+
+
+def test_what_cannot_be_written_leaves_the_file_of_before_and_nothing_beside_it(tmp_path):
+    file = tmp_path / "a.txt"
+    write_whole(file, "before")
+
+    def fail(out):
+        out.write(b"half")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_whole(file, fail)
+    assert file.read_text() == "before"
+    assert os.listdir(tmp_path) == ["a.txt"]
+    write_whole(file, "after")
+    assert file.read_text() == "after"
+
+
+def test_tensors_are_as_readable_as_other_files(tmp_path):
+    tensors = {"a": torch.arange(3)}
+    write_whole(tmp_path / "a.safetensors", lambda out: save_file(tensors, out.name))
+    write_whole(tmp_path / "a.txt", b"text")
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], tensors["a"])
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(modes) == 1
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_full_disk_is_said_with_the_bytes_that_are_needed(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("spectrain.stores.writing.to_disk", full)
+    monkeypatch.setattr("spectrain.stores.writing.free_bytes", lambda folder: 1000)
+    said = r"the disk of \S+ is full; free some .* again \(1.0 kB of the 3.0 kB that its next file needs are free\)"
+    with pytest.raises(UserError, match=said):
+        write_whole(tmp_path / "a.txt", "a" * 3000)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("save", [np.save, lambda out, array: torch.save(torch.from_numpy(array), out)])
+def test_libraries_that_find_no_room_are_understood(save):
+    with pytest.raises((OSError, RuntimeError)) as caught, open("/dev/full", "wb", buffering=0) as out:
+        save(out, np.zeros(100_000))
+    assert is_disk_full(caught.value)
