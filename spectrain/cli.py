@@ -12,11 +12,10 @@ import logging
 import os
 import re
 import shlex
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +39,8 @@ from spectrain.models.artifacts import decoded_by, is_export
 from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.locations import bundled_folder, conf_dir
 from spectrain.stores.options import check_options
+from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
+from spectrain.stores.writing import naming_a_full_disk
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,8 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def job(cfg: DictConfig) -> None:
             quiet_libraries()
-            with one_sentence(config_name):
+            out = [Path(str(cfg[name])) for name in ("run_dir", "out") if cfg.get(name)]
+            with one_sentence(config_name, out):
                 try:
                     for resolved in (False, True):  # an interpolation of a wrong value may not resolve
                         check_options(OmegaConf.to_container(cfg, resolve=resolved), config_name)
@@ -135,36 +137,31 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                         sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
 
         def run() -> None:
-            signal.signal(signal.SIGTERM, terminate)
             TYPED_COMMAND.set(typed_command(main.__module__))
             primary = (conf_dir() / f"{config_name}.yaml").read_text()
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
-            try:
-                with one_sentence(config_name):
+            with SIGNALS.answered(), one_sentence(config_name):
+                try:
                     refuse_what_hydra_fails_on(sys.argv[1:], primary)
                     sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
                     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
-            finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
-                leave_ranks()
+                finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
+                    leave_ranks()
 
         return run
 
     return decorate
 
 
-class Terminated(KeyboardInterrupt):
-    """A SIGTERM, which ends a command as Ctrl-C does."""
-
-
-def terminate(number: int, frame: object) -> None:
-    raise Terminated
-
-
 @contextmanager
-def one_sentence(config_name: str) -> Iterator[None]:
-    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143."""
+def one_sentence(config_name: str, out: Sequence[Path] = ()) -> Iterator[None]:
+    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143.
+
+    A full disk counts as such, that of the folders `out` or one on which Python and its libraries write.
+    """
+    written = [*out, Path(), Path(os.environ.get("TMPDIR", "/tmp")), Path(os.path.expanduser("~"))]
     try:
-        with interruptible():
+        with interruptible(), naming_a_full_disk(*written):
             yield
         return
     except UserError as error:
@@ -187,10 +184,12 @@ def interruptible(then: str = "again") -> Iterator[None]:
     """Answer Ctrl-C and SIGTERM with one sentence. `then` says what the same command does next."""
     try:
         yield
-    except KeyboardInterrupt as stop:
-        what, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-        print(f"{what}; run the same command {then}", file=sys.stderr)
-        raise SystemExit(code) from None
+    except BaseException as error:
+        asked = isinstance(error, KeyboardInterrupt) or SIGNALS.first is not None  # libraries raise other errors then
+        said = isinstance(error, SystemExit) and error.code in EXIT_CODES
+        if not asked or said:
+            raise
+        raise SystemExit(SIGNALS.say(then, terminated=isinstance(error, Terminated))) from None
 
 
 def typed_command(module: str) -> str:

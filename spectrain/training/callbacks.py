@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from spectrain.decoding.errors import AllRanksError
+from spectrain.stores.signals import SIGNALS
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder
 from spectrain.training.strategies import whole_state
 
@@ -160,7 +161,7 @@ class Checkpoints(Callback):
 
     def _note(self, number: int, frame: object) -> None:
         if self._received:  # asked twice: leave at once, the last checkpoint remains
-            raise SystemExit(128 + number)
+            raise SystemExit(SIGNALS.say(terminated=number == signal.SIGTERM))
         self._received = number
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
