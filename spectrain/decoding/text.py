@@ -60,11 +60,25 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
         return list(tokenizer(prompt)["input_ids"])
     if tokenizer.chat_template is None:
         raise UserError("the target's tokenizer has no chat template; give the prompt as one text")
+    return chat_ids(tokenizer, prompt)
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the token ids of messages by the tokenizer's chat template, ready for the answer.
+
+    Raises:
+        UserError: the template is broken, or refuses the messages.
+    """
     try:
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+        return list(
+            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)["input_ids"]
+        )
     except Exception as error:  # jinja and templates each raise their own types here
-        raise UserError(f"the chat template cannot render these messages ({error}); give role and content") from error
-    return list(ids)
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path} cannot render these messages ({why}); give role and "
+            "content, mend the template, or do without it (chat=false)"
+        ) from error
 
 
 class Pieces:

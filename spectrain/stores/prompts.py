@@ -15,6 +15,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.text import chat_ids
 from spectrain.stores.folder import parse_json
 
 FORMATS = {  # a file has the first of these whose keys its first row has
@@ -25,7 +26,7 @@ FORMATS = {  # a file has the first of these whose keys its first row has
     "plain": ("prompt",),
 }
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
-LARGEST_LINE_BYTES = 2**23  # more than any context holds: tokenizers read some megabyte per second
+LARGEST_LINE_BYTES = 2**22  # a million tokens or so: tokenizers read a few megabytes per second
 SHOWN_CHARACTERS = 40  # of a wrong value in a message
 
 
@@ -166,4 +167,4 @@ def conversation_ids(
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": turn}]
     if chat is False or tokenizer.chat_template is None:
         return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return chat_ids(tokenizer, messages)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import datasets
 import pyarrow.parquet
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
@@ -63,6 +62,8 @@ def is_saved(path: str | None) -> bool:
 
 def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:
     """Yield the texts of a folder that `datasets.save_to_disk` wrote."""
+    import datasets  # here: commands that read no dataset start without it
+
     try:
         rows = datasets.load_from_disk(str(folder))
     except Exception as error:  # missing or damaged Arrow files
@@ -76,6 +77,8 @@ def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Itera
 
 def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:
     """Yield the texts of a dataset of the hub, or of a local folder that `load_dataset` knows, streamed."""
+    import datasets  # see saved_texts
+
     if not Path(name).exists():
         # One request, so that a missing network is noticed before `load_dataset` tries for half a minute.
         where = f"corpus.path={name} is no file or folder here, and as a Hugging Face dataset it"
@@ -102,7 +105,7 @@ def _texts(
     if fields and columns is not None:
         if lacking := [field for field in fields if field not in columns]:
             raise UserError(f"{name} has no text field {lacking[0]!r}; set corpus.fields to its ({', '.join(columns)})")
-        if isinstance(rows, datasets.Dataset | datasets.IterableDataset):
+        if hasattr(rows, "select_columns"):  # a dataset reads only these
             rows = rows.select_columns(list(fields))
     number = 0
     try:

@@ -161,3 +161,11 @@ def test_a_reply_s_end_is_not_doubled(tokenizer, end):
 def test_chat_without_a_template_is_refused(tokenizer):
     with pytest.raises(UserError, match="chat=true, but the target's tokenizer has no chat template; use chat=false"):
         conversation_ids(tokenizer, ["say 1"], [], chat=True)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ messages[0].nothing.more }}", "{{ 1 / 0 }}"])
+def test_a_broken_template_is_one_sentence(tokenizer, template):
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template of .* cannot render these messages .*chat=false") as said:
+        conversation_ids(tokenizer, ["say 1"], [])
+    assert "\n" not in str(said.value)
