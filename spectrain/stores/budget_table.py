@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores.environment import cpu_name
-from spectrain.stores.folder import digest, read_json, write_json
+from spectrain.stores.folder import digest, locked, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -212,22 +212,25 @@ class BudgetTable:
     facts: dict = field(default_factory=dict)  # target, date, prompts: for the reader
 
     def save(self, folder: Path) -> Path:
-        """Write the file whole. Curves of other methods and samplings that it holds already are kept."""
+        """Write the file whole. Curves of other methods and samplings that it holds already are kept.
+
+        Raise UserError where another process is about to do the same, whose curves would be lost.
+        """
         file = folder / file_name(self.target_fingerprint, self.machine)
-        before = BudgetTable.load(file).entries if file.is_file() else ()
-        measured = [(entry.name, entry.options, entry.sampling) for entry in self.entries]
-        kept = [entry for entry in before if (entry.name, entry.options, entry.sampling) not in measured]
-        values = {
-            "kind": "budget",
-            "schema": SCHEMA,
-            "target_fingerprint": self.target_fingerprint,
-            "machine": self.machine,
-            "facts": self.facts,
-            "cost": asdict(self.cost),
-            "curves": [asdict(entry) for entry in (*kept, *self.entries)],
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, values)
+        with locked(file, otherwise=" and run the same command again", is_file=True):
+            before = BudgetTable.load(file).entries if file.is_file() else ()
+            measured = [(entry.name, entry.options, entry.sampling) for entry in self.entries]
+            kept = [entry for entry in before if (entry.name, entry.options, entry.sampling) not in measured]
+            values = {
+                "kind": "budget",
+                "schema": SCHEMA,
+                "target_fingerprint": self.target_fingerprint,
+                "machine": self.machine,
+                "facts": self.facts,
+                "cost": asdict(self.cost),
+                "curves": [asdict(entry) for entry in (*kept, *self.entries)],
+            }
+            write_json(file, values)
         return file
 
     @classmethod

@@ -20,7 +20,15 @@ from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from spectrain.stores.budget_table import CONTEXT_BUCKET_TOKENS, ForwardCost, MethodCurve, NodeBudget, Roofline
+from spectrain.stores.budget_table import (
+    CONTEXT_BUCKET_TOKENS,
+    BudgetTable,
+    ForwardCost,
+    MethodCurve,
+    NodeBudget,
+    Roofline,
+)
+from spectrain.stores.folder import locked
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.retrieval.reference import make_store
 
@@ -157,6 +165,16 @@ def test_text_is_the_targets_own_while_the_budget_changes(llama_target, make, ba
         found = generate(llama_target, drafter, prompts, 24, batch_size=size)
         assert [g.tokens for g in found] == plain
     assert len(seen) > 1
+
+
+def test_a_table_that_another_process_is_about_to_write_is_left_alone(tmp_path):
+    table = BudgetTable("0" * 16, {"device": "cpu"}, cost_of())
+    file = table.save(tmp_path / "checkpoints")
+    before = file.read_text()
+    with locked(file, is_file=True), pytest.raises(UserError, match="in use by another process; wait for its end"):
+        table.save(file.parent)
+    assert file.read_text() == before
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_number_without_room_is_refused():
