@@ -325,8 +325,9 @@ def read_csv(file: Path) -> Curve:
     if not file.is_file():
         return curve
     with file.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            if None in row.values() or not row["step"]:  # a line that a kill cut short
+        # A kill or a full disk may have cut the last line, in the middle of a number too.
+        for row in csv.DictReader(line for line in lines if line.endswith("\n")):
+            if None in row.values() or not row["step"]:
                 continue
             values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
             curve.setdefault(int(row["step"]), {}).update(values)

@@ -167,8 +167,8 @@ def test_a_later_attempt_replaces_the_curve_from_where_it_went_on(tmp_path):
         file.write_text("\n".join(["step,train/loss,eval/loss", *rows]))
         return file
 
-    first = attempt("0", "9,1.0,", "19,2.0,", "19,,7.0", "29,3.0,", "39,4.0,\n4")  # the last line is cut short
-    third = attempt("2", "29,30.0,", "29,,70.0")
+    first = attempt("0", "9,1.0,", "19,2.0,", "19,,7.0", "29,3.0,", "39,4.0,\n49,4.0,4e-")  # the last line is cut short
+    third = attempt("2", "29,30.0,", "29,,70.0", "")
     curve = merged([(0, first), (30, tmp_path / "died before its first line"), (20, third)])
     assert curve == {
         9: {"train/loss": 1.0},
