@@ -34,6 +34,7 @@ from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import MANIFEST, digest, json_line, kind_of, locked, parse_json, read_json, write_json
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.typed import from_json
 from spectrain.stores.writing import free_bytes, to_disk
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,19 @@ class Parts(ABC):
 
 
 @dataclass(frozen=True)
+class Complete:
+    """The content of `complete`: which store only lacks its last renames."""
+
+    out: str  # the name of its folder
+    config: dict
+    fresh: bool
+
+    def __post_init__(self) -> None:
+        if Path(self.out).name != self.out:
+            raise ValueError(f"{self.out} is no name of a folder")
+
+
+@dataclass(frozen=True)
 class Build:
     """A store that is to be built, and where."""
 
@@ -186,11 +200,11 @@ class Build:
     def _open(self, lock: contextlib.ExitStack) -> bool:
         """Lock the work folder. Return whether this very store was complete already, but for its last renames."""
         lock.enter_context(held(self.work))
-        complete = self._read(COMPLETE)
-        if complete is not None:
-            self._move(self.work.with_name(complete["out"]))
-            mine = complete["out"] == self.out.name and complete["config"] == self.config
-            if mine and (complete["fresh"] or not self.fresh):  # fresh repeats a build that was not begun with it
+        if (self.work / COMPLETE).is_file():
+            complete = self._read_complete()
+            self._move(self.work.with_name(complete.out))
+            mine = complete.out == self.out.name and complete.config == self.config
+            if mine and (complete.fresh or not self.fresh):  # fresh repeats a build that was not begun with it
                 self.clear()
                 return True
         if self._stands(self.out) and not self.fresh:
@@ -201,7 +215,7 @@ class Build:
         """Keep of the work folder what this build goes on with, and return the parts that are missing."""
         identity = parse_json(json_line(parts.identity))
         (self.work / COMPLETE).unlink(missing_ok=True)  # of another store, which stands in its place by now
-        known = self._read(WORK)
+        known = self._read_work()
         if known is None or (self.fresh and known != identity | {"fresh": True}):
             self.clear()
             known = identity | {"fresh": self.fresh}
@@ -241,8 +255,7 @@ class Build:
     def publish(self) -> None:
         """Put the whole `store` in its place. Raise UserError where something else stands there by now."""
         to_disk(self.store)
-        facts = {"out": self.out.name, "config": self.config, "fresh": self._read(WORK)["fresh"]}
-        write_json(self.work / COMPLETE, facts)
+        write_json(self.work / COMPLETE, Complete(self.out.name, self.config, self._read_work()["fresh"]))
         self._move(self.out)
         self.clear()
 
@@ -273,9 +286,19 @@ class Build:
             raise UserError(f"out={out} exists and was not written by data_prep.{self.kind}; give another out")
         return True
 
-    def _read(self, name: str) -> dict | None:
-        file = self.work / name
-        return read_json(file) if file.is_file() else None
+    def _read_work(self) -> dict | None:
+        """Return what the parts were made of; None where no build has begun. Raises UserError where it is damaged."""
+        file = self.work / WORK
+        known = read_json(file) if file.is_file() else None
+        if known is not None and not (isinstance(known, dict) and isinstance(known.get("fresh"), bool)):
+            raise UserError(f"{file} is damaged; remove {self.work}, or give another out")
+        return known
+
+    def _read_complete(self) -> Complete:
+        try:
+            return from_json(Complete, read_json(self.work / COMPLETE))
+        except ValueError as error:
+            raise UserError(f"{self.work} is damaged ({error}); remove it, or give another out") from error
 
 
 @contextlib.contextmanager

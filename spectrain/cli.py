@@ -6,7 +6,9 @@ the value names a file of that Hydra group (`corpus=stdlib`).
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import json
 import logging
 import os
@@ -16,12 +18,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
 import torch
 import transformers
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
@@ -93,6 +95,8 @@ def refuse_what_hydra_fails_on(arguments: list[str], primary: str) -> None:
     """
     for argument in arguments:
         key, _, value = argument.partition("=")
+        if not key.lstrip("+~"):
+            raise UserError(f"{argument} has no name; write options as name=value")
         if key not in FREE_TEXT and re.search(r"\d{4300}", value):  # Hydra fails on what Python does not read
             raise UserError(f"{key} has a number of thousands of digits; give a smaller one")
         is_group = re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE)
@@ -100,6 +104,26 @@ def refuse_what_hydra_fails_on(arguments: list[str], primary: str) -> None:
         if is_group and not is_path and (NO_NAME.fullmatch(value) or len(value) > LONGEST_NAME):
             known = ", ".join(sorted(file.stem for file in (conf_dir() / key).glob("*.yaml")))
             raise UserError(f"{key}={value[:LONGEST_NAME]} names nothing; choose among {known}")
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """Put Hydra's own flags before the options: it reads none behind `name=value name=value -m name=value`.
+
+    Raises:
+        UserError: a flag is unknown, or lacks its value.
+    """
+    options = [argument for argument in arguments if re.match(r"[^-=]*=|~", argument)]
+    arguments = [argument for argument in arguments if argument not in options] + options
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            get_args_parser().parse_args(arguments)
+    except SystemExit as stop:
+        if stop.code:
+            why = said.getvalue().splitlines()[-1].partition("error: ")[2]
+            raise UserError(f"{why}; write options as name=value") from None
+        raise
+    return arguments
 
 
 def quoted(text: str) -> str:
@@ -143,7 +167,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
             with SIGNALS.answered(), one_sentence(config_name):
                 try:
                     refuse_what_hydra_fails_on(sys.argv[1:], primary)
-                    sys.argv[1:] = expand_shorthands(sys.argv[1:], samples="- sampling:" in primary)
+                    sys.argv[1:] = flags_first(expand_shorthands(sys.argv[1:], samples="- sampling:" in primary))
                     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
                 finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
                     leave_ranks()
@@ -153,7 +177,7 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
     return decorate
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_sentence(config_name: str, out: Sequence[Path] = ()) -> Iterator[None]:
     """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143.
 
@@ -174,12 +198,16 @@ def one_sentence(config_name: str, out: Sequence[Path] = ()) -> Iterator[None]:
         )
     except HydraException as error:
         sentence = hydra_sentence(error, config_name, sys.argv[1:])
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
     if sentence is not None:
-        print(f"error: {sentence}", file=sys.stderr)
+        print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
-@contextmanager
+@contextlib.contextmanager
 def interruptible(then: str = "again") -> Iterator[None]:
     """Answer Ctrl-C and SIGTERM with one sentence. `then` says what the same command does next."""
     try:

@@ -94,6 +94,7 @@ def load_target(
     if parallel == "none":
         try:
             model = model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+            model.get_input_embeddings().weight[0, 0].item()  # a device such as `meta` holds no numbers
         except (RuntimeError, AssertionError) as error:
             why = _first_line(error)
             raise UserError(f"target.device={device} cannot be used ({why}); give target.device=cpu") from error

@@ -31,6 +31,7 @@ from spectrain.methods.registry import build_method
 from spectrain.stores.budget_table import NO_OPTIONS, CurveEntry, ForwardCost, MethodCurve, Roofline
 from spectrain.stores.folder import read_json, write_json
 from spectrain.stores.lines import RowFile
+from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,10 @@ def forward_cost(target: TargetModel, grid: Grid, seed: int, file: Path) -> Forw
     """Time forwards of 1 and the grid's nodes and add the fit. The file keeps raw medians for an interrupted run."""
     if not file.is_file():
         write_json(file, measure_forward(target, replace(grid, nodes=[1, *grid.nodes]), seed))
-    return steadied(ForwardCost.from_json(read_json(file)), grid.repeats)
+    try:
+        return steadied(from_json(ForwardCost, read_json(file)), grid.repeats)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}); remove it, and the forwards are timed again") from error
 
 
 @torch.inference_mode()

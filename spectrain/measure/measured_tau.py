@@ -10,7 +10,8 @@ from pathlib import Path
 from spectrain.decoding.errors import UserError
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import POOLED, Setting
-from spectrain.stores.folder import read_json, read_yaml
+from spectrain.stores.folder import read_json
+from spectrain.stores.yaml_files import read_yaml
 
 STANDS_FOR = {"speculative": "vanilla"}  # method of a benchmark -> method of the throughput model
 

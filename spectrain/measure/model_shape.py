@@ -15,9 +15,10 @@ from spectrain.decoding.loading import read_config
 from spectrain.decoding.target import find_blocks, unsupported_layer_type
 from spectrain.measure.cost import Shape
 from spectrain.methods.registry import names
-from spectrain.models.spire import LlamaShape, SpireConfig
+from spectrain.models.spire import SpireConfig
 from spectrain.stores.folder import read_json
 from spectrain.stores.locations import bundled_folder
+from spectrain.stores.typed import from_json
 
 BUNDLED = "pystdlib-8l"
 BY_NUMBERS = "given by numbers"
@@ -159,9 +160,8 @@ def spire_config(folder: Path) -> SpireConfig | None:
     except (OSError, ValueError, AttributeError):
         return None
     try:
-        values = read_json(folder / "config.json")
-        return SpireConfig(**values | {"shape": LlamaShape(**values["shape"])})
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return from_json(SpireConfig, read_json(folder / "config.json"))
+    except (OSError, ValueError) as error:
         what = f"drafter={folder}: config.json is damaged"
         raise UserError(f"{what} ({type(error).__name__}: {error}); export the drafter again") from error
 

@@ -25,10 +25,10 @@ from spectrain.models.artifacts import KINDS, check_weights, decoded_by, is_expo
 from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.budget_table import find_table
-from spectrain.stores.folder import read_yaml
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
 from spectrain.stores.options import check_method_options
 from spectrain.stores.writing import write_whole
+from spectrain.stores.yaml_files import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,9 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
             base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned)
+        options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned, of_several=True)
         found[name] = OmegaConf.merge(with_options(options, changes, base, f"variants.{name}."), exported)
+    check_tuned(cfg.tuned, found.values())
     return found
 
 
@@ -113,22 +114,44 @@ def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "
     return OmegaConf.merge(method, changes)
 
 
-def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictConfig:
-    """A method with the options that files of `spectrain.tune` hold for it: {name: {option: value}}.
+def with_tuned(method: DictConfig, files: str | Sequence[str] | None, of_several: bool = False) -> DictConfig:
+    """A method with the options that files of `spectrain.tune` hold for it.
+
+    `of_several`: the files may be of the command's other methods; see `check_tuned`.
 
     Raises:
         UserError: a file is missing, is not yaml, or has an option that the method does not have.
     """
-    name = method.get("_tuned_") or method["_target_"].split(".")[-2]
+    if not of_several:
+        check_tuned(files, [method])
+    name = tuned_name(method)
     for file in names(files):
-        try:
-            found = read_yaml(Path(file))
-            changes = dict(found.get(name, {}))
-        except (OSError, AttributeError, TypeError, ValueError) as error:
-            line = str(error).splitlines()[0]
-            raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
-        method = with_options(method, changes, name, f"tuned={file}: ")
+        method = with_options(method, read_tuned(file).get(name, {}), name, f"tuned={file}: ")
     return method
+
+
+def tuned_name(method: Mapping) -> str:
+    """The name of a method's options in files of `spectrain.tune`."""
+    return method.get("_tuned_") or method["_target_"].split(".")[-2]
+
+
+def read_tuned(file: str) -> dict[str, dict]:
+    """Read {name: {option: value}}. Raises UserError where the file is missing, or holds something else."""
+    try:
+        return {name: dict(options) for name, options in read_yaml(Path(file)).items()}
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        line = str(error).splitlines()[0]
+        raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
+
+
+def check_tuned(files: str | Sequence[str] | None, methods: Iterable[Mapping]) -> None:
+    """Raise UserError where a file of `spectrain.tune` has options of none of the methods."""
+    asked = {tuned_name(method) for method in methods}
+    for file in names(files):
+        found = read_tuned(file)
+        if not found.keys() & asked:
+            held = f"only of {', '.join(map(str, found))}" if found else "none at all"
+            raise UserError(f"tuned={file} has no options of {', '.join(sorted(asked))}, {held}; give another file")
 
 
 def write_tuned(file: Path, options: Mapping[str, Mapping], command: str) -> Path:

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import check_finite, check_size
-from spectrain.models.spire import LlamaShape, SpireConfig, SpireDrafter
+from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
         values = read_json(file)
         if values["version"] != VERSION:  # which may have other keys
             raise UserError(f"{folder} has format version {values['version']}, not {VERSION}; export it again")
-        return Artifact(**values)
+        return from_json(Artifact, values)
 
 
 def is_export(folder: str | Path) -> bool:
@@ -167,13 +168,11 @@ def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
     """Open a SPIRe drafter for the target of this fingerprint. Raise UserError if it does not fit, or is damaged."""
     check_artifact(folder, "spire", fingerprint)
     with damage_of(f"drafter={folder}"):
-        values = read_json(folder / "config.json")
-        shape, layers = LlamaShape(**values.pop("shape")), tuple(values.pop("target_layers"))
-        config = SpireConfig(shape, layers, **values)
+        config = from_json(SpireConfig, read_json(folder / "config.json"))
         check_size(partial(SpireDrafter, config), folder, f"drafter={folder}")
         drafter = SpireDrafter(config)
         state = load_file(folder / "model.safetensors")
-        if shape.tie_embeddings:
+        if config.shape.tie_embeddings:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         drafter.load_state_dict(state)
     check_finite(drafter, f"drafter={folder}")
@@ -200,7 +199,7 @@ def read_lookup_facts(folder: Path) -> LookupFacts:
         how = "python -m spectrain.export method=..."
         raise UserError(f"lookup={folder} is of kind {artifact.kind}, which engines cannot run; give one made by {how}")
     with damage_of(f"lookup={folder}"):
-        return LookupFacts(**read_json(folder / "config.json"))
+        return from_json(LookupFacts, read_json(folder / "config.json"))
 
 
 def check_tokenizer(folder: Path, facts: LookupFacts, tokenizer_fingerprint: str, target: str) -> None:

@@ -13,8 +13,9 @@ from spectrain.decoding.errors import UserError
 from spectrain.reporting.runs import MEASUREMENTS, RUNS, TRAININGS, Run, Training
 from spectrain.stores.budget_table import BudgetTable
 from spectrain.stores.environment import date_of
-from spectrain.stores.folder import read_json, read_yaml
+from spectrain.stores.folder import read_json
 from spectrain.stores.lines import read_lines
+from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.runs import Curve, RunFolder, merged, read_csv
 
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")  # parts of runs; and big

@@ -29,6 +29,7 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.folder import digest, locked, read_json, write_json
+from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +89,6 @@ class ForwardCost:
         nodes, inside = np.asarray(nodes), _clipped(nodes, self.nodes)
         growth = fit(nodes, batch_size, context_tokens) / fit(inside, batch_size, context_tokens)
         return np.interp(inside, self.nodes, measured) * growth
-
-    @classmethod
-    def from_json(cls, values: Mapping) -> ForwardCost:
-        roofline = values.get("roofline")
-        return cls(**values | {"roofline": Roofline(**roofline) if roofline else None})
 
 
 @dataclass(frozen=True)
@@ -240,11 +236,8 @@ class BudgetTable:
             values = read_json(file)
             if values["kind"] != "budget" or values["schema"] != SCHEMA:
                 raise ValueError(f"schema {values['schema']}")
-            entries = [
-                CurveEntry(one["name"], one["options"], Sampling(**one["sampling"]), MethodCurve(**one["curve"]))
-                for one in values["curves"]
-            ]
-            cost = ForwardCost.from_json(values["cost"])
+            entries = [from_json(CurveEntry, one) for one in values["curves"]]
+            cost = from_json(ForwardCost, values["cost"])
             return cls(values["target_fingerprint"], values["machine"], cost, entries, values["facts"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -257,7 +250,7 @@ class BudgetTable:
         Raises UserError where it was not measured, or not under this sampling.
         """
         method = options["_target_"].split(".")[-2]
-        own = [entry for entry in self.entries if entry.options["_target_"] == options["_target_"]]
+        own = [entry for entry in self.entries if entry.options.get("_target_") == options["_target_"]]
         fitting = [entry for entry in own if entry.sampling == sampling]
         if not fitting:
             known = "; ".join(sorted({entry.sampling.describe() for entry in own}))

@@ -127,7 +127,7 @@ class FeatureStore:
         self._offsets = [offsets for offsets, _ in tables]  # of each shard
         self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets])
         self.held_out = np.concatenate([held_out for _, held_out in tables])
-        if len(self.lengths) != manifest.counts["rows"]:
+        if len(self.lengths) != manifest.counts.get("rows"):
             raise ACTIVATIONS.damaged(f"data.path={folder}", "it does not hold the rows that its manifest says")
 
     def __len__(self) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import yaml
-
 from spectrain.decoding.errors import UserError
+from spectrain.stores.typed import from_json
 from spectrain.stores.writing import is_disk_full, to_disk, write_whole
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,8 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # hashing leaves the GIL alone
 BESIDE = ("partial", "old")  # where a folder is written, and where the one that it replaces waits to be removed
-LARGEST_JSON_BYTES, LARGEST_YAML_BYTES = 2**26, 2**20
+LARGEST_JSON_BYTES = 2**26
+MOST_ATTEMPTS = 100  # at a lock whose folder others remove
 
 T = TypeVar("T")
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
@@ -59,10 +59,10 @@ class StoreKind(Generic[M]):
         if not file.is_file():
             raise UserError(f"{self.option}={folder} has no {MANIFEST}; give a folder that {self.built_by} wrote")
         try:
-            values = read_json(file)
+            values = parse_json(read_text(file, LARGEST_JSON_BYTES))
             kind, version = values.get("kind"), values.get("version")
             if (kind, version) == (self.name, self.version):
-                return self.manifest(**values)
+                return from_json(self.manifest, values)
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{file} cannot be read ({error}); {self._again}") from error
         raise UserError(
@@ -76,7 +76,7 @@ class StoreKind(Generic[M]):
             file = folder / name
             if not file.is_file():
                 raise UserError(f"{self.option}={folder} lacks {name}; {self._again}")
-            if file.stat().st_size != facts["bytes"]:
+            if file.stat().st_size != facts.get("bytes"):
                 raise self.damaged(file, "it is not what the manifest says")
 
     def check_contents(self, folder: Path, files: Mapping[str, Mapping]) -> None:
@@ -84,7 +84,7 @@ class StoreKind(Generic[M]):
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             found = pool.map(lambda name: sha256(folder / name), files)
             for (name, facts), digest in zip(files.items(), found, strict=True):
-                if digest != facts["sha256"]:
+                if digest != facts.get("sha256"):
                     pool.shutdown(cancel_futures=True)
                     raise self.damaged(folder / name, "it is not what the manifest says")
 
@@ -148,8 +148,11 @@ def json_line(value: object) -> str:
 
 
 def read_json(file: Path) -> object:
-    """Read a JSON file; see `parse_json`. Raises ValueError also where it is large."""
-    return parse_json(_read(file, LARGEST_JSON_BYTES))
+    """Read a JSON file; see `parse_json`. Raises UserError where it is none, or large."""
+    try:
+        return parse_json(read_text(file, LARGEST_JSON_BYTES))
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON that can be read ({error}); restore or remove it") from error
 
 
 def parse_json(text: str | bytes) -> object:
@@ -160,32 +163,7 @@ def parse_json(text: str | bytes) -> object:
         raise ValueError("it is nested too deeply") from None
 
 
-class _PlainYaml(yaml.SafeLoader):
-    """YAML without aliases, of which a few lines can stand for gigabytes, and with 1e-3 as a number, as for Hydra."""
-
-    def compose_node(self, parent: object, index: object) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has aliases (*name), which are not read")
-        return super().compose_node(parent, index)
-
-
-_PlainYaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789"
-)
-
-
-def read_yaml(file: Path) -> object:
-    """Read a YAML file as plain values. Raises ValueError where it is none, large, nested deeply, or has aliases."""
-    text = _read(file, LARGEST_YAML_BYTES)
-    try:
-        return yaml.load(text, Loader=_PlainYaml)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _read(file: Path, most_bytes: int) -> str:
+def read_text(file: Path, most_bytes: int) -> str:
     """Read a text file of at most so many bytes. Raises ValueError where it is larger, or no UTF-8."""
     with file.open("rb") as content:
         text = content.read(most_bytes + 1)
@@ -300,12 +278,14 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "", is_fi
 
 def _lock_file(file: Path) -> int:
     """Make and lock a file. Raises BlockingIOError where another process has locked it."""
-    while True:
+    for attempt in itertools.count():
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:  # whoever made the parent has removed it
-            continue
+            if attempt < MOST_ATTEMPTS:
+                continue
+            raise  # nothing can be made there, as in /proc
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from spectrain.stores.folder import json_line, parse_json
+from spectrain.stores.typed import from_json
 from spectrain.stores.writing import write_whole
 
 Row = TypeVar("Row")  # a dataclass
@@ -39,8 +40,8 @@ class RowFile(Generic[Row]):
     def __init__(self, file: Path, row_type: type[Row], keep: Callable[[Row], bool] = lambda row: True) -> None:
         self.file, self.rows = file, []
         for values in read_lines(file):
-            with suppress(TypeError):
-                self.rows.append(row_type(**values))
+            with suppress(ValueError):
+                self.rows.append(from_json(row_type, values))
         self.rows = list(filter(keep, self.rows))
         write_lines(file, map(dataclasses.asdict, self.rows))
 

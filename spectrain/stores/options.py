@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from spectrain.decoding.errors import UserError, is_in
-from spectrain.stores.folder import read_yaml
 from spectrain.stores.locations import conf_dir
+from spectrain.stores.yaml_files import read_yaml
 
 KIND_WORDS = {
     "flag": "true or false",
@@ -40,16 +40,19 @@ class Kind:
 
     name: str  # a key of KIND_WORDS, or the words that are allowed, with commas between them
     range: str  # "1" or "0..4" of whole numbers, "[0, 1)" of numbers
-    is_list: bool  # a list of at least one such value
+    holder: str = ""  # "list" or "group": of at least one such value
 
     @classmethod
     def read(cls, text: str) -> Kind:
-        name, _, numbers = text.removeprefix("list of ").partition(" ")
-        return cls(name, numbers, text.startswith("list of "))
+        holder, of, one = text.rpartition(" of ")
+        name, _, numbers = (one if of else text).partition(" ")
+        return cls(name, numbers, holder)
 
     def fits(self, value: object) -> bool:
-        if self.is_list:
+        if self.holder == "list":
             return isinstance(value, list) and bool(value) and all(map(self.fits_one, value))
+        if self.holder == "group":
+            return isinstance(value, Mapping) and bool(value) and all(map(self.fits_one, value.values()))
         return self.fits_one(value)
 
     def fits_one(self, value: object) -> bool:
@@ -70,7 +73,7 @@ class Kind:
                 return isinstance(value, str) and is_path(value)
             case "names":
                 several = value if isinstance(value, list) else [value]
-                return bool(several) and all(isinstance(each, str) for each in several)
+                return bool(several) and all(isinstance(each, str) and each for each in several)
             case "group":
                 return isinstance(value, Mapping)
             case "empty":
@@ -85,7 +88,7 @@ class Kind:
             words += (
                 f" in {self.range}" if self.name == "number" or ".." in self.range else f" of at least {self.range}"
             )
-        return f"a list, with each value {words}" if self.is_list else words
+        return f"a {self.holder}, with each value {words}" if self.holder else words
 
 
 def is_path(value: str) -> bool:
@@ -141,6 +144,14 @@ def _check(node: Mapping, rows: Mapping[str, Sequence[Kind]], prefix: str) -> No
             _check(value, rows, f"{name}.")
         elif name not in rows and any(row.startswith(f"{name}.") for row in rows):
             raise UserError(f"{name}={shown(value)} must stay a group of options; give one of them: {name}.<option>=")
+        elif not _is_known(name, rows):
+            raise UserError(f"unknown option: {name}; --cfg job prints all options")
+
+
+def _is_known(name: str, rows: Mapping[str, Sequence[Kind]]) -> bool:
+    """Whether an option, or a group that it is in, has a kind. What Lightning's Trainer takes is not listed."""
+    above = name.split(".")
+    return above[0] == "trainer" or any(".".join(above[: n + 1]) in rows for n in range(len(above)))
 
 
 def _check_one(name: str, value: object, kinds: Sequence[Kind] | None) -> None:
@@ -148,10 +159,10 @@ def _check_one(name: str, value: object, kinds: Sequence[Kind] | None) -> None:
         return
     if any(kind.fits(value) for kind in kinds):
         return
-    of_list = [kind for kind in kinds if kind.is_list]
+    of_list = [kind for kind in kinds if kind.holder == "list"]
     if of_list and isinstance(value, list) and value:  # name the value that is wrong
         value = next(each for each in value if not any(kind.fits_one(each) for kind in of_list))
-        kinds = [dataclasses.replace(kind, is_list=False) for kind in of_list]
+        kinds = [dataclasses.replace(kind, holder="") for kind in of_list]
     if all(kind.name not in KIND_WORDS for kind in kinds):
         words = ", ".join(kind.name.replace(",", ", ") for kind in kinds)
         raise UserError(f"{name}={shown(value)} must be one of {words}")

@@ -224,7 +224,7 @@ def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str
         kind.check_sizes(folder, manifest.files)
         kind.check_contents(folder, manifest.files)
         rows = datasets.load_from_disk(str(folder))
-        whole = isinstance(rows, Dataset) and rows.features == features and len(rows) == manifest.counts[counted]
+        whole = isinstance(rows, Dataset) and rows.features == features and len(rows) == manifest.counts.get(counted)
     except UserError:
         raise
     except Exception as error:  # datasets and arrow each raise their own types here

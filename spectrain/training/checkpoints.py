@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.typed import from_json
 from spectrain.stores.writing import to_disk, write_whole
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -177,8 +178,8 @@ class BestFolder:
         """The facts of the kept weights, None where there are none. Raises UserError where they are damaged."""
         file = self.path / "best.json"
         try:
-            return Best(**read_json(file)) if file.is_file() else None
-        except (ValueError, TypeError) as error:
+            return from_json(Best, read_json(file)) if file.is_file() else None
+        except ValueError as error:
             raise UserError(
                 f"{file} cannot be read ({type(error).__name__}); remove {self.path}, and the last weights are taken"
             ) from error

@@ -35,7 +35,6 @@ from spectrain.stores.folder import (
     digest,
     locked,
     read_json,
-    read_yaml,
     refuse_existing,
     remove_leftovers,
     strict,
@@ -43,6 +42,7 @@ from spectrain.stores.folder import (
     write_json,
 )
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from spectrain.stores.budget_table import (
     Roofline,
 )
 from spectrain.stores.folder import locked
+from spectrain.stores.typed import from_json
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.retrieval.reference import make_store
 
@@ -116,8 +117,9 @@ def test_a_fixed_budget_is_that_number():
 
 def test_json_gives_back_the_same():
     cost, curve = cost_of(), curve_of(full=False)
-    assert ForwardCost.from_json(json.loads(json.dumps(asdict(cost)))) == cost
-    assert MethodCurve(**json.loads(json.dumps(asdict(curve)))) == curve
+    for one in (cost, curve):
+        values = json.loads(json.dumps(asdict(one)))
+        assert json.loads(json.dumps(asdict(from_json(type(one), values)))) == values
 
 
 class Restless(NodeBudget):
