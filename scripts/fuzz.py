@@ -1,77 +1,126 @@
-"""Types thousands of wrong commands and damaged files, and counts what went wrong.
+"""Types thousands of wrong commands, damages files, starts commands in pairs, and counts what went wrong.
 
-    python scripts/fuzz.py minutes=60 [seed=0] [of=options,files] [out=runs/fuzz]
-    python scripts/fuzz.py cases=40 seed=3      # as many of each kind
+    python scripts/fuzz.py cases=10000 jobs=2 [seed=0] [of=known,options,files,pairs] [out=runs/fuzz]
+    python scripts/fuzz.py minutes=60
 
-Prints a table of outcomes by command, and writes each case that went wrong to <out>/faults.jsonl: the kind of fault,
-the case, the command as typed and what it printed. A case is run in a fork of one process, in a folder of its own.
-Promised are one sentence and exit code 2 for whatever is refused. The exit code is 1 where anything went wrong.
+Prints a table of outcomes by command, also after Ctrl-C, and writes each case that went wrong to <out>/faults.jsonl:
+the kind of fault, the case, the command as typed and what it printed. `known` are all cases that once failed. A case is
+run in a fork of one process, in a folder of its own. Whatever is refused must be one sentence and exit code 2, with
+nothing left behind. The exit code is 1 where anything went wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from omegaconf import OmegaConf
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fuzz import checks, fork_server, world
+from tests.fuzz import checks, fork_server, known, world
 
 EXAMPLES = 200  # drawn with one seed
-DEFAULTS = {"minutes": 60, "cases": None, "seed": 0, "of": "options,files", "out": "runs/fuzz"}
+KEPT_OUTPUT = 3000  # characters of a faulty case
+DEFAULTS = {"minutes": 60, "cases": None, "jobs": 1, "seed": 0, "of": "known,options,files,pairs", "out": "runs/fuzz"}
 
 
 def main() -> None:
     options = OmegaConf.merge(DEFAULTS, OmegaConf.from_cli())
-    out = Path(options.out)
+    out = Path(options.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
+    for file in out.glob("*.jsonl"):
+        file.unlink()
+    (out / "faults.jsonl").touch()
     fork_server.load_commands()
-    deadline = time.monotonic() + 60 * options.minutes
-    counts: Counter[tuple[str, str]] = Counter()
-    with tempfile.TemporaryDirectory() as folder, (out / "faults.jsonl").open("w") as faults:
+    with tempfile.TemporaryDirectory() as folder:
         made = world.build(Path(folder) / "world")
-        work = Path(folder) / "case"
+        jobs = [in_a_fork(lambda job=job: fuzz(options, made, Path(folder), out, job)) for job in range(options.jobs)]
+        while jobs:
+            with suppress(KeyboardInterrupt):  # the jobs hear it, too
+                os.waitpid(jobs[-1], 0)
+                jobs.pop()
+    rows = [json.loads(line) for file in out.glob("cases-*.jsonl") for line in file.read_text().splitlines()]
+    if rows:
+        print(outcomes(pd.DataFrame(rows)).to_string())
+    n_faults = len((out / "faults.jsonl").read_text().splitlines())
+    print(f"{len(rows)} cases, {n_faults} faults: {out / 'faults.jsonl'}")
+    raise SystemExit(bool(n_faults))
 
-        def note(case: object) -> None:
+
+def in_a_fork(work: Callable[[], None]) -> int:
+    """Do it in a process of its own. Returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+
+
+def fuzz(options: DictConfig, made: world.World, folder: Path, out: Path, job: int) -> None:
+    """Try this job's share of the cases until they or the minutes are over."""
+    deadline = time.monotonic() + 60 * options.minutes
+    work, kinds = folder / f"case-{job}", str(options.of).split(",")
+    left = None if options.cases is None else -(-options.cases // options.jobs)
+    with (out / f"cases-{job}.jsonl").open("w") as cases, (out / "faults.jsonl").open("a") as faults:
+
+        def note(case: checks.Case) -> None:
             if time.monotonic() > deadline:
                 return
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             outcome, fault = checks.try_case(case, made, work)
-            said = fault or ("refused" if outcome.code == 2 else "worked")
-            counts[outcome.arguments[0], said] += 1
+            said = fault.split(":")[0] if fault else "refused" if outcome.code == 2 else "worked"
+            row = {"command": case.command, "outcome": said, "ms": round(1000 * outcome.elapsed_s)}
+            cases.write(json.dumps(row) + "\n")
+            cases.flush()
             if fault:
-                row = {"fault": fault, "case": dataclasses.asdict(case), "typed": outcome.arguments}
-                faults.write(json.dumps(row | {"output": outcome.output[-3000:]}) + "\n")
+                row = {"fault": fault, "kind": type(case).__name__, "case": dataclasses.asdict(case)}
+                row |= {"typed": outcome.arguments, "output": outcome.output[-KEPT_OUTPUT:]}
+                faults.write(json.dumps(row) + "\n")
                 faults.flush()
 
-        round_number = options.seed
-        while time.monotonic() < deadline:
-            for kind in str(options.of).split(","):
-                draw = settings(
-                    max_examples=options.cases or EXAMPLES, database=None, deadline=None, phases=[Phase.generate],
-                    suppress_health_check=list(HealthCheck),
-                )  # fmt: skip
-                seed(round_number)(draw(given(checks.strategy(kind, made))(note)))()
-            if options.cases:
-                break
-            round_number += 1
-    table = pd.Series(counts).unstack(fill_value=0)
-    table.loc["all"] = table.sum()
-    print(table.to_string())
-    n_faults = len((out / "faults.jsonl").read_text().splitlines())
-    print(f"{sum(counts.values())} cases, {n_faults} faults: {out / 'faults.jsonl'}")
-    raise SystemExit(bool(n_faults))
+        if "known" in kinds:
+            for case in known.CASES[job :: options.jobs]:
+                note(case)
+        drawn = [kind for kind in kinds if kind in checks.KINDS]
+        strategies = {kind: checks.strategy(kind, made) for kind in drawn}
+        weighted = st.sampled_from([kind for kind in drawn for _ in range(checks.KINDS[kind])])
+        number = options.seed * 1000 + job
+        while drawn and left != 0 and time.monotonic() < deadline:
+            n = EXAMPLES if left is None else min(left, EXAMPLES)
+            draw = settings(
+                max_examples=n, database=None, deadline=None, phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            seed(number)(draw(given(weighted.flatmap(strategies.get))(note)))()
+            number += options.jobs
+            left = None if left is None else left - n
+
+
+def outcomes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Count outcomes by command, with the mean milliseconds of a case."""
+    rows = pd.concat([rows, rows.assign(command="all")])
+    table = rows.groupby(["command", "outcome"], sort=False).size().unstack(fill_value=0).sort_index()
+    table = table.loc[[*(name for name in table.index if name != "all"), "all"]]
+    return table.assign(ms=rows.groupby("command").ms.mean().round().astype(int))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.fuzz.world import World
+from tests.fuzz.world import BUILD, World
 
 DEEP = 10_000  # levels of nesting
 LONG_INT = "9" * 5000
@@ -44,30 +44,65 @@ ODD_VALUES = (
     *(float("nan"), float("inf"), "<script>", "../..", 10**400),
 )
 
-# What reads which files: option -> (folder or file of the world, command, other options in place of the command's own)
-READERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "prompts": ("prompts.jsonl", "bench", ()),
-    "prompts of responses": ("prompts.jsonl", "responses", ()),
-    "corpus": ("corpus", "datastore", ()),
-    "corpus of train": ("corpus", "train", ()),
-    "target": ("target", "generate", ()),
-    "target of cost": ("target", "cost", ()),
-    "drafter": ("vanilla", "generate", ("method=speculative",)),
-    "drafter of spire": ("spire", "generate", ("method=spire",)),
-    "drafter of cost": ("spire", "cost", ()),
-    "responses": ("responses", "acceptance", ()),
-    "data.path": ("features", "train", ("data=offline",)),
-    "data.path of labels": ("labels", "train", ("+exp=specdecpp", "data=offline")),
-    "datastore": ("datastore", "generate", ("method=rest",)),
-    "inspect": ("datastore", "datastore", ()),
-    "run": ("vanilla_run", "export", ()),
-    "run of parity": ("spire_run", "parity", ()),
-    "runs": ("vanilla_run", "report", ()),
-    "runs of bench": ("bench", "report", ()),
-    "out of bench": ("bench", "bench", ()),
-    "results": ("bench/results.json", "cost", ()),
-    "tuned": ("tuned.yaml", "generate", ()),
+
+@dataclass(frozen=True)
+class Reader:
+    """A command that reads a file or folder of the world."""
+
+    source: str  # in the world
+    command: str
+    option: str | None  # by which it is given; None: the command finds it by its name
+    changed: tuple[str, ...] = ()  # options in place of the command's own
+    writes: bool = False  # the command goes on in it
+
+    @property
+    def drops(self) -> set[str]:
+        return {change.lstrip("+").split("=")[0] for change in self.changed} | {self.option or ""}
+
+
+LONG = ("prompts={world}/long_prompts.jsonl", *BUILD, "limit=null")
+READERS: dict[str, Reader] = {
+    "prompts": Reader("prompts.jsonl", "bench", "prompts"),
+    "prompts of responses": Reader("prompts.jsonl", "responses", "prompts"),
+    "corpus": Reader("corpus", "datastore", "corpus"),
+    "corpus of train": Reader("corpus", "train", "corpus"),
+    "target": Reader("target", "generate", "target"),
+    "target of bench": Reader("target", "bench", "target"),
+    "target of cost": Reader("target", "cost", "target"),
+    "drafter": Reader("vanilla", "generate", "drafter", ("method=speculative",)),
+    "drafter of spire": Reader("spire", "generate", "drafter", ("method=spire",)),
+    "drafter of cost": Reader("spire", "cost", "drafter"),
+    "vanilla of cost": Reader("vanilla", "cost", "drafter"),
+    "method": Reader("spire", "generate", "method"),
+    "responses": Reader("responses", "acceptance", "responses"),
+    "features": Reader("features", "train", "data.path", ("data=offline",)),
+    "labels": Reader("labels", "train", "data.path", ("+exp=specdecpp", "data=offline", "drafter={world}/vanilla")),
+    "datastore": Reader("datastore", "generate", "datastore", ("method=rest",)),
+    "datastore of export": Reader(
+        "datastore", "export", "datastore", ("method=rest", "run=null", "target={world}/target")
+    ),
+    "inspect": Reader("datastore", "datastore", "inspect"),
+    "run": Reader("vanilla_run", "export", "run"),
+    "last weights of a run": Reader("vanilla_run", "export", "run", ("weights=last",)),
+    "run of parity": Reader("spire_run", "parity", "run"),
+    "finished run": Reader("spire_run", "train", "run_dir", writes=True),
+    "unfinished run": Reader("unfinished_run", "train", "run_dir", writes=True),
+    "runs": Reader("vanilla_run", "report", "runs"),
+    "runs of bench": Reader("bench", "report", "runs"),
+    "runs of tune": Reader("tables", "report", "runs"),
+    "out of bench": Reader("bench", "bench", "out", writes=True),
+    "out of tune": Reader("tables/tune", "tune", "out", writes=True),
+    "results": Reader("bench/results.json", "cost", "results"),
+    "results of a training": Reader("spire_run/result.json", "cost", "results"),
+    "tuned": Reader("tuned.yaml", "generate", "tuned"),
+    "budget table": Reader("tables/checkpoints", "bench", None, ("methods=[logitspec]", "max_nodes=auto")),
+    "begun build": Reader("begun/.responses.partial", "responses", None, LONG, writes=True),
+    "complete build": Reader("complete/.responses.partial", "responses", None, LONG, writes=True),
 }
+# Files without which nothing can be read, and damages that no reader may pass over. `report` names and leaves out.
+NEEDED = (".safetensors", ".arrow", ".npy", ".yaml", "manifest.json", "config.json", "tokenizer.json", "prompts.jsonl")
+NOT_NEEDED = ("generation_config.json", "tokenizer_config.json")
+FATAL = ("cut off", "removed", "empty", "binary", "a folder", "nested deeply", "yaml bomb")
 
 
 @dataclass(frozen=True)
@@ -75,40 +110,54 @@ class FileCase:
     """One file of what a command reads, damaged in one way."""
 
     reader: str  # a key of READERS
-    number: int  # which of the files, modulo their count
+    file: str  # below its source
     damage: str  # a key of DAMAGES
     seed: int  # of the place and the value
 
+    @property
+    def command(self) -> str:
+        return READERS[self.reader].command
 
-def file_cases() -> st.SearchStrategy[FileCase]:
-    seeds = st.integers(0, 2**32 - 1)
-    return st.builds(
-        FileCase, st.sampled_from(sorted(READERS)), st.integers(0, 99), st.sampled_from(sorted(DAMAGES)), seeds
+    @property
+    def must_refuse(self) -> bool:
+        if self.damage not in FATAL or self.command == "report" or READERS[self.reader].writes:
+            return False
+        if (self.file, self.damage) == ("prompts.jsonl", "cut off"):  # behind the line that is read
+            return False
+        return self.file.endswith(NEEDED) and not self.file.endswith(NOT_NEEDED)
+
+
+def file_cases(world: World) -> st.SearchStrategy[FileCase]:
+    """Draw a reader, one of its files, and a damage."""
+    files = {name: _files(world.folder / reader.source) for name, reader in READERS.items()}
+    seeds, damages = st.integers(0, 2**32 - 1), st.sampled_from(sorted(DAMAGES))
+    return st.sampled_from(sorted(READERS)).flatmap(
+        lambda name: st.builds(FileCase, st.just(name), st.sampled_from(files[name]), damages, seeds)
     )
+
+
+def _files(source: Path) -> list[str]:
+    """The files below a folder, relative to it; of a file, its own name."""
+    if source.is_file():
+        return [source.name]
+    return sorted(str(f.relative_to(source)) for f in source.rglob("*") if f.is_file() and f.name != ".output")
 
 
 def arguments(case: FileCase, world: World, folder: Path) -> tuple[str, ...]:
     """Copy what the command reads into `folder`, damage one file of it, and return the command as typed."""
-    source, command, changed = READERS[case.reader]
-    copy = folder / Path(source).name
-    original = world.folder / source
-    if original.is_dir():
-        shutil.copytree(original, copy)
-        files = sorted(path for path in copy.rglob("*") if path.is_file() and path.name != ".output")
+    reader = READERS[case.reader]
+    source, copy = world.folder / reader.source, folder / Path(reader.source).name
+    if source.is_dir():
+        shutil.copytree(source, copy)
+        DAMAGES[case.damage](copy / case.file, random.Random(case.seed))
     else:
-        shutil.copy(original, copy)
-        files = [copy]
-    file = files[case.number % len(files)]
-    DAMAGES[case.damage](file, random.Random(case.seed))
-    option = case.reader.split(" of ")[0]
-    drop = {option, *(change.lstrip("+").split("=")[0] for change in changed)}
-    if "+exp=specdecpp" in changed:
-        drop.add("drafter")
-        changed = (*changed, f"drafter={world.folder}/vanilla")
-    own = [text for text in world.commands[command] if text.lstrip("+").split("=")[0] not in drop]
-    if option == "inspect":
+        shutil.copy(source, copy)
+        DAMAGES[case.damage](copy, random.Random(case.seed))
+    own = [text for text in world.commands[reader.command] if text.lstrip("+").split("=")[0] not in reader.drops]
+    if reader.option == "inspect":
         own = []
-    return command, *own, *changed, f"{option}={copy}"
+    changed = [change.format(world=world.folder) for change in reader.changed]
+    return reader.command, *own, *changed, *([f"{reader.option}={copy}"] if reader.option else [])
 
 
 def _cut(file: Path, rng: random.Random) -> None:
@@ -142,8 +191,10 @@ def _folder(file: Path, rng: random.Random) -> None:
 
 def _value(file: Path, rng: random.Random) -> None:
     """Replace, remove or add one value somewhere in a JSON file, or in one line of JSON lines."""
-    if file.suffix in (".yaml", ".safetensors"):
-        return _tensor(file, rng) if file.suffix == ".safetensors" else _lines(file, rng)
+    if file.suffix == ".safetensors":
+        return _tensor(file, rng)
+    if file.suffix in (".yaml", ".csv", ".md", ".jinja", ".py"):
+        return _lines(file, rng)
     lines = file.suffix == ".jsonl"
     try:
         content = (
@@ -180,6 +231,40 @@ def _lines(file: Path, rng: random.Random) -> None:
     odd = ["{", "[]", "null", "5", '{"prompt": 5}', '{"turns": []}', "\x00", "a: b: c", "- x", LONG_INT, "x" * 100_000]
     lines[rng.randrange(len(lines))] = rng.choice(odd)
     file.write_text("\n".join(lines) + "\n")
+    return None
+
+
+def _number(file: Path, rng: random.Random) -> None:
+    """Put an odd number or a text in the place of a number of a JSON file."""
+    try:
+        content = json.loads(file.read_text())
+    except ValueError:
+        return _lines(file, rng)
+    places = [(node, key) for node, key in _places(content) if type(node[key]) in (int, float)]
+    if places:
+        node, key = rng.choice(places)
+        node[key] = rng.choice(
+            (0, -1, 1, 2, 3, node[key] + 1, 10**6, 10**12, 2**63, 0.5, "4", None, True, float("nan"))
+        )
+    file.write_text(json.dumps(content))
+    return None
+
+
+def _header(file: Path, rng: random.Random) -> None:
+    """Change the header of a safetensors file: its length, or a value in it."""
+    content = file.read_bytes()
+    if file.suffix != ".safetensors" or len(content) < 8:
+        return _flip(file, rng)
+    size = int.from_bytes(content[:8], "little")
+    if rng.random() < 0.3:
+        size = rng.choice((0, 1, size + 1, 2**31, 2**63))
+        file.write_bytes(size.to_bytes(8, "little") + content[8:])
+        return None
+    header = json.loads(content[8 : 8 + size])
+    node, key = rng.choice(list(_places(header)))
+    node[key] = rng.choice(ODD_VALUES)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
     return None
 
 
@@ -231,5 +316,8 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "nested deeply": _deep,
     "long integer": _long_integer,
     "yaml bomb": _bomb,
+    "number": _number,
+    "another number": _number,
+    "header": _header,
     "tensor": _tensor,
 }

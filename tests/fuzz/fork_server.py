@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from spectrain.cli import command
+from spectrain.stores.options import schema
 
 COMMANDS = {
     **{
@@ -54,8 +55,9 @@ class Outcome:
 def load_commands() -> None:
     """Import what commands import, once, before the first fork."""
     torch.set_num_threads(1)  # a fork of a process with threads of its own may hang
-    for module in COMMANDS.values():
+    for name, module in COMMANDS.items():
         importlib.import_module(module)
+        schema(name)
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,16 @@ class Running:
     def wait(self, limit_s: float) -> Outcome:
         """Wait for its end; kill it with all that it started where it is still running after `limit_s` seconds."""
         code, deadline = None, time.monotonic() + limit_s
-        while code is None and time.monotonic() < deadline:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                code = os.waitstatus_to_exitcode(status)
-            else:
-                time.sleep(POLL_S)
-        if code is None:
-            self.kill()
+        try:
+            while code is None and time.monotonic() < deadline:
+                done, status = os.waitpid(self.pid, os.WNOHANG)
+                if done:
+                    code = os.waitstatus_to_exitcode(status)
+                else:
+                    time.sleep(POLL_S)
+        finally:  # also where Ctrl-C ends the waiting
+            if code is None:
+                self.kill()
         elapsed_s = time.monotonic() - self.started_s
         return Outcome(self.arguments, code, self.log.read_text(errors="replace"), elapsed_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tests.conftest import write_target_and_corpus
 from tests.fuzz.fork_server import Outcome, run
 
 BUILD_LIMIT_S = 300.0
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+BUILD = ("max_new_tokens=8", "out=responses")
 TINY_TRAINING = (
     *("max_steps=2", "data.row_tokens=32", "data.batch_size=2", "data.val_rows=2", "trainer.val_check_interval=1"),
     *("trainer.precision=32-true", "tau.context_tokens=[16]", "tau.contexts=2", "tau.new_tokens=4"),
@@ -24,11 +27,6 @@ class World:
     folder: Path
     commands: dict[str, tuple[str, ...]]
 
-    @property
-    def inputs(self) -> dict[str, str]:
-        """Kinds of files and folders that commands read, by their name in the folder."""
-        return {path.name: str(path) for path in sorted(self.folder.iterdir())}
-
 
 def build(folder: Path) -> World:
     """Fill an empty folder by typing the commands."""
@@ -36,6 +34,8 @@ def build(folder: Path) -> World:
     texts = write_target_and_corpus(folder, 30)
     rows = [{"prompt": text[:40], "category": "code"} for text in texts[:6]]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    (folder / "target" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
     target, corpus = f"target={folder}/target", f"corpus={folder}/corpus"
     prompts, vanilla = f"prompts={folder}/prompts.jsonl", f"drafter={folder}/vanilla"
@@ -52,6 +52,7 @@ def build(folder: Path) -> World:
     (folder / "tuned.yaml").write_text("pld:\n  draft_tokens: 5\n")
     short = ("limit=1", "max_new_tokens=3")
     type_command(folder, "bench", target, prompts, "methods=[pld]", *short, "out=bench")
+    _add_interrupted(folder, target)
     commands = {
         "train": ("+exp=spire", target, corpus, *TINY_TRAINING, "out=exported", "run_dir=run"),
         "generate": (target, "method=pld", "prompt=def", "max_new_tokens=3"),
@@ -62,14 +63,31 @@ def build(folder: Path) -> World:
         ),
         "export": (f"run={folder}/vanilla_run", "out=exported"),
         "cost": ("views=[multiplier]", "batch=[1,8]", "context_tokens=[64,512]", "out=cost"),
-        "report": (f"runs={folder}", "out=report.html"),
+        "report": (f"runs=[{folder}/bench,{folder}/spire_run]", "out=report.html"),
         "parity": (f"run={folder}/vanilla_run", "contexts=2", "context_tokens=8", "new_tokens=4", "out=parity"),
         "responses": (target, prompts, *short, "out=responses"),
         "acceptance": (target, f"responses={folder}/responses", vanilla, "out=labels"),
         "activations": (target, corpus, "row_tokens=32", "out=features"),
         "datastore": (target, corpus, "corpus.max_documents=4", "keep=null", "out=datastore"),
     }
+    (folder / "tables").mkdir()
+    type_command(folder / "tables", "tune", *commands["tune"])
     return World(folder, commands)
+
+
+def _add_interrupted(folder: Path, target: str) -> None:
+    """Add a training that has not finished, a build that waits for an answer, and one that lacks only its renames."""
+    shutil.copytree(folder / "spire_run", folder / "unfinished_run")
+    (folder / "unfinished_run" / "result.json").unlink()
+    prompts = (folder / "prompts.jsonl").read_text() + json.dumps({"prompt": "def " * 1000}) + "\n"
+    (folder / "long_prompts.jsonl").write_text(prompts)  # the last does not fit the target
+    for name in ("begun", "complete"):
+        (folder / name).mkdir()
+        run(("responses", target, f"prompts={folder}/long_prompts.jsonl", *BUILD), folder / name, BUILD_LIMIT_S)
+    work = folder / "complete" / ".responses.partial"
+    facts = {"out": "responses", "config": json.loads((work / "work.json").read_text())["config"], "fresh": False}
+    (work / "complete").write_text(json.dumps(facts))
+    shutil.copytree(folder / "responses", work / "store")
 
 
 def type_command(folder: Path, *arguments: str) -> Outcome:

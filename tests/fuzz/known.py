@@ -1,0 +1,45 @@
+"""Cases that once went wrong, or that issue 16 names, tried in each run of the tests."""
+
+from __future__ import annotations
+
+from tests.fuzz.checks import Case
+from tests.fuzz.files import FileCase
+from tests.fuzz.options import OptionCase
+from tests.fuzz.pairs import PairCase
+
+LONG_NAME = "a" * 5000
+# command -> options as typed, each of which must be refused
+TYPED: dict[str, tuple[str, ...]] = {
+    "train": (
+        *("fresh=no", "seed=nan", "seed=-1", "seed=1e26", "optimizer.betas=[]", "optimizer.betas=[2,2]"),
+        *("optimizer.betas=[nan,nan]", "tau.context_tokens=[]", "+exp=vanilla n_layer=0", "feedback=5", "corpus=5"),
+        *("run_dir=a_file", "run_dir=/dev/null", "run_dir=a_file/below", f"run_dir={LONG_NAME}", "kind=foo"),
+    ),
+    "generate": (
+        *("baseline=perhaps", "sampling.temperature=inf", "target=5", "drafter=5", "stop_strings=[5]"),
+        *("stop_strings=null", "max_new_tokens=nan", "target.device=meta"),
+    ),
+    "bench": (
+        *("fresh=no", "methods=null", "methods={}", "variants=[]", "kind=foo", "out=[a]", "out=/dev/null"),
+        *("out=a_file", "out=/proc/fuzz", f"out={LONG_NAME}", "out=a_file/below"),
+    ),
+    "tune": ("budget=5", "nodes=null", "grid=null", "grid.input_scale=[]"),
+    "cost": (
+        *("investment.decoding=inf", "hardware.flops_per_s={a:{b:nan}}", "out=/dev/null", "out=a_file"),
+        "++hardware.flops_per_s.fp8={b:nan}",
+    ),
+    "export": ("out=a_file/below", "out=/dev/null", "out=a_file", f"out={LONG_NAME}"),
+    "report": ("out=/dev/null", "out=a_file", "out=a_folder", f"out={LONG_NAME}", "out=a_file/below"),
+    "parity": ("out=/dev/null", "out=a_file"),
+    "responses": ("out=/dev/null", "out=a_file", "out=a_file/below", f"out={LONG_NAME}", "stop_strings=[5]"),
+    "acceptance": ("responses=5", "out=a_file"),
+    "activations": ("corpus=5", "out=/proc/fuzz"),
+    "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
+}
+FAILED: tuple[Case, ...] = ()
+CASES: tuple[Case, ...] = (
+    *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
+    *FAILED,
+    FileCase("tuned", "tuned.yaml", "empty", 0),
+    PairCase("bench", ("bench",), 0.2),
+)
