@@ -1,4 +1,4 @@
-"""A few dozen cases of the fuzzer in each run of the tests; scripts/fuzz.py runs thousands."""
+"""All cases that once failed and a few dozen new ones in each run of the tests; scripts/fuzz.py runs thousands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fuzz.py"
 
 
-def test_wrong_options_and_damaged_files_are_one_sentence(tmp_path):
+def test_wrong_options_damaged_files_and_pairs_are_one_sentence(tmp_path):
     """In a process of its own, which may fork."""
     command = [sys.executable, str(SCRIPT), "cases=40", "seed=1", f"out={tmp_path}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
