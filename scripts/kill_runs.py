@@ -9,6 +9,7 @@ A run is killed (kill -9) a few times, now and then while a second process tries
 ends. Of two that start together one must work and the other be refused in one sentence. Then rows, tensors, stores,
 curves and results must equal the undisturbed run's, and nothing else may be there. The table counts what is wrong;
 <work>/faults.jsonl has each fault with its seed and what was printed, and its folder stays in <work>.
+Leave the checkout as it is meanwhile: each start reads conf/ anew.
 
 The third takes any command, with all its ranks. It is run in two empty folders, so give absolute paths in it. The exit
 code is 1 if anything differs.
