@@ -7,6 +7,7 @@ ended, a signal only shortens what Python still clears away. Nothing is lost at 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -41,6 +42,8 @@ class Signals:
         """Take over where `python -m` is importing a command; change nothing where this package is a library."""
         if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").startswith(PACKAGES):
             self._handle(self._end_at_once)
+            # The last thing that Python calls before it takes its handlers away, and frees what it holds without them.
+            atexit.register(self._handle, signal.SIG_IGN)
 
     @contextmanager
     def answered(self) -> Iterator[None]:

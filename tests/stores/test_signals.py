@@ -82,6 +82,20 @@ def test_a_signal_in_a_place_that_raises_nothing_ends_the_command():
     assert (code, err) == (143, "terminated; run the same command again\n")
 
 
+def test_a_signal_while_python_clears_up_leaves_the_exit_code():
+    code, err = ran(
+        """
+        sys.argv, sys.orig_argv = ["-m"], [sys.executable, "-m", "spectrain.generate"]
+        SIGNALS.answer_while_importing()
+        class Held:
+            def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+                kill(pid, number)
+        held = Held()
+    """.replace("\n        ", "\n")
+    )
+    assert (code, err) == (0, "")
+
+
 def test_a_signal_after_the_end_leaves_the_exit_code():
     code, err = ran(
         """
