@@ -131,6 +131,9 @@ def test_tuned_options_take_the_place_of_the_defaults(run, asked, stored, tmp_pa
     options = OmegaConf.load(Path("b") / "config.yaml").measured.methods.sssd
     assert (options.input_scale, options.calibration.input[0][0]) == (0.25, 0.5)
     for content, reason in (
+        ("", "tuned=t.yaml is no file of spectrain.tune"),
+        ("pld: 5", "tuned=t.yaml is no file of spectrain.tune"),
+        ("anpd: {max_ngram: 3}", "tuned=t.yaml has no options of"),
         ("sssd: {inputscale: 1}", "tuned=t.yaml: inputscale is not an option of sssd"),
         ("- 1", "no file of spectrain.tune"),
     ):

@@ -113,16 +113,18 @@ def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 def read_config(name: str | Path) -> PretrainedConfig:
     """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises.
 
-    Also raises ValueError where a dimension is beyond that of any model: building such a one would take hours.
+    Also raises ValueError where a dimension is no number of any model: zero, a text, or so many that building it would
+    take hours.
     """
     _ask_hub(name)
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    text = config.get_text_config()
-    for dimension, most in LARGEST_DIMENSIONS.items():
-        value = getattr(text, dimension, None)
-        if isinstance(value, int) and value > most:
-            raise ValueError(f"{dimension}={value} is above the limit of {most}")
-    return config
+    content, _ = PretrainedConfig.get_config_dict(name)
+    for part in (content, *(part for part in content.values() if isinstance(part, Mapping))):
+        for dimension, most in LARGEST_DIMENSIONS.items():
+            value, least = part.get(dimension), 0 if "experts" in dimension else 1
+            for one in value if isinstance(value, list) else [value]:  # of some models, one for each layer
+                if one is not None and not (type(one) is int and least <= one <= most):  # null: transformers' default
+                    raise ValueError(f"{dimension}={one} must be a whole number from {least} to {most}")
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def check_size(

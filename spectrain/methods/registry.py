@@ -138,8 +138,11 @@ def tuned_name(method: Mapping) -> str:
 def read_tuned(file: str) -> dict[str, dict]:
     """Read {name: {option: value}}. Raises UserError where the file is missing, or holds something else."""
     try:
-        return {name: dict(options) for name, options in read_yaml(Path(file)).items()}
-    except (OSError, AttributeError, TypeError, ValueError) as error:
+        found = read_yaml(Path(file))
+        if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
+            raise ValueError("it does not hold options by the name of a method")
+        return dict(found)
+    except (OSError, ValueError) as error:
         line = str(error).splitlines()[0]
         raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
 

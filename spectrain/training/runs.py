@@ -42,6 +42,7 @@ from spectrain.stores.folder import (
     write_json,
 )
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.options import check_options
 from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
 
@@ -144,7 +145,7 @@ class RunFolder:
             config = read_yaml(path / CONFIG)
             run = cls(path, config, read_json(path / FACTS)["id"])
             run.read_result()
-            config["kind"]
+            check_options({"kind": config["kind"]}, "train")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"run={path} has a damaged config.yaml, run.json or result.json ({error})") from error
         return run

@@ -110,6 +110,10 @@ def other_shape(folder):
     edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(7)}))
 
 
+def no_heads(folder):
+    edit_config(folder, num_attention_heads=0)
+
+
 def million_layers(folder):
     edit_config(folder, num_hidden_layers=1_000_000)
 
@@ -148,8 +152,9 @@ def foreign_tokenizer(folder):
         (fewer_layers, r"has weights that its config.json does not name \(model.layers.2.* \.\.\.\)"),
         (more_layers, r"lacks weights \(model.layers.3.input_layernorm.weight, .*, \.\.\.\)"),
         (other_shape, r"has weights of other shapes than its config.json says \(model.norm.weight\)"),
-        (million_layers, "num_hidden_layers=1000000 is above the limit of 1024"),
-        (vast_state, f"hidden_size={2**30} is above the limit of {2**18}"),
+        (no_heads, "num_attention_heads=0 must be a whole number from 1 to 8192"),
+        (million_layers, "num_hidden_layers=1000000 must be a whole number from 1 to 1024"),
+        (vast_state, f"hidden_size={2**30} must be a whole number from 1 to {2**18}"),
         (vast_vocabulary, r"has \d+ weights by its config.json, which its files of \d+ bytes cannot hold; export or"),
         (vast_mlp, "which its files of .* bytes cannot hold"),
         (broken_generation_config, "generation_config.json"),

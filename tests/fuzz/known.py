@@ -36,10 +36,25 @@ TYPED: dict[str, tuple[str, ...]] = {
     "activations": ("corpus=5", "out=/proc/fuzz"),
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
-FAILED: tuple[Case, ...] = ()
+FAILED: tuple[Case, ...] = (
+    FileCase("features", "manifest.json", "another value", 495508331),
+    FileCase("drafter of cost", "config.json", "value", 845),
+    FileCase("run", "run.json", "value", 4283329),
+    FileCase("begun build", "failed-0.jsonl", "a folder", 0),
+    FileCase("begun build", "work.json", "bytes changed", 506373),
+    FileCase("begun build", "work.json", "yaml bomb", 157),
+    FileCase("complete build", "complete", "yaml bomb", 0),
+    FileCase("budget table", "budget-*.json", "a folder", 9199),
+    FileCase("tuned", "tuned.yaml", "empty", 0),
+    OptionCase("tune", ("++stopping.entropy='a\nb'",), True),
+    OptionCase("train", ("-m", "fresh=no,5"), True),
+    OptionCase("activations", ("+unknown=1",), True),
+    OptionCase("activations", ("corpus.fields=''",), True),
+    OptionCase("bench", ("=5",), True),
+    OptionCase("bench", ("--foo",), True),
+)
 CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
     *FAILED,
-    FileCase("tuned", "tuned.yaml", "empty", 0),
     PairCase("bench", ("bench",), 0.2),
 )

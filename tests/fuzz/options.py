@@ -35,6 +35,7 @@ NO_PLACE = ("/dev/null", "/proc/fuzz", "a_file/below", "fifo", "b" * 256, "a/" *
 PLACES = (*NO_PLACE, "a_file", "a_folder", "a_folder/below", "dangling", "dangling/below", "link", ".", "..", "/", "~")
 WRITTEN = ("out", "run_dir")
 READ = ("prompts", "responses", "run", "runs", "tuned", "results", "inspect", "target.path", "corpus.path", "data.path")
+NOT_READ = (("export", "target.path"), ("train", "data.path"))  # of a run; with data=online
 READ_BY_SOME = ("drafter", "head", "datastore", "vanilla")  # by some methods
 # What takes a value of the lists above after all, and what belongs to Lightning and W&B.
 TAKES = {
@@ -95,7 +96,7 @@ def _flat(node: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from _flat(value, f"{prefix}{key}.")
 
 
-def wrong_values(name: str, default: object) -> list[str]:
+def wrong_values(command: str, name: str, default: object) -> list[str]:
     """The values that an option must refuse."""
     taken = TAKES.get(name, ())
     if "*" in taken:
@@ -103,7 +104,7 @@ def wrong_values(name: str, default: object) -> list[str]:
     wrong = [value for value in (*NEVER, *REFUSED[type(default)]) if value not in taken]
     if name in WRITTEN:
         wrong += [*NO_PLACE, "a_file"]
-    if name in READ:
+    if name in READ and (command, name) not in NOT_READ:
         wrong += [*NO_PLACE, "dangling", "dangling/below", "a_folder/below"]
     return wrong
 
@@ -112,8 +113,8 @@ def option_cases(known: Mapping[tuple[str, str], object]) -> st.SearchStrategy[O
     """Draw options of `known`, by command and name, and values for them."""
 
     def pair(option: tuple[str, str]) -> st.SearchStrategy[tuple[str, str, bool]]:
-        _, name = option
-        wrong = wrong_values(name, known[option])
+        command, name = option
+        wrong = wrong_values(command, name, known[option])
         is_path = name in (*WRITTEN, *READ, *READ_BY_SOME)
         odd = [*ODD, *(value for values in REFUSED.values() for value in values), *(PLACES if is_path else ())]
         refused = st.sampled_from(wrong).map(lambda value: (name, value, True)) if wrong else st.nothing()
