@@ -97,6 +97,8 @@ def refuse_what_hydra_fails_on(arguments: list[str], primary: str) -> None:
         key, _, value = argument.partition("=")
         if not key.lstrip("+~"):
             raise UserError(f"{argument} has no name; write options as name=value")
+        if key.startswith("~"):
+            raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
         if key not in FREE_TEXT and re.search(r"\d{4300}", value):  # Hydra fails on what Python does not read
             raise UserError(f"{key} has a number of thousands of digits; give a smaller one")
         is_group = re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE)

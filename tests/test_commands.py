@@ -24,7 +24,8 @@ from spectrain.measure import tau
 from spectrain.measure.statistics import Estimate
 from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
-from spectrain.training.runs import RunFolder, read_csv
+from spectrain.training.curves import read_csv
+from spectrain.training.runs import RunFolder
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import export_spire, export_vanilla
 

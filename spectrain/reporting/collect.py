@@ -16,7 +16,8 @@ from spectrain.stores.environment import date_of
 from spectrain.stores.folder import read_json
 from spectrain.stores.lines import read_lines
 from spectrain.stores.yaml_files import read_yaml
-from spectrain.training.runs import Curve, RunFolder, merged, read_csv
+from spectrain.training.curves import Curve, merged, read_csv
+from spectrain.training.runs import RunFolder
 
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")  # parts of runs; and big
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
@@ -177,7 +178,9 @@ def last_written(path: Path) -> str | None:
 
 
 def reason(error: Exception) -> str:
-    """An error as one line."""
+    """An error as one line, which need not name the file."""
+    if isinstance(error, UserError) and isinstance(error.__cause__, ValueError):
+        error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     line = (str(error).splitlines() or [""])[0]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from spectrain.reporting.formats import MISSING, number
 from spectrain.stores.budget_table import BudgetTable
-from spectrain.training.runs import Curve, hashed
+from spectrain.training.curves import Curve
+from spectrain.training.runs import hashed
 
 OWN_METHOD = {"spire": "spire", "vanilla": "speculative"}  # kind of training -> its drafter's name in a table of tau
 TRAININGS = ("spire", "vanilla", "specdecpp", "target")  # kinds of run folders

@@ -13,14 +13,13 @@ runs/spire-1f0c93ab/
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import datetime
 import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,10 @@ from spectrain.stores.folder import (
 )
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import check_options
+from spectrain.stores.typed import from_json
 from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
+from spectrain.training.curves import Curve, merged
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,25 @@ NOT_HASHED_OF = {
     "corpus": ("max_document_bytes",),
 }
 
-Curve = dict[int, dict[str, float]]  # step -> metric -> value
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's command."""
+
+    started: str
+    done_steps: int  # of earlier attempts
+    code: dict[str, object] | None = None  # commit
+    environment: dict[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The content of run.json."""
+
+    id: str
+    target_fingerprint: str | None = None
+    command: str | None = None
+    attempts: tuple[Attempt, ...] = ()
 
 
 class FinishedRun(AllRanksError):
@@ -143,7 +162,7 @@ class RunFolder:
             )
         try:
             config = read_yaml(path / CONFIG)
-            run = cls(path, config, read_json(path / FACTS)["id"])
+            run = cls(path, config, from_json(Facts, read_json(path / FACTS)).id)
             run.read_result()
             check_options({"kind": config["kind"]}, "train")
         except (ValueError, KeyError, TypeError) as error:
@@ -305,31 +324,3 @@ def hashed(config: Mapping) -> dict:
         if isinstance(kept.get(group), Mapping):
             kept[group] = {key: value for key, value in kept[group].items() if key not in not_hashed}
     return kept
-
-
-def merged(attempts: Sequence[tuple[int, Path]]) -> Curve:
-    """One curve of several attempts: each replaces what earlier ones logged from the step where it was resumed.
-
-    `attempts` has for each the steps that were done when it began, and its metrics.csv, which may be missing.
-    """
-    curve: Curve = {}
-    for done, file in attempts:
-        curve = {step: row for step, row in curve.items() if step < done}
-        for step, row in read_csv(file).items():
-            curve.setdefault(step, {}).update(row)
-    return dict(sorted(curve.items()))
-
-
-def read_csv(file: Path) -> Curve:
-    """The rows of a metrics.csv by step; two rows of one step (training, validation) become one."""
-    curve: Curve = {}
-    if not file.is_file():
-        return curve
-    with file.open(newline="") as lines:
-        # A kill or a full disk may have cut the last line, in the middle of a number too.
-        for row in csv.DictReader(line for line in lines if line.endswith("\n")):
-            if None in row.values() or not row["step"]:
-                continue
-            values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
-            curve.setdefault(int(row["step"]), {}).update(values)
-    return curve

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spectrain.stores.folder import read_json, sha256
-from spectrain.training.runs import Curve, RunFolder
+from spectrain.training.curves import Curve
+from spectrain.training.runs import RunFolder
 
 LOST, DOUBLED, DIFFERENT, LEFT = KINDS = ("lost", "doubled", "different", "left behind")
 METRICS_BY_THE_CLOCK = ("train/tokens_per_s", "train/wait_share")  # metrics that differ between equal runs

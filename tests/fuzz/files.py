@@ -123,6 +123,8 @@ class FileCase:
         if self.damage not in FATAL or self.command == "report" or READERS[self.reader].writes:
             return False
         behind_what_is_read = (self.file, self.damage) == ("prompts.jsonl", "cut off")
+        if READERS[self.reader].command == "cost" and self.file != "config.json":  # the rest is not read
+            return False
         if behind_what_is_read or (self.reader.startswith("last weights") and "/best/" in self.file):
             return False
         return self.file.endswith(NEEDED) and not self.file.endswith(NOT_NEEDED)

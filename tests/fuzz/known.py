@@ -50,6 +50,8 @@ FAILED: tuple[Case, ...] = (
     OptionCase("train", ("-m", "fresh=no,5"), True),
     OptionCase("activations", ("+unknown=1",), True),
     OptionCase("activations", ("corpus.fields=''",), True),
+    FileCase("unfinished run", "metrics/version_0/metrics.csv", "binary", 382454),
+    OptionCase("datastore", ("~seed",), True),
     OptionCase("bench", ("=5",), True),
     OptionCase("bench", ("--foo",), True),
 )

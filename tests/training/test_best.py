@@ -14,10 +14,10 @@ from spectrain.decoding import TargetModel
 from spectrain.training import checkpoints
 from spectrain.training.callbacks import KeepBest
 from spectrain.training.checkpoints import BestFolder
+from spectrain.training.curves import read_csv
 from spectrain.training.data import RowData, TokenRows, held_out_batches
 from spectrain.training.modules import LanguageModelTraining, ValidationSums
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.runs import read_csv
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 
 

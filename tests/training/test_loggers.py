@@ -17,7 +17,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 from spectrain.decoding.errors import UserError
 from spectrain.reporting.plots import training_pictures
 from spectrain.stores.locations import conf_dir
-from spectrain.training.runs import read_csv
+from spectrain.training.curves import read_csv
 from tests.test_cli import composed
 from tests.test_commands import small  # noqa: F401  a fixture
 

@@ -15,8 +15,9 @@ from spectrain.stores import environment
 from spectrain.stores.folder import locked
 from spectrain.training import fit as fitting
 from spectrain.training import runs
+from spectrain.training.curves import merged, read_csv
 from spectrain.training.loggers import CurveLogger
-from spectrain.training.runs import RunFolder, merged, read_csv
+from spectrain.training.runs import RunFolder
 from tests.test_cli import composed
 
 
