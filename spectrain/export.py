@@ -58,7 +58,7 @@ def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
 
 def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
     """Read what a run exports, with its target and drafter where its kind has any."""
-    trained, target, drafter = OmegaConf.create(run.config), None, None
+    trained, target, drafter = run.options, None, None
     if trained.kind != "target":
         target = open_target(trained, "cpu")
     if trained.kind == "specdecpp":

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from pandas import DataFrame
 
 from spectrain.cli import command, open_target
@@ -40,7 +40,7 @@ RESULT, PICTURE = "parity.json", "parity.png"
 
 def main(cfg: DictConfig) -> None:
     run = RunFolder.open(Path(str(cfg.run)))
-    trained = OmegaConf.create(run.config)
+    trained = run.options
     if trained.kind not in ("spire", "vanilla"):
         raise UserError(
             f"run={run.path} is of kind {trained.kind}; give a run of a drafter, +exp=spire or +exp=vanilla"

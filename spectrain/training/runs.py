@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
@@ -77,6 +78,16 @@ class Facts:
     target_fingerprint: str | None = None
     command: str | None = None
     attempts: tuple[Attempt, ...] = ()
+
+
+class RunConfig(dict):
+    """The config.yaml of a run, which may lack an option that a newer version asks for, or that somebody removed."""
+
+    def __init__(self, config: Mapping) -> None:
+        super().__init__({key: RunConfig(v) if isinstance(v, Mapping) else v for key, v in config.items()})
+
+    def __missing__(self, option: str) -> NoReturn:
+        raise UserError(f"the run's config.yaml has no {option}; add it there, as python -m spectrain.train has it")
 
 
 class FinishedRun(AllRanksError):
@@ -161,10 +172,10 @@ class RunFolder:
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
         try:
-            config = read_yaml(path / CONFIG)
-            run = cls(path, config, from_json(Facts, read_json(path / FACTS)).id)
+            config = dict(read_yaml(path / CONFIG))
+            run = cls(path, RunConfig(config), from_json(Facts, read_json(path / FACTS)).id)
             run.read_result()
-            check_options({"kind": config["kind"]}, "train")
+            check_options({"kind": run.config["kind"]}, "train")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"run={path} has a damaged config.yaml, run.json or result.json ({error})") from error
         return run
@@ -252,6 +263,11 @@ class RunFolder:
         """The metrics that validation logged of a step's weights; {} where there are none."""
         logged = self.curve().get(step - 1, {})  # the number that Lightning gives the step
         return {name: value for name, value in logged.items() if name.startswith("eval/")}
+
+    @property
+    def options(self) -> DictConfig:
+        """The config as the commands take theirs."""
+        return OmegaConf.load(self.path / CONFIG)
 
     @property
     def name(self) -> str:

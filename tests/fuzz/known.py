@@ -40,6 +40,7 @@ FAILED: tuple[Case, ...] = (
     FileCase("features", "manifest.json", "another value", 495508331),
     FileCase("drafter of cost", "config.json", "value", 845),
     FileCase("run", "run.json", "value", 4283329),
+    FileCase("run of parity", "config.yaml", "tensor", 1511609),
     FileCase("begun build", "failed-0.jsonl", "a folder", 0),
     FileCase("begun build", "work.json", "bytes changed", 506373),
     FileCase("begun build", "work.json", "yaml bomb", 157),
