@@ -9,6 +9,7 @@ begins, which tries those prompts again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from spectrain.stores.lines import end_last_line, read_lines
 from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
+from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,19 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class AnsweredRow:
+    """A line of `rows-0.jsonl`."""
+
+    prompt: list[int]
+    response: list[int]
+    id: str
+    category: str
+    number: int
+    finish_reason: str
+    retokenized: bool
+
+
+@dataclass(frozen=True)
 class Answers:
     """Where a rank puts its answers: files that it appends to, row by row."""
 
@@ -77,10 +92,9 @@ class Answers:
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Keep an answer; once this returns, a kill does not lose it."""
-        row = {"prompt": list(prompt.tokens), "response": answer.tokens}
-        row |= {name: getattr(prompt, name) for name in ("id", "category", "number")}
-        row |= {name: getattr(answer, name) for name in ("finish_reason", "retokenized")}
-        self._append("rows", row)
+        of_prompt = {name: getattr(prompt, name) for name in ("id", "category", "number")}
+        of_answer = {name: getattr(answer, name) for name in ("finish_reason", "retokenized")}
+        self._append("rows", vars(AnsweredRow(list(prompt.tokens), answer.tokens, **of_prompt, **of_answer)))
 
     def fail(self, prompt: Prompt, reason: str) -> None:
         """Note why a prompt has no answer."""
@@ -201,11 +215,13 @@ class PromptParts(Parts):
 
 
 def answered_rows(work: Path) -> list[dict]:
-    """Return the rows of all ranks, the first of each prompt."""
+    """Return the rows of all ranks, the first of each prompt; what is damaged is answered again."""
     rows: dict[str, dict] = {}
     for file in sorted(work.glob("rows-*.jsonl")):
-        for row in read_lines(file):
-            rows.setdefault(row["id"], row)
+        for values in read_lines(file):
+            with contextlib.suppress(ValueError):
+                row = from_json(AnsweredRow, values)
+                rows.setdefault(row.id, vars(row))
     return list(rows.values())
 
 

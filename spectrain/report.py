@@ -62,6 +62,8 @@ def refuse_foreign(out: Path, fresh: bool) -> None:
     """Raise UserError where `out` is something that this command did not write."""
     if out.is_dir():
         raise UserError(f"out={out} is a folder; give the name of a file, such as out={out}/report.html")
+    if out.exists() and not out.is_file():
+        raise UserError(f"out={out} is no regular file; give another out")
     if not out.exists() or fresh:
         return
     with out.open(encoding="utf-8", errors="replace") as file:

@@ -31,6 +31,7 @@ KIND_WORDS = {
     "empty": "an empty list",
 }
 SHOWN_CHARACTERS = 80  # of a refused value
+MOST_WHOLE = 2**53  # up to which float64 and JSON are exact
 PATH_BYTES, PATH_PART_BYTES = 4095, 255  # what Linux allows
 
 
@@ -157,6 +158,8 @@ def _is_known(name: str, rows: Mapping[str, Sequence[Kind]]) -> bool:
 def _check_one(name: str, value: object, kinds: Sequence[Kind] | None) -> None:
     if kinds is None or (isinstance(value, str) and ("${" in value or value == "???")):
         return
+    if type(value) is int and abs(value) > MOST_WHOLE:
+        raise UserError(f"{name}={shown(value)} is too large; give a whole number below 2^53")
     if any(kind.fits(value) for kind in kinds):
         return
     of_list = [kind for kind in kinds if kind.holder == "list"]

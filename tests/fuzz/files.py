@@ -122,6 +122,8 @@ class FileCase:
     def must_refuse(self) -> bool:
         if self.damage not in FATAL or self.command == "report" or READERS[self.reader].writes:
             return False
+        if READERS[self.reader].source == "spire" and self.file == "tokenizer.json":  # the target's is read
+            return False
         behind_what_is_read = (self.file, self.damage) == ("prompts.jsonl", "cut off")
         if READERS[self.reader].command == "cost" and self.file != "config.json":  # the rest is not read
             return False
