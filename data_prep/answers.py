@@ -26,7 +26,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import Emitted, check_prompt
 from spectrain.stores.folder import digest, json_line
 from spectrain.stores.lines import end_last_line, read_lines
-from spectrain.stores.prompts import Question, conversation_ids, read_prompts
+from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
 from spectrain.stores.typed import from_json
@@ -225,14 +225,14 @@ def answered_rows(work: Path) -> list[dict]:
     return list(rows.values())
 
 
-def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
+def read_questions(prompts: str | None, limit: int | None, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> list[Question]:
     """Read the questions of a prompt file; without one, cut them from modules of the standard library.
 
     Those are modules that training sees as well. Cuts of a module stand apart, so that no prompt holds the text that
     another asks for. The first cuts of all modules come first, in hashed order: few prompts are of many modules.
     """
     if prompts is not None:
-        return read_prompts(prompts, limit)
+        return read_prompts(prompts, limit, max_prompt_bytes)
     found = []
     for document in read_documents(None):
         if is_held_out(document.id, STDLIB_HELD_OUT):

@@ -34,6 +34,7 @@ from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import MANIFEST, digest, json_line, kind_of, locked, parse_json, read_json, write_json
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.options import without_limits
 from spectrain.stores.typed import from_json
 from spectrain.stores.writing import free_bytes, to_disk
 
@@ -50,9 +51,7 @@ T = TypeVar("T")
 
 def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
     """Return the options of a command, resolved, that its store depends on."""
-    config = {key: value for key, value in config.items() if key not in not_hashed}
-    if "corpus" in config:
-        config["corpus"] = {key: value for key, value in config["corpus"].items() if key != "max_document_bytes"}
+    config = {key: value for key, value in without_limits(config).items() if key not in not_hashed}
     return config | {"target": {k: v for k, v in config["target"].items() if k not in NOT_HASHED_OF_TARGET}}
 
 

@@ -41,7 +41,7 @@ def main(cfg: DictConfig) -> None:
     answering = check_answering(cfg)
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     out = store_path(cfg.out, "responses", config)
-    questions = read_questions(cfg.prompts, cfg.limit)
+    questions = read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
     if cfg.source == "server":  # the target is there for its tokenizer, context and fingerprint
         cfg = OmegaConf.merge(cfg, {"target": {"device": "cpu", "parallel": "none"}})
     with interruptible("to resume"):

@@ -45,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     sampling = Sampling.from_options(cfg.sampling)
     check(cfg)
     methods = registry.method_configs(cfg, reserved=BASELINES)
-    asked = questions.read_questions(cfg.prompts, cfg.limit)
+    asked = questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     with open_dict(cfg):
         cfg.measured = {"methods": methods, "questions": questions.digest(asked)} | registry.budgets_digest(methods)

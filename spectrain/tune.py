@@ -50,7 +50,7 @@ def tune_budget(cfg: DictConfig, sampling: Sampling) -> None:
     if chains != [registry.BASELINE] and not registry.takes_all(cfg):
         raise UserError(f"methods={chains[1]} drafts no trees, so it has no node budget to tune; leave it out")
     methods = {n: OmegaConf.to_container(one, resolve=True) for n, one in methods.items() if n not in chains}
-    asked = questions.read_questions(cfg.prompts, cfg.limit)
+    asked = questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
     target = open_target(cfg)
     grid = budget.grid_of(target, cfg.nodes, cfg.batch_sizes, cfg.contexts, cfg.repeats)
     prompts = list(questions.prompt_ids(asked, target, cfg.chat, cfg.max_new_tokens).values())
@@ -80,7 +80,7 @@ def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
             raise UserError(f"grid.{name} is no option of sssd; leave it out")
     if method["last_logits"]:
         raise UserError("last_logits cannot be simulated without the target; give method.last_logits=false")
-    asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit)
+    asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
     target = open_target(cfg)
     opened = registry.build_method(tuned, target, registry.given_artifacts(cfg))
     with begun(cfg, target, {"questions": questions.digest(asked), "method": method}) as run:
@@ -103,7 +103,7 @@ def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
     patterns = registry.names(given.pop("heads") or cfg.method.head or cfg.head)
     limits = {name: cfg.method[name] for name in ("min_candidates", "max_candidates")}
     options = stopping.StopOptions(**given, **limits, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
-    asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit)
+    asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
     target = open_target(cfg)
     drafters = {kind: path for kind, path in registry.given_artifacts(cfg).items() if kind in ("vanilla", "spire")}
     search = stopping.open_search(target, patterns, drafters, options, sampling)

@@ -37,6 +37,8 @@ LARGEST_DIMENSIONS = {
     "intermediate_size": 2**20,
     "vocab_size": 2**22,
     "num_attention_heads": 2**13,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**28,
 }
 WEIGHTS_PER_BYTE, PACKED_WEIGHTS_PER_BYTE = 2, 16  # of a file, at most; twice what is known, as tied ones count twice
 ALWAYS_BUILT_WEIGHTS = 2**26  # so few take little memory, and what is wrong with them is named better later

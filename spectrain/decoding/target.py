@@ -114,7 +114,10 @@ class TargetModel:
         for config in (self.model.generation_config, self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
-                return (ids,) if isinstance(ids, int) else tuple(ids)
+                ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+                if not all(type(token) is int for token in ids):
+                    raise UserError(f"the target's eos_token_id={list(ids)} holds no token ids; mend its configs")
+                return ids
         return ()
 
     @property

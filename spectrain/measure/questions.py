@@ -20,7 +20,7 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
 from spectrain.measure.simulation import Text
 from spectrain.stores.lines import RowFile
-from spectrain.stores.prompts import Question, conversation_ids, json_rows, read_prompts
+from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_ids, json_rows, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
 STDLIB_QUESTIONS = 20
@@ -28,10 +28,10 @@ STDLIB_CHARACTERS = 1200  # of a module, to be continued
 DECODED_TOGETHER = 8  # rows
 
 
-def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
+def read_questions(prompts: str | None, limit: int | None, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> list[Question]:
     """Read the first `limit` questions of a prompt file; without a file, of the standard library (20 by default)."""
     if prompts is not None:
-        return read_prompts(prompts, limit)
+        return read_prompts(prompts, limit, max_prompt_bytes)
     if limit is not None:
         check_whole("limit", limit, 1)
     documents = [d for d in read_documents(None) if is_held_out(d.id, STDLIB_HELD_OUT)]

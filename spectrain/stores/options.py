@@ -30,6 +30,7 @@ KIND_WORDS = {
     "group": "a group of options",
     "empty": "an empty list",
 }
+LIMITS = ("max_document_bytes", "max_prompt_bytes")
 SHOWN_CHARACTERS = 80  # of a refused value
 MOST_WHOLE = 2**53  # up to which float64 and JSON are exact
 PATH_BYTES, PATH_PART_BYTES = 4095, 255  # what Linux allows
@@ -42,16 +43,21 @@ class Kind:
     name: str  # a key of KIND_WORDS, or the words that are allowed, with commas between them
     range: str  # "1" or "0..4" of whole numbers, "[0, 1)" of numbers
     holder: str = ""  # "list" or "group": of at least one such value
+    length: int | None = None  # of a list; None: any
 
     @classmethod
     def read(cls, text: str) -> Kind:
         holder, of, one = text.rpartition(" of ")
         name, _, numbers = (one if of else text).partition(" ")
-        return cls(name, numbers, holder)
+        length = int(name) if name.isdigit() else None
+        if length is not None:
+            name, _, numbers = numbers.partition(" ")
+        return cls(name, numbers, holder, length)
 
     def fits(self, value: object) -> bool:
         if self.holder == "list":
-            return isinstance(value, list) and bool(value) and all(map(self.fits_one, value))
+            is_long_enough = isinstance(value, list) and len(value) == (self.length or max(1, len(value)))
+            return is_long_enough and all(map(self.fits_one, value))
         if self.holder == "group":
             return isinstance(value, Mapping) and bool(value) and all(map(self.fits_one, value.values()))
         return self.fits_one(value)
@@ -89,7 +95,14 @@ class Kind:
             words += (
                 f" in {self.range}" if self.name == "number" or ".." in self.range else f" of at least {self.range}"
             )
-        return f"a {self.holder}, with each value {words}" if self.holder else words
+        of = f" of {self.length}" if self.length else ""
+        return f"a {self.holder}{of}, with each value {words}" if self.holder else words
+
+
+def without_limits(config: Mapping) -> dict:
+    """Return a config without the options that only refuse inputs: no result depends on them, so no name does."""
+    kept = {key: value for key, value in config.items() if key not in LIMITS}
+    return {key: without_limits(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def is_path(value: str) -> bool:
@@ -150,9 +163,11 @@ def _check(node: Mapping, rows: Mapping[str, Sequence[Kind]], prefix: str) -> No
 
 
 def _is_known(name: str, rows: Mapping[str, Sequence[Kind]]) -> bool:
-    """Whether an option, or a group that it is in, has a kind. What Lightning's Trainer takes is not listed."""
+    """Whether an option, or a group that it is in, has a kind. Of Lightning's Trainer not every option is listed."""
     above = name.split(".")
-    return above[0] == "trainer" or any(".".join(above[: n + 1]) in rows for n in range(len(above)))
+    if above[0] == "trainer" and "trainer.devices" in rows:
+        return True
+    return any(".".join(above[: n + 1]) in rows for n in range(len(above)))
 
 
 def _check_one(name: str, value: object, kinds: Sequence[Kind] | None) -> None:
@@ -164,8 +179,9 @@ def _check_one(name: str, value: object, kinds: Sequence[Kind] | None) -> None:
         return
     of_list = [kind for kind in kinds if kind.holder == "list"]
     if of_list and isinstance(value, list) and value:  # name the value that is wrong
-        value = next(each for each in value if not any(kind.fits_one(each) for kind in of_list))
-        kinds = [dataclasses.replace(kind, holder="") for kind in of_list]
+        wrong = [each for each in value if not any(kind.fits_one(each) for kind in of_list)]
+        if wrong:
+            value, kinds = wrong[0], [dataclasses.replace(kind, holder="") for kind in of_list]
     if all(kind.name not in KIND_WORDS for kind in kinds):
         words = ", ".join(kind.name.replace(",", ", ") for kind in kinds)
         raise UserError(f"{name}={shown(value)} must be one of {words}")

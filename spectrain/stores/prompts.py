@@ -26,7 +26,7 @@ FORMATS = {  # a file has the first of these whose keys its first row has
     "plain": ("prompt",),
 }
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
-LARGEST_LINE_BYTES = 2**22  # a million tokens or so: tokenizers read a few megabytes per second
+MAX_PROMPT_BYTES = 2**20  # of a line, as in conf/; a quarter of a million tokens, read in a second or two
 SHOWN_CHARACTERS = 40  # of a wrong value in a message
 
 
@@ -39,10 +39,13 @@ class Question:
     turns: tuple[str, ...]  # user turns, played one after the other
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
+def read_prompts(
+    path: str | Path, limit: int | None = None, max_prompt_bytes: int = MAX_PROMPT_BYTES
+) -> list[Question]:
     """Read the first `limit` questions of a prompt file; None: all. Halves of characters become U+FFFD.
 
-    UserError is raised where there is no such file, or a line is not a row of its format.
+    UserError is raised where there is no such file, or a line is not a row of its format, or has more than
+    `max_prompt_bytes`.
     """
     if limit is not None:
         check_whole("limit", limit, 1)
@@ -53,7 +56,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
         raise UserError(f"prompts={path} {what}; give one .jsonl file of {known} rows")
     questions: dict[str, Question] = {}
     stem, format_name = SURROGATE.sub("\ufffd", file.stem), None
-    for number, row in json_rows(file, file.name):
+    for number, row in json_rows(file, file.name, max_prompt_bytes, "shorten it, or raise max_prompt_bytes"):
         where = f"line {number} of {file.name}"
         format_name = format_name or _format_of(row, where)
         question = _question(row, format_name, where, f"{stem}-{number}", stem)
@@ -68,7 +71,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
 
 
 def json_rows(
-    file: Path, name: str, most_bytes: int = LARGEST_LINE_BYTES, otherwise: str = "shorten it"
+    file: Path, name: str, most_bytes: int = MAX_PROMPT_BYTES, otherwise: str = "shorten it"
 ) -> Iterator[tuple[int, dict]]:
     """Yield line numbers, from 1, and objects of a user's JSON-lines file, which messages call `name`.
 

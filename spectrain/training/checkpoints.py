@@ -187,7 +187,8 @@ class BestFolder:
     def weights(self) -> dict[str, Tensor]:
         """The kept weights. Raises UserError where the file is damaged."""
         best = self.read()
-        assert best is not None, f"{self.path} holds no weights: the fit ended without on_train_end"
+        if best is None:
+            raise UserError("no step was trained with these options of trainer=; raise max_steps or remove the others")
         try:
             return load_file(self.path / best.file)
         except (SafetensorError, OSError) as error:

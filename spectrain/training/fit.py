@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from lightning import Callback, Trainer
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -144,8 +143,8 @@ def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logg
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        line = str(error).strip().splitlines()[0]
+    except Exception as error:  # what Lightning raises of its options has no type in common
+        line = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
         raise UserError(
             f"the trainer cannot be made as configured ({line}); change trainer=... or its options"
         ) from error

@@ -42,7 +42,7 @@ from spectrain.stores.folder import (
     write_json,
 )
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.options import check_options
+from spectrain.stores.options import check_options, without_limits
 from spectrain.stores.typed import from_json
 from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
@@ -54,10 +54,7 @@ CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "expor
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
 # A run may go on with another number of ranks.
-NOT_HASHED_OF = {
-    "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing"),
-    "corpus": ("max_document_bytes",),
-}
+NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -335,8 +332,7 @@ def plain(name: str) -> str:
 
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
-    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    for group, not_hashed in NOT_HASHED_OF.items():
-        if isinstance(kept.get(group), Mapping):
-            kept[group] = {key: value for key, value in kept[group].items() if key not in not_hashed}
+    kept = {key: value for key, value in without_limits(config).items() if key not in NOT_HASHED}
+    if isinstance(kept.get("trainer"), Mapping):
+        kept["trainer"] = {k: v for k, v in kept["trainer"].items() if k not in NOT_HASHED_OF_TRAINER}
     return kept

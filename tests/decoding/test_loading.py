@@ -118,6 +118,10 @@ def million_layers(folder):
     edit_config(folder, num_hidden_layers=1_000_000)
 
 
+def no_positions(folder):
+    edit_config(folder, max_position_embeddings=0)
+
+
 def vast_state(folder):
     edit_config(folder, hidden_size=2**30)
 
@@ -154,6 +158,7 @@ def foreign_tokenizer(folder):
         (other_shape, r"has weights of other shapes than its config.json says \(model.norm.weight\)"),
         (no_heads, "num_attention_heads=0 must be a whole number from 1 to 8192"),
         (million_layers, "num_hidden_layers=1000000 must be a whole number from 1 to 1024"),
+        (no_positions, "max_position_embeddings=0 must be a whole number from 1 to"),
         (vast_state, f"hidden_size={2**30} must be a whole number from 1 to {2**18}"),
         (vast_vocabulary, r"has \d+ weights by its config.json, which its files of \d+ bytes cannot hold; export or"),
         (vast_mlp, "which its files of .* bytes cannot hold"),

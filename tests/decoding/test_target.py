@@ -184,3 +184,9 @@ def test_kept_hidden_states_are_what_the_unembedding_takes(family_target):
     torch.testing.assert_close(hooked.logits, plain.logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept.hidden, hooked.hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept.hidden, target.features(torch.tensor([[7, 8, 9, 5]])).final_hidden[:, -1:])
+
+
+def test_an_end_of_text_that_is_no_token_id_is_refused(llama_target):
+    llama_target.model.generation_config.eos_token_id = "x"
+    with pytest.raises(UserError, match=r"eos_token_id=\['x'\] holds no token ids"):
+        _ = llama_target.eos_ids

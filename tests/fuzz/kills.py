@@ -85,6 +85,8 @@ def kill_trial(reference: Reference, folder: Path, seed: str) -> Trial:
         ends = [other.wait(LIMIT_S) for other in others] + ([] if killed else [outcome])
         notes = [trial.note(end, beside_another, trial.kills > 0 or beside_another) for end in ends]
         done = any(notes)
+        if done and killed:  # it may have died while it looked at what was done; the next start clears up after it
+            trial.note(_start(trial, reference.job, folder, "-after").wait(LIMIT_S), False, True)
         if [end.code for end in ends].count(0) > 1 and not reference.job.repeatable:
             trial.faults.append((OTHER, "two processes did the same work"))
     return _compared(trial, reference, folder)

@@ -11,11 +11,22 @@ LONG_NAME = "a" * 5000
 # command -> options as typed, each of which must be refused
 TYPED: dict[str, tuple[str, ...]] = {
     "train": (
-        *("fresh=no", "seed=nan", "seed=-1", "seed=1e26", "optimizer.betas=[]", "optimizer.betas=[2,2]"),
+        *(
+            "fresh=no",
+            "seed=nan",
+            "seed=-1",
+            "seed=1e26",
+            "optimizer.betas=[]",
+            "optimizer.betas=[2,2]",
+            "optimizer.betas=[0.9]",
+        ),
+        *("optimizer.betas=[0.9,0.9,0.9]", "+trainer.max_time=nan", "+trainer.gradient_clip_algorithm=5"),
+        *("+trainer.max_epochs=0", "+trainer.limit_train_batches=0"),
         *("optimizer.betas=[nan,nan]", "tau.context_tokens=[]", "+exp=vanilla n_layer=0", "feedback=5", "corpus=5"),
         *("run_dir=a_file", "run_dir=/dev/null", "run_dir=a_file/below", f"run_dir={LONG_NAME}", "kind=foo"),
     ),
     "generate": (
+        "+trainer.foo=nan",
         *("baseline=perhaps", "sampling.temperature=inf", "target=5", "drafter=5", "stop_strings=[5]"),
         *("stop_strings=null", "max_new_tokens=nan", "target.device=meta"),
     ),
