@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 SAID = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 EXIT_CODES = (130, 143)
@@ -25,18 +26,37 @@ class Terminated(KeyboardInterrupt):
     """A SIGTERM, which ends a command as Ctrl-C does."""
 
 
+@dataclass
+class FirstSignal:
+    """The signal that asked for an end first; None before."""
+
+    number: int | None = None
+    at_s: float = 0.0
+
+    def asked_again(self, number: int) -> bool:
+        """Note a signal. Returns whether it asks once more, which the same one does only after `SAME_SIGNAL_S`."""
+        if self.number is None:
+            self.number, self.at_s = number, time.monotonic()
+            return False
+        return number != self.number or time.monotonic() - self.at_s > SAME_SIGNAL_S
+
+
 class Signals:
-    """How this process answers signals. `first` is the number of the first one, None before."""
+    """How this process answers signals."""
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self.first: int | None = None
-        self._first_s = 0.0
+        self._first = FirstSignal()
         self._said = False
         self._code: int | None = None  # with which the command has ended
         self._pid = os.getpid()
+
+    @property
+    def first(self) -> int | None:
+        """The number of the first signal, None before."""
+        return self._first.number
 
     def answer_while_importing(self) -> None:
         """Take over where `python -m` is importing a command; change nothing where this package is a library."""
@@ -73,7 +93,8 @@ class Signals:
         what, code = SAID[self.first or (signal.SIGTERM if terminated else signal.SIGINT)]
         if not self._said:
             self._said = True
-            print(f"{what}; run the same command {then}", file=sys.stderr)
+            with suppress(OSError):  # nobody listens; `print` fails where the signal interrupted another one
+                os.write(2, f"{what}; run the same command {then}\n".encode())
         return code
 
     def _handle(self, handler: object) -> dict[int, object]:
@@ -84,14 +105,14 @@ class Signals:
     def _interrupt(self, number: int, frame: object) -> None:
         if os.getpid() != self._pid:  # a worker of the command, which speaks for it
             os._exit(SAID[number][1])
-        if self.first is None and self._code is None:
-            self.first, self._first_s = number, time.monotonic()
-            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        if number != self.first or time.monotonic() - self._first_s > SAME_SIGNAL_S:
+        is_first = self.first is None
+        if self._first.asked_again(number) or (is_first and self._code is not None):
             self._end_at_once(number)
+        if is_first:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def _end_at_once(self, number: int, frame: object = None) -> None:
-        self.first = self.first or number
+        self._first.asked_again(number)
         code = self.say() if self._code is None else self._code
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # it was interrupted in the middle of a write

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from spectrain.decoding.errors import AllRanksError
-from spectrain.stores.signals import SIGNALS
+from spectrain.stores.signals import SAID, SIGNALS, FirstSignal
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder
 from spectrain.training.strategies import whole_state
 
@@ -144,7 +144,7 @@ class Checkpoints(Callback):
     def __init__(self, folder: CheckpointFolder, every_s: float = 120.0) -> None:
         self.folder, self.every_s = folder, every_s
         self._saved_s = time.monotonic()
-        self._received = 0
+        self._asked = FirstSignal()
         self._step_before = 0
         self._waits = False  # for the validation
         self._unlogged: dict[str, float] = {}
@@ -160,9 +160,8 @@ class Checkpoints(Callback):
             self._unlogged = {}
 
     def _note(self, number: int, frame: object) -> None:
-        if self._received:  # asked twice: leave at once, the last checkpoint remains
+        if self._asked.asked_again(number):  # leave at once, the last checkpoint remains
             raise SystemExit(SIGNALS.say(terminated=number == signal.SIGTERM))
-        self._received = number
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
         self._step_before = trainer.global_step
@@ -170,7 +169,7 @@ class Checkpoints(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
         if trainer.global_step in (self._step_before, trainer.max_steps):  # no whole step; on_train_end follows at once
             return
-        due = self._received or time.monotonic() - self._saved_s > self.every_s
+        due = self._asked.number or time.monotonic() - self._saved_s > self.every_s
         if not trainer.strategy.reduce_boolean_decision(bool(due), all=False):
             return
         if trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0:
@@ -194,9 +193,10 @@ class Checkpoints(Callback):
         self.folder.save(trainer)
         self._unlogged = {}
         self._saved_s = time.monotonic()
-        if trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
-            log.info("interrupted at step %d and saved; run the same command to resume", trainer.global_step)
-            raise SystemExit(128 + (self._received or signal.SIGTERM))
+        if trainer.strategy.reduce_boolean_decision(bool(self._asked.number), all=False):
+            what, code = SAID[self._asked.number or signal.SIGTERM]
+            log.info("%s at step %d and saved; run the same command to resume", what, trainer.global_step)
+            raise SystemExit(code)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         return {"unlogged": self._unlogged}

@@ -67,6 +67,22 @@ def test_a_second_signal_does_not_wait_for_the_first(number):
     assert (code, err) == (SAID[number][0], f"{SAID[number][1]}; run the same command again\n")
 
 
+def test_a_signal_in_the_middle_of_a_print_is_said():
+    code, err = ran(
+        """
+        class Busy:
+            def write(self, text):
+                raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+            def flush(self):
+                pass
+        with SIGNALS.answered():
+            sys.stderr = Busy()
+            os.kill(os.getpid(), signal.SIGTERM)
+    """.replace("\n        ", "\n")
+    )
+    assert (code, err) == (143, "terminated; run the same command again\n")
+
+
 def test_a_signal_in_a_place_that_raises_nothing_ends_the_command():
     code, err = ran(
         """

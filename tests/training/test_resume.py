@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -127,6 +128,17 @@ def test_sigterm_exits_with_its_own_code(tmp_path):
         train(tmp_path, Signal(3, signal.SIGTERM), Checkpoints(CheckpointFolder(tmp_path)))
     assert stop.value.code == 143
     assert CheckpointFolder(tmp_path).newest().name == "step-00000004.ckpt"
+
+
+@pytest.mark.parametrize(("number", "what"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_a_doubled_signal_saves_as_one_does(tmp_path, number, what, caplog):
+    """Terminals and torchrun send one Ctrl-C to a process twice."""
+    caplog.set_level(logging.INFO)
+    with pytest.raises(SystemExit) as stop:
+        train(tmp_path, Signal(3, number), Signal(3, number), Checkpoints(CheckpointFolder(tmp_path)))
+    assert stop.value.code == 128 + number
+    assert CheckpointFolder(tmp_path).newest().name == "step-00000004.ckpt"
+    assert f"{what} at step 4 and saved" in caplog.text
 
 
 def test_handlers_are_given_back(tmp_path):
