@@ -42,7 +42,7 @@ from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.locations import bundled_folder, conf_dir
 from spectrain.stores.options import check_options
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
-from spectrain.stores.writing import naming_a_full_disk
+from spectrain.stores.writing import drop_stdout, is_stdout_closed, naming_a_full_disk, stdout_room
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ UNHELPFUL_WARNINGS = (
     "saving the DeepSpeed Stage 3 checkpoint",  # spectrain.export
     "gradient_checkpointing_enable",  # the name that all of 5.x know
 )
+PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
 LONGEST_NAME = 200  # of a file, without its ending
 # Values that are no name of a file for Hydra: null, numbers, truth values, empty texts and lists, mappings.
 NUMBER = r"[-+]?(nan|inf|[\d.]+(e[-+]?\d+)?)?"
@@ -183,13 +184,20 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
 def one_sentence(config_name: str, out: Sequence[Path] = ()) -> Iterator[None]:
     """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143.
 
-    A full disk counts as such, that of the folders `out` or one on which Python and its libraries write.
+    A full disk counts as such, that of the folders `out`, of stdout, or one on which Python and its libraries write.
+    A closed pipe is no error to speak of.
     """
     written = [*out, Path(), Path(os.environ.get("TMPDIR", "/tmp")), Path(os.path.expanduser("~"))]
     try:
         with interruptible(), naming_a_full_disk(*written):
             yield
+            if sys.stdout is not None:
+                sys.stdout.flush()
         return
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich's own answer to it
+            raise SystemExit(PIPE_CLOSED) from None
+        raise
     except UserError as error:
         sentence = str(error) if is_mine_to_say(error) else None
     except MissingMandatoryValue as error:
@@ -201,9 +209,14 @@ def one_sentence(config_name: str, out: Sequence[Path] = ()) -> Iterator[None]:
     except HydraException as error:
         sentence = hydra_sentence(error, config_name, sys.argv[1:])
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and is_stdout_closed():
+            drop_stdout()
+            raise SystemExit(PIPE_CLOSED) from None
         if error.filename is None:
             raise
         sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
+    if stdout_room() == {"stdout": 0}:
+        drop_stdout()
     if sentence is not None:
         print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     raise SystemExit(2)

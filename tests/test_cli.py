@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -139,3 +142,27 @@ def test_names_pass_and_long_numbers_do_not():
     refuse_what_hydra_fails_on(["sampling=t1", "method=pld", "prompt=" + "9" * 5000, "target=5"], primary)
     with pytest.raises(UserError, match="seed has a number of thousands of digits"):
         refuse_what_hydra_fails_on(["seed=" + "9" * 5000], primary)
+
+
+def started(tmp_path: Path, stdout: int, *options: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "spectrain.cost", *options]
+    piped = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "timeout": 60}
+    return subprocess.run(command, cwd=tmp_path, env=environment, **piped)
+
+
+def test_a_stdout_without_room_is_named(tmp_path):
+    with open("/dev/full", "wb") as full:
+        done = started(tmp_path, full.fileno())
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the disk of stdout is full; free some and run the same command again")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--cfg", "job")], ids=["printed by rich", "printed by Hydra"])
+def test_a_closed_pipe_ends_the_command_as_it_ends_others(tmp_path, options):
+    read, write = os.pipe()
+    os.close(read)
+    done = started(tmp_path, write, *options)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

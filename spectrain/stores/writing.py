@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,7 +60,8 @@ def naming_a_full_disk(*folders: Path, need_bytes: int | None = None) -> Iterato
     except Exception as error:
         if not is_disk_full(error):
             raise
-        free, folder = min(((free_bytes(folder), folder) for folder in folders), key=lambda one: one[0])
+        rooms = {str(folder): free_bytes(folder) for folder in folders} | stdout_room()
+        folder, free = min(rooms.items(), key=lambda one: one[1])
         need = "" if need_bytes is None else f" of the {decimal(need_bytes)} that its next file needs"
         raise UserError(
             f"the disk of {folder} is full; free some and run the same command again ({decimal(free)}{need} are free)"
@@ -82,3 +85,28 @@ def free_bytes(path: Path) -> int:
     """Return the room on the disk of a path, which need not exist yet."""
     path = path.absolute()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
+
+
+def stdout_room() -> dict[str, int]:
+    """Return the room on the disk that stdout goes to, by its name in messages; nothing where it goes to none."""
+    with suppress(OSError):
+        kind = os.fstat(1)
+        if stat.S_ISREG(kind.st_mode):
+            disk = os.fstatvfs(1)
+            return {"stdout": disk.f_bavail * disk.f_frsize}
+        if os.path.samestat(kind, os.stat("/dev/full")):
+            return {"stdout": 0}
+    return {}
+
+
+def is_stdout_closed() -> bool:
+    """Return whether stdout is a pipe whose reader has left."""
+    ask = select.poll()
+    ask.register(1, 0)
+    return any(event & select.POLLERR for _, event in ask.poll(0))
+
+
+def drop_stdout() -> None:
+    """Print nothing any more: at its end Python would fail at what it still holds, with an exit code of its own."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
