@@ -32,10 +32,19 @@ from rich.filesize import decimal
 from data_prep.progress import Advance, token_progress
 from data_prep.ranks import decided
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import MANIFEST, digest, json_line, kind_of, locked, parse_json, read_json, write_json
+from spectrain.stores.folder import (
+    MANIFEST,
+    digest,
+    json_line,
+    kind_of,
+    locked,
+    parse_json,
+    read_json,
+    read_object,
+    write_json,
+)
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import without_limits
-from spectrain.stores.typed import from_json
 from spectrain.stores.writing import free_bytes, to_disk
 
 log = logging.getLogger(__name__)
@@ -294,10 +303,7 @@ class Build:
         return known
 
     def _read_complete(self) -> Complete:
-        try:
-            return from_json(Complete, read_json(self.work / COMPLETE))
-        except ValueError as error:
-            raise UserError(f"{self.work} is damaged ({error}); remove it, or give another out") from error
+        return read_object(self.work / COMPLETE, Complete, f"remove {self.work}, or give another out")
 
 
 @contextlib.contextmanager

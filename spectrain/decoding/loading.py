@@ -1,4 +1,4 @@
-"""Load a target from a folder or the Hugging Face hub; what goes wrong becomes one sentence for the user."""
+"""Load a model from a folder or the Hugging Face hub; what goes wrong becomes one sentence for the user."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LARGEST_DIMENSIONS = {
 WEIGHTS_PER_BYTE, PACKED_WEIGHTS_PER_BYTE = 2, 16  # of a file, at most; twice what is known, as tied ones count twice
 ALWAYS_BUILT_WEIGHTS = 2**26  # so few take little memory, and what is wrong with them is named better later
 SHOWN_WEIGHTS = 3  # names of weights in a refusal
-FOREIGN_CODE = "needs code of its own folder, which is never run; give a model of an architecture that transformers has"
+FOREIGN_CODE = "needs code of its own folder, which is never run"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
 PARALLEL = {"none": {}, "device_map": {"device_map": "auto"}, "tp": {"tp_plan": "auto"}}
 
@@ -54,6 +54,7 @@ def load_target(
     device: str = "auto",
     parallel: str = "none",
     capture_layers: Sequence[int] = (),
+    role: str = "target",
 ) -> TargetModel:
     """Load model and tokenizer, ready to decode.
 
@@ -63,47 +64,61 @@ def load_target(
         device: "auto" takes a GPU where there is one; ignored unless parallel is "none".
         parallel: "device_map" spreads the layers over the visible devices, "tp" the weights over torchrun's ranks.
         capture_layers: see `TargetModel`.
+        role: what messages call the model.
 
     Raises:
-        UserError: the target is missing, damaged or unsupported.
+        UserError: the model is missing, damaged or unsupported.
     """
     for option, value, known in (("dtype", dtype, DTYPES), ("parallel", parallel, PARALLEL)):
         check_choice(f"target.{option}", value, known)
     name = str(path_or_id)
-    config = _load_config(name)
-    target_name = f"target {name} ({config.model_type})"
-    check_layers(config, target_name)
-    options = {"config": config, "dtype": DTYPES[dtype], "attn_implementation": "sdpa", **PARALLEL[parallel]}
+    config = _load_config(name, role)
+    called = f"{role} {name} ({config.model_type})"
+    check_layers(config, called)
+    model = _load_model(name, called, config, {"dtype": DTYPES[dtype], **PARALLEL[parallel]})
+    try:
+        tokenizer = read_tokenizer(name)
+    except Exception as error:
+        raise UserError(f"{role} {name} has no tokenizer that transformers can read ({first_line(error)})") from error
+    if parallel == "none":
+        model = _placed(model, device)
+    check_finite(model, called)
+    target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
+    if not _is_causal(target):
+        raise UserError(f"{called} {NOT_CAUSAL}")
+    return target
+
+
+def _load_model(name: str, called: str, config: PretrainedConfig, options: Mapping[str, object]) -> nn.Module:
+    """Load a model that has every weight of its config. `called`: its name in messages."""
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    options = {"config": config, "attn_implementation": "sdpa", **options, **reported}
     try:
         if Path(name).is_dir():
             per_byte = PACKED_WEIGHTS_PER_BYTE if hasattr(config, "quantization_config") else WEIGHTS_PER_BYTE
             model = partial(AutoModelForCausalLM.from_config, copy.deepcopy(config), trust_remote_code=False)
-            check_size(model, Path(name), target_name, per_byte)
+            check_size(model, Path(name), called, per_byte)
         with _quiet_transformers():
-            model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **reported, **options)
+            model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **options)
             if (Path(name) / "generation_config.json").is_file():  # transformers passes over a broken one
                 GenerationConfig.from_pretrained(name)
     except UserError:
         raise
     except Exception as error:  # safetensors, torch and transformers each raise their own types here
-        raise UserError(f"{target_name} {_why_no_model(error)}") from error
-    _check_complete(target_name, found)
+        raise UserError(f"{called} {_why_no_model(error)}") from error
+    _check_complete(called, found)
+    return model
+
+
+def _placed(model: nn.Module, device: str) -> nn.Module:
+    """Move a model to a device, or raise UserError where it cannot compute there."""
     try:
-        tokenizer = read_tokenizer(name)
-    except Exception as error:
-        raise UserError(f"target {name} has no tokenizer that transformers can read ({_first_line(error)})") from error
-    if parallel == "none":
-        try:
-            model = model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-            model.get_input_embeddings().weight[0, 0].item()  # a device such as `meta` holds no numbers
-        except (RuntimeError, AssertionError) as error:
-            why = _first_line(error)
-            raise UserError(f"target.device={device} cannot be used ({why}); give target.device=cpu") from error
-    target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
-    if not _is_causal(target):
-        raise UserError(f"{target_name} {NOT_CAUSAL}")
-    return target
+        model = model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        model.get_input_embeddings().weight[0, 0].item()  # a device such as `meta` holds no numbers
+    except (RuntimeError, AssertionError) as error:
+        why = first_line(error)
+        raise UserError(f"target.device={device} cannot be used ({why}); give target.device=cpu") from error
+    return model
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
@@ -152,7 +167,10 @@ def _ask_hub(name: str | Path) -> None:
 def check_finite(model: nn.Module, name: str) -> None:
     """Raise UserError if a weight is NaN or infinite."""
     for parameter_name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # of a tensor that ranks share
+        if own.is_meta or own.dtype not in DTYPES.values() or not own.numel():  # offloaded or packed
+            continue
+        if not torch.stack(own.aminmax()).isfinite().all():  # a NaN is both; 30 times as fast as isfinite of each
             raise UserError(f"{name} has a weight that is no number ({parameter_name}); export or fetch it again")
 
 
@@ -190,29 +208,31 @@ def _is_causal(target: TargetModel) -> bool:
     return torch.allclose(before.float(), after.float(), atol=1e-3, rtol=1e-3)
 
 
-def _load_config(name: str) -> PretrainedConfig:
+def _load_config(name: str, role: str) -> PretrainedConfig:
     folder = Path(name)
     is_here = folder.is_dir()
     if is_here and not (folder / "config.json").is_file():
-        raise UserError(f"target folder {name} has no config.json; give the folder that save_pretrained wrote")
+        raise UserError(f"{role} folder {name} has no config.json; give the folder that save_pretrained wrote")
     if not is_here and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise UserError(f"target folder {name} does not exist; give an existing folder or a Hugging Face id")
+        raise UserError(f"{role} folder {name} does not exist; give an existing folder or a Hugging Face id")
     try:
         return read_config(name)
     except Exception as error:
         if "trust_remote_code" in str(error):
-            raise UserError(f"target {name} {FOREIGN_CODE}") from error
+            raise UserError(
+                f"{role} {name} {FOREIGN_CODE}; give a model of an architecture that transformers has"
+            ) from error
         why = (
-            f"folder {name} has a config.json that transformers cannot read ({_first_line(error)})"
+            f"folder {name} has a config.json that transformers cannot read ({first_line(error)})"
             if is_here
             else f"{name} is no folder here, and as a Hugging Face id it could not be fetched (no network, or no such "
             "model); give an existing folder, or an id while online"
         )
-        raise UserError(f"target {why}") from error
+        raise UserError(f"{role} {why}") from error
 
 
 def _why_no_model(error: Exception) -> str:
-    line = _first_line(error)
+    line = first_line(error)
     if "Unrecognized configuration class" in line or "for this kind of AutoModel" in line:
         return NOT_CAUSAL
     if any(word in f"{line} {error}".lower() for word in ("safetensor", "deserializ")):
@@ -220,5 +240,9 @@ def _why_no_model(error: Exception) -> str:
     return f"could not be loaded ({line}); check the folder, its dtype and its files"
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+def first_line(error: Exception) -> str:
+    """Return an error of transformers, or of a library below it, as one line."""
+    text = str(error).strip() or "no message"
+    if "trust_remote_code" in text:
+        return f"it {FOREIGN_CODE}"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"

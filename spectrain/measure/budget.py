@@ -29,9 +29,8 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.methods.registry import build_method
 from spectrain.stores.budget_table import NO_OPTIONS, CurveEntry, ForwardCost, MethodCurve, Roofline
-from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.folder import read_object, write_json
 from spectrain.stores.lines import RowFile
-from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +75,12 @@ def forward_cost(target: TargetModel, grid: Grid, seed: int, file: Path) -> Forw
     """Time forwards of 1 and the grid's nodes and add the fit. The file keeps raw medians for an interrupted run."""
     if not file.is_file():
         write_json(file, measure_forward(target, replace(grid, nodes=[1, *grid.nodes]), seed))
+    otherwise = "remove it, and the forwards are timed again"
+    cost = read_object(file, ForwardCost, otherwise)
     try:
-        return steadied(from_json(ForwardCost, read_json(file)), grid.repeats)
+        return steadied(cost, grid.repeats)
     except ValueError as error:
-        raise UserError(f"{file} is damaged ({error}); remove it, and the forwards are timed again") from error
+        raise UserError(f"{file} is damaged ({error}); {otherwise}") from error
 
 
 @torch.inference_mode()

@@ -11,14 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.loading import read_config
+from spectrain.decoding.loading import first_line, read_config
 from spectrain.decoding.target import find_blocks, unsupported_layer_type
 from spectrain.measure.cost import Shape
 from spectrain.methods.registry import names
 from spectrain.models.spire import SpireConfig
-from spectrain.stores.folder import read_json
+from spectrain.stores.folder import read_json, read_object
 from spectrain.stores.locations import bundled_folder
-from spectrain.stores.typed import from_json
 
 BUNDLED = "pystdlib-8l"
 BY_NUMBERS = "given by numbers"
@@ -131,8 +130,8 @@ def _read_config(path: str, given: str) -> PretrainedConfig:
         config = read_config(path)
         content, _ = PretrainedConfig.get_config_dict(path)
     except Exception as error:  # transformers and the hub each raise their own types here
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        raise UserError(f"{given} has no config that transformers can read ({reason}); give its numbers") from error
+        why = first_line(error)[:160]
+        raise UserError(f"{given} has no config that transformers can read ({why}); give its numbers") from error
     text = config.get_text_config()
     # transformers would fill in a missing dimension with that of some 7B model.
     nested = [content[key] for key in ("text_config", "llm_config") if isinstance(content.get(key), Mapping)]
@@ -159,11 +158,10 @@ def spire_config(folder: Path) -> SpireConfig | None:
             return None
     except (OSError, ValueError, AttributeError):
         return None
-    try:
-        return from_json(SpireConfig, read_json(folder / "config.json"))
-    except (OSError, ValueError) as error:
-        what = f"drafter={folder}: config.json is damaged"
-        raise UserError(f"{what} ({type(error).__name__}: {error}); export the drafter again") from error
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(f"drafter={folder} has no config.json; export the drafter again")
+    return read_object(file, SpireConfig, "export the drafter again")
 
 
 def shape_of_numbers(option: str, given: Mapping, base: Shape | None = None) -> Shape:

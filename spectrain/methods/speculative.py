@@ -10,7 +10,7 @@ import torch
 from spectrain.decoding.drafter import Context, Drafter
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.loading import check_finite, load_target
+from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
@@ -31,8 +31,7 @@ def load_draft_model(target: TargetModel, drafter: str) -> TargetModel:
         UserError: it cannot be loaded, or its tokenizer differs from the target's.
     """
     dtype = str(target.dtype).removeprefix("torch.")
-    draft_model = load_target(drafter, dtype=dtype, device=str(target.device))
-    check_finite(draft_model.model, f"the draft model {drafter}")
+    draft_model = load_target(drafter, dtype=dtype, device=str(target.device), role="draft model")
     check_tokenizers(target, draft_model)
     return draft_model
 

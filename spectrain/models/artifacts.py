@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import check_finite, check_size
 from spectrain.models.spire import SpireConfig, SpireDrafter
-from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.folder import read_json, read_object, write_json
 from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
     """Open a SPIRe drafter for the target of this fingerprint. Raise UserError if it does not fit, or is damaged."""
     check_artifact(folder, "spire", fingerprint)
     with damage_of(f"drafter={folder}"):
-        config = from_json(SpireConfig, read_json(folder / "config.json"))
+        config = read_object(folder / "config.json", SpireConfig, "export it again")
         check_size(partial(SpireDrafter, config), folder, f"drafter={folder}")
         drafter = SpireDrafter(config)
         state = load_file(folder / "model.safetensors")
@@ -199,7 +199,7 @@ def read_lookup_facts(folder: Path) -> LookupFacts:
         how = "python -m spectrain.export method=..."
         raise UserError(f"lookup={folder} is of kind {artifact.kind}, which engines cannot run; give one made by {how}")
     with damage_of(f"lookup={folder}"):
-        return from_json(LookupFacts, read_json(folder / "config.json"))
+        return read_object(folder / "config.json", LookupFacts, "export it again")
 
 
 def check_tokenizer(folder: Path, facts: LookupFacts, tokenizer_fingerprint: str, target: str) -> None:

@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.decoding.sampling import Sampling
 from spectrain.models.artifacts import check_artifact, damage_of
-from spectrain.stores.folder import read_json, write_json
-from spectrain.stores.typed import from_json
+from spectrain.stores.folder import read_object, write_json
 
 DRAFTER = "drafter"  # its folder inside a head's
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")  # of a drafter's files
@@ -133,7 +132,7 @@ def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
     """Read `config.json` of a head. Raise UserError if it is none, is of another target, or is damaged."""
     check_artifact(folder, "head", target_fingerprint)
     with damage_of(f"head={folder}"):
-        return from_json(HeadFacts, read_json(folder / "config.json"))
+        return read_object(folder / "config.json", HeadFacts, "export it again")
 
 
 def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size: int) -> AcceptanceHead:

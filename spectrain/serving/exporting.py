@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.loading import read_config, read_tokenizer
+from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
 from spectrain.methods.specdecpp import OpenDrafter
@@ -215,10 +215,8 @@ def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
     try:
         return read_tokenizer(path), read_config(path).get_text_config().vocab_size
     except Exception as error:  # transformers, tokenizers and the hub each raise their own types here
-        line = (str(error).strip().splitlines() or ["no message"])[0]
-        raise UserError(
-            f"target={target} has no tokenizer that can be read ({line}); give a folder or an id"
-        ) from error
+        why = first_line(error)
+        raise UserError(f"target={target} has no tokenizer that can be read ({why}); give a folder or an id") from error
 
 
 def write_lookup(folder: Path, out: Path, export: LookupExport, card: Callable[..., str]) -> None:

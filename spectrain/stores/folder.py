@@ -155,12 +155,28 @@ def read_json(file: Path) -> object:
         raise UserError(f"{file} is no JSON that can be read ({error}); restore or remove it") from error
 
 
+def read_object(file: Path, kind: type[T], otherwise: str) -> T:
+    """Read a JSON file that holds a dataclass, or a mapping of typed values.
+
+    Raises:
+        UserError: it is damaged, or holds something else; `otherwise` says what to do then.
+    """
+    try:
+        return from_json(kind, parse_json(read_text(file, LARGEST_JSON_BYTES)))
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}); {otherwise}") from error
+
+
 def parse_json(text: str | bytes) -> object:
     """Read JSON; NaN and Infinity, which older versions wrote, become None. Raises ValueError where it is none."""
     try:
         return json.loads(text, parse_constant=lambda name: None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):
+            raise ValueError("it has a number of thousands of digits") from None
+        raise
 
 
 def read_text(file: Path, most_bytes: int) -> str:

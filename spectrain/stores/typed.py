@@ -10,20 +10,21 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-T = TypeVar("T")  # a dataclass
+T = TypeVar("T")  # a dataclass, a TypedDict or a mapping of typed values
 
 
 def from_json(kind: type[T], values: object) -> T:
-    """Make a dataclass, and those in its fields, of what a JSON file held.
+    """Make a dataclass, and those in its fields, of what a JSON file held; or check the values of a mapping.
 
     Raises:
         ValueError: it is no object, or a field is missing, unknown or of another type.
     """
     if not isinstance(values, Mapping):
         raise ValueError("it holds no names with values")
-    unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(kind)})
-    if unknown:
-        raise ValueError(f"{unknown[0]} is unknown")
+    if dataclasses.is_dataclass(kind):
+        unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(kind)})
+        if unknown:
+            raise ValueError(f"{unknown[0]} is unknown")
     try:
         return _adapter(kind).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:

@@ -30,8 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import read_json, write_json
-from spectrain.stores.typed import from_json
+from spectrain.stores.folder import read_object, write_json
 from spectrain.stores.writing import to_disk, write_whole
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -177,12 +176,9 @@ class BestFolder:
     def read(self) -> Best | None:
         """The facts of the kept weights, None where there are none. Raises UserError where they are damaged."""
         file = self.path / "best.json"
-        try:
-            return from_json(Best, read_json(file)) if file.is_file() else None
-        except ValueError as error:
-            raise UserError(
-                f"{file} cannot be read ({type(error).__name__}); remove {self.path}, and the last weights are taken"
-            ) from error
+        if not file.is_file():
+            return None
+        return read_object(file, Best, f"remove {self.path}, and the last weights are taken")
 
     def weights(self) -> dict[str, Tensor]:
         """The kept weights. Raises UserError where the file is damaged."""

@@ -256,7 +256,9 @@ def test_weights_that_are_no_numbers_are_said_and_leave_nothing(label, asked, re
     draft.tokenizer.save_pretrained("broken")
     code, _, err = label(*asked, "drafter=broken", "out=a")
     assert code == 2
-    assert "the draft model broken has a weight that is no number (model.embed_tokens.weight); export or fetch" in err
+    assert (
+        "draft model broken (llama) has a weight that is no number (model.embed_tokens.weight); export or fetch" in err
+    )
     assert os.listdir() == ["broken"]
 
 
@@ -288,7 +290,7 @@ def make_strangers(folder: Path, ready: Path, tokenizer: Path) -> None:
 
 BAD = {
     "penalty": (["sampling.repetition_penalty=2"], "unknown sampling option: repetition_penalty"),
-    "no drafter": (["drafter=taken"], "drafter=taken: target folder taken has no config.json"),
+    "no drafter": (["drafter=taken"], "drafter=taken: draft model folder taken has no config.json"),
     "vocabulary": (["drafter=words"], "drafter=words: the draft model's tokenizer ("),
     "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
     "damaged": (["responses=damaged"], "is damaged: it is not what the manifest says"),

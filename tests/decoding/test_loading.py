@@ -98,6 +98,10 @@ def lacking_weights(folder):
     edit_weights(folder, lambda weights: [weights.pop(name) for name in list(weights) if "layers.1.mlp" in name])
 
 
+def no_number(folder):
+    edit_weights(folder, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
+
+
 def fewer_layers(folder):
     edit_config(folder, num_hidden_layers=2)
 
@@ -166,6 +170,7 @@ def foreign_tokenizer(folder):
         (foreign_config, "needs code of its own folder, which is never run"),
         (foreign_tokenizer, "has no tokenizer that transformers can read"),
         (no_config, "no config.json"),
+        (no_number, r"has a weight that is no number \(model.norm.weight\); export or fetch it again"),
         (masked_language_model, "is no causal language model"),
         (no_weights, "weight file|could not be loaded"),
         (corrupt_weights, "missing or corrupt weight file"),
@@ -184,6 +189,15 @@ def test_spoilt_folder_is_named_with_the_reason(folder, spoil, reason):
     assert str(folder) in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (folder / "ran").exists()  # code of the folder
+
+
+@pytest.mark.parametrize("spoil", [no_number, broken_config, no_tokenizer, no_config, masked_language_model])
+def test_a_draft_model_is_called_one(folder, spoil):
+    spoil(folder)
+    with pytest.raises(UserError) as raised:
+        load_target(folder, device="cpu", role="draft model")
+    assert str(raised.value).startswith("draft model ")
+    assert "target" not in str(raised.value)
 
 
 def test_tied_weights_are_complete(tmp_path):

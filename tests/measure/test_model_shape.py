@@ -96,6 +96,10 @@ def test_a_missing_or_damaged_config_is_refused(tmp_path):
         shape_of_model(str(tmp_path / "none"), "target")
     with pytest.raises(UserError, match="no config that transformers can read"):
         shape_of_model(str(tmp_path), "target")
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}')
+    (tmp_path / "own.py").write_text("class Config: pass\n")
+    with pytest.raises(UserError, match=r"\(it needs code of its own folder, which is never run\); give its numbers$"):
+        shape_of_model(str(tmp_path), "target")
     (tmp_path / "config.json").write_text("[1")
     with pytest.raises(UserError, match="no config that transformers can read"):
         shape_of_model(str(tmp_path), "target")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.folder import json_line, locked, parse_json, read_json, write_folder
+from spectrain.stores.folder import json_line, locked, parse_json, read_json, read_object, write_folder
 from spectrain.stores.lines import RowFile, read_lines
 from spectrain.stores.yaml_files import read_yaml
 
@@ -98,10 +98,18 @@ BOMB = "a: &a [x, x, x, x]\nb: &b [*a, *a, *a, *a]\nc: [*b, *b, *b, *b]\n"
 def test_json_is_read_strictly(tmp_path):
     assert parse_json('{"a": NaN, "b": [Infinity, 1]}') == {"a": None, "b": [None, 1]}
     for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{", ""):
-        with pytest.raises(ValueError, match=r"nested too deeply|Exceeds the limit|Expecting"):
+        with pytest.raises(ValueError, match=r"nested too deeply|thousands of digits|Expecting"):
             parse_json(text)
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n' + "[" * 100_000 + '\n{"a": 2}\n{"a"')
     assert read_lines(tmp_path / "rows.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_a_damaged_file_is_named_once_with_the_reason(tmp_path):
+    file = tmp_path / "a.json"
+    for text, why in (("{", "Expecting"), ("null", "it holds no names with values"), ('{"a": "1"}', "a: Input should")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=rf"^{file} is damaged \({why}.*\); remove it$"):
+            read_object(file, dict[str, int], "remove it")
 
 
 def test_yaml_is_read_as_hydra_reads_it(tmp_path):

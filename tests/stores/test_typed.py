@@ -41,3 +41,9 @@ def test_dataclasses_in_fields_are_made_too():
 def test_a_value_of_another_type_is_named(values, why):
     with pytest.raises(ValueError, match=why):
         from_json(Box, values)
+
+
+def test_values_of_a_mapping_are_checked():
+    assert from_json(dict[str, tuple[str, int]], {"a": ["b", 1]}) == {"a": ("b", 1)}
+    with pytest.raises(ValueError, match=r"^a\.1: "):
+        from_json(dict[str, tuple[str, int]], {"a": ["b", "1"]})
