@@ -115,10 +115,7 @@ class DocumentParts(Parts):
             of_shard = itertools.islice(documents, len(shard_lengths))
             shards.append(write_shard(store, index, of_shard, vocab_size, shard_lengths))
             log.info("wrote shard %d: %d tokens", index + 1, shards[-1].tokens)
-        with (store / DOCUMENTS).open("w", encoding="utf-8") as rows:
-            for i in np.flatnonzero(kept):
-                perplexity = None if scores is None else rounded(scores[i])
-                rows.write(json_line({"id": ids[i], "tokens": int(lengths[i]), "perplexity": perplexity}))
+        write_whole(store / DOCUMENTS, lambda out: out.writelines(document_lines(ids, lengths, scores, kept)))
         chosen = {
             "scored": len(ids) if self.scored else 0,
             "kept": int(kept.sum()),
@@ -142,8 +139,21 @@ class DocumentParts(Parts):
         return itertools.compress(itertools.chain.from_iterable(part.documents() for part in self._parts()), kept)
 
 
+def document_lines(
+    ids: Sequence[str], lengths: np.ndarray, scores: np.ndarray | None, kept: np.ndarray
+) -> Iterator[bytes]:
+    """Yield the line of each kept document in `documents.jsonl`."""
+    for i in np.flatnonzero(kept):
+        perplexity = None if scores is None else rounded(scores[i])
+        yield json_line({"id": ids[i], "tokens": int(lengths[i]), "perplexity": perplexity}).encode()
+
+
 def shard_cuts(lengths: np.ndarray, shard_tokens: int) -> list[int]:
-    """Return which documents begin a shard but the first: as many as fit stand in one, a longer one alone."""
+    """Return the numbers of the documents that begin the second shard, the third one, and so on.
+
+    A shard holds as many documents as fit into `shard_tokens` with their separators. A document that is longer than
+    that has a shard of its own.
+    """
     cuts, n_tokens = [], 0
     for number, length in enumerate(lengths):
         if n_tokens and n_tokens + length + 1 > shard_tokens:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from data_prep.progress import Advance
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
 from spectrain.stores.texts import unit_hash
+from spectrain.stores.writing import write_whole
 
 LOGITS_BYTES = 2**29  # of a batch, as float32, unless a single row has more
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # float32 values at once: few enough for caches, enough for all cores
@@ -255,4 +257,4 @@ def draw_histogram(file: Path, perplexities: np.ndarray, kept: np.ndarray, by_pe
     n_infinite = len(perplexities) - len(values)
     if n_infinite:
         axes.set_title(f"{n_infinite:,} documents of infinite perplexity are not shown", fontsize=9)
-    figure.savefig(file, metadata={"Software": None})  # equal input, equal bytes
+    write_whole(file, partial(figure.savefig, format="png", metadata={"Software": None}))  # equal input, equal bytes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +225,18 @@ def test_the_histogram_is_drawn_of_anything(tmp_path):
     for scores in (SCORES, np.full(4, np.inf), np.full(4, 3.0), np.array([1.0, 1e6])):
         for kept in (scores < 4, np.ones(len(scores), bool), np.zeros(len(scores), bool)):
             draw_histogram(tmp_path / "h.png", scores, kept, by_perplexity=True)
+
+
+def test_a_histogram_that_finds_no_room_is_not_half_written(tmp_path, monkeypatch):
+    def write_half(self, file, **options):
+        with open(file, "wb") if isinstance(file, Path) else nullcontext(file) as content:
+            content.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", write_half)
+    with pytest.raises(UserError, match="is full"):
+        draw_histogram(tmp_path / "h.png", np.array([2.0, 3.0]), np.array([True, False]), by_perplexity=True)
+    assert not os.listdir(tmp_path)
 
 
 def test_a_resumed_build_refuses_another_corpus_config_or_target(run, small, made, monkeypatch, tmp_path):
