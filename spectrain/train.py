@@ -38,7 +38,6 @@ from spectrain.reporting.head_summary import head_table, next_command
 from spectrain.reporting.plots import calibration, training_pictures
 from spectrain.reporting.tables import show
 from spectrain.serving.exporting import Export, export_of, tokens_of, write_export
-from spectrain.stores.folder import refuse_existing
 from spectrain.training import experiments
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
@@ -60,8 +59,9 @@ def main(cfg: DictConfig) -> None:
                 raise
             log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
             return
-        if cfg.out and rank_zero_only.rank == 0 and not run.exported_to(Path(str(cfg.out))):
-            refuse_existing(Path(str(cfg.out)))
+        if cfg.out and rank_zero_only.rank == 0:
+            with run.export_folder(cfg.out):  # a folder that cannot be made is refused before the training
+                pass
         seed_everything(cfg.seed, verbose=False)
         TRAININGS[cfg.kind](cfg, run)
 

@@ -243,6 +243,8 @@ BAD_TRAINING = {
     "too few rows": (["data.batch_size=5000"], "fewer than one batch of 5000"),
     "selection beyond rows": (["select.context_tokens=65"], "select.context_tokens=[65] must not exceed data.row_"),
     "selection beyond the target": (["select.new_tokens=250"], "select.new_tokens=250 exceed the target's context"),
+    "out below a file": (["out=/dev/null/made"], "/dev/null/made cannot be made (Not a directory)"),
+    "out in /proc": (["out=/proc/made"], "/proc/made cannot be made"),
 }
 
 

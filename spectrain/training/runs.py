@@ -307,9 +307,19 @@ class RunFolder:
     def export(self, out: str | None, write: Callable[[Path, Path], None]) -> Path:
         """Fill the export folder through `write(folder, folder that it will appear as)`, and return it.
 
-        `out` must be new. Without it the folder lies below `checkpoints/` and has the run's name; where another run's
-        export of that name stands, its id as well. The export of a killed attempt, and of the run which this one
-        replaces, is replaced; another run's never.
+        The export of a killed attempt, and of the run which this one replaces, is replaced; another run's never.
+        """
+        with self.export_folder(out) as folder:
+            write_json(self.path / EXPORT, {"out": str(folder.resolve())})  # after a kill the run may replace it
+            write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
+        return folder
+
+    @contextmanager
+    def export_folder(self, out: str | None) -> Iterator[Path]:
+        """Lock the folder to which the run is exported and yield it. UserError where it exists or cannot be made.
+
+        Without `out` it lies below `checkpoints/` and has the run's name; where another run's export of that name
+        stands, its id as well.
         """
         folder = Path(str(out)) if out else CHECKPOINTS / self.name
         if not out and folder.exists() and not self.exported_to(folder):
@@ -319,10 +329,7 @@ class RunFolder:
         with locked(folder, otherwise=" and run the same command again"):
             if not self.exported_to(folder):
                 refuse_existing(folder)
-                # If a kill leaves the folder there, the run may replace it.
-                write_json(self.path / EXPORT, {"out": str(folder.resolve())})
-            write_folder(folder, lambda temporary: write(temporary, folder), replace=True)
-        return folder
+            yield folder
 
 
 def plain(name: str) -> str:
