@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from lightning import Fabric
 from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
@@ -53,16 +52,16 @@ def main(cfg: DictConfig) -> None:
     with interruptible("to resume"):
         fabric = launch(cfg.target.device, cfg.target.parallel)
         build = Build(fabric, "datastore", out, config, cfg.fresh, cfg.target.parallel != "tp", work_name)
-        build.run(partial(documents, cfg, fabric, selection, build.work, scored_config))
+        build.run(partial(documents, cfg, build, selection, scored_config))
     if fabric.is_global_zero:
         made = DATASTORES.read_manifest(out)
         command_line = f"python -m spectrain.bench methods=all datastore={out}{target_override(made.build['config'])}"
         show_facts("datastore", store_facts(out, made), command_line)
 
 
-def documents(cfg: DictConfig, fabric: Fabric, selection: Selection, work: Path, scored_config: dict) -> DocumentParts:
+def documents(cfg: DictConfig, build: Build, selection: Selection, scored_config: dict) -> DocumentParts:
     """Load the target and return what the datastore is chosen from; `scored_config` is what the scores depend on."""
-    target = open_target(cfg, rank_device(fabric))
+    target = open_target(cfg, rank_device(build.fabric))
     fields = [cfg.corpus.fields] if isinstance(cfg.corpus.fields, str) else list(cfg.corpus.fields or [])
     options = dict(cfg.corpus) | {"fields": fields or None, "part_documents": cfg.part_documents}
     prints = {
@@ -77,7 +76,7 @@ def documents(cfg: DictConfig, fabric: Fabric, selection: Selection, work: Path,
         shard_tokens=min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
         target=target,
         scoring=Scoring.of(target, cfg.window_tokens, cfg.stride_tokens, cfg.batch_tokens),
-        work=work,
+        work=build.work,
         manifest=partial(Manifest, target=cfg.target.path, **prints, vocab_size=target.vocab_size),
     )
 

@@ -45,7 +45,7 @@ from spectrain.stores.folder import (
 )
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import without_limits
-from spectrain.stores.writing import free_bytes, to_disk
+from spectrain.stores.writing import free_bytes, real_path, rename, to_disk
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
 BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 DISK_MARGIN = 1.1  # of the estimated need
+OTHER_OUT = ", or give another out"
 NOT_HASHED_OF_TARGET = ("device", "parallel")  # they change nothing but rounding
 
 T = TypeVar("T")
@@ -65,8 +66,11 @@ def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
 
 
 def store_path(out: str | None, kind: str, named_by: dict) -> Path:
-    """Return the folder `out`, or one below checkpoints/ that is named by what the store depends on."""
-    path = Path(out or CHECKPOINTS / f"{kind}-{digest(named_by)}")
+    """Return the folder `out`, or one below checkpoints/ that is named by what the store depends on.
+
+    Where that is a link, the folder that it points to is returned: the work folder lies beside it.
+    """
+    path = real_path(Path(out or CHECKPOINTS / f"{kind}-{digest(named_by)}"))
     if path.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
         raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
     return path
@@ -206,11 +210,12 @@ class Build:
             return n_tokens / elapsed_s
 
     def _open(self, lock: contextlib.ExitStack) -> bool:
-        """Lock the work folder. Return whether this very store was complete already, but for its last renames."""
+        """Lock `out` and the work folder. Return whether this very store was complete but for its last renames."""
+        lock.enter_context(locked(self.out, otherwise=OTHER_OUT))
         lock.enter_context(held(self.work))
         if (self.work / COMPLETE).is_file():
             complete = self._read_complete()
-            self._move(self.work.with_name(complete.out))
+            self._finish_move(complete)
             mine = complete.out == self.out.name and complete.config == self.config
             if mine and (complete.fresh or not self.fresh):  # fresh repeats a build that was not begun with it
                 self.clear()
@@ -268,7 +273,11 @@ class Build:
         self.clear()
 
     def clear(self) -> None:
-        """Remove first what makes the rest count and last what says that the store is complete: a kill is noticed."""
+        """Empty the work folder.
+
+        `work.json` goes first, because without it the parts count for nothing. `complete` goes last, so that after a
+        kill in between the next command still knows that the store is in its place.
+        """
         order = {WORK: 0, COMPLETE: 2}
         for child in sorted(self.work.iterdir(), key=lambda child: order.get(child.name, 1)):
             if child.is_dir() and not child.is_symlink():
@@ -276,14 +285,26 @@ class Build:
             else:
                 child.unlink()
 
+    def _finish_move(self, complete: Complete) -> None:
+        """Move a store into its place that a kill left complete in the work folder.
+
+        Builds with one work folder and different `out` may finish each other's store; its place is then locked as well.
+        """
+        out = self.work.with_name(complete.out)
+        with contextlib.nullcontext() if out == self.out else locked(out, otherwise=OTHER_OUT):
+            self._move(out)
+
     def _move(self, out: Path) -> None:
-        """By renames alone: at any time `out` is the old store, nothing, or the new one, and never half of either."""
+        """Rename the store to `out`, and before that a store that stands there to `replaced` in the work folder.
+
+        After a kill `out` is therefore the whole old store, the whole new one, or not there.
+        """
         if not self.store.is_dir():  # it was moved before the kill
             return
         if self._stands(out):
             shutil.rmtree(self.work / REPLACED, ignore_errors=True)
-            out.rename(self.work / REPLACED)
-        self.store.rename(out)
+            rename(out, self.work / REPLACED)
+        rename(self.store, out)
 
     def _stands(self, out: Path) -> bool:
         """Return whether a finished store, whose manifest is written last, is there; UserError for anything else."""
@@ -308,8 +329,11 @@ class Build:
 
 @contextlib.contextmanager
 def held(work: Path) -> Iterator[None]:
-    """Make the folder and keep other builds out of it (or raise UserError); remove it where nothing is left inside."""
-    with locked(work, "another build", ", or give another out"):
+    """Make the work folder and keep other builds out of it, whatever their `out`. Remove it at the end if it is empty.
+
+    Raises UserError where another build is at work in it.
+    """
+    with locked(work, "another build", OTHER_OUT):
         work.mkdir(exist_ok=True)
         try:
             yield

@@ -194,7 +194,7 @@ def test_without_out_the_name_is_the_runs(trained, tmp_path, capfd, monkeypatch)
 
 
 def test_a_folder_in_use_is_refused_and_what_the_other_writes_stays(trained, tmp_path, capfd, monkeypatch):
-    theirs = tmp_path / ".out.partial"
+    theirs = tmp_path / ".out.new"
     theirs.mkdir()
     with locked(tmp_path / "out"):
         found = said(capfd, monkeypatch, f"run={trained / 'spire'}", f"out={tmp_path / 'out'}")

@@ -114,7 +114,7 @@ def test_a_parity_is_replaced_only_when_asked(call, tmp_path):
 
 
 def test_a_folder_in_use_is_refused_and_what_the_other_writes_stays(call, tmp_path):
-    theirs = tmp_path / ".p.partial" / "drafter"
+    theirs = tmp_path / ".p.new" / "drafter"
     theirs.mkdir(parents=True)
     with locked(tmp_path / "p"):
         code, _, err = call("run=spire", *SHORT, f"out={tmp_path / 'p'}")

@@ -24,13 +24,13 @@ from typing import Generic, TypeVar
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores.typed import from_json
-from spectrain.stores.writing import is_disk_full, to_disk, write_whole
+from spectrain.stores.writing import is_disk_full, real_path, rename, to_disk, write_whole
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # hashing leaves the GIL alone
-BESIDE = ("partial", "old")  # where a folder is written, and where the one that it replaces waits to be removed
+BESIDE = ("new", "old")  # where a folder is written, and where the one that it replaces waits to be removed
 LARGEST_JSON_BYTES = 2**26
 MOST_ATTEMPTS = 100  # at a lock whose folder others remove
 
@@ -200,15 +200,19 @@ def strict(value: object) -> object:
 
 
 def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = False) -> T:
-    """Fill a folder through `write(folder)` so that it appears whole or not at all; UserError where one exists.
+    """Fill a folder through `write(folder)` so that it appears whole or not at all, and return what `write` does.
 
-    Returns what `write` does. Whoever calls it has locked the folder, or another that holds it: what an earlier process
-    left of the folder is removed.
+    The caller holds the lock of the folder, or of another one that holds it, so what lies beside it is an earlier
+    process's and is removed. Where the destination is a link, the folder appears where it points to.
+
+    Raises:
+        UserError: the folder exists and `replace` is false, or it cannot be made.
     """
+    destination = real_path(destination)
     if not replace:
         refuse_existing(destination)
     remove_leftovers(destination)
-    temporary, old = (destination.with_name(f".{destination.name}.{name}") for name in BESIDE)
+    temporary, old = _beside(destination)
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
@@ -219,17 +223,24 @@ def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = 
         made = write(temporary)
         to_disk(temporary)
         if destination.exists():
-            destination.rename(old)  # a kill in the middle of its removal would leave a part of it
-        temporary.rename(destination)
+            rename(destination, old)  # a kill in the middle of its removal would leave a part of it
+        rename(temporary, destination)
         return made
     finally:
         remove_leftovers(destination)
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Remove what a kill left of `write_folder`."""
-    for name in BESIDE:
-        shutil.rmtree(destination.with_name(f".{destination.name}.{name}"), ignore_errors=True)
+    """Remove what an earlier `write_folder` that was killed left beside a folder."""
+    for leftover in _beside(real_path(destination)):
+        if leftover.is_symlink():
+            leftover.unlink()
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _beside(folder: Path) -> list[Path]:
+    return [folder.with_name(f".{folder.name}.{name}") for name in BESIDE]
 
 
 def refuse_existing(destination: Path) -> None:
@@ -259,14 +270,16 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def locked(folder: Path, by: str = "another process", otherwise: str = "", is_file: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder or file that need not exist yet. A killed process's lock goes with it.
+    """Keep other processes out of a folder or file that need not exist yet.
 
-    The lock is a file beside the folder, which is removed with it, as are parents that were made for it in vain.
+    The lock is on a file beside the folder, and ends with the process that holds it. At its end the file is removed,
+    and so are parents that were made for it and are empty. A link has the lock of what it points to.
 
     Raises:
-        UserError: another process holds it, which is called `by`; `otherwise` is what else than waiting can be done. Or
-            the folder cannot be made, or is a file.
+        UserError: another process holds the lock; the message calls it `by`, and `otherwise` says what can be done
+            other than waiting. Or the folder cannot be made, or is a file.
     """
+    folder = real_path(folder)
     if folder.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
         raise UserError(f"{folder} has no name of its own; give the path of a folder that is to be made")
     if folder.exists() and not folder.is_dir() and not is_file:
@@ -295,13 +308,13 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "", is_fi
 def _lock_file(file: Path) -> int:
     """Make and lock a file. Raises BlockingIOError where another process has locked it."""
     for attempt in itertools.count():
-        file.parent.mkdir(parents=True, exist_ok=True)
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # whoever made the parent has removed it
+        except (FileNotFoundError, FileExistsError):  # another process has just removed a parent
             if attempt < MOST_ATTEMPTS:
                 continue
-            raise  # nothing can be made there, as in /proc
+            raise  # nothing can be made there, as in /proc or below a file
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

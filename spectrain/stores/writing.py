@@ -23,8 +23,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def write_whole(file: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Write a file, on disk and whole, in place of an older one, which stays where that fails.
 
-    `content` is the text, the bytes, or what writes them into an open file. UserError says that the disk is full.
+    `content` is the text, the bytes, or what writes them into an open file. Where the file is a link, the file that it
+    points to is replaced. UserError says that the disk is full.
     """
+    file = real_path(file)
     content = content.encode() if isinstance(content, str) else content
     temporary = file.with_name(f".{file.name}.tmp")
     with naming_a_full_disk(file.parent, need_bytes=len(content) if isinstance(content, bytes) else None):
@@ -34,20 +36,40 @@ def write_whole(file: Path, content: str | bytes | Callable[[BinaryIO], object])
                 out.write(content) if isinstance(content, bytes) else content(out)
             temporary.chmod(mode)  # safetensors makes files for the user alone
             to_disk(temporary)
-            temporary.rename(file)
+            rename(temporary, file)
         finally:
             with suppress(OSError):  # renamed, or never made
                 temporary.unlink()
 
 
+def real_path(path: Path) -> Path:
+    """Return what a link points to, and any other path as it is. Raise UserError where links lead in a circle."""
+    if not os.path.islink(path):
+        return path
+    real = Path(os.path.realpath(path))
+    if os.path.islink(real):
+        raise UserError(f"{path} is a link that leads back to itself; remove it or give another path")
+    return real
+
+
+def rename(path: Path, to: Path) -> None:
+    """Rename a file or folder that is on disk, so that its new name outlives a failure of the machine too."""
+    path.rename(to)
+    _sync(to.parent)
+
+
 def to_disk(path: Path) -> None:
     """Make sure that a file, or a folder with all in it, outlives a failure of the machine, not only of the process."""
     for one in [path, *path.rglob("*")]:
-        handle = os.open(one, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(one)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager

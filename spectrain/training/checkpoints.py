@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import read_object, write_json
-from spectrain.stores.writing import to_disk, write_whole
+from spectrain.stores.writing import rename, to_disk, write_whole
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"
@@ -81,7 +81,7 @@ class CheckpointFolder:
         trainer.strategy.barrier("after a checkpoint")
         if trainer.is_global_zero:
             to_disk(partial)
-            partial.rename(final)
+            rename(partial, final)
             for checkpoint in self.all():
                 if checkpoint != final:
                     _remove(checkpoint)
@@ -141,7 +141,8 @@ def cut_anew(checkpoint: Path) -> None:
     paths = {"input_folder": str(checkpoint / "checkpoint"), "output_folder": str(partial)}
     with _quiet():
         convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
-    partial.rename(folder)
+    to_disk(partial)
+    rename(partial, folder)
     write_whole(latest, folder.name)  # the converter has named the partial one
 
 

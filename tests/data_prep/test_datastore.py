@@ -336,7 +336,7 @@ BAD = {
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.datastore"),
     "out without a name": (["out=."], "out=. has no name of its own"),
     "out above": (["out=.."], "out=.. has no name of its own"),
-    "out below a file": (["out=taken/file/store"], "taken/file/.store.partial cannot be made (Not a directory)"),
+    "out below a file": (["out=taken/file/store"], "taken/file/store cannot be made (Not a directory)"),
     "target": (["target=/no/such/target"], "target folder /no/such/target does not exist"),
     "lookup": (["lookup=x"], "lookup= needs inspect="),
     "inspect": (["inspect=taken"], "datastore=taken has no manifest.json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from data_prep import datastore as data_datastore
 from data_prep import documents
 from data_prep.pipeline import held
 from spectrain.retrieval.datastore import DATASTORES, Datastore
+from spectrain.stores.folder import locked, remove_leftovers, write_folder
 from tests.data_prep.conftest import contents, cut, kept_ids
 
 ROOT = Path(__file__).parent.parent.parent
@@ -246,6 +248,54 @@ def test_two_builds_do_not_share_a_folder_at_the_same_time(run, small):
         assert ".store.partial is in use by another build; wait for its end, or give another out" in err
     assert not Path(".store.partial").exists()
     assert run(*small, "out=store")[0] == 0
+
+
+def test_a_build_locks_its_out_as_every_command_does(run, small):
+    with locked(Path("store")):
+        code, _, err = run(*small, "out=store")
+    assert code == 2
+    assert "error: store is in use by another process; wait for its end, or give another out" in err
+    assert not list(Path().iterdir())
+
+
+def test_another_command_that_writes_out_leaves_an_interrupted_build_alone(run, small, scored, monkeypatch):
+    cut(run, monkeypatch, *small, "out=store")
+    before = contents(".store.partial")
+    with locked(Path("store")):
+        write_folder(Path("store"), lambda folder: (folder / "file").touch())
+        remove_leftovers(Path("store"))
+    assert contents(".store.partial") == before
+    shutil.rmtree("store")
+    assert run(*small, "out=store")[0] == 0
+    assert len(scored) == 6
+
+
+def test_a_store_that_another_out_is_to_have_is_not_put_there_while_that_is_in_use(run, small, scored, monkeypatch):
+    """Without `out`, stores of one corpus share a work folder, and each build ends what another left complete there."""
+    with monkeypatch.context() as patch:
+        patch.setattr("data_prep.pipeline.Build._move", lambda self, out: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            run(*small, "keep=3")
+    (complete,) = Path("checkpoints").glob(".*.partial/complete")
+    other = Path("checkpoints", json.loads(complete.read_text())["out"])
+    with locked(other):
+        code, _, err = run(*small, "keep=4")
+    assert code == 2
+    assert f"{other} is in use by another process" in err
+    assert not other.exists()
+    assert run(*small, "keep=4")[0] == 0
+    Datastore(other).verify()
+
+
+def test_a_store_behind_a_link_is_built_replaced_and_the_link_stays(run, small):
+    Path("link").symlink_to("there/store")
+    Path("there").mkdir()
+    for fresh in ("fresh=false", "fresh=true", "fresh=true"):
+        code, _, err = run(*small, "out=link", fresh)
+        assert code == 0, err
+        Datastore("there/store").verify()
+    assert Path("link").is_symlink()
+    assert os.listdir("there") == ["store"]
 
 
 def test_what_came_to_stand_in_the_way_is_not_removed(run, small, scored, monkeypatch):

@@ -311,7 +311,7 @@ BAD_INPUT = {
     "no address": (["source=server", "base_url=x"], "base_url=x is no address"),
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.responses"),
     "out without a name": (["out=."], "out=. has no name of its own"),
-    "out below a file": (["out=taken/file/r"], "taken/file/.r.partial cannot be made (Not a directory)"),
+    "out below a file": (["out=taken/file/r"], "taken/file/r cannot be made (Not a directory)"),
     "target": (["target=/no/such/target"], "target folder /no/such/target does not exist"),
     "drafter": (["drafter=d"], "drafter=d is a vanilla drafter, which none of the methods takes"),
     "no drafter": (["method=spire"], "checkpoints/ holds no spire drafter for this target"),

@@ -74,4 +74,5 @@ CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
     *FAILED,
     PairCase("bench", ("bench",), 0.2),
+    PairCase("acceptance", ("cost", "out=labels"), 0.0),
 )

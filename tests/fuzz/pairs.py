@@ -39,6 +39,13 @@ READS = {
     "activations": (("train", "data=offline", "data.path=features"),),
     "datastore": (("generate", "method=rest", "datastore=datastore"), ("datastore", "inspect=datastore")),
 }
+# What another command writes to the place of a build that may still be at work.
+WRITES = {
+    "responses": (("cost", "out=responses"), ("bench", "out=responses", "fresh=true")),
+    "acceptance": (("cost", "out=labels"), ("export", "out=labels")),
+    "activations": (("cost", "out=features"), ("parity", "out=features")),
+    "datastore": (("cost", "out=datastore"), ("export", "out=datastore")),
+}
 # The first command once more, after both: it works, or what stands there is finished, or of the second's options.
 ENDS = ("finished", "exists", "another config", "differs in")
 
@@ -59,7 +66,8 @@ class PairCase:
 
 def pair_cases() -> st.SearchStrategy[PairCase]:
     def of(first: str) -> st.SearchStrategy[PairCase]:
-        seconds = [(first, *changes) for changes in CHANGES[first]] * 2 + list(READS.get(first, ()))
+        others = (*READS.get(first, ()), *WRITES.get(first, ()))
+        seconds = [(first, *changes) for changes in CHANGES[first]] * 2 + list(others)
         delays = st.just(0.0) | st.floats(0, MOST_DELAY_S).map(lambda s: round(s, 3))
         return st.builds(PairCase, st.just(first), st.sampled_from(seconds), delays)
 

@@ -44,6 +44,48 @@ def test_one_at_a_time_whatever_the_moment(tmp_path):
     assert not list(tmp_path.glob("*/*"))
 
 
+def test_a_parent_that_another_process_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    mkdir, left = Path.mkdir, [FileNotFoundError, FileExistsError]
+
+    def and_lose(self, *arguments, **options):
+        if left:
+            raise left.pop()
+        mkdir(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", and_lose)
+    with locked(tmp_path / "runs" / "run"):
+        assert not left
+
+
+def test_a_link_and_what_it_points_to_have_one_lock(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("elsewhere/new")
+    (tmp_path / "circle").symlink_to("circle")
+    for link, real in (("link", "real"), ("dangling", "elsewhere/new")):
+        for first, second in ((link, real), (real, link)):
+            with (
+                locked(tmp_path / first),
+                pytest.raises(UserError, match=f"{real} is in use by another process"),
+                locked(tmp_path / second),
+            ):
+                pass
+    with pytest.raises(UserError, match="circle is a link that leads back to itself"), locked(tmp_path / "circle"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "dangling", "link", "real"]
+
+
+def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path):
+    link, real = tmp_path / "link", tmp_path / "real"
+    link.symlink_to("real")
+    (tmp_path / ".real.old").symlink_to("nowhere")  # left by an older version
+    for content in ("first", "second", "third"):
+        write_folder(link, lambda folder, content=content: (folder / "file").write_text(content), replace=True)
+        assert (real / "file").read_text() == content
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
 def test_nothing_is_left(tmp_path):
     with locked(tmp_path / "runs" / "run"):
         pass

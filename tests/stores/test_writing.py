@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.errors import UserError
+from spectrain.stores.folder import write_folder
 from spectrain.stores.writing import is_disk_full, write_whole
 
 
@@ -28,6 +29,31 @@ def test_what_cannot_be_written_leaves_the_file_of_before_and_nothing_beside_it(
     assert os.listdir(tmp_path) == ["a.txt"]
     write_whole(file, "after")
     assert file.read_text() == "after"
+
+
+def test_a_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there/real")
+    for text in ("first", "second"):
+        write_whole(tmp_path / "link", text)
+        assert (tmp_path / "there" / "real").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+    assert len(list(tmp_path.rglob("*"))) == 3
+
+
+def test_new_names_are_on_disk_before_the_writer_returns(tmp_path, monkeypatch):
+    """The folder is forced to disk after each rename; its last state is what a failure of the machine leaves."""
+    known, fsync = {}, os.fsync
+
+    def and_note(handle):
+        fsync(handle)
+        known[os.readlink(f"/proc/self/fd/{handle}")] = os.listdir(handle) if os.path.isdir(handle) else None
+
+    monkeypatch.setattr("os.fsync", and_note)
+    write_whole(tmp_path / "a.txt", "text")
+    assert known[str(tmp_path)] == ["a.txt"]
+    write_folder(tmp_path / "b", lambda folder: write_whole(folder / "c.txt", "text"))
+    assert sorted(known[str(tmp_path)]) == ["a.txt", "b"]
 
 
 def test_tensors_are_as_readable_as_other_files(tmp_path):

@@ -203,7 +203,7 @@ def test_a_kill_while_a_column_is_added_to_the_csv_loses_no_row(tmp_path, monkey
 
 def test_an_export_waits_for_no_other_and_leaves_what_it_writes_alone(tmp_path):
     """Two runs may have one `out`; which of them is late is known only at its end."""
-    run, theirs = find(tmp_path), tmp_path / ".out.partial"
+    run, theirs = find(tmp_path), tmp_path / ".out.new"
     run.begin()
     theirs.mkdir()
     with locked(tmp_path / "out"), pytest.raises(UserError, match="out is in use by another process"):
