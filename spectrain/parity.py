@@ -120,8 +120,9 @@ def open_method(cfg: DictConfig, run: RunFolder, target: TargetModel, folder: Pa
 def logged(run: RunFolder, gamma: int) -> dict[str, dict]:
     """Read what validation said about the exported weights; nothing of an unfinished run, or for another gamma."""
     metrics = (run.read_result() or {"metrics": {}})["metrics"]
+    metrics = {name: value for name, value in metrics.items() if value is not None}
     rates = [metrics[name] for i in range(1, len(metrics) + 1) if (name := f"eval/alpha_step_{i}") in metrics]
-    if len(rates) != gamma:
+    if len(rates) != gamma or "eval/tau_expected" not in metrics:
         return {}
     rates, tau = [Estimate(rate).as_json() for rate in rates], Estimate(metrics["eval/tau_expected"]).as_json()
     return {f"T=1, {LOGGED}": {"acceptance": rates, "tau": tau}}

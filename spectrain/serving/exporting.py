@@ -69,7 +69,7 @@ def run_export(run: RunFolder, which: str, target: TargetModel | None, drafter: 
     log.info("step %d of %s", step, run.path)
     trained = trained_facts(run, step)
     if target is not None:
-        begun, found = run.facts().get("target_fingerprint"), fingerprint(target.model, target.tokenizer)
+        begun, found = run.facts().target_fingerprint, fingerprint(target.model, target.tokenizer)
         if begun != found:
             raise UserError(
                 f"{run.path} was started with target {begun}, but {run.config['target']['path']} is {found} now; put "

@@ -14,7 +14,9 @@ T = TypeVar("T")  # a dataclass, a TypedDict or a mapping of typed values
 
 
 def from_json(kind: type[T], values: object) -> T:
-    """Make a dataclass, and those in its fields, of what a JSON file held; or check the values of a mapping.
+    """Make a dataclass, and those in its fields, of what a JSON file held.
+
+    Mappings of another `kind` are checked and returned as they are.
 
     Raises:
         ValueError: it is no object, or a field is missing, unknown or of another type.
@@ -26,7 +28,8 @@ def from_json(kind: type[T], values: object) -> T:
         if unknown:
             raise ValueError(f"{unknown[0]} is unknown")
     try:
-        return _adapter(kind).validate_json(json.dumps(values), strict=True)
+        made = _adapter(kind).validate_json(json.dumps(values), strict=True)
+        return made if dataclasses.is_dataclass(kind) else values
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
@@ -34,7 +34,7 @@ from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.folder import (
     digest,
     locked,
-    read_json,
+    read_object,
     refuse_existing,
     remove_leftovers,
     strict,
@@ -43,38 +43,19 @@ from spectrain.stores.folder import (
 )
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import check_options, without_limits
-from spectrain.stores.typed import from_json
 from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
 from spectrain.training.curves import Curve, merged
+from spectrain.training.run_facts import Attempt, Facts, Metrics, TrainingResult
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
 # A run may go on with another number of ranks.
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a run's command."""
-
-    started: str
-    done_steps: int  # of earlier attempts
-    code: dict[str, object] | None = None  # commit
-    environment: dict[str, object] | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The content of run.json."""
-
-    id: str
-    target_fingerprint: str | None = None
-    command: str | None = None
-    attempts: tuple[Attempt, ...] = ()
 
 
 class RunConfig(dict):
@@ -136,8 +117,10 @@ class RunFolder:
         reason = run._why_not_to_resume()
         if reason and not cfg.fresh and (is_rank_zero or isinstance(reason, FinishedRun)):
             raise reason
-        begun = run.facts() if is_rank_zero and not reason else None
-        return dataclasses.replace(run, id=begun["id"]) if begun else run
+        begun = run.begun() if is_rank_zero and not reason else None
+        if begun is None and is_rank_zero and not cfg.fresh:  # what it measured would be replaced
+            raise UserError(f"{path / FACTS} is missing; restore it, or start over with fresh=true")
+        return dataclasses.replace(run, id=begun.id) if begun else run
 
     def _why_not_to_resume(self) -> UserError | None:
         before, ours = hashed(self.read_config(self.path)), hashed(self.config)
@@ -169,13 +152,13 @@ class RunFolder:
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
         try:
-            config = dict(read_yaml(path / CONFIG))
-            run = cls(path, RunConfig(config), from_json(Facts, read_json(path / FACTS)).id)
-            run.read_result()
-            check_options({"kind": run.config["kind"]}, "train")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"run={path} has a damaged config.yaml, run.json or result.json ({error})") from error
-        return run
+            config = RunConfig(dict(read_yaml(path / CONFIG)))
+            check_options({"kind": config["kind"]}, "train")
+        except (ValueError, TypeError) as error:
+            raise UserError(f"run={path} has a damaged {CONFIG} ({error}); restore it") from error
+        run = cls(path, config, id="")
+        run.read_result()
+        return dataclasses.replace(run, id=run.facts().id)
 
     @rank_zero_only
     def begin(self, target_fingerprint: str | None = None) -> None:
@@ -183,20 +166,20 @@ class RunFolder:
 
         Raise UserError where the interrupted run trained against another target.
         """
-        begun = self.facts()
-        if begun is not None and begun["id"] == self.id:
-            if target_fingerprint and begun["target_fingerprint"] != target_fingerprint:
+        begun = self.begun()
+        if begun is not None and begun.id == self.id:
+            if target_fingerprint and begun.target_fingerprint != target_fingerprint:
                 raise UserError(
-                    f"{self.path} was started with target {begun['target_fingerprint']}, but now {target_fingerprint} "
+                    f"{self.path} was started with target {begun.target_fingerprint}, but now {target_fingerprint} "
                     "is given; remove the folder to train for the new target"
                 )
             remove_leftovers(self.path)
             return
-        facts = {"id": self.id, "target_fingerprint": target_fingerprint, "command": TYPED_COMMAND.get()}
+        facts = Facts(self.id, target_fingerprint, TYPED_COMMAND.get())
 
         def write(folder: Path) -> None:
             OmegaConf.save(OmegaConf.create(self.config), folder / CONFIG)
-            write_json(folder / FACTS, {**facts, "attempts": []})
+            write_json(folder / FACTS, facts)
             if (self.path / EXPORT).is_file():  # this run replaces the one that stood here, and its export too
                 shutil.copy(self.path / EXPORT, folder)
 
@@ -206,46 +189,54 @@ class RunFolder:
     def note_attempt(self, done_steps: int, environment: dict) -> None:
         """Add to run.json that the command was started once more, after `done_steps` steps of earlier attempts."""
         started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        attempt = {"started": started, "done_steps": done_steps, **environment}
-        write_json(self.path / FACTS, {**self.facts(), "attempts": [*self.attempts, attempt]})
+        attempts = (*self.facts().attempts, Attempt(started, done_steps, **environment))
+        write_json(self.path / FACTS, dataclasses.replace(self.facts(), attempts=attempts))
 
     @rank_zero_only
     def keep_to(self, source: dict) -> None:
         """Note what a training reads besides its config. Raises UserError where a resumed run reads other things."""
         source = strict(source)
-        begun = self.read(SOURCE)
+        begun = self.read(SOURCE, dict[str, object])
         if begun is None:
             write_json(self.path / SOURCE, source)
             return
         for name, found in source.items():
-            if begun[name] != found:
+            if (before := begun.get(name)) != found:
                 raise UserError(
-                    f"{self.path} was started with other {name} ({begun[name]}) than were found now ({found}); give "
-                    "those, or another run_dir"
+                    f"{self.path} was started with other {name} ({before}) than were found now ({found}); give those, "
+                    "or another run_dir"
                 )
 
     @property
     def attempts(self) -> list[dict]:
         """The facts of each start of this run so far."""
-        begun = self.facts()
-        return begun.get("attempts", []) if begun and begun["id"] == self.id else []
+        begun = self.begun()
+        return [dataclasses.asdict(one) for one in begun.attempts] if begun and begun.id == self.id else []
 
-    def facts(self) -> dict | None:
+    def facts(self) -> Facts | None:
         """The content of run.json; None where nothing began."""
-        return self.read(FACTS)
+        return self.read(FACTS, Facts, "restore it, or start over with fresh=true")
 
-    def read_result(self) -> dict | None:
-        """The numbers that `finish` kept; None of an unfinished run."""
-        return self.read(self.result)
-
-    def read(self, name: str) -> dict | None:
-        """The content of a JSON file of the folder, None where there is none. Raises UserError where it is damaged."""
-        file = self.path / name
+    def begun(self) -> Facts | None:
+        """The content of run.json; None where nothing began, or where `fresh` replaces what is damaged."""
         try:
-            found = read_json(file) if file.is_file() else None
-        except ValueError as error:
-            raise UserError(f"{file} is damaged ({error}); remove {self.path}, or give fresh=true") from error
-        return found
+            return self.facts()
+        except UserError:
+            if self.config.get("fresh"):
+                return None
+            raise
+
+    def read_result(self) -> TrainingResult | Metrics | None:
+        """The numbers that `finish` kept of a training; None of an unfinished one."""
+        return self.read(self.result, Metrics if self.config["kind"] == "target" else TrainingResult)
+
+    def read(self, name: str, kind: type[T], otherwise: str = "remove it") -> T | None:
+        """The content of a JSON file of the folder, None where there is none; `kind` and `otherwise` as `read_object`.
+
+        Raises UserError where it is damaged. Without any file but run.json a run can go on.
+        """
+        file = self.path / name
+        return read_object(file, kind, otherwise) if file.is_file() else None
 
     def finish(self, result: dict) -> None:
         """Mark the run as finished and keep its numbers."""
@@ -301,8 +292,8 @@ class RunFolder:
 
     def exported_to(self, out: Path) -> bool:
         """Whether an earlier attempt of this unfinished run, or the run that it replaced, may have written `out`."""
-        before = self.read(EXPORT)
-        return bool(before and self.attempts) and before["out"] == str(out.resolve())
+        before = self.read(EXPORT, dict[str, str])
+        return bool(before and self.attempts) and before.get("out") == str(out.resolve())
 
     def export(self, out: str | None, write: Callable[[Path, Path], None]) -> Path:
         """Fill the export folder through `write(folder, folder that it will appear as)`, and return it.

@@ -282,6 +282,14 @@ def _long_integer(file: Path, rng: random.Random) -> None:
     file.write_text(f'{{"version": {LONG_INT}, "kind": {LONG_INT}, "prompt": {LONG_INT}}}')
 
 
+def _another_type(file: Path, rng: random.Random) -> None:
+    """Put another value in the place of all that a JSON file holds."""
+    if file.suffix != ".json":
+        return _lines(file, rng)
+    file.write_text(rng.choice(("[]", "[1, 2]", "null", "{}", "5", '"x"')))
+    return None
+
+
 def _bomb(file: Path, rng: random.Random) -> None:
     file.write_text(BOMB)
 
@@ -320,6 +328,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "line": _lines,
     "nested deeply": _deep,
     "long integer": _long_integer,
+    "another type": _another_type,
     "yaml bomb": _bomb,
     "number": _number,
     "another number": _number,

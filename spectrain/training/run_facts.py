@@ -1,0 +1,49 @@
+"""What the JSON files of a run folder hold; `RunFolder.read` checks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NotRequired
+
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's command."""
+
+    started: str
+    done_steps: int  # of earlier attempts
+    code: dict[str, object] | None = None  # commit
+    environment: dict[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The content of run.json."""
+
+    id: str
+    target_fingerprint: str | None = None
+    command: str | None = None
+    attempts: tuple[Attempt, ...] = ()
+
+
+class Selected(TypedDict):
+    """Which weights were exported."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # their tau
+    step: int
+
+
+class TrainingResult(TypedDict):
+    """The content of a training's result.json, unless a target was trained: that has the metrics alone."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # what the kind measured besides
+    steps: int
+    metrics: dict[str, float | None]
+    tokens: NotRequired[int]
+    selected: NotRequired[Selected | None]
+
+
+Metrics = dict[str, float | None]
