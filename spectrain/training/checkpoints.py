@@ -18,6 +18,7 @@ import contextlib
 import io
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import read_object, write_json
-from spectrain.stores.writing import rename, to_disk, write_whole
+from spectrain.stores.writing import is_disk_full, rename, to_disk, write_whole
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"
+FOLDERS = ("checkpoint", "universal")  # of DeepSpeed's pieces, the second as `cut_anew` makes them
+PIECES = ("checkpoint/*.pt", "universal/*.pt", "universal/*/*.pt", "universal/*/*/*.pt")  # which DeepSpeed unpickles
 
 
 class StraightToDisk(TorchCheckpointIO):
@@ -100,16 +103,38 @@ def ranks_of(checkpoint: Path) -> int | None:
 
 
 def check_readable(checkpoint: Path) -> None:
-    """Raise UserError where a checkpoint is damaged."""
-    folder = checkpoint.is_dir()
+    """Raise UserError where a checkpoint is damaged, or would run code of its own when DeepSpeed reads it."""
+    with _damage_of(checkpoint):
+        if not checkpoint.is_dir():
+            torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+            return
+        if any(file.read_text() not in FOLDERS for file in checkpoint.glob("latest*")):
+            raise ValueError("its pieces lie elsewhere")
+        files = [file for pattern in PIECES for file in sorted(checkpoint.glob(pattern))]
+        with torch.serialization.safe_globals(_classes_of_deepspeed() if files else []):
+            for file in files:
+                torch.load(file, map_location="meta", weights_only=True, mmap=True)
+
+
+@contextlib.contextmanager
+def _damage_of(checkpoint: Path) -> Iterator[None]:
     try:
-        for file in sorted(checkpoint.glob("checkpoint/*.pt")) if folder else [checkpoint]:
-            # DeepSpeed's hold objects of its own.
-            torch.load(file, map_location="meta", weights_only=not folder, mmap=True)
-    except Exception as error:  # torch, pickle and zipfile each raise their own types here
+        yield
+    except Exception as error:  # torch, pickle, zipfile and DeepSpeed each raise their own types here
+        if is_disk_full(error):
+            raise
         raise UserError(
             f"checkpoint {checkpoint} cannot be read ({type(error).__name__}); delete it to start over"
         ) from error
+
+
+def _classes_of_deepspeed() -> list[type]:
+    """What its pieces hold besides tensors and plain values. Importing them takes seconds."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -123,8 +148,8 @@ def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
         return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # takes seconds to import
 
-    with _quiet():
-        return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint))
+    with _damage_of(checkpoint), _quiet():
+        return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint, tag=FOLDERS[0]))
 
 
 def cut_anew(checkpoint: Path) -> None:
@@ -139,7 +164,7 @@ def cut_anew(checkpoint: Path) -> None:
         _remove(leftover)
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     paths = {"input_folder": str(checkpoint / "checkpoint"), "output_folder": str(partial)}
-    with _quiet():
+    with _damage_of(checkpoint), _quiet():
         convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
     to_disk(partial)
     rename(partial, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 from spectrain.decoding.errors import UserError
 from spectrain.training import fit as fitting
+from spectrain.training.checkpoints import check_readable, whole_weights
 from spectrain.training.fit import build_trainer, check_batches, prepare_resume
 from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy, strategy
 from tests.test_cli import composed
@@ -61,6 +63,33 @@ def test_a_damaged_piece_is_said(checkpoints, file):
     piece.write_bytes(piece.read_bytes()[:100])
     with pytest.raises(UserError, match="step-00000006.ckpt cannot be read"):
         prepare_resume(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=zero(), world_size=2))
+
+
+@pytest.mark.parametrize("piece", ["checkpoint/x.pt", "universal/zero/weight/fp32.pt"])
+def test_no_code_of_a_checkpoint_is_run(checkpoints, piece):
+    class Code:
+        def __reduce__(self):
+            return os.mkdir, (str(checkpoints / "ran"),)
+
+    file = checkpoints / ZERO_CHECKPOINT / piece
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"module": Code()}, file)
+    for read in (check_readable, whole_weights):
+        with pytest.raises(UserError, match=r"step-00000006.ckpt cannot be read \(UnpicklingError\)"):
+            read(checkpoints / ZERO_CHECKPOINT)
+    assert not (checkpoints / "ran").exists()
+
+
+def test_a_checkpoint_that_names_pieces_elsewhere_is_refused(checkpoints):
+    (checkpoints / ZERO_CHECKPOINT / "latest").write_text("../elsewhere")
+    with pytest.raises(UserError, match="step-00000006.ckpt cannot be read"):
+        check_readable(checkpoints / ZERO_CHECKPOINT)
+
+
+def test_pieces_that_lack_their_content_are_one_sentence(checkpoints):
+    check_readable(checkpoints / ZERO_CHECKPOINT)
+    with pytest.raises(UserError, match="step-00000006.ckpt cannot be read"):
+        whole_weights(checkpoints / ZERO_CHECKPOINT)
 
 
 def test_muon_under_deepspeed_is_refused_with_the_remedy():
