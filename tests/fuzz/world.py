@@ -53,6 +53,8 @@ def build(folder: Path) -> World:
     short = ("limit=1", "max_new_tokens=3")
     type_command(folder, "bench", target, prompts, "methods=[pld]", *short, "out=bench")
     _add_interrupted(folder, target)
+    lookup = ("method=rest", f"datastore={folder}/datastore", "prompt=def", "max_new_tokens=3")
+    type_command(folder, "generate", target, *lookup)  # which compiles searches, where no earlier process has
     commands = {
         "train": ("+exp=spire", target, corpus, *TINY_TRAINING, "out=exported", "run_dir=run"),
         "generate": (target, "method=pld", "prompt=def", "max_new_tokens=3"),
