@@ -48,7 +48,10 @@ def main(cfg: DictConfig) -> None:
 
 
 def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
-    """Where a run is exported to, and what opens it and returns what fills that folder."""
+    """Return where a run is exported to, and what opens it and returns what fills that folder."""
+    for name in ("tuned", "datastore"):
+        if cfg[name] is not None:
+            raise UserError(f"{name}={cfg[name]} is an option of method=<lookup method>, not of run=; remove it")
     run = RunFolder.open(Path(str(cfg.run)))
     out = Path(str(cfg.out)) if cfg.out else EXPORTED / run.name
     if out.resolve().is_relative_to(run.path.resolve()):
@@ -68,7 +71,7 @@ def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
 
 
 def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
-    """Where a lookup method is exported to, and what opens it and returns what fills that folder."""
+    """Return where a lookup method is exported to, and what opens it and returns what fills that folder."""
     method = OmegaConf.to_container(with_tuned(cfg.method, cfg.tuned), resolve=True)
     out = Path(str(cfg.out)) if cfg.out else EXPORTED / method["_target_"].split(".")[-2]
     return out, partial(open_lookup, cfg, method)

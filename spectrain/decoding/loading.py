@@ -84,6 +84,7 @@ def load_target(
         model = _placed(model, device)
     check_finite(model, called)
     target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
+    _ = target.eos_ids  # which refuses what is none, before a text is begun
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
     return target

@@ -39,7 +39,10 @@ TYPED: dict[str, tuple[str, ...]] = {
         *("investment.decoding=inf", "hardware.flops_per_s={a:{b:nan}}", "out=/dev/null", "out=a_file"),
         "++hardware.flops_per_s.fp8={b:nan}",
     ),
-    "export": ("out=a_file/below", "out=/dev/null", "out=a_file", f"out={LONG_NAME}"),
+    "export": (
+        "tuned=a_file/below",
+        *("out=a_file/below", "out=/dev/null", "out=a_file", f"out={LONG_NAME}"),
+    ),
     "report": ("out=/dev/null", "out=a_file", "out=a_folder", f"out={LONG_NAME}", "out=a_file/below"),
     "parity": ("out=/dev/null", "out=a_file"),
     "responses": ("out=/dev/null", "out=a_file", "out=a_file/below", f"out={LONG_NAME}", "stop_strings=[5]"),
@@ -48,6 +51,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
 FAILED: tuple[Case, ...] = (
+    FileCase("target", "generation_config.json", "another value", 54),
     FileCase("features", "manifest.json", "another value", 495508331),
     FileCase("drafter of cost", "config.json", "value", 845),
     FileCase("run", "run.json", "value", 4283329),

@@ -44,6 +44,7 @@ TAKES = {
     "prompt": ("*",),
     "lookup": ("*",),
     "model": ("true", "''"),
+    "chat": ("true",),
     "method": ("*",),  # groups of conf/, which Hydra reads
     "title": ("''",),
     "checkpoint_s": ("inf", "1e26", "1.5", "1e3"),  # seconds, of which a whole number is the default
