@@ -75,9 +75,6 @@ def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
     """Search for SSSD's discounts and calibrate its sources, on answers that the target writes greedily."""
     tuned = registry.with_tuned(cfg.method, cfg.tuned)
     method, grid = OmegaConf.to_container(tuned), OmegaConf.to_container(cfg.grid)
-    for name in grid:
-        if name not in method or name.startswith("_"):
-            raise UserError(f"grid.{name} is no option of sssd; leave it out")
     if method["last_logits"]:
         raise UserError("last_logits cannot be simulated without the target; give method.last_logits=false")
     asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)

@@ -36,7 +36,8 @@ def write_run(folder: Path, loss: float, weight: float) -> None:
     metrics = folder / "runs" / "a" / "metrics" / "version_0" / "metrics.csv"
     metrics.parent.mkdir(parents=True)
     metrics.write_text(f"step,train/loss,train/tokens_per_s\n9,{loss},{os.urandom(2)[0]}\n")
-    (folder / "runs" / "a" / "run.json").write_text(json.dumps({"id": "a", "attempts": [{"done_steps": 0}]}))
+    facts = {"id": "a", "attempts": [{"started": "2026-01-01", "done_steps": 0}]}
+    (folder / "runs" / "a" / "run.json").write_text(json.dumps(facts))
     save_file({"w": torch.full((2,), weight)}, folder / "model.safetensors")
 
 

@@ -58,6 +58,10 @@ NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
 
 
+class MissingOption(UserError, LookupError):
+    """A run's config.yaml lacks an option. Templates ask for options that a run need not have."""
+
+
 class RunConfig(dict):
     """The config.yaml of a run, which may lack an option that a newer version asks for, or that somebody removed."""
 
@@ -65,7 +69,7 @@ class RunConfig(dict):
         super().__init__({key: RunConfig(v) if isinstance(v, Mapping) else v for key, v in config.items()})
 
     def __missing__(self, option: str) -> NoReturn:
-        raise UserError(f"the run's config.yaml has no {option}; add it there, as python -m spectrain.train has it")
+        raise MissingOption(f"the run's config.yaml has no {option}; add it there, as python -m spectrain.train has it")
 
 
 class FinishedRun(AllRanksError):

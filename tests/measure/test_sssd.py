@@ -74,7 +74,7 @@ def test_an_interrupted_run_keeps_its_responses(run, command, monkeypatch):
     ("arguments", "reason"),
     [
         (["responses=asked.jsonl"], "row 1 has no prompt and response as token ids"),
-        (["+grid.inputscale=[1]"], "grid.inputscale is no option of sssd"),
+        (["+grid.inputscale=[1]"], "unknown option: grid.inputscale"),
         (["grid.input_scale=[-1]"], "input_scale=-1 must be a number in"),
         (["method.last_logits=true"], "cannot be simulated without the target"),
         (["limit=1"], "give more prompts"),
