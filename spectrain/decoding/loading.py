@@ -148,7 +148,7 @@ def read_config(name: str | Path) -> PretrainedConfig:
 def check_size(
     build: Callable[[], nn.Module], folder: Path, name: str, weights_per_byte: int = WEIGHTS_PER_BYTE
 ) -> None:
-    """Raise UserError where a model has far more weights than the files of its folder hold, without memory for them."""
+    """Raise UserError where a model has far more weights than its files hold. None of them is allocated."""
     n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
     with torch.device("meta"):
         n_weights = sum(parameter.numel() for parameter in build().parameters())

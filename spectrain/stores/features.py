@@ -185,7 +185,7 @@ class FeatureStore:
     def check_fits(self, target_fingerprint: str, name: str, layers: Sequence[int], vocab_size: int) -> None:
         """Raise UserError where the features are of another target than `name`, or lack inputs of these blocks.
 
-        Nor may a token lie outside the target's vocabulary.
+        UserError is also raised where a token lies outside the target's vocabulary.
         """
         ACTIVATIONS.check_target(self.folder, self.manifest, target_fingerprint, name)
         if not set(layers) <= set(self.manifest.layers):

@@ -127,7 +127,7 @@ class AcceptanceStore:
     ) -> None:
         """Raise UserError where the labels are of another target, another drafter, or other rollouts of it.
 
-        Nor may a token lie outside the target's vocabulary.
+        UserError is also raised where a token lies outside the target's vocabulary.
         """
         manifest, drafter = self.manifest, self.manifest.drafter
         ACCEPTANCE.check_target(self.folder, manifest, target_fingerprint, "this one")

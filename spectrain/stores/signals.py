@@ -2,7 +2,7 @@
 
 While a command is imported, a signal ends the process at once. While it runs, the first signal raises KeyboardInterrupt
 or Terminated, so that the command can save what it has, and a later one ends the process at once. When the command has
-ended, a signal only shortens what Python still clears away. Nothing is lost at once either: commands survive kill -9.
+ended, a signal only shortens what Python still clears away. Ending at once loses nothing, as commands survive kill -9.
 """
 
 from __future__ import annotations
