@@ -25,6 +25,7 @@ from spectrain.reporting.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
 from spectrain.stores.folder import locked, refuse_existing, write_folder
+from spectrain.stores.locations import BUNDLED
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,9 @@ def main(cfg: DictConfig) -> None:
 
 def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
     """Return where a run is exported to, and what opens it and returns what fills that folder."""
-    for name in ("tuned", "datastore"):
-        if cfg[name] is not None:
-            raise UserError(f"{name}={cfg[name]} is an option of method=<lookup method>, not of run=; remove it")
+    for name, value in {"tuned": cfg.tuned, "datastore": cfg.datastore, "target": cfg.target.path}.items():
+        if value is not None:
+            raise UserError(f"{name}={value} is an option of method=<lookup method>, not of run=; remove it")
     run = RunFolder.open(Path(str(cfg.run)))
     out = Path(str(cfg.out)) if cfg.out else EXPORTED / run.name
     if out.resolve().is_relative_to(run.path.resolve()):
@@ -79,7 +80,8 @@ def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]
 
 def open_lookup(cfg: DictConfig, method: dict) -> Callable[..., None]:
     """Check a lookup method and its datastore."""
-    return partial(write_lookup, export=lookup_export(method, cfg.datastore, str(cfg.target.path)), card=lookup_card)
+    export = lookup_export(method, cfg.datastore, cfg.target.path or BUNDLED)
+    return partial(write_lookup, export=export, card=lookup_card)
 
 
 if __name__ == "__main__":

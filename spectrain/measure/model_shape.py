@@ -17,9 +17,8 @@ from spectrain.measure.cost import Shape
 from spectrain.methods.registry import names
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.folder import read_json, read_object
-from spectrain.stores.locations import bundled_folder
+from spectrain.stores.locations import BUNDLED, bundled_folder
 
-BUNDLED = "pystdlib-8l"
 BY_NUMBERS = "given by numbers"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # without them transformers takes its own defaults
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
+BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
