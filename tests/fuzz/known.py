@@ -51,6 +51,9 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
 FAILED: tuple[Case, ...] = (
+    FileCase("inspect", "manifest.json", "another value", 3518),
+    OptionCase("cost", ("++numbers.spire={}",), True),
+    OptionCase("export", ("target=foo",), True),
     FileCase("target", "generation_config.json", "another value", 54),
     FileCase("features", "manifest.json", "another value", 495508331),
     FileCase("drafter of cost", "config.json", "value", 845),
