@@ -53,6 +53,7 @@ TYPED: dict[str, tuple[str, ...]] = {
 FAILED: tuple[Case, ...] = (
     FileCase("inspect", "manifest.json", "another value", 3518),
     OptionCase("cost", ("++numbers.spire={}",), True),
+    OptionCase("cost", ("++hardware.name=''",), True),
     OptionCase("export", ("target=foo",), True),
     FileCase("target", "generation_config.json", "another value", 54),
     FileCase("features", "manifest.json", "another value", 495508331),
