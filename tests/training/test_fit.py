@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from spectrain.decoding.errors import UserError
 from spectrain.training import fit as fitting
@@ -78,6 +80,17 @@ def test_no_code_of_a_checkpoint_is_run(checkpoints, piece):
         with pytest.raises(UserError, match=r"step-00000006.ckpt cannot be read \(UnpicklingError\)"):
             read(checkpoints / ZERO_CHECKPOINT)
     assert not (checkpoints / "ran").exists()
+
+
+@pytest.mark.parametrize(("kind", "fits"), [(ZeroStageEnum, True), (str, False)], ids=["its stage", "a type"])
+def test_an_enumeration_may_be_pickled_by_name_as_python_3_11_2_does(checkpoints, kind, fits):
+    class ByName:
+        def __reduce__(self):
+            return getattr, (kind, "gradients" if fits else "format")
+
+    torch.save({"stage": ByName()}, checkpoints / ZERO_CHECKPOINT / "checkpoint" / "x.pt")
+    with nullcontext() if fits else pytest.raises(UserError, match="step-00000006.ckpt cannot be read"):
+        check_readable(checkpoints / ZERO_CHECKPOINT)
 
 
 def test_a_checkpoint_that_names_pieces_elsewhere_is_refused(checkpoints):
