@@ -41,7 +41,7 @@ def read_tau(file: Path) -> list[MeasuredTau]:
         raise UserError(f"results={file} is not JSON; give results.json, result.json or drafters.json") from error
     try:
         found = list(_entries(file, values)) if isinstance(values, dict) else []
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"results={file} is damaged ({type(error).__name__}: {error}); make it again") from error
     if not found:
         raise UserError(f"results={file} holds no tau; give results of a benchmark or training, or drafters.json")

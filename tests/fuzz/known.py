@@ -51,6 +51,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
 FAILED: tuple[Case, ...] = (
+    OptionCase("cost", ("operational_intensity=1e300",), True),
+    OptionCase("parity", ("new_tokens=1",), True),
     FileCase("inspect", "manifest.json", "another value", 3518),
     OptionCase("cost", ("++numbers.spire={}",), True),
     OptionCase("cost", ("++hardware.name=''",), True),
