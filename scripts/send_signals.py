@@ -97,7 +97,7 @@ def send(
 
 
 def fault_of(code: int, err: str) -> str | None:
-    """What is wrong with how a command ended after a signal."""
+    """Return the fault in how a command ended after a signal, or None."""
     if "Traceback (most recent call last)" in err:
         return "traceback"
     if code == 0:

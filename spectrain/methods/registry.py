@@ -71,7 +71,7 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
         raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
     files = method_names()
     known = list(dict.fromkeys([*files, *cfg.variants]))
-    found = {}
+    tuned, found = read_tuned(cfg.tuned), {}
     for name in dict.fromkeys([BASELINE, *(known if takes_all(cfg) else names(cfg.methods))]):
         changes, exported = dict(cfg.variants.get(name) or {}), {}
         base = changes.pop("method", name)
@@ -81,9 +81,9 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
             base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = with_tuned(method_config(base, cfg.max_nodes), cfg.tuned, of_several=True)
+        options = _with_tuned(method_config(base, cfg.max_nodes), tuned)
         found[name] = OmegaConf.merge(with_options(options, changes, base, f"variants.{name}."), exported)
-    check_tuned(cfg.tuned, found.values())
+    check_tuned(tuned, found.values())
     return found
 
 
@@ -114,19 +114,21 @@ def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "
     return OmegaConf.merge(method, changes)
 
 
-def with_tuned(method: DictConfig, files: str | Sequence[str] | None, of_several: bool = False) -> DictConfig:
+def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictConfig:
     """A method with the options that files of `spectrain.tune` hold for it.
 
-    `of_several`: the files may be of the command's other methods; see `check_tuned`.
-
     Raises:
-        UserError: a file is missing, is not yaml, or has an option that the method does not have.
+        UserError: a file is missing, is not yaml, has nothing for the method, or an option that it does not have.
     """
-    if not of_several:
-        check_tuned(files, [method])
+    tuned = read_tuned(files)
+    check_tuned(tuned, [method])
+    return _with_tuned(method, tuned)
+
+
+def _with_tuned(method: DictConfig, tuned: Mapping[str, Mapping[str, Mapping]]) -> DictConfig:
     name = tuned_name(method)
-    for file in names(files):
-        method = with_options(method, read_tuned(file).get(name, {}), name, f"tuned={file}: ")
+    for file, options in tuned.items():
+        method = with_options(method, options.get(name, {}), name, f"tuned={file}: ")
     return method
 
 
@@ -135,23 +137,25 @@ def tuned_name(method: Mapping) -> str:
     return method.get("_tuned_") or method["_target_"].split(".")[-2]
 
 
-def read_tuned(file: str) -> dict[str, dict]:
-    """Read {name: {option: value}}. Raises UserError where the file is missing, or holds something else."""
-    try:
-        found = read_yaml(Path(file))
-        if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
-            raise ValueError("it does not hold options by the name of a method")
-        return dict(found)
-    except (OSError, ValueError) as error:
-        line = str(error).splitlines()[0]
-        raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
-
-
-def check_tuned(files: str | Sequence[str] | None, methods: Iterable[Mapping]) -> None:
-    """Raise UserError where a file of `spectrain.tune` has options of none of the methods."""
-    asked = {tuned_name(method) for method in methods}
+def read_tuned(files: str | Sequence[str] | None) -> dict[str, dict[str, dict]]:
+    """Read {file: {name: {option: value}}}. Raises UserError where a file is missing, or holds something else."""
+    tuned = {}
     for file in names(files):
-        found = read_tuned(file)
+        try:
+            found = read_yaml(Path(file))
+            if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
+                raise ValueError("it does not hold options by the name of a method")
+        except (OSError, ValueError) as error:
+            line = str(error).splitlines()[0]
+            raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
+        tuned[file] = dict(found)
+    return tuned
+
+
+def check_tuned(tuned: Mapping[str, Mapping[str, Mapping]], methods: Iterable[Mapping]) -> None:
+    """Raise UserError if a file that `read_tuned` has read has options of none of the methods."""
+    asked = {tuned_name(method) for method in methods}
+    for file, found in tuned.items():
         if not found.keys() & asked:
             held = f"only of {', '.join(map(str, found))}" if found else "none at all"
             raise UserError(f"tuned={file} has no options of {', '.join(sorted(asked))}, {held}; give another file")

@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores.environment import cpu_name
-from spectrain.stores.folder import LARGEST_JSON_BYTES, digest, locked, parse_json, read_text, write_json
+from spectrain.stores.folder import digest, load_json, locked, write_json
 from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class BudgetTable:
     def load(cls, file: Path) -> BudgetTable:
         """Read a file. Raises UserError where it is not a table of this version."""
         try:
-            values = parse_json(read_text(file, LARGEST_JSON_BYTES))
+            values = load_json(file)
             if values["kind"] != "budget" or values["schema"] != SCHEMA:
                 raise ValueError(f"schema {values['schema']}")
             entries = [from_json(CurveEntry, one) for one in values["curves"]]

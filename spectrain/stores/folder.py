@@ -59,7 +59,7 @@ class StoreKind(Generic[M]):
         if not file.is_file():
             raise UserError(f"{self.option}={folder} has no {MANIFEST}; give a folder that {self.built_by} wrote")
         try:
-            values = parse_json(read_text(file, LARGEST_JSON_BYTES))
+            values = load_json(file)
             kind, version = values.get("kind"), values.get("version")
             if (kind, version) == (self.name, self.version):
                 return from_json(self.manifest, values)
@@ -148,9 +148,9 @@ def json_line(value: object) -> str:
 
 
 def read_json(file: Path) -> object:
-    """Read a JSON file; see `parse_json`. Raises UserError where it is none, or large."""
+    """Read a JSON file; see `load_json`, whose ValueError becomes a UserError that names the file."""
     try:
-        return parse_json(read_text(file, LARGEST_JSON_BYTES))
+        return load_json(file)
     except ValueError as error:
         raise UserError(f"{file} is no JSON that can be read ({error}); restore or remove it") from error
 
@@ -162,9 +162,14 @@ def read_object(file: Path, kind: type[T], otherwise: str) -> T:
         UserError: it is damaged, or holds something else; `otherwise` says what to do then.
     """
     try:
-        return from_json(kind, parse_json(read_text(file, LARGEST_JSON_BYTES)))
+        return from_json(kind, load_json(file))
     except ValueError as error:
         raise UserError(f"{file} is damaged ({error}); {otherwise}") from error
+
+
+def load_json(file: Path) -> object:
+    """Read a JSON file; see `parse_json`. Raises ValueError where it is none, or large."""
+    return parse_json(read_text(file, LARGEST_JSON_BYTES))
 
 
 def parse_json(text: str | bytes) -> object:

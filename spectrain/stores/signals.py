@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 SAID = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
-EXIT_CODES = (130, 143)
+EXIT_CODES = tuple(code for _, code in SAID.values())
 PACKAGES = ("spectrain.", "data_prep.")
 SAME_SIGNAL_S = 1.0  # terminals and torchrun send one Ctrl-C to a process twice
 

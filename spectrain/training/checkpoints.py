@@ -129,7 +129,7 @@ def _damage_of(checkpoint: Path) -> Iterator[None]:
 
 
 def _classes_of_deepspeed() -> list[type | tuple[Callable, str]]:
-    """What its pieces hold besides tensors and plain values. Importing them takes seconds."""
+    """Return the classes in DeepSpeed's pieces besides tensors and plain values. Importing them takes seconds."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

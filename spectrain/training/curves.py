@@ -1,4 +1,4 @@
-"""What a training logged, by step: the metrics.csv of each attempt, joined to one curve."""
+"""The logged numbers of a training by step: the metrics.csv of each attempt, joined to one curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the JSON files of a run folder hold; `RunFolder.read` checks it."""
+"""The types of the JSON files in a run folder, which `RunFolder.read` checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two folders in which the same command ended, once undisturbed and once not."""
+"""Compare two folders in which the same command ended, once undisturbed and once after kills or beside another."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class MayNotMount(PermissionError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a job did on a small disk. `fault` is None where all was as promised."""
+    """The outcome of a job on a small disk. `fault` is None if every promise was kept."""
 
     job: str
     size_bytes: int
@@ -93,7 +93,7 @@ def fill_trial(job: Job, whole: Path, folder: Path, size_bytes: int) -> Trial:
 
 
 def _log(folder: Path) -> str:
-    """Where output goes: not on the disk that is filled."""
+    """Return the file for the output, which does not lie on the disk that is filled."""
     return str(folder.with_name(f"{folder.name}.output"))
 
 

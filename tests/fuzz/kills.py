@@ -41,7 +41,7 @@ class Reference:
 
 @dataclass
 class Trial:
-    """What a run went through, and what is wrong with it."""
+    """The kills, refusals and faults of one run."""
 
     job: str
     seed: str

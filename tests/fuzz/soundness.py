@@ -1,4 +1,4 @@
-"""What a command may leave in a folder: whole files, and nothing where it refused."""
+"""Check what a command leaves in a folder: whole files, and nothing if it refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def snapshot(folder: Path) -> Snapshot:
 
 
 def changed(before: Snapshot, after: Snapshot) -> list[str]:
-    """What is gone, or another by now."""
+    """Return the files that are gone or have changed."""
     return sorted(path for path, facts in before.items() if after.get(path) != facts)
 
 
@@ -42,7 +42,7 @@ def begun(folder: Path) -> list[str]:
 
 
 def left_behind(folder: Path, before: Snapshot) -> list[str]:
-    """What a refused command left that was not there before, but for work that rightly began."""
+    """Return the new files of a refused command, except those of a run or build that had begun."""
     kept = begun(folder)
     above = {str(parent) for name in kept for parent in Path(name).parents}
     new = [path for path in sorted(snapshot(folder).keys() - before.keys()) if path not in above]
@@ -50,7 +50,7 @@ def left_behind(folder: Path, before: Snapshot) -> list[str]:
 
 
 def unsound(folder: Path, before: Snapshot | None = None) -> str | None:
-    """What is half-written or left over in a folder; files that were there `before` do not count."""
+    """Describe the first half-written or leftover file of a folder that was not there `before`; None without one."""
     inputs = before or {}
     kept = begun(folder)
     for path in sorted(folder.rglob("*")):
