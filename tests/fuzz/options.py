@@ -49,6 +49,8 @@ TAKES = {
     "title": ("''",),
     "checkpoint_s": ("inf", "1e26", "1.5", "1e3"),  # seconds, of which a whole number is the default
     "timeout_s": ("1e26", "1.5", "1e3"),
+    "investment.decoding": ("1e26", "1.5", "1e3"),  # in units of the target's training
+    "investment.magicdec": ("1e26", "1.5", "1e3"),
     "logger.wandb": ("true",),
 }
 # An option as it must not be typed, whatever its name and value.

@@ -26,7 +26,7 @@ CHANGES = {
     "responses": ((), ("fresh=true",), ("max_new_tokens=4",)),
     "acceptance": ((), ("fresh=true",), ("part_rows=1",)),
     "activations": ((), ("fresh=true",), ("row_tokens=16",)),
-    "datastore": ((), ("fresh=true",), ("keep_tokens=50",)),
+    "datastore": ((), ("fresh=true",), ("keep_tokens=600",)),  # two documents
 }
 # What another command reads of one that may still be at work.
 READS = {
