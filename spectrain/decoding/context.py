@@ -65,7 +65,9 @@ class Context:
         if self.sampling.greedy:
             return self.sampling.draw(logits, None)
         counts = [1] * self.n_rows if active is None else [int(a) for a in active]
-        return self.sampling.draw(logits, draw_uniforms(self.generators, counts, logits.device)[:, 0])
+        tokens, q = self.sampling.draw(logits, draw_uniforms(self.generators, counts, logits.device)[:, 0])
+        # A drafter's logits may be NaN. No draw comes of them, and verification rejects whatever token stands here.
+        return tokens.clamp_max(logits.shape[-1] - 1), q
 
     def append(self, prompts: Sequence[Sequence[int]], room: int, generators: Sequence[torch.Generator]) -> None:
         """Add rows at the end, not rooted yet: `room` counts their first token too. The loop roots them at once."""

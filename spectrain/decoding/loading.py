@@ -125,7 +125,9 @@ def _placed(model: nn.Module, device: str) -> nn.Module:
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Read a tokenizer of a folder or the hub, never running code beside it. Raises what transformers raises."""
     _ask_hub(name)
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer("a")  # options of a wrong type are noticed only now
+    return tokenizer
 
 
 def read_config(name: str | Path) -> PretrainedConfig:

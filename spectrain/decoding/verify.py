@@ -161,7 +161,7 @@ def _accept_block(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor,
 
     inner = P[:, :-1]
     S = (inner.float()[..., None] * p[:, 1:-1] - tree.probs[:, 2:]).clamp_min(0).sum(-1)  # [B, gamma - 1]
-    h = torch.where(inner < 1, S / (S + 1 - inner), 1.0)
+    h = torch.where(inner >= 1, 1.0, S / (S + 1 - inner))  # a q of NaN accepts nothing
     step = torch.arange(1, P.shape[1] + 1, device=P.device)
     at_end = step == tree.drafted.sum(-1, keepdim=True)
     h = torch.where(at_end, P, torch.nn.functional.pad(h, (0, 1)))

@@ -87,6 +87,11 @@ def no_tokenizer(folder):
         path.unlink()
 
 
+def length_as_text(folder):
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "512"}))
+
+
 def edit_weights(folder, change):
     path = folder / "model.safetensors"
     weights = load_file(path)
@@ -169,6 +174,7 @@ def foreign_tokenizer(folder):
         (broken_generation_config, "generation_config.json"),
         (foreign_config, "needs code of its own folder, which is never run"),
         (foreign_tokenizer, "has no tokenizer that transformers can read"),
+        (length_as_text, "has no tokenizer that transformers can read"),
         (no_config, "no config.json"),
         (no_number, r"has a weight that is no number \(model.norm.weight\); export or fetch it again"),
         (masked_language_model, "is no causal language model"),

@@ -67,6 +67,17 @@ def test_padded_embeddings_of_the_same_tokenizer_are_cut_or_filled():
             assert all(0 <= token < target_vocab for g in generations for token in g.tokens)
 
 
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_drafter_whose_logits_are_nan_drafts_in_vain(llama_target, verification):
+    drafting = noisy_copy(llama_target.model)
+    drafting.model.norm.weight.data.fill_(torch.nan)
+    prompts, sampling = random_prompts([5, 9]), Sampling(temperature=1.0)
+    drafter = Speculative(TargetModel(drafting))
+    for found in generate(llama_target, drafter, prompts, 10, sampling, batch_size=2, verification=verification):
+        assert all(0 <= token < llama_target.vocab_size for token in found.tokens)
+        assert not any(found.accepted)
+
+
 def test_other_vocabulary_is_refused():
     target = TargetModel(tiny_model("llama"))
     draft = TargetModel(tiny_model("llama", vocab_size=50))
