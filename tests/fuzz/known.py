@@ -82,6 +82,7 @@ FAILED: tuple[Case, ...] = (
     FileCase("unfinished run", "checkpoints/best/step-00000001.safetensors", "another value", 2654435761),
     FileCase("target", "tokenizer_config.json", "another number", 770928614),
     OptionCase("export", ("++target.device=''",), True),
+    OptionCase("cost", ("++hardware.source=''",), True),
 )
 CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
