@@ -54,7 +54,7 @@ MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
 BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 DISK_MARGIN = 1.1  # of the estimated need
 OTHER_OUT = ", or give another out"
-NOT_HASHED_OF_TARGET = ("device", "parallel")  # they change nothing but rounding
+NOT_HASHED_OF_TARGET = ("device", "engine", "parallel")  # they change nothing but rounding
 
 T = TypeVar("T")
 

@@ -29,8 +29,9 @@ from data_prep.capture import AUTOCAST, ShardParts, TokenRows, autocast, shard_f
 from data_prep.pipeline import Build, length_buckets
 from data_prep.ranks import launch
 from spectrain.decoding import TargetModel, load_target
+from spectrain.decoding.lean import shape_of
 from spectrain.measure.statistics import Estimate, median
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
 from spectrain.stores.folder import write_manifest

@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from spectrain.decoding import TargetModel, load_target
+from spectrain.decoding.lean import shape_of
 from spectrain.measure.statistics import median
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.locations import bundled_folder

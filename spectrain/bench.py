@@ -132,6 +132,7 @@ def facts(cfg: DictConfig, target: TargetModel, n_questions: int) -> dict:
         **provenance(),
         "target": cfg.target.path,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
+        "engine": target.engine,
         "prompts": questions.name_of(cfg.prompts),
         "questions": n_questions,
         **device_facts(target.device, target.dtype),

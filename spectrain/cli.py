@@ -329,4 +329,6 @@ def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
     """Load the target of a config's `target` node, on `device` where given; a bare name may be a bundled checkpoint."""
     path = cfg.target.path
     device = device or cfg.target.device
-    return load_target(bundled_folder(path) or path, cfg.target.dtype, device, cfg.target.parallel)
+    return load_target(
+        bundled_folder(path) or path, cfg.target.dtype, device, cfg.target.parallel, engine=cfg.target.engine
+    )

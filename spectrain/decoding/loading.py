@@ -55,6 +55,7 @@ def load_target(
     parallel: str = "none",
     capture_layers: Sequence[int] = (),
     role: str = "target",
+    engine: str = "auto",
 ) -> TargetModel:
     """Load model and tokenizer, ready to decode.
 
@@ -63,7 +64,7 @@ def load_target(
         dtype: float32, bfloat16 or float16.
         device: "auto" takes a GPU where there is one; ignored unless parallel is "none".
         parallel: "device_map" spreads the layers over the visible devices, "tp" the weights over torchrun's ranks.
-        capture_layers: see `TargetModel`.
+        capture_layers, engine: see `TargetModel`.
         role: what messages call the model.
 
     Raises:
@@ -83,7 +84,7 @@ def load_target(
     if parallel == "none":
         model = _placed(model, device)
     check_finite(model, called)
-    target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers)
+    target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers, engine=engine)
     _ = target.eos_ids  # which refuses what is none, before a text is begun
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")

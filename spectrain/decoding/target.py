@@ -1,26 +1,30 @@
 """A Hugging Face causal LM as the loop uses it: prefill, tree scoring, and captured block inputs.
 
-Any full-attention decoder of transformers works unmodified: it takes a complete 4-D mask, explicit position ids and our
-`KVCache`. See `loading.py` for loading one.
+Llama-like models run on the lean decoder of `llama.py`. Any other full-attention decoder of transformers runs on its
+own modules (`modules.py`): it takes a complete 4-D mask, explicit position ids and our `KVCache`.
 
 Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C captured layers, D hidden size.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.lean import LeanEngine, why_not_lean
+from spectrain.decoding.modules import TransformersEngine
 from spectrain.decoding.tree import DraftTree
+
+ENGINES = ("auto", "lean", "transformers")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class TargetModel:
         capture_layers: indices of the blocks whose inputs every forward returns.
         prefill_chunk: prompt tokens per forward; bounds the memory of long prompts.
         keeps_hidden: whether `score` returns the final hidden states, too.
+        engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
+            decoder where it knows the architecture.
+
+    Raises:
+        UserError: the model is none that the loop can run, or the engine does not know it.
     """
 
     def __init__(
@@ -59,37 +68,40 @@ class TargetModel:
         capture_layers: Sequence[int] = (),
         prefill_chunk: int = 512,
         keeps_hidden: bool = False,
+        engine: str = "auto",
     ):
         check_supported(model)
-        self.model, self.tokenizer, self.capture_layers = model, tokenizer, tuple(capture_layers)
+        self.model, self.tokenizer = model, tokenizer
         self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
-        self._blocks = find_blocks(model)
-        self._splits = keeps_hidden and self._is_body_and_unembedding()
-        for layer in self.capture_layers:
-            if not 0 <= layer < len(self._blocks):
-                raise UserError(f"capture layer {layer} must be a block of the target, 0..{len(self._blocks) - 1}")
+        self._engine = _engine(model, engine)
+        self.capture_layers = self._checked(capture_layers)
+
+    def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:
+        for layer in capture_layers:
+            if not 0 <= layer < self.n_layer:
+                raise UserError(f"capture layer {layer} must be a block of the target, 0..{self.n_layer - 1}")
+        return tuple(capture_layers)
+
+    @property
+    def engine(self) -> str:
+        """What the model runs on: lean or transformers."""
+        return self._engine.name
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
         """Return the same model, capturing other layers."""
         if tuple(capture_layers) == self.capture_layers:
             return self
-        return TargetModel(self.model, self.tokenizer, capture_layers, self.prefill_chunk, self.keeps_hidden)
+        other = copy.copy(self)
+        other.capture_layers = self._checked(capture_layers)
+        return other
 
     def with_hidden(self) -> TargetModel:
         """Return the same model, whose `score` keeps the final hidden states."""
         if self.keeps_hidden:
             return self
-        return TargetModel(self.model, self.tokenizer, self.capture_layers, self.prefill_chunk, keeps_hidden=True)
-
-    @torch.inference_mode()
-    def _is_body_and_unembedding(self) -> bool:
-        """Test once whether the logits are `logits_of` the body's last state, as in nearly every model."""
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        states = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        if states.shape[-1] != self.unembedding.shape[-1]:
-            return False
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        return torch.allclose(self.logits_of(states), logits, rtol=1e-3, atol=1e-3)
+        other = copy.copy(self)
+        other.keeps_hidden = True
+        return other
 
     @property
     def config(self):
@@ -97,7 +109,7 @@ class TargetModel:
 
     @property
     def n_layer(self) -> int:
-        return len(self._blocks)
+        return self.config.get_text_config().num_hidden_layers
 
     @property
     def vocab_size(self) -> int:
@@ -135,28 +147,26 @@ class TargetModel:
         Returns logits [B, T, V] and captured [B, T, C, D]. The caller decides about gradients. No mask is built: sdpa
         runs with `is_causal`, so memory is linear in T.
         """
-        logits, captured, _ = self._run(tokens, use_cache=False)
-        return TargetOutput(logits, captured, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+        logits, captured, _ = self._engine.run(tokens, capture_layers=self.capture_layers)
+        return TargetOutput(
+            logits, _stacked(captured), torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        )
 
     def features(self, tokens: Tensor) -> Features:
         """Run a plain causal forward over tokens [B, T] int64 that computes the logits of one position only."""
-        _, captured, final_hidden = self._run(tokens, lambda hidden: hidden[:, :1], use_cache=False)
-        return Features(captured, final_hidden)
+        _, captured, final = self._engine.run(
+            tokens, capture_layers=self.capture_layers, kept=lambda hidden: hidden[:, :1]
+        )
+        return Features(_stacked(captured), final)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""
-        logits = self._unembed(hidden)
-        soft_cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
-        return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
-
-    @property
-    def _unembed(self) -> nn.Module:
-        return self.model.get_output_embeddings()
+        return self._engine.logits_of(hidden)
 
     @property
     def unembedding(self) -> Tensor:
         """[V, D]: `final_hidden @ unembedding.T` are the logits (of models without output bias or soft-capping)."""
-        return self._unembed.weight
+        return self.model.get_output_embeddings().weight
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range) -> TargetOutput:
         """Read prompts, tokens [R, T] int64, padded on the right with any valid id, into new rows at the cache's end.
@@ -172,17 +182,17 @@ class TargetModel:
         for start in range(0, n_tokens, self.prefill_chunk):
             stop = min(start + self.prefill_chunk, n_tokens)
             cache.begin(rows, [start] * n_rows, stop - start)
-            # Without a mask of ours, transformers takes the cache's length for a causal one; padding is to the right.
-            piece, states, _ = self._run(
+            piece, states, _ = self._engine.run(
                 tokens[:, start:stop],
-                partial(_at_position, (last - start).clamp(0, stop - start - 1)),
-                position_ids=positions[:, start:stop],
-                past_key_values=cache,
-                use_cache=True,
+                positions[:, start:stop],
+                cache,
+                causal_mask(stop - start, stop, tokens.device) if start else None,
+                self.capture_layers,
+                kept=partial(_at_position, (last - start).clamp(0, stop - start - 1)),
             )
             here = ((last >= start) & (last < stop))[:, None, None]
             logits = piece if logits is None else torch.where(here, piece, logits)
-            captured.append(states)
+            captured.append(_stacked(states))
         cache.lengths.extend(lengths)
         return TargetOutput(logits, torch.cat(captured, dim=1) if self.capture_layers else None, positions)
 
@@ -201,42 +211,25 @@ class TargetModel:
             if n_nodes > 1:  # a drafter that ignores `room` may draft past the context; such tokens are never emitted
                 positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
-        inputs = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-        if self._splits and not self.capture_layers:  # without a hook, which would cost a draft step a few per cent
-            hidden = self.model.base_model(input_ids=tree.tokens, **inputs).last_hidden_state
-            return TargetOutput(self.logits_of(hidden), None, positions, hidden)
-        every = (lambda hidden: hidden) if self.keeps_hidden else None
-        logits, captured, hidden = self._run(tree.tokens, every, **inputs)
-        return TargetOutput(logits, captured, positions, hidden)
-
-    def _run(
-        self, tokens: Tensor, keep: Callable[[Tensor], Tensor] | None = None, **inputs
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Call the model. Return its logits, the captured block inputs, and, if `keep` is given, the final states.
-
-        `keep` maps the final hidden states [B, T, D] to those that logits are computed of. Hooks exist during this call
-        only, so the user's model stays unchanged.
-        """
-        inside: dict[int, Tensor] = {}
-        final: list[Tensor] = []
-
-        def at_unembedding(module: nn.Module, args: tuple) -> tuple:
-            final.append(args[0])
-            return (keep(args[0]), *args[1:])
-
-        with ExitStack() as hooks:
-            for layer in self.capture_layers:
-                hook = partial(_capture, inside, layer)
-                hooks.enter_context(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
-            if keep is not None:
-                hooks.enter_context(self._unembed.register_forward_pre_hook(at_unembedding))
-            logits = self.model(input_ids=tokens, **inputs).logits
-        captured = [inside[layer].to(tokens.device) for layer in self.capture_layers]
-        return logits, torch.stack(captured, dim=2) if captured else None, final[0] if final else None
+        logits, captured, hidden = self._engine.run(
+            tree.tokens, positions, cache, mask, self.capture_layers, keeps_final=self.keeps_hidden
+        )
+        return TargetOutput(logits, _stacked(captured), positions, hidden)
 
 
-def _capture(inside: dict[int, Tensor], layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    inside[layer] = args[0] if args else kwargs["hidden_states"]
+def _engine(model: PreTrainedModel, name: str) -> LeanEngine | TransformersEngine:
+    """Return the engine that a user asks for by name."""
+    check_choice("target.engine", name, ENGINES)
+    why = "" if name == "transformers" else why_not_lean(model)
+    if why is None:
+        return LeanEngine(model)
+    if name == "lean":
+        raise UserError(f"target.engine=lean cannot run this target: {why}; give target.engine=transformers")
+    return TransformersEngine(model)
+
+
+def _stacked(captured: list[Tensor]) -> Tensor | None:  # [B, n, C, D]
+    return torch.stack(captured, dim=2) if captured else None
 
 
 def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] -> [R, 1, D]
@@ -252,7 +245,7 @@ def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
     device = tree.tokens.device
     if min(starts) == max(starts):
         if tree.is_chain:
-            return _causal_mask(n_nodes, used, device)
+            return causal_mask(n_nodes, used, device)
         committed = torch.ones(n_rows, n_nodes, starts[0], dtype=torch.bool, device=device)
         return torch.cat([committed, tree.ancestors], dim=2)[:, None]
     first = torch.tensor(starts, device=device)[:, None]
@@ -260,15 +253,6 @@ def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
     mask = committed[:, None].repeat(1, n_nodes, 1)
     slots = first + torch.arange(n_nodes, device=device)
     return mask.scatter_(2, slots[:, None].expand(-1, n_nodes, -1), tree.ancestors)[:, None]
-
-
-def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the list of decoder blocks, whatever the architecture calls it (`layers`, `h`, ...)."""
-    n_layer = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layer]
-    if not lists:
-        raise UserError(f"{type(model).__name__} has no list of {n_layer} decoder blocks; choose a decoder-only model")
-    return lists[0]
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -303,7 +287,7 @@ def unsupported_layer_type(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
     """[1, 1, n_queries, n_keys] bool for the last n_queries of n_keys positions."""
     first = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     return (torch.arange(n_keys, device=device) <= first)[None, None]

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.llama import KeysValues
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import load_spire
 from spectrain.models.rollout import chunk_tokens, windowed_states
-from spectrain.models.spire import KeysValues, SpireDrafter
+from spectrain.models.spire import SpireDrafter
 
 
 def build(target: TargetModel, drafter: str | Path, gamma: int | None = None, max_nodes: int | None = None) -> Spire:

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.models.spire import KeysValues, SpireConfig, SpireDrafter
+from spectrain.decoding.llama import KeysValues, grouped
+from spectrain.models.spire import SpireConfig, SpireDrafter
 
 
 def rollout(
@@ -96,7 +97,7 @@ def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tenso
     queries = torch.arange(n_tokens, device=x.device).view(n_chunks, chunk)
     keys = _key_positions(n_chunks, chunk, drafter.config.sink_tokens, x.device)
     sees = _sees(drafter.config, keys, queries, before=queries + 1)  # [c, C, s + 2C]
-    mask = sees.repeat(n_rows, 1, 1)[:, None]
+    mask = grouped(sees.repeat(n_rows, 1, 1)[:, None], drafter.config.shape)
     every = []
     for block in drafter.blocks:
         every.append(block.keys_values(x, rope))

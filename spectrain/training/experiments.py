@@ -20,10 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import read_tokenizer
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.features import FeatureStore, newest_features, open_features

@@ -18,12 +18,13 @@ import torch
 from scipy.stats import chisquare
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, Verified, generate, loop, verify
+from spectrain.decoding.lean import shape_of
 from spectrain.methods.registry import method_names
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
 from spectrain.models.head import AcceptanceHead, HeadConfig
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from tests.conftest import tiny_model
 from tests.decoding.reference import ScriptedDrafter

@@ -13,7 +13,8 @@ from transformers import (
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.target import check_supported, find_blocks
+from spectrain.decoding.modules import TransformersEngine, find_blocks
+from spectrain.decoding.target import check_supported
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 
@@ -170,9 +171,10 @@ def test_kept_hidden_states_are_what_the_unembedding_takes(family_target):
     """Without hooks where a forward is body and unembedding, by a hook elsewhere."""
     target, tree = family_target, DraftTree.root_only(torch.tensor([5]))
     keeping = target.with_hidden()
-    assert keeping._splits
-    by_hook = target.with_hidden()
-    by_hook._splits = False
+    engine = TransformersEngine(target.model)
+    engine._is_body_and_unembedding = False
+    by_hook = TargetModel(target.model, keeps_hidden=True, engine="transformers")
+    by_hook._engine = engine
     outputs = []
     for model in (target, keeping, by_hook):
         cache = KVCache(1)

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from spectrain.models.spire import SpireBlock, SpireDrafter
+from spectrain.decoding.llama import LlamaBlock
+from spectrain.models.spire import SpireDrafter
 
 
 def slow_rollout(
@@ -45,7 +46,7 @@ def slow_memory(drafter: SpireDrafter, states: list[Tensor], i: int) -> Tensor:
     return sum(e * x for e, x in zip(exps, states, strict=True)) / sum(exps)
 
 
-def slow_block(block: SpireBlock, x: Tensor, t: int, inputs: dict[int, Tensor]) -> Tensor:
+def slow_block(block: LlamaBlock, x: Tensor, t: int, inputs: dict[int, Tensor]) -> Tensor:
     """One block at position t, whose keys come from `inputs` by position."""
     shape = block.shape
     n_rows = [shape.n_head * shape.head_dim, *[shape.n_kv_head * shape.head_dim] * 2]

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.lean import shape_of
 from spectrain.models.artifacts import Artifact, load_spire, newest_artifact, save_spire, write_manifest
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.models.vanilla import new_vanilla
 from tests.conftest import EOS_ID, VOCAB_SIZE, tiny_model

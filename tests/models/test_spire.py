@@ -8,7 +8,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from spectrain.decoding import TargetModel
 from spectrain.decoding.errors import UserError
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.decoding.lean import shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from tests.conftest import VOCAB_SIZE, tiny_model

@@ -11,13 +11,14 @@ from lightning import Trainer
 from torch.utils.data import DataLoader
 
 from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.decoding.lean import shape_of
 from spectrain.decoding.sampling import draw_uniforms, row_generator
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.labels import label_texts, mix_tokens
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
 from spectrain.training.losses import binary_kl, weighted_bce

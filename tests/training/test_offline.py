@@ -13,7 +13,8 @@ from lightning import Callback, Trainer
 
 from data_prep.capture import ShardParts, TokenRows, autocast
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.models.pruned_init import new_drafter, shape_of
+from spectrain.decoding.lean import shape_of
+from spectrain.models.pruned_init import new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond

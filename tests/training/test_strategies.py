@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 from spectrain import export
 from spectrain.cli import command
 from spectrain.decoding import TargetModel
-from spectrain.models.pruned_init import last_layers, new_drafter, shape_of
-from spectrain.models.spire import SpireBlock, SpireConfig
+from spectrain.decoding.llama import LlamaBlock, shape_of
+from spectrain.models.pruned_init import last_layers, new_drafter
+from spectrain.models.spire import SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
 from spectrain.training.data import TokenRows
 from spectrain.training.losses import LossSettings
@@ -272,8 +273,8 @@ def test_every_trained_parameter_gets_a_gradient_which_ddp_waits_for(options):
 def test_recomputed_activations_give_equal_gradients(options, monkeypatch):
     kept = gradients(options, recomputes=False)
     calls = []
-    block = SpireBlock.forward
-    monkeypatch.setattr(SpireBlock, "forward", lambda *inputs: calls.append(1) or block(*inputs))
+    block = LlamaBlock.forward
+    monkeypatch.setattr(LlamaBlock, "forward", lambda *inputs: calls.append(1) or block(*inputs))
     recomputed = gradients(options, recomputes=True)
     once = options.get("n_layer", 2) * (1 if options.get("target_activations") is False else options.get("k", 3))
     assert len(calls) == 2 * once  # forward, and again in the backward pass

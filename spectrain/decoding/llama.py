@@ -1,0 +1,221 @@
+"""The lean decoder of Llama-like models: one attention, one MLP and one rotary embedding for targets and drafters.
+
+It computes what the modules of transformers compute (`tests/decoding/test_llama.py` compares the logits), from the same
+tensors, with a third of the calls: projections of the same input are one matrix, grouped keys and values are never
+expanded, and the inputs of blocks are returned without hooks.
+
+Letters: B rows, n tokens of a call, S slots that attention reads, H query heads, K key/value heads, G = H / K, E width
+of a head, D hidden size, F width of the MLP, C captured blocks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from spectrain.decoding.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Dimensions of a Llama-like decoder: RoPE, RMSNorm, gated MLP, grouped queries, optional biases and q/k norms."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    rope_parameters: dict
+    max_positions: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+
+
+@dataclass(frozen=True)
+class KeysValues:
+    """Rotated keys, and values, of one block."""
+
+    keys: Tensor  # [B, K, S, E]
+    values: Tensor  # [B, K, S, E]
+
+    @staticmethod
+    def cat(parts: list[KeysValues]) -> KeysValues:
+        return KeysValues(torch.cat([p.keys for p in parts], 2), torch.cat([p.values for p in parts], 2))
+
+
+class Rope:
+    """Rotary position embedding. No module: a cast to bfloat16 would round the frequencies and rotate far keys wrongly.
+
+    Args:
+        shape: of the model.
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        config = LlamaConfig(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.n_head,
+            head_dim=shape.head_dim,
+            max_position_embeddings=shape.max_positions,
+            rope_parameters=dict(shape.rope_parameters),
+        )
+        rotary = LlamaRotaryEmbedding(config)
+        self.inv_freq, self.scaling = rotary.inv_freq, rotary.attention_scaling
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [B, n, E] float32 at positions [B, n]."""
+        if self.inv_freq.device != positions.device:
+            self.inv_freq = self.inv_freq.to(positions.device)
+        angles = positions[..., None] * self.inv_freq  # [B, n, E / 2]
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary position embedding to x [B, heads, n, E]; cos and sin [B or 1, n, E]."""
+    cos, sin = (part[:, None] for part in rope)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend with grouped queries, without expanding keys and values.
+
+    Args:
+        queries: [B, H, n, E].
+        keys, values: [B, K, S, E]. The G = H / K query heads of a group read the same ones.
+        mask: [B or 1, 1, G n, S] bool, of `grouped`. None: one query sees all slots, n = S of them are causal.
+
+    Returns:
+        [B, n, H E].
+    """
+    n_groups, n = queries.shape[1] // keys.shape[1], queries.shape[2]
+    if mask is None and n > 1:
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=n_groups > 1)
+    elif n_groups == 1:
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    else:  # the queries of a group stand one behind the other
+        folded = queries.reshape(queries.shape[0], keys.shape[1], n_groups * n, queries.shape[3])
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(queries.shape)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def grouped(mask: Tensor | None, shape: LlamaShape) -> Tensor | None:
+    """Repeat a mask [B or 1, 1, n, S] for the query heads of a group, as `attention` takes it."""
+    n_groups = shape.n_head // shape.n_kv_head
+    return mask if mask is None or n_groups == 1 else mask.repeat(1, 1, n_groups, 1)
+
+
+class LlamaBlock(nn.Module):
+    """One decoder block whose keys may come from elsewhere than its input.
+
+    Projections of the same input are one matrix, because a step of a few tokens costs by the number of calls.
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        d, d_q, d_kv = shape.hidden_size, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+        self.shape = shape
+        self.input_norm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.qkv = nn.Linear(d, d_q + 2 * d_kv, bias=shape.qkv_bias)  # rows: queries, keys, values
+        self.output = nn.Linear(d_q, d, bias=shape.output_bias)
+        if shape.qk_norm:
+            self.query_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
+            self.key_norm = nn.RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.mlp_norm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.gate_up = nn.Linear(d, 2 * shape.intermediate_size, bias=shape.mlp_bias)  # rows: gate, up
+        self.down = nn.Linear(shape.intermediate_size, d, bias=shape.mlp_bias)
+        self.activation = ACT2FN[shape.hidden_act]
+
+    def queries_keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
+        """Return rotated queries [B, H, n, E], and K and V, of inputs x [B, n, D] at the positions of `rope`."""
+        n_head, n_kv_head = self.shape.n_head, self.shape.n_kv_head
+        heads = self._heads(self.qkv(self.input_norm(x)))
+        queries_keys, values = heads.split([n_head + n_kv_head, n_kv_head], dim=1)
+        if self.shape.qk_norm:
+            queries, keys = queries_keys.split([n_head, n_kv_head], dim=1)
+            queries_keys = torch.cat([self.query_norm(queries), self.key_norm(keys)], dim=1)
+        queries, keys = rotate(queries_keys, rope).to(values.dtype).split([n_head, n_kv_head], dim=1)
+        return queries, KeysValues(keys, values)
+
+    def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
+        """Return K and V of memories [B, P, D] at the positions of `rope`, after the block's input norm."""
+        d_q = self.shape.n_head * self.shape.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
+        heads = self._heads(F.linear(self.input_norm(memories), self.qkv.weight[d_q:], bias))
+        keys, values = heads.chunk(2, dim=1)
+        if self.shape.qk_norm:
+            keys = self.key_norm(keys)
+        return KeysValues(rotate(keys, rope).to(values.dtype), values)
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the block's output [B, n, D] from its input and what its heads attended to, [B, n, H E]."""
+        x = x + self.output(attended)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(self.activation(gate) * up)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues, mask: Tensor
+    ) -> tuple[Tensor, KeysValues]:
+        """Run the block over n queries x [B, n, D], whose own keys come after the past ones.
+
+        `rope` is cos and sin at the queries' positions, each [B or 1, n, E]. `mask` is True where a query sees a key,
+        always at its own; see `attention`. Returns the block's output [B, n, D], and K/V of its input.
+        """
+        queries, own = self.queries_keys_values(x, rope)
+        every = KeysValues.cat([past, own])
+        return self.after_attention(x, attention(queries, every.keys, every.values, mask)), own
+
+    def _heads(self, x: Tensor) -> Tensor:  # [B, n, heads * E] -> [B, heads, n, E]
+        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+
+class LlamaDecoder(nn.Module):
+    """A whole Llama-like decoder: embedding, blocks, final norm, unembedding."""
+
+    def __init__(self, shape: LlamaShape, n_layer: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(n_layer))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.rope = Rope(shape)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        capture_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the final states [B, n, D] after the norm, and the inputs [B, n, D] of the blocks `capture_layers`.
+
+        Args:
+            tokens: [B, n] int64.
+            positions: [B or 1, n] int64.
+            cache: where `begin` has set the slots of these tokens; None: the tokens are the whole text.
+            mask: [B or 1, 1, n, S] bool; None: one token that sees all slots, or n = S causal ones.
+            capture_layers: indices of blocks.
+        """
+        x, rope, mask = self.embed_tokens(tokens), self.rope(positions), grouped(mask, self.shape)
+        inputs = []
+        for i, block in enumerate(self.blocks):
+            inputs.append(x)
+            queries, own = block.queries_keys_values(x, rope)
+            keys, values = (own.keys, own.values) if cache is None else cache.update(own.keys, own.values, i)
+            x = block.after_attention(x, attention(queries, keys, values, mask))
+        return self.norm(x), [inputs[layer] for layer in capture_layers]

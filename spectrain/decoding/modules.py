@@ -1,0 +1,88 @@
+"""A target on the modules of transformers, as they are: for architectures that the lean decoder does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spectrain.decoding.errors import UserError
+from spectrain.decoding.kv_cache import KVCache
+
+
+class TransformersEngine:
+    """Runs a full-attention decoder of transformers. Hooks exist during a call only, so the model stays unchanged."""
+
+    name = "transformers"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._blocks = find_blocks(model)
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
+        capture_layers: Sequence[int] = (),
+        kept: Callable[[Tensor], Tensor] | None = None,
+        keeps_final: bool = False,
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """See `LlamaDecoder.run`. The final states are returned only if `keeps_final` or `kept` is given."""
+        inputs = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+        inputs["use_cache"] = cache is not None
+        if keeps_final and not capture_layers and self._is_body_and_unembedding:
+            # Without a hook, which would cost a draft step a few per cent.
+            final = self.model.base_model(input_ids=tokens, **inputs).last_hidden_state
+            return self.logits_of(final), [], final
+        inside: dict[int, Tensor] = {}
+        finals: list[Tensor] = []
+
+        def at_unembedding(module: nn.Module, args: tuple) -> tuple:
+            finals.append(args[0])
+            return (args[0] if kept is None else kept(args[0]), *args[1:])
+
+        with ExitStack() as hooks:
+            for layer in capture_layers:
+                hook = partial(_capture, inside, layer)
+                hooks.enter_context(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
+            if keeps_final or kept is not None:
+                hooks.enter_context(self.model.get_output_embeddings().register_forward_pre_hook(at_unembedding))
+            logits = self.model(input_ids=tokens, **inputs).logits
+        captured = [inside[layer].to(tokens.device) for layer in capture_layers]
+        return logits, captured, finals[0] if finals else None
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""
+        logits = self.model.get_output_embeddings()(hidden)
+        soft_cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+    @cached_property
+    def _is_body_and_unembedding(self) -> bool:
+        """Test once whether the logits are `logits_of` the body's last state, as in nearly every model."""
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.model.get_input_embeddings().weight.device)
+        with torch.inference_mode():
+            states = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            if states.shape[-1] != self.model.get_output_embeddings().weight.shape[-1]:
+                return False
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            return torch.allclose(self.logits_of(states), logits, rtol=1e-3, atol=1e-3)
+
+
+def _capture(inside: dict[int, Tensor], layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    inside[layer] = args[0] if args else kwargs["hidden_states"]
+
+
+def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of decoder blocks, whatever the architecture calls it (`layers`, `h`, ...)."""
+    n_layer = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == n_layer]
+    if not lists:
+        raise UserError(f"{type(model).__name__} has no list of {n_layer} decoder blocks; choose a decoder-only model")
+    return lists[0]

@@ -1,0 +1,159 @@
+"""The lean decoder against the modules of transformers, for every architecture and feature that it knows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding.errors import UserError
+from spectrain.decoding.lean import why_not_lean
+from tests.conftest import COMMON, random_prompts, tiny_model
+from tests.decoding.reference import random_parents, tree_of
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+
+
+def mistral() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = MistralConfig(**COMMON, num_key_value_heads=2, sliding_window=None, head_dim=12)
+    return MistralForCausalLM(config).eval().requires_grad_(False)
+
+
+def qwen2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=2)).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # which begin as zeros
+            parameter.normal_()
+    return model
+
+
+MODELS = {
+    "llama": tiny_model,
+    "llama, grouped queries": lambda: tiny_model("llama_gqa"),
+    "llama, tied": lambda: tiny_model(tie_word_embeddings=True),
+    "llama, biases": lambda: biased(tiny_model(attention_bias=True, mlp_bias=True)),
+    "llama, gelu": lambda: tiny_model(hidden_act="gelu"),
+    "llama, linear rope": lambda: tiny_model(
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "llama, llama3 rope": lambda: tiny_model(rope_parameters=LLAMA3),
+    "llama, yarn": lambda: tiny_model(
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64
+        }
+    ),
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": lambda: tiny_model("qwen3"),
+}  # fmt: skip
+
+
+def biased(model: PreTrainedModel) -> PreTrainedModel:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_()
+    return model
+
+
+@pytest.fixture(params=MODELS)
+def model(request) -> PreTrainedModel:
+    return MODELS[request.param]()
+
+
+def both(model: PreTrainedModel, **options) -> list[TargetModel]:
+    return [TargetModel(model, engine=engine, **options) for engine in ("lean", "transformers")]
+
+
+def test_texts_have_the_same_logits_and_states(model):
+    tokens = torch.tensor(random_prompts([40, 40]))
+    lean, modules = (target.forward(tokens) for target in both(model, capture_layers=[0, 2]))
+    torch.testing.assert_close(lean.logits, modules.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lean.captured, modules.captured, atol=1e-4, rtol=1e-4)
+    lean, modules = (target.features(tokens) for target in both(model, capture_layers=[1]))
+    torch.testing.assert_close(lean.final_hidden, modules.final_hidden, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lean.captured, modules.captured, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[7], [23, 5, 14]], ids=str)
+def test_prefill_in_pieces_and_trees_have_the_same_logits_and_states(model, lengths):
+    generator, outputs = torch.Generator().manual_seed(0), []
+    prompts = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in random_prompts(lengths)]
+    trees = [tree_of(random_prompts([9] * len(lengths), seed=1), [random_parents(9, generator) for _ in lengths])]
+    chain = torch.tensor(random_prompts([5] * len(lengths), seed=2))
+    trees.append(DraftTree.chain(chain[:, 0], chain[:, 1:]))
+    for target in both(model, capture_layers=[0, 1], prefill_chunk=8, keeps_hidden=True):
+        cache = KVCache(len(lengths), block_tokens=4)
+        found = [target.prefill(torch.tensor(prompts), lengths, cache, range(len(lengths)))]
+        for tree in trees:
+            found.append(target.score(tree, cache))
+            cache.commit(None, [2] * len(lengths))
+        outputs.append(found)
+    for i, (lean, modules) in enumerate(zip(*outputs, strict=True)):
+        torch.testing.assert_close(lean.logits, modules.logits, atol=1e-4, rtol=1e-4)
+        real = [slice(None)] * len(lengths) if i else [slice(length) for length in lengths]
+        for row, part in enumerate(real):
+            torch.testing.assert_close(lean.captured[row, part], modules.captured[row, part], atol=1e-4, rtol=1e-4)
+        if i:
+            torch.testing.assert_close(lean.hidden, modules.hidden, atol=1e-4, rtol=1e-4)
+
+
+def test_weights_stay_in_one_place_and_move_with_the_model(model, tmp_path):
+    tokens = torch.tensor(random_prompts([12]))
+    expected = model(tokens).logits
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    target = TargetModel(model, engine="lean")
+    memory = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in target._engine.decoder.parameters()}
+    assert own == memory  # no second copy
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    torch.testing.assert_close(model(tokens).logits, expected)
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(saved(tokens).logits, expected)
+    torch.testing.assert_close(copy.deepcopy(model)(tokens).logits, expected)
+    model.to(torch.float64)
+    assert target.forward(tokens).logits.dtype == torch.float64
+    torch.testing.assert_close(target.forward(tokens).logits.float(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_modules_are(model):
+    tokens = torch.tensor(random_prompts([30]))
+    exact = model(tokens).logits
+    scale = exact.abs().max()
+    lean, modules = ((t.forward(tokens).logits - exact).abs().mean() / scale for t in both(model.to(torch.bfloat16)))
+    assert lean < max(2 * modules, 0.01)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gpt_neox"])
+def test_other_architectures_run_on_the_modules_of_transformers(family):
+    model = tiny_model(family)
+    assert TargetModel(model).engine == "transformers"
+    with pytest.raises(UserError, match=r"engine=lean cannot run this target: .*; give target.engine=transformers"):
+        TargetModel(model, engine="lean")
+
+
+def test_frequencies_that_change_with_the_length_run_on_the_modules_of_transformers():
+    model = tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    assert "dynamic" in why_not_lean(model)
+    assert TargetModel(model).engine == "transformers"
+
+
+def test_llama_runs_lean_unless_told_otherwise(llama_target):
+    assert llama_target.engine == "lean"
+    assert TargetModel(llama_target.model, engine="transformers").engine == "transformers"
+    with pytest.raises(UserError, match="target.engine=fast must be one of auto, lean, transformers"):
+        TargetModel(llama_target.model, engine="fast")
