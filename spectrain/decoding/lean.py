@@ -9,25 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
+from spectrain.decoding.weights import PackedLinear, with_weights, works
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
-FUSED = {
+MATRICES = {  # of a block: our names -> Hugging Face's, whose rows stand one below the other
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
 }
-RENAMED = {  # Hugging Face's names -> ours
-    "input_layernorm": "input_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "self_attn.o_proj": "output",
-    "self_attn.q_norm": "query_norm",
-    "self_attn.k_norm": "key_norm",
-    "mlp.down_proj": "down",
+NORMS = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
 }
 
 
@@ -75,17 +76,12 @@ def why_not_lean(model: PreTrainedModel) -> str | None:
 
 def block_state(layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the state of a Hugging Face block to that of a `LlamaBlock`. Loading fails if a tensor is left over."""
-    state = dict(layer)
-    for fused, parts in FUSED.items():
+    left, state = dict(layer), {}
+    for ours, theirs in (*MATRICES.items(), *((norm, (name,)) for norm, name in NORMS.items())):
         for kind in ("weight", "bias"):
-            found = [state.pop(f"{part}.{kind}") for part in parts if f"{part}.{kind}" in state]
-            if found:
-                state[f"{fused}.{kind}"] = torch.cat(found)
-    renamed = {}
-    for name, tensor in state.items():
-        module, _, kind = name.rpartition(".")
-        renamed[f"{RENAMED.get(module, module)}.{kind}"] = tensor
-    return renamed
+            if found := [left.pop(f"{name}.{kind}") for name in theirs if f"{name}.{kind}" in left]:
+                state[f"{ours}.{kind}"] = _joined(found)
+    return state | left
 
 
 def lean_decoder(model: PreTrainedModel) -> LlamaDecoder:
@@ -99,36 +95,114 @@ def lean_decoder(model: PreTrainedModel) -> LlamaDecoder:
     decoder.rope = Rope(shape)
     body = model.model
     for block, layer in zip(decoder.blocks, body.layers, strict=True):
-        parameters = dict(layer.named_parameters())
-        state = block_state({name: parameter.data for name, parameter in parameters.items()})
+        state = block_state({name: parameter.data for name, parameter in layer.named_parameters()})
         block.load_state_dict(state, assign=True)
-        for fused, parts in FUSED.items():
+        for ours, theirs in MATRICES.items():
             for kind in ("weight", "bias"):
-                own = [parameters[name] for part in parts if (name := f"{part}.{kind}") in parameters]
-                pieces = state[f"{fused}.{kind}"].split([len(one) for one in own]) if own else ()
-                for parameter, piece in zip(own, pieces, strict=True):
-                    parameter.data = piece
+                if len(theirs) > 1 and (joined := state.get(f"{ours}.{kind}")) is not None:
+                    _divide(joined, [getattr(layer.get_submodule(name), kind) for name in theirs])
     decoder.embed_tokens.weight = body.embed_tokens.weight
     decoder.norm.weight = body.norm.weight
     decoder.lm_head.weight = model.get_output_embeddings().weight
     return decoder.eval()
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors one below the other, without a copy where they stand so in memory already."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.is_meta or part.data_ptr() != end:
+            return torch.cat(parts)
+        end += part.nbytes
+    if first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() < end:  # neighbours of other storages
+        return torch.cat(parts)
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+
+
+def _divide(joined: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Make parameters views of the tensor in which their rows stand one below the other."""
+    for parameter, piece in zip(parameters, joined.split([len(one) for one in parameters]), strict=True):
+        parameter.data = piece
+
+
 class LeanEngine:
-    """Runs a Hugging Face model on the lean decoder, over the model's own memory."""
+    """Runs a Hugging Face model on the lean decoder, over the model's own memory.
+
+    Args:
+        model: Llama-like.
+        weights: "plain"; or "packed" or "int8" (`spectrain.decoding.weights`), where the model is on a CPU whose torch
+            has them. Packed weights take the place of the model's own, which are put back when `model` is read.
+    """
 
     name = "lean"
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self._decoder = model, lean_decoder(model)
+    def __init__(self, model: PreTrainedModel, weights: str = "plain") -> None:
+        self._model, self.wanted = model, weights
+        self._plain: LlamaDecoder | None = lean_decoder(model)  # None: its weights are packed
+        self._compact: LlamaDecoder | None = None  # with packed or int8 weights, made of the plain one when first run
+        self._version = 0  # of the weights that it was made of
+        self._unembedding: Tensor | None = None  # the plain one, where it is read beside the packed one
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model with its weights in place."""
+        if self._plain is None:
+            with torch.inference_mode(False):
+                _unpack(self._compact, self._model)
+                self._plain, self._compact, self._unembedding = lean_decoder(self._model), None, None
+        return self._model
+
+    @property
+    def weights(self) -> str:
+        """What decoding multiplies by: plain, packed or int8."""
+        is_compact = self.wanted != "plain" and self.device.type == "cpu" and works(self.wanted, self.dtype)
+        return self.wanted if is_compact else "plain"
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        return self._model.generation_config
+
+    @property
+    def unembedding(self) -> Tensor:
+        """The plain matrix [V, D]; packed ones are not put back for it, which training reads in every step."""
+        head = self._model.get_output_embeddings().weight
+        if not head.is_meta:
+            return head
+        if self._unembedding is None:
+            with torch.inference_mode(False):
+                self._unembedding = self._compact.lm_head.plain()
+        return self._unembedding
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.model.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.model.norm.weight.dtype
 
     @property
     def decoder(self) -> LlamaDecoder:
-        """The decoder; made again where the model has been moved to another device or dtype since."""
-        joined, own = self._decoder.blocks[0].qkv.weight, self.model.model.layers[0].self_attn.q_proj.weight
-        if joined.data_ptr() != own.data_ptr():
-            self._decoder = lean_decoder(self.model)
-        return self._decoder
+        """The decoder as it runs now: with plain weights where gradients are wanted."""
+        if torch.is_grad_enabled() or self.weights == "plain":
+            return self._current(self.model)
+        if self._plain is None:
+            return self._compact
+        plain = self._current(self._model)
+        if self._compact is None or self._version != plain.norm.weight._version:
+            with torch.inference_mode(False):
+                self._version = plain.norm.weight._version
+                if self.weights == "packed":
+                    self._compact, self._plain = _packed(plain, self._model), None
+                else:
+                    self._compact = with_weights(plain, self.weights)
+        return self._compact
+
+    def _current(self, model: PreTrainedModel) -> LlamaDecoder:
+        """Return the plain decoder; made again where the model has been moved to another device or dtype since."""
+        if self._plain.blocks[0].qkv.weight.data_ptr() != model.model.layers[0].self_attn.q_proj.weight.data_ptr():
+            self._plain, self._compact = lean_decoder(model), None
+        return self._plain
 
     def run(
         self,
@@ -158,3 +232,42 @@ class LeanEngine:
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final states [..., D]."""
         return self.decoder.lm_head(hidden)
+
+
+def _packed(decoder: LlamaDecoder, model: PreTrainedModel) -> LlamaDecoder:
+    """Pack the matrices of a decoder one by one, and free those of the model: `_unpack` puts them back."""
+    for block, layer in zip(decoder.blocks, model.model.layers, strict=True):
+        for ours, theirs in MATRICES.items():
+            setattr(block, ours, PackedLinear(getattr(block, ours)))
+            for name in theirs:
+                _free(layer.get_submodule(name))
+    tied, head = decoder.lm_head.weight is decoder.embed_tokens.weight, model.get_output_embeddings()
+    decoder.lm_head = PackedLinear(decoder.lm_head)
+    if not tied:
+        _free(head)
+    elif torch.equal(short := decoder.embed_tokens.weight.detach().bfloat16(), decoder.embed_tokens.weight):
+        # Read row by row only: of a checkpoint in bfloat16 nothing is lost, and half of the second copy is saved.
+        decoder.embed_tokens.weight = nn.Parameter(short, requires_grad=False)
+        _free(head)
+        model.get_input_embeddings().weight = head.weight
+    return decoder
+
+
+def _unpack(decoder: LlamaDecoder, model: PreTrainedModel) -> None:
+    """Put the weights back that `_packed` took from a model."""
+    for block, layer in zip(decoder.blocks, model.model.layers, strict=True):
+        for ours, theirs in MATRICES.items():
+            modules = [layer.get_submodule(name) for name in theirs]
+            pieces = getattr(block, ours).plain().split([len(module.weight) for module in modules])
+            for module, piece in zip(modules, pieces, strict=True):
+                module.weight = nn.Parameter(piece, requires_grad=False)
+    head, tokens = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight.is_meta:
+        tied = head.weight is tokens.weight
+        head.weight = nn.Parameter(decoder.lm_head.plain(), requires_grad=False)
+        if tied:
+            tokens.weight = head.weight
+
+
+def _free(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)

@@ -152,10 +152,13 @@ class LlamaBlock(nn.Module):
 
     def keys_values(self, memories: Tensor, rope: tuple[Tensor, Tensor]) -> KeysValues:
         """Return K and V of memories [B, P, D] at the positions of `rope`, after the block's input norm."""
-        d_q = self.shape.n_head * self.shape.head_dim
-        bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
-        heads = self._heads(F.linear(self.input_norm(memories), self.qkv.weight[d_q:], bias))
-        keys, values = heads.chunk(2, dim=1)
+        d_q, x = self.shape.n_head * self.shape.head_dim, self.input_norm(memories)
+        if isinstance(self.qkv, nn.Linear):
+            bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
+            joined = F.linear(x, self.qkv.weight[d_q:], bias)
+        else:  # of compact weights no rows can be left out
+            joined = self.qkv(x)[..., d_q:]
+        keys, values = self._heads(joined).chunk(2, dim=1)
         if self.shape.qk_norm:
             keys = self.key_norm(keys)
         return KeysValues(rotate(keys, rope).to(values.dtype), values)
@@ -211,7 +214,8 @@ class LlamaDecoder(nn.Module):
             mask: [B or 1, 1, n, S] bool; None: one token that sees all slots, or n = S causal ones.
             capture_layers: indices of blocks.
         """
-        x, rope, mask = self.embed_tokens(tokens), self.rope(positions), grouped(mask, self.shape)
+        x = self.embed_tokens(tokens).to(self.norm.weight.dtype)
+        rope, mask = self.rope(positions), grouped(mask, self.shape)
         inputs = []
         for i, block in enumerate(self.blocks):
             inputs.append(x)

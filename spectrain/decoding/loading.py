@@ -56,6 +56,7 @@ def load_target(
     capture_layers: Sequence[int] = (),
     role: str = "target",
     engine: str = "auto",
+    weights: str = "packed",
 ) -> TargetModel:
     """Load model and tokenizer, ready to decode.
 
@@ -64,7 +65,7 @@ def load_target(
         dtype: float32, bfloat16 or float16.
         device: "auto" takes a GPU where there is one; ignored unless parallel is "none".
         parallel: "device_map" spreads the layers over the visible devices, "tp" the weights over torchrun's ranks.
-        capture_layers, engine: see `TargetModel`.
+        capture_layers, engine, weights: see `TargetModel`.
         role: what messages call the model.
 
     Raises:
@@ -84,7 +85,7 @@ def load_target(
     if parallel == "none":
         model = _placed(model, device)
     check_finite(model, called)
-    target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers, engine=engine)
+    target = TargetModel(model.eval().requires_grad_(False), tokenizer, capture_layers, engine=engine, weights=weights)
     _ = target.eos_ids  # which refuses what is none, before a text is begun
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
@@ -204,9 +205,11 @@ def _quiet_transformers() -> Iterator[None]:
         set_tqdm_hook(before)
 
 
-@torch.inference_mode()
 def _is_causal(target: TargetModel) -> bool:
-    """Whether a token's logits ignore what follows it. Encoders such as BERT load as causal models, too."""
+    """Whether a token's logits ignore what follows it. Encoders such as BERT load as causal models, too.
+
+    Not in inference mode, in which the weights would be packed before a command has read them.
+    """
     texts = (torch.tensor([[0, last]], device=target.device) for last in (1, 2))
     before, after = (target.forward(tokens).logits[0, 0] for tokens in texts)
     return torch.allclose(before.float(), after.float(), atol=1e-3, rtol=1e-3)

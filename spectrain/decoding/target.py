@@ -56,6 +56,8 @@ class TargetModel:
         keeps_hidden: whether `score` returns the final hidden states, too.
         engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
             decoder where it knows the architecture.
+        weights: "packed" or "int8" let the lean decoder keep its weights as a CPU multiplies them fastest; see
+            `LeanEngine`. Then the caller must not use `model` itself any more, but `TargetModel.model`.
 
     Raises:
         UserError: the model is none that the loop can run, or the engine does not know it.
@@ -69,11 +71,12 @@ class TargetModel:
         prefill_chunk: int = 512,
         keeps_hidden: bool = False,
         engine: str = "auto",
+        weights: str = "plain",
     ):
         check_supported(model)
-        self.model, self.tokenizer = model, tokenizer
+        self.config, self.tokenizer = model.config, tokenizer
         self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
-        self._engine = _engine(model, engine)
+        self._engine = _engine(model, engine, weights)
         self.capture_layers = self._checked(capture_layers)
 
     def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:
@@ -86,6 +89,19 @@ class TargetModel:
     def engine(self) -> str:
         """What the model runs on: lean or transformers."""
         return self._engine.name
+
+    def to(self, device: torch.device) -> None:
+        """Move the model in place, unless it is spread over several devices."""
+        if device != self.device and not hasattr(self.model, "hf_device_map"):
+            self.model.to(device)
+
+    def with_weights(self, weights: str) -> TargetModel:
+        """Return the same model, which multiplies by other weights where it runs on the lean decoder."""
+        if not isinstance(self._engine, LeanEngine) or self._engine.wanted == weights:
+            return self
+        other = copy.copy(self)
+        other._engine = LeanEngine(self.model, weights)
+        return other
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
         """Return the same model, capturing other layers."""
@@ -104,8 +120,14 @@ class TargetModel:
         return other
 
     @property
-    def config(self):
-        return self.model.config
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model. Where decoding has packed its weights, they are put back first."""
+        return self._engine.model
+
+    @property
+    def weights(self) -> str:
+        """What decoding multiplies by: plain, packed or int8."""
+        return self._engine.weights
 
     @property
     def n_layer(self) -> int:
@@ -123,7 +145,7 @@ class TargetModel:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end a text, from the generation config where it has any."""
-        for config in (self.model.generation_config, self.config):
+        for config in (self._engine.generation_config, self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
                 ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
@@ -135,11 +157,11 @@ class TargetModel:
     @property
     def device(self) -> torch.device:
         """Where tokens go in and logits come out."""
-        return self.model.get_input_embeddings().weight.device
+        return self._engine.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        return self._engine.dtype
 
     def forward(self, tokens: Tensor) -> TargetOutput:
         """Run a plain causal forward over tokens [B, T] int64 without a cache, for training and teacher forcing.
@@ -166,7 +188,7 @@ class TargetModel:
     @property
     def unembedding(self) -> Tensor:
         """[V, D]: `final_hidden @ unembedding.T` are the logits (of models without output bias or soft-capping)."""
-        return self.model.get_output_embeddings().weight
+        return self._engine.unembedding
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range) -> TargetOutput:
         """Read prompts, tokens [R, T] int64, padded on the right with any valid id, into new rows at the cache's end.
@@ -217,12 +239,12 @@ class TargetModel:
         return TargetOutput(logits, _stacked(captured), positions, hidden)
 
 
-def _engine(model: PreTrainedModel, name: str) -> LeanEngine | TransformersEngine:
+def _engine(model: PreTrainedModel, name: str, weights: str) -> LeanEngine | TransformersEngine:
     """Return the engine that a user asks for by name."""
     check_choice("target.engine", name, ENGINES)
     why = "" if name == "transformers" else why_not_lean(model)
     if why is None:
-        return LeanEngine(model)
+        return LeanEngine(model, weights)
     if name == "lean":
         raise UserError(f"target.engine=lean cannot run this target: {why}; give target.engine=transformers")
     return TransformersEngine(model)

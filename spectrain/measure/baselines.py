@@ -37,18 +37,24 @@ def build_baseline(
         draft_tokens = min(lookup.draft_tokens, lookup.max_nodes - 1)
         options = {"prompt_lookup_num_tokens": draft_tokens, "max_matching_ngram_size": lookup.max_ngram}
     elif name == "hf_assisted":
-        assistant = copy.copy(speculative.draft_model.model)
+        assistant = own_model(speculative.draft_model)
         # Assisted generation reads its draft length from the assistant's own generation config.
         assistant.generation_config = GenerationConfig(
             num_assistant_tokens=speculative.gamma,
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
-    return partial(generate_with_transformers, target, options=options, assistant=assistant)
+    return partial(generate_with_transformers, target, own_model(target), options=options, assistant=assistant)
+
+
+def own_model(target: TargetModel) -> PreTrainedModel:
+    """Return the Hugging Face model of a target; a copy with plain weights where our loop packs them between turns."""
+    return copy.copy(target.model) if target.weights == "plain" else copy.deepcopy(target.model)
 
 
 def generate_with_transformers(
     target: TargetModel,
+    model: PreTrainedModel,
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     sampling: Sampling | None = None,
@@ -61,7 +67,8 @@ def generate_with_transformers(
 ) -> list[Generation]:
     """Continue prompts one at a time by transformers' `generate`; arguments as of our own.
 
-    `options` are those of its GenerationConfig for prompt lookup, `assistant` the draft model of assisted generation.
+    `model` is the target's, as `own_model` returns it. `options` are those of its GenerationConfig for prompt lookup,
+    `assistant` the draft model of assisted generation.
     """
     sampling, options = sampling or Sampling(), dict(options or {})
     drafts = bool(options) or assistant is not None
@@ -79,20 +86,20 @@ def generate_with_transformers(
     inputs = {"generation_config": config} | ({} if assistant is None else {"assistant_model": assistant})
     numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
     return [
-        _continue(target, prompt, seed * 1_000_003 + number, inputs, drafts)
+        _continue(model, prompt, seed * 1_000_003 + number, inputs, drafts)
         for prompt, number in zip(prompts, numbers, strict=True)
     ]
 
 
-def _continue(target: TargetModel, prompt: list[int], seed: int, inputs: Mapping, drafts: bool) -> Generation:
-    tokens, eos_ids = torch.tensor([prompt], device=target.device), inputs["generation_config"].eos_token_id or []
+def _continue(model: PreTrainedModel, prompt: list[int], seed: int, inputs: Mapping, drafts: bool) -> Generation:
+    tokens, eos_ids = torch.tensor([prompt], device=model.device), inputs["generation_config"].eos_token_id or []
     emitted: list[int] = []  # what is put out: the prompt, then the tokens of each step
     streamer = SimpleNamespace(put=lambda value: emitted.append(value.numel()), end=lambda: None)
-    devices = [target.device] if target.device.type == "cuda" else []
+    devices = [model.device] if model.device.type == "cuda" else []
     began = time.perf_counter()
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(), _observed(target.model) as fed:
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(), _observed(model) as fed:
         torch.manual_seed(seed)
-        output = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **inputs)
+        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **inputs)
         new = output[0, len(prompt) :].tolist()
     elapsed_s = time.perf_counter() - began
     return Generation(

@@ -211,11 +211,11 @@ def logits_of(model: TargetModel) -> Logits:
 
 
 def draft_logits(method: Drafter, target: TargetModel) -> Logits:
-    """Return the logits of a vanilla or SPIRe drafter as training computes them."""
+    """Return the logits of a vanilla or SPIRe drafter as training computes them, but with the weights of drafting."""
     if isinstance(method, Speculative):
         return logits_of(method.draft_model)
     assert isinstance(method, Spire), method
-    drafter = method.drafter.to(device=target.device, dtype=target.dtype).eval()
+    drafter = method.fitted(target)
     reading = target.with_capture(drafter.config.captured_layers)
 
     def logits(tokens: Tensor, positions: Tensor) -> Tensor:

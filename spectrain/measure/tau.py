@@ -86,8 +86,8 @@ def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, Tau
 def decoding_with(drafter: nn.Module, target: TargetModel) -> Drafter:
     """Build the method that decodes with a trained SPIRe or vanilla drafter, which is moved to where the target is."""
     if isinstance(drafter, SpireDrafter):
-        return Spire(drafter)
-    return Speculative(TargetModel(drafter.to(target.device).eval(), target.tokenizer))
+        return Spire(drafter, draft_dtype="auto")
+    return Speculative(TargetModel(drafter.to(target.device).eval(), target.tokenizer), draft_dtype="auto")
 
 
 def measuring(

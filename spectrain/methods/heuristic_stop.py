@@ -19,6 +19,7 @@ def build(
     min_candidates: int = 1,
     max_candidates: int = 20,
     max_nodes: int | None = None,
+    draft_dtype: str = "auto",
 ) -> Speculative:
     """Build the method from a draft model, a Hugging Face folder or id.
 
@@ -26,4 +27,5 @@ def build(
     "entropy" where the entropy (nats) is above it. `max_nodes` counts the root, too, and caps max_candidates.
     """
     gamma = candidates_within(min_candidates, max_candidates, max_nodes)
-    return Speculative(load_draft_model(target, drafter), gamma, stop=HEURISTICS[rule](threshold, min_candidates))
+    stop = HEURISTICS[rule](threshold, min_candidates)
+    return Speculative(load_draft_model(target, drafter, draft_dtype), gamma, stop=stop, draft_dtype=draft_dtype)

@@ -56,7 +56,7 @@ class MagicDec(Drafter):
         self._inv_freq: Tensor | None = None  # [F] of the target that was checked last
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
-        if self.positions == "cache" and (self.reader is None or self.reader.model is not target.model):
+        if self.positions == "cache" and (self.reader is None or self.reader.config is not target.config):
             self._inv_freq = rotary_frequencies(target)
         self.reader, self.full = target, cache
         n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed

@@ -7,7 +7,7 @@ than the threshold. Any drafter with a hidden state will do: an ordinary draft m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,7 @@ class OpenDrafter:
 
     facts: DrafterFacts
     states: DraftStates
+    draft_dtype: str = "auto"  # of its weights while it drafts; see `draft_weights`
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -39,8 +40,9 @@ class OpenDrafter:
     def with_stop(self, gamma: int, stop: StopRule | None) -> Speculative | Spire:
         """The decoding method: chains of at most gamma tokens, and of a SPIRe drafter's window, ended by the rule."""
         if isinstance(self.states, SpireStates):
-            return Spire(self.states.drafter, min(gamma, self.states.drafter.config.window_tokens), stop=stop)
-        return Speculative(self.states.model, gamma, stop=stop)
+            gamma = min(gamma, self.states.drafter.config.window_tokens)
+            return Spire(self.states.drafter, gamma, stop=stop, draft_dtype=self.draft_dtype)
+        return Speculative(self.states.model, gamma, stop=stop, draft_dtype=self.draft_dtype)
 
     def open_head(self, folder: Path, facts: HeadFacts) -> AcceptanceHead:
         """Load a head for decoding with this drafter, where the drafter stands; see `load_head`."""
@@ -85,6 +87,7 @@ def build(
     max_candidates: int = 20,
     judge: str = "current",
     max_nodes: int | None = None,
+    draft_dtype: str = "auto",
 ) -> Drafter:
     """Build the method from the folders of an exported head and of the drafter that it was trained on.
 
@@ -93,6 +96,6 @@ def build(
     """
     gamma = candidates_within(min_candidates, max_candidates, max_nodes)
     facts = read_head_facts(Path(head), fingerprint(target.model, target.tokenizer))
-    opened = open_drafter(target, facts.drafter.kind, drafter)
+    opened = replace(open_drafter(target, facts.drafter.kind, drafter), draft_dtype=draft_dtype)
     rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge)
     return opened.with_stop(gamma, rule)

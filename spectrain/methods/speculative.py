@@ -14,24 +14,28 @@ from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
+from spectrain.decoding.weights import draft_weights
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import in_vocabulary
 
 
-def build(target: TargetModel, drafter: str, gamma: int = 4, max_nodes: int | None = None) -> Speculative:
+def build(
+    target: TargetModel, drafter: str, gamma: int = 4, max_nodes: int | None = None, draft_dtype: str = "auto"
+) -> Speculative:
     """The method from a Hugging Face folder or id; see `load_draft_model`."""
-    return Speculative(load_draft_model(target, drafter), gamma, max_nodes)
+    return Speculative(load_draft_model(target, drafter, draft_dtype), gamma, max_nodes, draft_dtype=draft_dtype)
 
 
-def load_draft_model(target: TargetModel, drafter: str) -> TargetModel:
-    """A Hugging Face folder or id, loaded as the target is.
+def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:
+    """A Hugging Face folder or id, loaded where the target is, with weights of `draft_dtype` (see `draft_weights`).
 
     Raises:
         UserError: it cannot be loaded, or its tokenizer differs from the target's.
     """
-    dtype = str(target.dtype).removeprefix("torch.")
-    draft_model = load_target(drafter, dtype=dtype, device=str(target.device), role="draft model")
+    dtype, weights = draft_weights(draft_dtype, target.device, target.dtype)
+    options = {"dtype": str(dtype).removeprefix("torch."), "device": str(target.device), "weights": weights}
+    draft_model = load_target(drafter, role="draft model", **options)
     check_tokenizers(target, draft_model)
     return draft_model
 
@@ -44,11 +48,19 @@ class Speculative(Drafter):
         gamma: drafted tokens per step; fewer where a row has less room.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
+        draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_weights`.
     """
 
     def __init__(
-        self, draft_model: TargetModel, gamma: int = 4, max_nodes: int | None = None, stop: StopRule | None = None
+        self,
+        draft_model: TargetModel,
+        gamma: int = 4,
+        max_nodes: int | None = None,
+        stop: StopRule | None = None,
+        draft_dtype: str = "float32",
     ):
+        if draft_weights(draft_dtype, draft_model.device, draft_model.dtype)[1] == "int8":
+            draft_model = draft_model.with_weights("int8")
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model
         self.stop = stop
         self.gamma = gamma_within(gamma, max_nodes)

@@ -19,6 +19,7 @@ from torch import Tensor
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.llama import KeysValues
+from spectrain.decoding.weights import for_drafting
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import load_spire
@@ -26,9 +27,16 @@ from spectrain.models.rollout import chunk_tokens, windowed_states
 from spectrain.models.spire import SpireDrafter
 
 
-def build(target: TargetModel, drafter: str | Path, gamma: int | None = None, max_nodes: int | None = None) -> Spire:
+def build(
+    target: TargetModel,
+    drafter: str | Path,
+    gamma: int | None = None,
+    max_nodes: int | None = None,
+    draft_dtype: str = "auto",
+) -> Spire:
     """The method from an exported drafter; raises UserError where it was trained for another target."""
-    return Spire(load_spire(Path(drafter), fingerprint(target.model, target.tokenizer)), gamma, max_nodes)
+    opened = load_spire(Path(drafter), fingerprint(target.model, target.tokenizer))
+    return Spire(opened, gamma, max_nodes, draft_dtype=draft_dtype)
 
 
 class Spire(Drafter):
@@ -39,6 +47,7 @@ class Spire(Drafter):
         gamma: draft tokens per step; None takes the k it was trained with.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
+        draft_dtype: of its weights while it drafts, see `draft_weights`.
 
     Raises:
         UserError: gamma is larger than the window.
@@ -50,9 +59,12 @@ class Spire(Drafter):
         gamma: int | None = None,
         max_nodes: int | None = None,
         stop: StopRule | None = None,
+        draft_dtype: str = "float32",
     ) -> None:
         config = drafter.config
-        self.drafter, self.stop = drafter, stop
+        self.trained, self.stop, self.draft_dtype = drafter, stop, draft_dtype
+        self.drafter = drafter  # as it drafts; `start` makes it
+        self._made_for: tuple = ()
         self.gamma = gamma_within(config.k if gamma is None else gamma, max_nodes)
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
@@ -65,8 +77,15 @@ class Spire(Drafter):
                 f"the SPIRe drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, "
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
-        self.drafter.to(device=target.device, dtype=target.dtype).eval()
-        self.slots = SlotStore(self.drafter, self.gamma, cache.max_rows)
+        self.slots = SlotStore(self.fitted(target), self.gamma, cache.max_rows)
+
+    def fitted(self, target: TargetModel) -> SpireDrafter:
+        """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
+        made_for = target.device, target.dtype, self.trained.norm.weight._version
+        if made_for != self._made_for:
+            self.drafter = for_drafting(self.trained, self.draft_dtype, target.device, target.dtype)
+            self._made_for = made_for
+        return self.drafter
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         lengths = [context.n_tokens[row] - 1 for row in rows]

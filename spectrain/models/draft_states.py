@@ -31,6 +31,10 @@ class DraftStates(ABC):
     @abstractmethod
     def fingerprint(self) -> str: ...
 
+    def to(self, device: torch.device) -> None:
+        """Move the drafter in place."""
+        self.module.to(device)
+
     @abstractmethod
     def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
         """Return the final states [B, T, D] after each token, the inputs of the unembedding.
@@ -54,8 +58,15 @@ class ModelStates(DraftStates):
     """An ordinary causal LM. Its state after a token does not depend on which earlier tokens were drafts."""
 
     def __init__(self, model: TargetModel, vocab_size: int) -> None:
-        self.model, self.module, self.vocab_size = model, model.model, vocab_size
+        self.model, self.vocab_size = model, vocab_size
         self.hidden_size = model.unembedding.shape[1]
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.model
+
+    def to(self, device: torch.device) -> None:
+        self.model.to(device)
 
     def fingerprint(self) -> str:
         return fingerprint(self.model.model, self.model.tokenizer)

@@ -7,12 +7,12 @@ Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 from transformers import PreTrainedModel
 
@@ -43,16 +43,17 @@ class Training(LightningModule):
         optimizer: OptimizerSettings,
         sums: ValidationSums | Reliability,
         target: TargetModel | None,
-        frozen: Iterable[nn.Module] = (),
+        frozen: Sequence[DraftStates] = (),
     ) -> None:
         super().__init__()
         self.optimizer_settings, self.sums, self.target = optimizer, sums, target
-        self._frozen = (*([target.model] if target else []), *frozen)  # a tuple hides them from nn.Module
+        self._frozen = frozen
 
     def setup(self, stage: str) -> None:
-        for model in self._frozen:
-            if not hasattr(model, "hf_device_map"):  # a sharded model stays where it is
-                model.to(self.device)
+        if self.target is not None:
+            self.target.to(self.device)
+        for states in self._frozen:
+            states.to(self.device)
 
     def on_validation_epoch_start(self) -> None:
         self.sums.reset()
@@ -168,7 +169,7 @@ class HeadTraining(Training):
     def __init__(
         self, facts: HeadFacts, states: DraftStates, target: TargetModel, optimizer: OptimizerSettings, seed: int = 0
     ) -> None:
-        super().__init__(optimizer, Reliability(), target.with_capture(states.capture_layers), [states.module])
+        super().__init__(optimizer, Reliability(), target.with_capture(states.capture_layers), [states])
         self.head, self.states, self.facts, self.seed = AcceptanceHead(facts.head), states, facts, seed
 
     def loss(self, log_odds: Tensor, labels: Tensor) -> Tensor:  # [M], [M] -> scalar
