@@ -43,7 +43,7 @@ def opened(kind: str, scale: float = 0.03) -> tuple[TargetModel, OpenDrafter]:
     else:
         target = TargetModel(tiny_model(num_hidden_layers=1))
         states = ModelStates(TargetModel(noisy_copy(target.model, scale)), target.vocab_size)
-    return target, OpenDrafter(DrafterFacts(kind, "tiny", "0"), states)
+    return target, OpenDrafter(DrafterFacts(kind, "tiny", "0"), states, draft_dtype="float32")
 
 
 def real(target, method, prompt, max_new_tokens, stops) -> tuple[tuple[int, ...], list[int]]:
