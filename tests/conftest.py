@@ -110,6 +110,14 @@ def pytest_configure(config: pytest.Config) -> None:
         threading.Thread(target=compile_lookups).start()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is no GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(params=list(FAMILIES))
 def family_target(request) -> TargetModel:
     """A target of each family in turn."""

@@ -308,7 +308,6 @@ def test_bad_options_are_refused(options, reason):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_greedy_output_equals_the_target_s_own_on_a_gpu():
     target = TargetModel(tiny_model("llama_gqa").cuda())
     prompts = random_prompts([3, 37, 1, 9, 50])

@@ -145,7 +145,6 @@ def test_reading_the_context_itself_equals_training():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_greedy_output_equals_the_target_s_own_on_a_gpu():
     target, drafter = whole_target_drafter(0.03)
     target.model.cuda()

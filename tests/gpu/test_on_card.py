@@ -1,0 +1,66 @@
+"""On a GPU: every method writes what plain decoding writes on the CPU, and lean logits equal those of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from spectrain.decoding import Drafter, DraftTree, KVCache, Sampling, TargetModel, generate
+from spectrain.methods.registry import build_method, method_config, method_names
+from tests.conftest import random_prompts, tiny_model
+from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
+from tests.decoding.test_lean import MODELS
+from tests.decoding.test_loop import LENGTHS, N_NEW, SMALL, artifacts
+
+pytestmark = pytest.mark.gpu
+CARD = torch.device("cuda")
+FAMILY = "llama_gqa"
+OPTIONS = {"batch_size": 3, "stop_token_ids": (), "cache_block_tokens": 8}
+
+
+def on_card(dtype: torch.dtype) -> TargetModel:
+    return TargetModel(tiny_model(FAMILY).to(CARD, dtype), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)
+
+
+def method_of(name: str, target: TargetModel) -> Drafter:
+    """With the drafters of test_loop.py, which agree with the target often, but not always."""
+    return build_method(OmegaConf.merge(method_config(name), SMALL.get(name, {})), target, artifacts(FAMILY))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    """Greedy float32 texts, by plain forwards on the CPU."""
+    return [greedy_by_full_forwards(tiny_model(FAMILY), prompt, N_NEW) for prompt in random_prompts(LENGTHS)]
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_greedy_text_is_that_of_plain_decoding_on_the_cpu(name, texts):
+    target = on_card(torch.float32)
+    found = generate(target, method_of(name, target), random_prompts(LENGTHS), N_NEW, **OPTIONS)
+    assert [generation.tokens for generation in found] == texts
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_samples_in_bfloat16_have_every_token(name):
+    """Greedy texts in bfloat16 are decoded by scripts/check_gpu.py."""
+    target, sampling = on_card(torch.bfloat16), Sampling(temperature=0.8, top_k=20)
+    found = generate(target, method_of(name, target), random_prompts(LENGTHS), N_NEW, sampling, **OPTIONS)
+    assert [len(generation.tokens) for generation in found] == [N_NEW] * len(LENGTHS)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_lean_logits_and_states_are_those_of_transformers(architecture):
+    model, generator, outputs = MODELS[architecture]().to(CARD), torch.Generator().manual_seed(0), []
+    lengths = [23, 5, 14]
+    prompts = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in random_prompts(lengths)])
+    tree = tree_of(random_prompts([9] * 3, seed=1), [random_parents(9, generator) for _ in lengths])
+    tree = DraftTree(tree.tokens.to(CARD), tree.parents.to(CARD), tree.source.to(CARD))
+    for engine in ("lean", "transformers"):
+        target = TargetModel(model, capture_layers=[1], prefill_chunk=8, engine=engine)
+        cache = KVCache(len(lengths), block_tokens=4)
+        first = target.prefill(prompts.to(CARD), lengths, cache, range(len(lengths)))
+        scored = target.score(tree, cache)
+        outputs.append([first.logits, scored.logits, scored.captured])
+    for lean, modules in zip(*outputs, strict=True):
+        torch.testing.assert_close(lean, modules, atol=1e-3, rtol=1e-3)
