@@ -38,7 +38,7 @@ def main() -> None:
     ratios, rates = [], []
     for index, prompt in enumerate(prompts):
         runs = [loop_s, hugging_face_s] if index % 2 else [hugging_face_s, loop_s]
-        seconds = {run: run(target, prompt, options.new) for run in runs}
+        seconds = {run: run(target, [prompt], options.new) for run in runs}
         if index >= 2:
             ratios.append(seconds[hugging_face_s] / seconds[loop_s])
             rates.append((options.new / seconds[loop_s], options.new / seconds[hugging_face_s]))
@@ -52,23 +52,25 @@ def main() -> None:
     )
 
 
-def loop_s(target: TargetModel, prompt: list[int], n_new: int) -> float:
+def loop_s(target: TargetModel, prompts: list[list[int]], n_new: int) -> float:
     started = time.perf_counter()
-    generation = generate(target, Autoregressive(), [prompt], n_new, stop_token_ids=())[0]
+    generation = generate(target, Autoregressive(), prompts, n_new, stop_token_ids=())[0]
     elapsed_s = time.perf_counter() - started
     assert len(generation.tokens) == n_new
     return elapsed_s
 
 
-def hugging_face_s(target: TargetModel, prompt: list[int], n_new: int) -> float:
+def hugging_face_s(target: TargetModel, prompts: list[list[int]], n_new: int, **options: str) -> float:
+    """Time the continuation of prompts of one length; `options` go to the GenerationConfig."""
     never = target.vocab_size  # an EOS that no text holds; None would be replaced by the model's own
-    config = GenerationConfig(do_sample=False, max_new_tokens=n_new, eos_token_id=never, pad_token_id=0)
-    tokens = torch.tensor([prompt])
+    config = GenerationConfig(do_sample=False, max_new_tokens=n_new, eos_token_id=never, pad_token_id=0, **options)
+    tokens = torch.tensor(prompts, device=target.device)
     started = time.perf_counter()
-    with torch.inference_mode():
+    with torch.inference_mode(not options):  # compiled, with a static cache, transformers runs under its own no_grad
         output = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+    texts = output.tolist()  # waits for a GPU
     elapsed_s = time.perf_counter() - started
-    assert output.shape[1] == len(prompt) + n_new, output.shape
+    assert all(len(text) == len(prompts[0]) + n_new for text in texts), output.shape
     return elapsed_s
 
 

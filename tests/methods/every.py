@@ -25,7 +25,7 @@ class Artifacts(dict):
 
     Args:
         folder: of them all; empty.
-        model: of the target.
+        target: what is decoded; of a model alone, a target with a tiny tokenizer is made.
         draft_model: of the vanilla drafter, with the target's vocabulary.
         documents: of the datastore.
         spire: options of `export_spire`.
@@ -34,14 +34,17 @@ class Artifacts(dict):
     def __init__(
         self,
         folder: Path,
-        model: PreTrainedModel,
+        target: PreTrainedModel | TargetModel,
         draft_model: Callable[[], PreTrainedModel],
         documents: Callable[[], Sequence[Sequence[int]]],
         **spire,
     ):
         super().__init__()
         self.folder, self.spire, self.draft_model, self.documents = folder, spire, draft_model, documents
-        self.target = TargetModel(model, tiny_tokenizer(vocab_size=model.config.get_text_config().vocab_size))
+        if not isinstance(target, TargetModel):
+            tokenizer = tiny_tokenizer(vocab_size=target.config.get_text_config().vocab_size)
+            target = TargetModel(target, tokenizer)
+        self.target = target
 
     def get(self, kind, default=None):
         if kind is not None and kind not in self:
