@@ -22,8 +22,9 @@ from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
 from spectrain.decoding.errors import UserError
 from spectrain.measure import questions
-from spectrain.measure.baselines import BASELINES, build_baseline
+from spectrain.measure.baselines import BASELINES, Copies, build_baseline
 from spectrain.measure.benchmark import Benchmark
+from spectrain.measure.llama_cpp import LLAMA_CPP, check_options
 from spectrain.measure.results import nodes_of, summarise
 from spectrain.methods import registry
 from spectrain.methods.pld import PromptLookup
@@ -98,18 +99,22 @@ def check(cfg: DictConfig) -> None:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}")
     if cfg.peers and cfg.batch_size != 1:
         raise UserError(f"peers decode one prompt at a time, not batch_size={cfg.batch_size}; give batch_size=1")
+    if set(LLAMA_CPP) & set(registry.names(cfg.peers)):
+        check_options(Sampling.from_options(cfg.sampling))
 
 
 def build_baselines(
     cfg: DictConfig, target: TargetModel, drafters: Mapping[str, Drafter]
 ) -> dict[str, Callable[..., list[Generation]]]:
-    """Build Hugging Face's own generation, with the options and the draft model of our methods."""
+    """Build the generation of Hugging Face and of llama.cpp, with the options and the draft model of our methods."""
+    peers = registry.names(cfg.peers)
     lookup = next((d for d in drafters.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
     speculative = next((d for d in drafters.values() if isinstance(d, Speculative)), None)
-    if "hf_assisted" in registry.names(cfg.peers) and speculative is None:
+    if "hf_assisted" in peers and speculative is None:
         config = registry.method_config("speculative")
         speculative = registry.build_method(config, target, registry.given_artifacts(cfg))
-    return {name: build_baseline(name, target, lookup, speculative) for name in registry.names(cfg.peers)}
+    copies = Copies(target)
+    return {name: build_baseline(name, target, lookup, speculative, copies) for name in peers}
 
 
 def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:

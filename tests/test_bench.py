@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +17,7 @@ from spectrain.decoding import Sampling, TargetModel, load_target
 from spectrain.decoding.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
+from spectrain.measure.llama_cpp import LLAMA_CPP
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
@@ -71,6 +74,29 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
     for word in (*found["methods"], "spire"):
         assert word in page
         assert word in out
+
+
+def test_llama_cpp_is_measured_side_by_side_and_lossless(run, asked):
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    code, out, err = run("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=12", f"peers={[*LLAMA_CPP]}")
+    assert code == 0, err
+    for name in LLAMA_CPP:
+        method = results("b")["methods"][name]
+        assert (method["kind"], method["questions"], method["lossless"]) == ("peer", 3, True), name
+    assert "* baseline: llama.cpp's own generation" in out
+
+
+@pytest.mark.parametrize("package", ["llama_cpp", "gguf"])
+def test_a_missing_package_of_llama_cpp_is_one_sentence(run, asked, monkeypatch, package):
+    for name in ("llama_cpp", "gguf"):
+        monkeypatch.setitem(sys.modules, name, None if name == package else ModuleType(name))
+    code, out, err = run("bench", asked, "out=b", "peers=[llama_cpp_lookup]")
+    assert (code, out, Path("b").exists()) == (2, "", False)
+    (line,) = err.splitlines()
+    assert line.startswith("error: peers=llama_cpp needs packages that spectrain does not install")
+    assert package in line
+    assert line.endswith("run pip install llama-cpp-python gguf")
 
 
 def test_every_method_of_the_project_is_known_to_the_bench():
@@ -289,6 +315,7 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         (["methods=[pld]", "max_nodes=auto"], "run python -m spectrain.tune budget=true"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
+        (["peers=[llama_cpp]", "sampling=t1"], "peers=llama_cpp decodes greedily only, not with temperature 1"),
         (
             ["+variants.autoregressive={method: pld}"],
             "variants.autoregressive has the name of what others are compared",

@@ -1,4 +1,4 @@
-"""Hugging Face's own generation, as baselines beside our methods on the same model, prompts and sampling.
+"""The generation of Hugging Face and of llama.cpp, as baselines beside our methods on the same model and prompts.
 
 A baseline reports tokens, target forwards, time, and how many tokens each step drafted and accepted. What else happens
 inside its steps is not visible.
@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 
 import torch
@@ -18,22 +18,45 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from spectrain.decoding import Generation, Sampling, TargetModel
+from spectrain.measure.llama_cpp import LLAMA_CPP, LlamaCpp, WeightsFile
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 
-BASELINES = ("hf_generate", "hf_prompt_lookup", "hf_assisted")
+BASELINES = ("hf_generate", "hf_prompt_lookup", "hf_assisted", *LLAMA_CPP)
+
+
+class Copies:
+    """What baselines run instead of the target's own weights, made when first asked for."""
+
+    def __init__(self, target: TargetModel) -> None:
+        self.target = target
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """For transformers."""
+        return own_model(self.target)
+
+    @cached_property
+    def file(self) -> WeightsFile:
+        """For llama.cpp."""
+        return WeightsFile(self.target)
 
 
 def build_baseline(
-    name: str, target: TargetModel, lookup: PromptLookup | None = None, speculative: Speculative | None = None
+    name: str,
+    target: TargetModel,
+    lookup: PromptLookup | None = None,
+    speculative: Speculative | None = None,
+    copies: Copies | None = None,
 ) -> Callable[..., list[Generation]]:
     """Build one of BASELINES, to be called with prompts and max_new_tokens as `generate` is.
 
     Prompt lookup takes the draft length and longest n-gram of our `lookup`, assisted generation the draft model and
-    gamma of our `speculative`.
+    gamma of our `speculative`. Baselines of one target share their `copies` of it.
     """
+    copies = copies or Copies(target)
     options, assistant = {}, None
-    if name == "hf_prompt_lookup":
+    if name.endswith("lookup"):
         draft_tokens = min(lookup.draft_tokens, lookup.max_nodes - 1)
         options = {"prompt_lookup_num_tokens": draft_tokens, "max_matching_ngram_size": lookup.max_ngram}
     elif name == "hf_assisted":
@@ -44,7 +67,9 @@ def build_baseline(
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
-    return partial(generate_with_transformers, target, own_model(target), options=options, assistant=assistant)
+    if name in LLAMA_CPP:
+        return LlamaCpp(copies.file, target.eos_ids, *options.values())
+    return partial(generate_with_transformers, target, copies.model, options=options, assistant=assistant)
 
 
 def own_model(target: TargetModel) -> PreTrainedModel:

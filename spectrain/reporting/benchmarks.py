@@ -29,7 +29,8 @@ def terminal_table(results: Mapping, width: int = 100) -> Table:
     for column in ("tokens/s", "speedup"):
         frame[column] = [cell.partition(" ±")[0] for cell in frame[column]]
     failed = {name: whole(one, "errors") for name, one in methods.items()}
-    notes = ["* baseline: Hugging Face's own generation"] if any(map(is_baseline, methods.values())) else []
+    whose = whose_baselines(methods)
+    notes = [f"* baseline: {whose} own generation"] if whose else []
     notes += [f"{name}: {count(n, 'question')} failed" for name, n in failed.items() if n]
     notes += [f"{name}: {one['warning']}" for name, one in methods.items() if one.get("warning")]
     notes += [f"skipped {name}: {reason}" for name, reason in (results.get("skipped") or {}).items()]
@@ -51,6 +52,7 @@ def benchmark_parts(results: Mapping, rows: Sequence[Mapping], prefix: str = "")
         "results": results,
         "own": own,
         "n_baselines": sum(map(is_baseline, methods.values())),
+        "whose_baselines": whose_baselines(methods),
         "best": timed[0] if timed else None,
         "timed": len(timed),
         "faster": sum(methods[name]["speedup"] > 1 for name in timed),
@@ -103,8 +105,15 @@ def drafting(methods: Mapping[str, Mapping]) -> list[str]:
 
 
 def is_baseline(one: Mapping) -> bool:
-    """Whether a method is Hugging Face's own generation, which results.json calls a peer."""
+    """Whether a method is another engine's own generation, which results.json calls a peer."""
     return one.get("kind") == "peer"
+
+
+def whose_baselines(methods: Mapping[str, Mapping]) -> str:
+    """Whose generation the baselines are, such as "Hugging Face's"; empty if there are none."""
+    names = [name for name, one in methods.items() if is_baseline(one)]
+    engines = {"llama.cpp's" if name.startswith("llama_cpp") else "Hugging Face's" for name in names}
+    return " and ".join(sorted(engines))
 
 
 def shown_name(name: str, one: Mapping) -> str:

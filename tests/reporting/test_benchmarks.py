@@ -297,6 +297,8 @@ def test_the_terminal_table_keeps_numbers_whole_in_100_columns():
     assert " ".join(baseline.split()) == "hf_prompt_lookup* 80 3.00 ± 0.10 12,349.6 2.00 – – – yes"
     text = " ".join(" ".join(lines).split())
     assert "* baseline: Hugging Face's own generation" in text
+    results["methods"]["llama_cpp"] = results["methods"]["hf_prompt_lookup"]
+    assert "* baseline: Hugging Face's and llama.cpp's own generation" in " ".join(" ".join(terminal(results)).split())
     assert "spire: 20 questions failed" in text
     assert "skipped specdecpp: no acceptance head fits [this target]; train one" in text
     folded = "".join(line.split(" ")[0] for line in lines)
