@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
-from spectrain.decoding.weights import PackedLinear, with_weights, works
+from spectrain.decoding.weights import PackedLinear, version, with_weights, works
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
@@ -189,9 +189,9 @@ class LeanEngine:
         if self._plain is None:
             return self._compact
         plain = self._current(self._model)
-        if self._compact is None or self._version != plain.norm.weight._version:
+        if self._compact is None or self._version != version(plain):
             with torch.inference_mode(False):
-                self._version = plain.norm.weight._version
+                self._version = version(plain)
                 if self.weights == "packed":
                     self._compact, self._plain = _packed(plain, self._model), None
                 else:

@@ -103,6 +103,12 @@ def works(kind: str, dtype: torch.dtype) -> bool:
     return False
 
 
+def version(module: nn.Module) -> int:
+    """Count how often a module's weights were changed in place, by its final norm's: training changes all of them."""
+    weight = module.norm.weight
+    return 0 if weight.is_inference() else weight._version  # which of inference tensors is not kept
+
+
 def draft_weights(draft_dtype: str, device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, str]:
     """Return the dtype in which a drafter computes, and the kind of its weights: "plain" or a key of KINDS.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.llama import KeysValues
-from spectrain.decoding.weights import for_drafting
+from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import load_spire
@@ -81,7 +81,7 @@ class Spire(Drafter):
 
     def fitted(self, target: TargetModel) -> SpireDrafter:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
-        made_for = target.device, target.dtype, self.trained.norm.weight._version
+        made_for = target.device, target.dtype, version(self.trained)
         if made_for != self._made_for:
             self.drafter = for_drafting(self.trained, self.draft_dtype, target.device, target.dtype)
             self._made_for = made_for
