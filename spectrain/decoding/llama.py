@@ -75,19 +75,18 @@ class Rope:
         self.inv_freq, self.scaling = rotary.inv_freq, rotary.attention_scaling
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, n, E] float32 at positions [B, n]."""
+        """Return cos and sin [B, n, E] float32 at positions [B, n]; the first half of sin is negative, for `rotate`."""
         if self.inv_freq.device != positions.device:
             self.inv_freq = self.inv_freq.to(positions.device)
         angles = positions[..., None] * self.inv_freq  # [B, n, E / 2]
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary position embedding to x [B, heads, n, E]; cos and sin [B or 1, n, E]."""
+    """Apply rotary position embedding, as `Rope` gives it, to x [B, heads, n, E]."""
     cos, sin = (part[:, None] for part in rope)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -96,7 +95,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     Args:
         queries: [B, H, n, E].
         keys, values: [B, K, S, E]. The G = H / K query heads of a group read the same ones.
-        mask: [B or 1, 1, G n, S] bool, of `grouped`. None: one query sees all slots, n = S of them are causal.
+        mask: [B or 1, 1, G n, S] of `grouped`, bool or `additive`. None: one query sees all slots, n = S of them are causal.
 
     Returns:
         [B, n, H E].
@@ -110,6 +109,13 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
         folded = queries.reshape(queries.shape[0], keys.shape[1], n_groups * n, queries.shape[3])
         attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(queries.shape)
     return attended.transpose(1, 2).flatten(2)
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Turn a mask of bool into what attention adds to its scores: sdpa would do so in every block."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def grouped(mask: Tensor | None, shape: LlamaShape) -> Tensor | None:
@@ -174,8 +180,8 @@ class LlamaBlock(nn.Module):
     ) -> tuple[Tensor, KeysValues]:
         """Run the block over n queries x [B, n, D], whose own keys come after the past ones.
 
-        `rope` is cos and sin at the queries' positions, each [B or 1, n, E]. `mask` is True where a query sees a key,
-        always at its own; see `attention`. Returns the block's output [B, n, D], and K/V of its input.
+        `rope` is cos and sin at the queries' positions, each [B or 1, n, E]. For `mask` see
+        `attention`; a query always sees its own key. Returns the block's output [B, n, D], and K/V of its input.
         """
         queries, own = self.queries_keys_values(x, rope)
         every = KeysValues.cat([past, own])
@@ -215,7 +221,7 @@ class LlamaDecoder(nn.Module):
             capture_layers: indices of blocks.
         """
         x = self.embed_tokens(tokens).to(self.norm.weight.dtype)
-        rope, mask = self.rope(positions), grouped(mask, self.shape)
+        rope, mask = self.rope(positions), grouped(additive(mask, x.dtype), self.shape)
         inputs = []
         for i, block in enumerate(self.blocks):
             inputs.append(x)

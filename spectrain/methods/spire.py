@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.llama import KeysValues
+from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
@@ -122,6 +122,7 @@ class Spire(Drafter):
         """Read one token per row, [n], at positions [n]."""
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
+        seen = additive(seen, past[0].keys.dtype)
         hidden, memories = self.drafter.step(self.drafter.embed_tokens(tokens[:, None]), rope, past, seen)
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
         return DraftStep(self.drafter.lm_head(hidden[:, 0]), hidden[:, 0])
