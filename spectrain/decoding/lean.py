@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
-from spectrain.decoding.weights import PackedLinear, version, with_weights, works
+from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu, version
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
@@ -84,10 +84,11 @@ def block_state(layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state | left
 
 
-def lean_decoder(model: PreTrainedModel) -> LlamaDecoder:
+def lean_decoder(model: PreTrainedModel, dtype: torch.dtype) -> LlamaDecoder:
     """Return the lean decoder of a Hugging Face model, over the same memory. Raise UserError if it is not Llama-like.
 
     Matrices that the decoder joins become views of the joined one in the Hugging Face model, which goes on to work.
+    Norms are in `dtype`, in which the decoder computes.
     """
     shape = shape_of(model)
     with torch.device("meta"):
@@ -104,6 +105,9 @@ def lean_decoder(model: PreTrainedModel) -> LlamaDecoder:
     decoder.embed_tokens.weight = body.embed_tokens.weight
     decoder.norm.weight = body.norm.weight
     decoder.lm_head.weight = model.get_output_embeddings().weight
+    for module in decoder.modules():
+        if isinstance(module, nn.RMSNorm) and module.weight.dtype != dtype:
+            module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
     return decoder.eval()
 
 
@@ -130,79 +134,50 @@ class LeanEngine:
 
     Args:
         model: Llama-like.
-        weights: "plain"; or "packed" or "int8" (`spectrain.decoding.weights`), where the model is on a CPU whose torch
-            has them. Packed weights take the place of the model's own, which are put back when `model` is read.
+        dtype: to compute in; None: that of the model's weights. On a CPU the two may differ.
+        layers: of what the linear layers become on a CPU.
     """
 
     name = "lean"
 
-    def __init__(self, model: PreTrainedModel, weights: str = "plain") -> None:
-        self._model, self.wanted = model, weights
-        self._plain: LlamaDecoder | None = lean_decoder(model)  # None: its weights are packed
-        self._compact: LlamaDecoder | None = None  # with packed or int8 weights, made of the plain one when first run
-        self._version = 0  # of the weights that it was made of
-        self._unembedding: Tensor | None = None  # the plain one, where it is read beside the packed one
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The Hugging Face model with its weights in place."""
-        if self._plain is None:
-            with torch.inference_mode(False):
-                _unpack(self._compact, self._model)
-                self._plain, self._compact, self._unembedding = lean_decoder(self._model), None, None
-        return self._model
-
-    @property
-    def weights(self) -> str:
-        """What decoding multiplies by: plain, packed or int8."""
-        is_compact = self.wanted != "plain" and self.device.type == "cpu" and works(self.wanted, self.dtype)
-        return self.wanted if is_compact else "plain"
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        return self._model.generation_config
-
-    @property
-    def unembedding(self) -> Tensor:
-        """The plain matrix [V, D]; packed ones are not put back for it, which training reads in every step."""
-        head = self._model.get_output_embeddings().weight
-        if not head.is_meta:
-            return head
-        if self._unembedding is None:
-            with torch.inference_mode(False):
-                self._unembedding = self._compact.lm_head.plain()
-        return self._unembedding
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype | None = None, layers: type[RowsLinear] = RowsLinear
+    ) -> None:
+        self.model, self.layers, self._dtype = model, layers, dtype
+        self._made_of: tuple = ()
+        self._unembedding: Tensor | None = None
+        _ = self.decoder
 
     @property
     def device(self) -> torch.device:
-        return self._model.model.norm.weight.device
+        return self.model.model.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._model.model.norm.weight.dtype
+        return self._dtype or self.model.model.embed_tokens.weight.dtype
+
+    @property
+    def unembedding(self) -> Tensor:
+        """[V, D], in the dtype to compute in."""
+        weight = self.model.get_output_embeddings().weight
+        if weight.dtype == self.dtype:
+            return weight
+        if self._unembedding is None:
+            self._unembedding = weight.to(self.dtype)
+        return self._unembedding
 
     @property
     def decoder(self) -> LlamaDecoder:
-        """The decoder as it runs now: with plain weights where gradients are wanted."""
-        if torch.is_grad_enabled() or self.weights == "plain":
-            return self._current(self.model)
-        if self._plain is None:
-            return self._compact
-        plain = self._current(self._model)
-        if self._compact is None or self._version != version(plain):
-            with torch.inference_mode(False):
-                self._version = version(plain)
-                if self.weights == "packed":
-                    self._compact, self._plain = _packed(plain, self._model), None
-                else:
-                    self._compact = with_weights(plain, self.weights)
-        return self._compact
-
-    def _current(self, model: PreTrainedModel) -> LlamaDecoder:
-        """Return the plain decoder; made again where the model has been moved to another device or dtype since."""
-        if self._plain.blocks[0].qkv.weight.data_ptr() != model.model.layers[0].self_attn.q_proj.weight.data_ptr():
-            self._plain, self._compact = lean_decoder(model), None
-        return self._plain
+        """The decoder; made again where the model has been moved to another device or dtype since."""
+        own = self.model.model.layers[0].self_attn.q_proj.weight
+        made_of = own.data_ptr(), own.dtype, version(self.model.model) if self.layers is Int8Linear else 0
+        if made_of != self._made_of:
+            with torch.inference_mode(own.is_inference()):  # what is made of inference tensors must be such
+                decoder = lean_decoder(self.model, self.dtype)
+                self._decoder = on_cpu(decoder, self.layers) if self.device.type == "cpu" else decoder
+            own = self.model.model.layers[0].self_attn.q_proj.weight  # which may have become a view
+            self._made_of = own.data_ptr(), *made_of[1:]
+        return self._decoder
 
     def run(
         self,
@@ -232,42 +207,3 @@ class LeanEngine:
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final states [..., D]."""
         return self.decoder.lm_head(hidden)
-
-
-def _packed(decoder: LlamaDecoder, model: PreTrainedModel) -> LlamaDecoder:
-    """Pack the matrices of a decoder one by one, and free those of the model: `_unpack` puts them back."""
-    for block, layer in zip(decoder.blocks, model.model.layers, strict=True):
-        for ours, theirs in MATRICES.items():
-            setattr(block, ours, PackedLinear(getattr(block, ours)))
-            for name in theirs:
-                _free(layer.get_submodule(name))
-    tied, head = decoder.lm_head.weight is decoder.embed_tokens.weight, model.get_output_embeddings()
-    decoder.lm_head = PackedLinear(decoder.lm_head)
-    if not tied:
-        _free(head)
-    elif torch.equal(short := decoder.embed_tokens.weight.detach().bfloat16(), decoder.embed_tokens.weight):
-        # Read row by row only: of a checkpoint in bfloat16 nothing is lost, and half of the second copy is saved.
-        decoder.embed_tokens.weight = nn.Parameter(short, requires_grad=False)
-        _free(head)
-        model.get_input_embeddings().weight = head.weight
-    return decoder
-
-
-def _unpack(decoder: LlamaDecoder, model: PreTrainedModel) -> None:
-    """Put the weights back that `_packed` took from a model."""
-    for block, layer in zip(decoder.blocks, model.model.layers, strict=True):
-        for ours, theirs in MATRICES.items():
-            modules = [layer.get_submodule(name) for name in theirs]
-            pieces = getattr(block, ours).plain().split([len(module.weight) for module in modules])
-            for module, piece in zip(modules, pieces, strict=True):
-                module.weight = nn.Parameter(piece, requires_grad=False)
-    head, tokens = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight.is_meta:
-        tied = head.weight is tokens.weight
-        head.weight = nn.Parameter(decoder.lm_head.plain(), requires_grad=False)
-        if tied:
-            tokens.weight = head.weight
-
-
-def _free(module: nn.Module) -> None:
-    module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)

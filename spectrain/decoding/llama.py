@@ -95,7 +95,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     Args:
         queries: [B, H, n, E].
         keys, values: [B, K, S, E]. The G = H / K query heads of a group read the same ones.
-        mask: [B or 1, 1, G n, S] of `grouped`, bool or `additive`. None: one query sees all slots, n = S of them are causal.
+        mask: [B or 1, 1, G n, S] of `grouped`, bool or `additive`. None: one query sees all slots, n = S are causal.
 
     Returns:
         [B, n, H E].
@@ -162,8 +162,8 @@ class LlamaBlock(nn.Module):
         if isinstance(self.qkv, nn.Linear):
             bias = None if self.qkv.bias is None else self.qkv.bias[d_q:]
             joined = F.linear(x, self.qkv.weight[d_q:], bias)
-        else:  # of compact weights no rows can be left out
-            joined = self.qkv(x)[..., d_q:]
+        else:
+            joined = self.qkv(x, first=d_q)
         keys, values = self._heads(joined).chunk(2, dim=1)
         if self.shape.qk_norm:
             keys = self.key_norm(keys)

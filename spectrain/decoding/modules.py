@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
@@ -21,12 +21,7 @@ class TransformersEngine:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.weights = "plain"
         self._blocks = find_blocks(model)
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        return self.model.generation_config
 
     @property
     def device(self) -> torch.device:

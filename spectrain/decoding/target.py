@@ -23,6 +23,7 @@ from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LeanEngine, why_not_lean
 from spectrain.decoding.modules import TransformersEngine
 from spectrain.decoding.tree import DraftTree
+from spectrain.decoding.weights import Int8Linear
 
 ENGINES = ("auto", "lean", "transformers")
 
@@ -56,8 +57,7 @@ class TargetModel:
         keeps_hidden: whether `score` returns the final hidden states, too.
         engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
             decoder where it knows the architecture.
-        weights: "packed" or "int8" let the lean decoder keep its weights as a CPU multiplies them fastest; see
-            `LeanEngine`. Then the caller must not use `model` itself any more, but `TargetModel.model`.
+        dtype: to compute in; None: that of the weights. Others are for the lean decoder on a CPU.
 
     Raises:
         UserError: the model is none that the loop can run, or the engine does not know it.
@@ -71,12 +71,12 @@ class TargetModel:
         prefill_chunk: int = 512,
         keeps_hidden: bool = False,
         engine: str = "auto",
-        weights: str = "plain",
+        dtype: torch.dtype | None = None,
     ):
         check_supported(model)
         self.config, self.tokenizer = model.config, tokenizer
         self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
-        self._engine = _engine(model, engine, weights)
+        self._engine = _engine(model, engine, dtype)
         self.capture_layers = self._checked(capture_layers)
 
     def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:
@@ -95,12 +95,12 @@ class TargetModel:
         if device != self.device and not hasattr(self.model, "hf_device_map"):
             self.model.to(device)
 
-    def with_weights(self, weights: str) -> TargetModel:
-        """Return the same model, which multiplies by other weights where it runs on the lean decoder."""
-        if not isinstance(self._engine, LeanEngine) or self._engine.wanted == weights:
+    def in_8_bits(self) -> TargetModel:
+        """Return the same model with weights of 8 bits where it runs on the lean decoder and a CPU; for drafting."""
+        if not isinstance(self._engine, LeanEngine) or self._engine.layers is Int8Linear:
             return self
         other = copy.copy(self)
-        other._engine = LeanEngine(self.model, weights)
+        other._engine = LeanEngine(self.model, self.dtype, Int8Linear)
         return other
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
@@ -121,13 +121,8 @@ class TargetModel:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Hugging Face model. Where decoding has packed its weights, they are put back first."""
+        """The Hugging Face model, whose weights may be in a shorter dtype than `dtype`, which loses nothing."""
         return self._engine.model
-
-    @property
-    def weights(self) -> str:
-        """What decoding multiplies by: plain, packed or int8."""
-        return self._engine.weights
 
     @property
     def n_layer(self) -> int:
@@ -145,7 +140,7 @@ class TargetModel:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end a text, from the generation config where it has any."""
-        for config in (self._engine.generation_config, self.config):
+        for config in (self.model.generation_config, self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
                 ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
@@ -239,12 +234,12 @@ class TargetModel:
         return TargetOutput(logits, _stacked(captured), positions, hidden)
 
 
-def _engine(model: PreTrainedModel, name: str, weights: str) -> LeanEngine | TransformersEngine:
+def _engine(model: PreTrainedModel, name: str, dtype: torch.dtype | None) -> LeanEngine | TransformersEngine:
     """Return the engine that a user asks for by name."""
     check_choice("target.engine", name, ENGINES)
     why = "" if name == "transformers" else why_not_lean(model)
     if why is None:
-        return LeanEngine(model, weights)
+        return LeanEngine(model, dtype)
     if name == "lean":
         raise UserError(f"target.engine=lean cannot run this target: {why}; give target.engine=transformers")
     return TransformersEngine(model)

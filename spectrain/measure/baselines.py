@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from spectrain.decoding import Generation, Sampling, TargetModel
+from spectrain.decoding.weights import to_dtype
 from spectrain.measure.llama_cpp import LLAMA_CPP, LlamaCpp, WeightsFile
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
@@ -73,8 +74,13 @@ def build_baseline(
 
 
 def own_model(target: TargetModel) -> PreTrainedModel:
-    """Return the Hugging Face model of a target; a copy with plain weights where our loop packs them between turns."""
-    return copy.copy(target.model) if target.weights == "plain" else copy.deepcopy(target.model)
+    """Return the Hugging Face model of a target, with weights in the dtype that the target computes in."""
+    model = target.model
+    if model.dtype == target.dtype:
+        return copy.copy(model)
+    model = copy.deepcopy(model)
+    to_dtype(list(model.parameters()), target.dtype)
+    return model
 
 
 def generate_with_transformers(

@@ -101,7 +101,8 @@ def write_gguf(target: TargetModel, file: Path) -> None:
     writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, target.n_layer)
-    tensors = {names.get_name(key, (".weight", ".bias")): one for key, one in target.model.state_dict().items()}
+    state = target.model.state_dict().items()
+    tensors = {names.get_name(key, (".weight", ".bias")): one.to(target.dtype) for key, one in state}
     if shape.tie_embeddings:
         tensors.pop("output.weight", None)
     if name == "llama":

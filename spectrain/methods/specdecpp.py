@@ -30,7 +30,7 @@ class OpenDrafter:
 
     facts: DrafterFacts
     states: DraftStates
-    draft_dtype: str = "auto"  # of its weights while it drafts; see `draft_weights`
+    draft_dtype: str = "auto"  # of its weights while it drafts; see `draft_dtype_of`
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

@@ -14,7 +14,7 @@ from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
-from spectrain.decoding.weights import draft_weights
+from spectrain.decoding.weights import draft_dtype_of
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import in_vocabulary
@@ -28,14 +28,14 @@ def build(
 
 
 def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:
-    """A Hugging Face folder or id, loaded where the target is, with weights of `draft_dtype` (see `draft_weights`).
+    """A Hugging Face folder or id, loaded where the target is, with weights of `draft_dtype` (see `draft_dtype_of`).
 
     Raises:
         UserError: it cannot be loaded, or its tokenizer differs from the target's.
     """
-    dtype, weights = draft_weights(draft_dtype, target.device, target.dtype)
-    options = {"dtype": str(dtype).removeprefix("torch."), "device": str(target.device), "weights": weights}
-    draft_model = load_target(drafter, role="draft model", **options)
+    weights = draft_dtype_of(draft_dtype, target.device, target.dtype)
+    dtype = str(target.dtype if weights == torch.int8 else weights).removeprefix("torch.")
+    draft_model = load_target(drafter, dtype=dtype, device=str(target.device), role="draft model")
     check_tokenizers(target, draft_model)
     return draft_model
 
@@ -48,7 +48,7 @@ class Speculative(Drafter):
         gamma: drafted tokens per step; fewer where a row has less room.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
-        draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_weights`.
+        draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Speculative(Drafter):
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
     ):
-        if draft_weights(draft_dtype, draft_model.device, draft_model.dtype)[1] == "int8":
-            draft_model = draft_model.with_weights("int8")
+        if draft_dtype_of(draft_dtype, draft_model.device, draft_model.dtype) == torch.int8:
+            draft_model = draft_model.in_8_bits()
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model
         self.stop = stop
         self.gamma = gamma_within(gamma, max_nodes)

@@ -47,7 +47,7 @@ class Spire(Drafter):
         gamma: draft tokens per step; None takes the k it was trained with.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
-        draft_dtype: of its weights while it drafts, see `draft_weights`.
+        draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
 
     Raises:
         UserError: gamma is larger than the window.

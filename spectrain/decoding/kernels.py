@@ -1,0 +1,250 @@
+"""Products of a few rows with a matrix on the CPU, compiled by LLVM for the machine at hand.
+
+A decoding step multiplies a few rows by every matrix of the model, so it should cost what reading the matrices costs.
+`F.linear` reads them several times as soon as there are two rows, and only in the dtype that it computes in. The kernel
+here reads each weight once for up to eight rows, from the model's own memory, and computes in float32 from weights of
+float32, bfloat16 or 8 bits: a checkpoint in bfloat16 is decoded in float32 at the price of reading bfloat16.
+
+One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K, and fetches the
+next R rows of the matrix meanwhile. Threads are those of torch's own OpenMP, since two pools would wait for each other.
+
+Letters: M rows of x, K inputs, N outputs (rows of the matrix), R and T as above.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
+MOST_T = 8
+ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
+INT, WORD, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType()
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T, float32 [M, N].
+
+    Args:
+        x: [M, K] float32, contiguous; K as `fits` says.
+        weight: [N, K] contiguous, of a dtype in BITS.
+        scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
+    """
+    n_rows, n_in = x.shape
+    y = x.new_empty(n_rows, weight.shape[0])
+    addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), 0 if scale is None else scale.data_ptr())
+    arguments = (ctypes.c_int64 * len(ARGUMENTS))(*addresses, weight.shape[0], n_in, n_rows)
+    passes = -(-n_rows // MOST_T)
+    kernel = _compiled(weight.dtype)[-(-n_rows // passes)]
+    _openmp().GOMP_parallel(kernel, arguments, torch.get_num_threads(), 0)
+    return y
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether `product` takes a matrix [N, K]."""
+    n_out, n_in = weight.shape
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in BITS
+        and weight.is_contiguous()
+        and n_in % _width() == 0
+        and n_out >= MOST_T
+        and works(weight.dtype)
+    )
+
+
+@cache
+def works(dtype: torch.dtype) -> bool:
+    """Whether kernels for weights of this dtype can be compiled here, and compute what torch does."""
+    draws = torch.Generator().manual_seed(0)
+    try:
+        for n_rows in range(1, 2 * MOST_T + 2):
+            x = torch.randn(n_rows, 3 * _width(), generator=draws)
+            weight = torch.randn(37, x.shape[1], generator=draws)
+            weight = (20 * weight).round().to(dtype) if dtype == torch.int8 else weight.to(dtype)
+            scale = torch.rand(37, generator=draws) if dtype == torch.int8 else None
+            expected = x @ weight.float().T * (1 if scale is None else scale)
+            if not torch.allclose(product(x, weight, scale), expected, rtol=1e-4, atol=1e-3):
+                raise ValueError(f"{n_rows} rows are multiplied wrongly")
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
+        why = f"no kernels for weights of {dtype} on this machine ({str(error).splitlines()[0]})"
+        log.warning("%s: decoding takes torch's own, which are slower", why)
+        return False
+    return True
+
+
+@cache
+def _openmp() -> ctypes.CDLL:
+    """Load the OpenMP library that torch runs on. Raises OSError where it is none of GNU's interface."""
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    named = [path for path in sorted(loaded) if Path(path).name.startswith(("libgomp", "libiomp5"))]
+    own = str(Path(torch.__file__).parent.parent)  # numba's, for one, may be loaded beside it
+    library = ctypes.CDLL(next(iter(sorted(named, key=lambda path: not path.startswith(own))), "libgomp.so.1"))
+    library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    library.GOMP_parallel.restype = None
+    for name in ("omp_get_thread_num", "omp_get_num_threads"):
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    return library
+
+
+@cache
+def _features() -> dict[str, bool]:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return dict(llvm.get_host_cpu_features())
+
+
+def _width() -> int:
+    """Return the floats of a vector register."""
+    found = _features()
+    return 16 if found.get("avx512f") else 8 if found.get("avx2") else 4
+
+
+def _matrix_rows(t: int) -> int:
+    """Return R for T rows of x: R T sums, R weights and T inputs stay in the registers."""
+    n_registers = 16 if _width() == 8 else 32
+    return max(1, min(MOST_T, (n_registers * 3 // 4) // t))
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> dict[int, int]:
+    """Compile the kernels of a dtype of weights. Return their addresses by T."""
+    _openmp()
+    if not (_features().get("fma") or _features().get("neon")):
+        raise RuntimeError("its vectors have no fused multiply-add")
+    module = ir.Module("spectrain")
+    for t in range(1, MOST_T + 1):
+        _Kernel(module, dtype, t).build()
+    features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"  # or wide vectors are cut in two
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    _engines.append(engine)  # the code lives as long as this
+    return {t: engine.get_function_address(f"rows{t}") for t in range(1, MOST_T + 1)}
+
+
+_engines: list[llvm.ExecutionEngine] = []
+
+
+class _Kernel:
+    """Writes the function for T rows of x in LLVM's language. A last part of fewer rows overlaps the one before."""
+
+    def __init__(self, module: ir.Module, dtype: torch.dtype, t: int) -> None:
+        self.module, self.dtype, self.t, self.r, self.width = module, dtype, t, _matrix_rows(t), _width()
+        self.vector = ir.VectorType(FLOAT, self.width)
+        self.weight_type = FLOAT if dtype == torch.float32 else ir.IntType(BITS[dtype])
+        kind = ir.FunctionType(ir.VoidType(), [INT.as_pointer()])
+        self.function = ir.Function(module, kind, f"rows{t}")
+        self.b = ir.IRBuilder(self.function.append_basic_block())
+
+    def build(self) -> None:
+        b, r, t = self.b, self.r, self.t
+        types = [FLOAT, self.weight_type, FLOAT, FLOAT]
+        given = [b.load(b.gep(self.function.args[0], [INT(i)])) for i in range(len(ARGUMENTS))]
+        x, weight, y, scale = (b.inttoptr(one, kind.as_pointer()) for one, kind in zip(given, types, strict=False))
+        n_out, n_in, n_rows = given[len(types) :]
+        thread, n_threads = (self.openmp(name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
+        n_parts = b.sdiv(b.add(n_out, INT(r - 1)), INT(r))
+        first, end = (b.sdiv(b.mul(n_parts, one), n_threads) for one in (thread, b.add(thread, INT(1))))
+        with self.loop(first, end, INT(1)) as (part, _):
+            row = self.at_most(b.mul(part, INT(r)), b.sub(n_out, INT(r)))
+            with self.loop(INT(0), n_rows, INT(t)) as (start, _):
+                column = self.at_most(start, b.sub(n_rows, INT(t)))
+                sums = self.sums(x, weight, row, column, n_in)
+                for i in range(r):
+                    factor = b.load(b.gep(scale, [b.add(row, INT(i))])) if self.dtype == torch.int8 else None
+                    for j in range(t):
+                        total = sums[i * t + j] if factor is None else b.fmul(sums[i * t + j], factor)
+                        place = b.add(b.mul(b.add(column, INT(j)), n_out), b.add(row, INT(i)))
+                        b.store(total, b.gep(y, [place]))
+        b.ret_void()
+
+    def sums(self, x: ir.Value, weight: ir.Value, row: ir.Value, column: ir.Value, n_in: ir.Value) -> list[ir.Value]:
+        """Multiply R rows of the matrix with T of x. Return the R T sums."""
+        b, r, t = self.b, self.r, self.t
+        rows = [b.gep(weight, [b.mul(b.add(row, INT(i)), n_in)]) for i in range(r)]
+        inputs = [b.gep(x, [b.mul(b.add(column, INT(j)), n_in)]) for j in range(t)]
+        fma = self.declared("llvm.fma", self.vector, [self.vector] * 3)
+        zero = ir.Constant(self.vector, [0.0] * self.width)
+        with self.loop(INT(0), n_in, INT(self.width), [zero] * (r * t)) as (k, carried):
+            for one in rows:
+                self.fetch(b.gep(one, [b.add(k, b.mul(INT(r), n_in))]))
+            values = [self.load(b.gep(one, [k]), FLOAT) for one in inputs]
+            added = list(carried)
+            for i, one in enumerate(rows):
+                weights = self.widened(self.load(b.gep(one, [k]), self.weight_type))
+                for j, value in enumerate(values):
+                    carried[i * t + j] = b.call(fma, [weights, value, added[i * t + j]])
+        reduce = self.declared("llvm.vector.reduce.fadd", FLOAT, [FLOAT, self.vector])
+        return [b.call(reduce, [FLOAT(0.0), one], fastmath=("reassoc",)) for one in carried]
+
+    @contextmanager
+    def loop(
+        self, start: ir.Value, stop: ir.Value, step: ir.Value, initial: Sequence[ir.Value] = ()
+    ) -> Iterator[tuple[ir.Value, list[ir.Value]]]:
+        """Yield the counter, and a list of values to replace by those of the next round. After it they are the last."""
+        b, before = self.b, self.b.block
+        body, after = b.append_basic_block(), b.append_basic_block()
+        b.cbranch(b.icmp_signed("<", start, stop), body, after)
+        b.position_at_end(body)
+        counter, phis = b.phi(INT), [b.phi(one.type) for one in initial]
+        carried = list(phis)
+        yield counter, carried
+        following, last = b.add(counter, step), b.block
+        for phi, old, new in zip((counter, *phis), (start, *initial), (following, *carried), strict=True):
+            phi.add_incoming(old, before)
+            phi.add_incoming(new, last)
+        b.cbranch(b.icmp_signed("<", following, stop), body, after)
+        b.position_at_end(after)
+        for i, (old, new) in enumerate(zip(initial, list(carried), strict=True)):
+            carried[i] = b.phi(old.type)
+            carried[i].add_incoming(old, before)
+            carried[i].add_incoming(new, last)
+
+    def load(self, address: ir.Value, kind: ir.Type) -> ir.Value:
+        vector = ir.VectorType(kind, self.width)
+        loaded = self.b.load(self.b.bitcast(address, vector.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def widened(self, values: ir.Value) -> ir.Value:
+        """Return weights as float32: a bfloat16 is the upper half of one."""
+        if self.dtype == torch.float32:
+            return values
+        if self.dtype == torch.int8:
+            return self.b.sitofp(values, self.vector)
+        words = ir.VectorType(WORD, self.width)
+        upper = self.b.shl(self.b.zext(values, words), ir.Constant(words, [16] * self.width))
+        return self.b.bitcast(upper, self.vector)
+
+    def fetch(self, address: ir.Value) -> None:
+        """Ask for a line of memory to be read ahead; past the end of the matrix that does nothing."""
+        fetch = self.declared("llvm.prefetch", ir.VoidType(), [BYTE.as_pointer(), WORD, WORD, WORD])
+        self.b.call(fetch, [self.b.bitcast(address, BYTE.as_pointer()), WORD(0), WORD(3), WORD(1)])
+
+    def at_most(self, value: ir.Value, limit: ir.Value) -> ir.Value:
+        return self.b.select(self.b.icmp_signed("<", value, limit), value, limit)
+
+    def openmp(self, name: str) -> ir.Value:
+        return self.b.zext(self.b.call(self.declared(name, WORD, []), []), INT)
+
+    def declared(self, name: str, returned: ir.Type, arguments: list[ir.Type]) -> ir.Function:
+        """Declare a function of OpenMP, or of LLVM, whose names end with the type that they work on."""
+        if name.startswith("llvm."):
+            name += ".p0" if name == "llvm.prefetch" else f".v{self.width}f32"
+        found = self.module.globals.get(name)
+        return found or ir.Function(self.module, ir.FunctionType(returned, arguments), name)
