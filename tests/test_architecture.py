@@ -25,7 +25,12 @@ SEES_CONFIG = {  # besides commands
     *("spectrain.cli", "spectrain.methods.loading", "spectrain.methods.registry"),
     "spectrain.training.runs",  # a run folder is named by its config
 }
-THIRD_PARTY_OF_DECODING = {"torch", "transformers", "huggingface_hub"}  # what transformers fetches models with
+THIRD_PARTY_OF_DECODING = {
+    "llvmlite",
+    "torch",
+    "transformers",
+    "huggingface_hub",
+}  # what transformers fetches models with
 
 
 def modules() -> dict[str, Path]:
@@ -77,7 +82,7 @@ def test_imports_run_one_way(module):
         assert {name for name in found if package_of(name) not in allowed} == set()
 
 
-def test_decoding_knows_only_torch_and_transformers():
+def test_decoding_knows_only_torch_transformers_and_llvm():
     standard = __import__("sys").stdlib_module_names
     for module, path in modules().items():
         if package_of(module) == "spectrain.decoding":

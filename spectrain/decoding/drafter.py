@@ -3,7 +3,7 @@
 A drafter never writes the target's cache and never meets EOS or the sampling options: where it has to draw a token at
 random it calls `context.draw`, which warps the logits as the target's are warped and uses the row's own generator.
 
-Letters: n active rows, R new rows, N nodes, T prompt tokens, C captured layers, D hidden size, V vocabulary.
+Letters: n active rows, R new rows, N nodes, P positions of a prompt, C captured layers, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+
+from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.errors import UserError
@@ -38,11 +40,18 @@ class Drafter(ABC):
             UserError: the drafter does not fit this target.
         """
 
+    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
+        """The positions [R, P] int64, -1 for none, of prompts of lengths [R] whose captured states `prefill` reads.
+
+        None: all of them. States that are not read are not kept, which matters for long prompts.
+        """
+        return None
+
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:  # noqa: B027
         """New rows joined at the end, rooted already.
 
-        `output` holds only them: logits [R, 1, V] and captured [R, T, C, D], row rows[r] at index r, whose prompt has
-        context.n_tokens[rows[r]] - 1 tokens.
+        `output` holds only them: logits [R, 1, V], and captured [R, P, C, D] and positions [R, P] of what
+        `read_of_prompts` asked for, row rows[r] at index r, whose prompt has context.n_tokens[rows[r]] - 1 tokens.
         """
 
     @abstractmethod

@@ -21,16 +21,17 @@ class KVCache(Cache):
 
     Args:
         max_rows: rows to allocate for.
-        block_tokens: the slots of a row grow in multiples of this.
+        block_tokens: the slots of a row are a multiple of this.
+        n_tokens: slots of a row to begin with. More are added where they do not suffice, which copies all of them.
     """
 
-    def __init__(self, max_rows: int, block_tokens: int = 256):
+    def __init__(self, max_rows: int, block_tokens: int = 256, n_tokens: int = 0):
         super().__init__(layers=[])
         self.max_rows, self.block_tokens = max_rows, block_tokens
         self.keys: list[Tensor] = []  # of each block, [max_rows, H, S, D_head]
         self.values: list[Tensor] = []
         self.lengths: list[int] = []  # committed tokens of each active row
-        self.capacity = 0  # S
+        self.capacity = -(-n_tokens // block_tokens) * block_tokens  # S
         # Where the current forward writes: rows, the first slot of each, the slot that all rows start at (if they do),
         # nodes per row, slots that attention reads, and the slots [R, N] of a scatter (computed when first needed).
         self._rows, self._starts, self._common_start = range(0), (), None

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
-from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu, version
+from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, on_cpu, version
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
@@ -146,7 +146,7 @@ class LeanEngine:
         self.model, self.layers, self._dtype = model, layers, dtype
         self._made_of: tuple = ()
         self._unembedding: Tensor | None = None
-        _ = self.decoder
+        self._renew()
 
     @property
     def device(self) -> torch.device:
@@ -168,16 +168,28 @@ class LeanEngine:
 
     @property
     def decoder(self) -> LlamaDecoder:
-        """The decoder; made again where the model has been moved to another device or dtype since."""
+        """The decoder of steps and prompts; made again where the model has been moved or changed its dtype since."""
+        self._renew()
+        return self._decoder
+
+    @property
+    def text_decoder(self) -> LlamaDecoder:
+        """The decoder of whole texts."""
+        self._renew()
+        return self._text_decoder
+
+    def _renew(self) -> None:
         own = self.model.model.layers[0].self_attn.q_proj.weight
         made_of = own.data_ptr(), own.dtype, version(self.model.model) if self.layers is Int8Linear else 0
-        if made_of != self._made_of:
-            with torch.inference_mode(own.is_inference()):  # what is made of inference tensors must be such
-                decoder = lean_decoder(self.model, self.dtype)
-                self._decoder = on_cpu(decoder, self.layers) if self.device.type == "cpu" else decoder
-            own = self.model.model.layers[0].self_attn.q_proj.weight  # which may have become a view
-            self._made_of = own.data_ptr(), *made_of[1:]
-        return self._decoder
+        if made_of == self._made_of:
+            return
+        with torch.inference_mode(own.is_inference()):  # what is made of inference tensors must be such
+            whole = lean_decoder(self.model, self.dtype)
+            on_a_cpu = self.device.type == "cpu"
+            self._decoder = on_cpu(whole, self.layers) if on_a_cpu else whole
+            self._text_decoder = on_cpu(whole, TextLinear) if own.dtype != self.dtype else whole
+        own = self.model.model.layers[0].self_attn.q_proj.weight  # which may have become a view
+        self._made_of = own.data_ptr(), *made_of[1:]
 
     def run(
         self,
@@ -201,9 +213,11 @@ class LeanEngine:
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        final, inputs = self.decoder(tokens, positions, cache, mask, capture_layers)
-        return self.logits_of(final if kept is None else kept(final)), inputs, final if keeps_final or kept else None
+        decoder = self.text_decoder if cache is None else self.decoder
+        final, inputs = decoder(tokens, positions, cache, mask, capture_layers)
+        logits = decoder.lm_head(final if kept is None else kept(final))
+        return logits, inputs, final if keeps_final or kept else None
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final states [..., D]."""
-        return self.decoder.lm_head(hidden)
+        return self.text_decoder.lm_head(hidden)

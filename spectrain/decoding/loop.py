@@ -26,6 +26,8 @@ from spectrain.decoding.verify import Verified, verify
 if TYPE_CHECKING:
     from spectrain.decoding.drafter import Drafter
 
+MOST_NODES = 128  # of a step, for which the cache has room behind the text from the start
+
 
 @dataclass(frozen=True)
 class Emitted:
@@ -83,7 +85,7 @@ def stream(
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
         stop_strings: a text ends with the token that completes one of them; needs the target's tokenizer.
         verification: "token" or "block": how drafts that were drawn from a q are verified; see `verify`.
-        cache_block_tokens: the caches grow in multiples of this.
+        cache_block_tokens: the slots of a row in the caches are a multiple of this.
 
     Yields:
         For each row after each step, the tokens that it gained.
@@ -106,7 +108,8 @@ def stream(
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
     target = target.with_capture(drafter.capture_layers)
     free_before = free_bytes(target.device)
-    cache = KVCache(n_slots, cache_block_tokens)
+    longest = max(map(len, prompts)) + max_new_tokens
+    cache = KVCache(n_slots, cache_block_tokens, longest + MOST_NODES)
     context = Context(sampling or Sampling(), target.device, n_slots)
     batch = _Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
@@ -123,7 +126,6 @@ def stream(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        longest = max(map(len, prompts)) + max_new_tokens
         raise UserError(out_of_memory_advice(target, cache, n_slots, longest, free_before)) from error
 
 
@@ -181,7 +183,8 @@ class _Batch:
         new = range(len(self.rows), len(self.rows) + len(prompts))
         context.append(prompts, max_new_tokens, generators)
         tokens = context.tokens[new.start :, : max(lengths)].to(context.device)
-        output = self.target.prefill(tokens, lengths, self.cache, new)
+        read = self.drafter.read_of_prompts(torch.tensor(lengths, device=context.device))
+        output = self.target.prefill(tokens, lengths, self.cache, new, read)
         last_logits = output.logits[:, 0]
         uniforms = None
         if not context.sampling.greedy:

@@ -33,8 +33,8 @@ class TargetOutput:
     """The result of one forward, or of a prefill (shapes in parentheses), in the model's dtype."""
 
     logits: Tensor  # [B, N, V] ([R, 1, V], of each prompt's last token)
-    captured: Tensor | None  # [B, N, C, D] ([R, T, C, D]) inputs of the blocks `capture_layers`
-    positions: Tensor  # [B, N] ([R, T]) int64 position ids
+    captured: Tensor | None  # [B, N, C, D] ([R, P, C, D]) inputs of the blocks `capture_layers`
+    positions: Tensor  # [B, N] ([R, P]) int64 position ids
     hidden: Tensor | None = None  # [B, N, D] inputs of the unembedding, if the model keeps them; None after a prefill
 
 
@@ -68,7 +68,7 @@ class TargetModel:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         capture_layers: Sequence[int] = (),
-        prefill_chunk: int = 512,
+        prefill_chunk: int = 2048,
         keeps_hidden: bool = False,
         engine: str = "auto",
         dtype: torch.dtype | None = None,
@@ -185,17 +185,22 @@ class TargetModel:
         """[V, D]: `final_hidden @ unembedding.T` are the logits (of models without output bias or soft-capping)."""
         return self._engine.unembedding
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range) -> TargetOutput:
+    def prefill(
+        self, tokens: Tensor, lengths: Sequence[int], cache: KVCache, rows: range, read: Tensor | None = None
+    ) -> TargetOutput:
         """Read prompts, tokens [R, T] int64, padded on the right with any valid id, into new rows at the cache's end.
 
-        Returns logits [R, 1, V] of each prompt's last token ([R, T, V] is never formed) and captured [R, T, C, D],
-        whose entries past a row's length are meaningless.
+        `read` [R, P] int64 are the positions whose captured states are wanted, -1 for none; None: P = T, all of them.
+
+        Returns logits [R, 1, V] of each prompt's last token ([R, T, V] is never formed) and captured [R, P, C, D],
+        whose entries past a row's length, and for positions of -1, are meaningless.
         """
         assert rows.start == cache.n_rows, (rows, cache.n_rows)
         n_rows, n_tokens = tokens.shape
         last = torch.tensor(lengths, device=tokens.device) - 1
         positions = torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1)
-        logits, captured = None, []
+        read = positions if read is None else read
+        logits, captured = None, None
         for start in range(0, n_tokens, self.prefill_chunk):
             stop = min(start + self.prefill_chunk, n_tokens)
             cache.begin(rows, [start] * n_rows, stop - start)
@@ -209,9 +214,12 @@ class TargetModel:
             )
             here = ((last >= start) & (last < stop))[:, None, None]
             logits = piece if logits is None else torch.where(here, piece, logits)
-            captured.append(_stacked(states))
+            if states:
+                found = torch.stack([_at_positions(read - start, one) for one in states], dim=2)
+                inside = ((read >= start) & (read < stop))[:, :, None, None]
+                captured = found if captured is None else torch.where(inside, found, captured)
         cache.lengths.extend(lengths)
-        return TargetOutput(logits, torch.cat(captured, dim=1) if self.capture_layers else None, positions)
+        return TargetOutput(logits, captured, read)
 
     def score(self, tree: DraftTree, cache: KVCache, positions: Tensor | None = None) -> TargetOutput:
         """Score every node of every row's tree in one forward, after the row's committed tokens.
@@ -247,6 +255,11 @@ def _engine(model: PreTrainedModel, name: str, dtype: torch.dtype | None) -> Lea
 
 def _stacked(captured: list[Tensor]) -> Tensor | None:  # [B, n, C, D]
     return torch.stack(captured, dim=2) if captured else None
+
+
+def _at_positions(positions: Tensor, hidden: Tensor) -> Tensor:  # [R, P], [R, T, D] -> [R, P, D]
+    index = positions.clamp(0, hidden.shape[1] - 1).to(hidden.device)
+    return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
 
 def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] -> [R, 1, D]

@@ -33,12 +33,20 @@ class RowsLinear(nn.Module):
         """Return the outputs [.., O - first] of inputs [.., I], from the row `first` of the weight on."""
         weight, scale = self.weight[first:], None if self.scale is None else self.scale[first:]
         n_rows = x.numel() // x.shape[-1]
-        if self.fits and n_rows <= MOST_ROWS[x.dtype] and not (x.requires_grad and torch.is_grad_enabled()):
+        if self.fits and 0 < n_rows <= MOST_ROWS[x.dtype] and not (x.requires_grad and torch.is_grad_enabled()):
             rows = x.reshape(n_rows, -1).float().contiguous()
             y = product(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], -1)
         else:
             y = F.linear(x, weight.to(x.dtype) if scale is None else (weight * scale[:, None]).to(x.dtype))
         return y if self.bias is None else y + self.bias[first:]
+
+
+class TextLinear(RowsLinear):
+    """A linear layer for whole texts: a text's states must not depend on what is computed beside it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self.fits = False  # the kernel, which is for a few rows only, rounds differently
 
 
 class Int8Linear(RowsLinear):

@@ -174,10 +174,9 @@ class _Recorder(StopRule):
 def _read_until_roots(drafter: Speculative | Spire, context: Context, whole: KVCache, captured: Tensor | None) -> None:
     """Give the drafter the text before each root: of the cache of the whole text, or of the target's activations."""
     if isinstance(drafter, Spire):
-        if captured is not None:
-            captured = captured[:, : max(context.n_tokens)].expand(context.n_rows, -1, -1, -1)
-        output = TargetOutput(context.last_logits, captured, context.roots[:, None])
-        return drafter.prefill(context, output, range(context.n_rows))
+        positions = drafter.slots.kept(context.lengths - 1)
+        captured = None if captured is None else captured[0, positions.clamp_min(0)]
+        return drafter.prefill(context, TargetOutput(context.last_logits, captured, positions), range(context.n_rows))
     lengths = [n - 1 for n in context.n_tokens]
     for number, states in enumerate(zip(whole.keys, whole.values, strict=True)):
         rows = (one[:1, :, : max(lengths)].expand(len(lengths), -1, -1, -1) for one in states)

@@ -73,7 +73,7 @@ class Speculative(Drafter):
             check_tokenizers(target, self.draft_model)
         self._fits = target
         self.vocab_size = target.vocab_size
-        self.cache = KVCache(cache.max_rows, cache.block_tokens)
+        self.cache = KVCache(cache.max_rows, cache.block_tokens, cache.capacity)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         lengths = [context.n_tokens[row] - 1 for row in rows]

@@ -87,11 +87,12 @@ class Spire(Drafter):
             self._made_for = made_for
         return self.drafter
 
+    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
+        return self.slots.kept(lengths) if self.capture_layers else None
+
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
-        lengths = [context.n_tokens[row] - 1 for row in rows]
         if self.capture_layers:
-            memories = [output.captured[:, :, i] for i in range(len(self.capture_layers))]
-            self.slots.fill(memories, lengths, rows)
+            self.slots.fill([output.captured[:, :, i] for i in range(len(self.capture_layers))], output.positions, rows)
 
     def propose(self, context: Context) -> DraftTree:
         if not self.capture_layers:
@@ -164,18 +165,19 @@ class SlotStore:
         self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=weight.device)
         self.n_rows = 0
 
-    def fill(self, memories: list[Tensor], lengths: list[int], rows: range) -> None:
-        """New rows `rows`: projects the memories [R, T, D] of their prompts, sinks and window only."""
-        device = self.positions.device
-        last = torch.tensor(lengths, device=device)[:, None]
-        near = last - self.ring_tokens + torch.arange(self.ring_tokens, device=device)  # [R, W + g]
-        sinks = torch.arange(self.config.sink_tokens, device=device).expand(len(lengths), -1)
+    def kept(self, lengths: Tensor) -> Tensor:
+        """Return the positions [R, s + W + g] that are kept of texts of lengths [R]; -1 where there are fewer."""
+        last = lengths[:, None]
+        near = last - self.ring_tokens + torch.arange(self.ring_tokens, device=last.device)
         near = near.masked_fill(near < self.config.sink_tokens, -1)  # a sink is not taken twice
-        positions = torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
-        index = positions.clamp_min(0)[:, :, None].expand(-1, -1, memories[0].shape[-1])
+        sinks = torch.arange(self.config.sink_tokens, device=last.device).expand(len(lengths), -1)
+        return torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
+
+    def fill(self, memories: list[Tensor], positions: Tensor, rows: range) -> None:
+        """New rows `rows`: projects the memories [R, P, D] of the positions that `kept` names."""
         self.positions[rows.start : rows.stop] = -1
         self.n_rows = rows.stop
-        self.write_memories([m.gather(1, index) for m in memories], positions, slice(rows.start, rows.stop))
+        self.write_memories(memories, positions, slice(rows.start, rows.stop))
 
     def write_memories(self, memories: list[Tensor], positions: Tensor, rows: slice) -> None:
         """Projects memories [n, P, D], one tensor a draft block, and stores them; position -1 is thrown away."""

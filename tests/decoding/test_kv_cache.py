@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel
+from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
+from spectrain.decoding.loop import MOST_NODES
+from spectrain.methods.speculative import Speculative
 from tests.conftest import random_prompts
 from tests.decoding.reference import cached_states, random_parents, tree_of
 
@@ -132,3 +134,24 @@ def test_fill_copies_and_takes_no_row_longer_than_given(llama_target):
     assert torch.equal(cache.keys[0][0, :, :5], source.keys[0][0, :, :5])
     with pytest.raises(AssertionError):
         cache.fill(0, keys, values, [6])
+
+
+def test_a_generation_allocates_its_caches_once(llama_target, monkeypatch):
+    seen = []
+
+    class Watching(Speculative):
+        def observe(self, context, tree, output, verified):
+            super().observe(context, tree, output, verified)
+            seen.append([(one.keys[0].data_ptr(), one.capacity) for one in (self.target_cache, self.cache)])
+
+        def start(self, target, cache):
+            super().start(target, cache)
+            self.target_cache = cache
+
+    method = Watching(llama_target, gamma=3)
+    generate(
+        llama_target, method, random_prompts([30, 5, 9]), 60, batch_size=2, stop_token_ids=(), cache_block_tokens=8
+    )
+    assert len(seen) > 10
+    assert all(step == seen[0] for step in seen)
+    assert seen[0][0][1] < 30 + 60 + MOST_NODES + 8

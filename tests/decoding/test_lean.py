@@ -110,6 +110,18 @@ def test_prefill_in_pieces_and_trees_have_the_same_logits_and_states(model, leng
             torch.testing.assert_close(lean.hidden, modules.hidden, atol=1e-4, rtol=1e-4)
 
 
+def test_prefill_keeps_the_states_that_are_asked_for():
+    prompts, lengths = random_prompts([23, 23]), [23, 9]
+    target = TargetModel(tiny_model(), capture_layers=[0, 2], prefill_chunk=8)
+    everything = target.prefill(torch.tensor(prompts), lengths, KVCache(2), range(2))
+    read = torch.tensor([[0, 22, 7, 8, -1], [0, 1, 8, -1, -1]])
+    found = target.prefill(torch.tensor(prompts), lengths, KVCache(2), range(2), read)
+    assert found.captured.shape == (2, 5, 2, 32)
+    assert torch.equal(found.positions, read)
+    for row, column in (read >= 0).nonzero().tolist():
+        torch.testing.assert_close(found.captured[row, column], everything.captured[row, read[row, column]])
+
+
 def test_weights_stay_in_one_place_and_move_with_the_model(model, tmp_path):
     tokens = torch.tensor(random_prompts([12]))
     expected = model(tokens).logits

@@ -92,7 +92,7 @@ def test_the_target_runs_online_and_never_offline(tmp_path, monkeypatch):
     def never(*inputs, **options):
         raise AssertionError("the target's body ran")
 
-    monkeypatch.setattr(target.model.model, "forward", never)
+    monkeypatch.setattr(target._engine, "run", never)
     module.parts(batch)
     with pytest.raises(AssertionError, match="body ran"):
         module.parts(online(batch))

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from spectrain import export
 from spectrain.cli import command
 from spectrain.decoding import TargetModel
-from spectrain.decoding.llama import LlamaBlock, shape_of
+from spectrain.decoding.lean import shape_of
+from spectrain.decoding.llama import LlamaBlock
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
