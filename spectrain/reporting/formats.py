@@ -10,7 +10,11 @@ MISSING = "–"
 
 def number(value: object) -> float | None:
     """The value where it is a finite number, else None."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    try:
+        found = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return found if math.isfinite(found) else None
 
 
 def whole(one: Mapping, key: str) -> int:
@@ -18,8 +22,10 @@ def whole(one: Mapping, key: str) -> int:
     return int(number(one.get(key)) or 0)
 
 
-def count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+def count(n: object, noun: str) -> str:
+    """How many there are: "1,024 rows"; a dash for what is no number."""
+    n = number(n)
+    return f"{MISSING} {noun}s" if n is None else f"{n:,.0f} {noun}{'' if n == 1 else 's'}"
 
 
 def compact(value: float) -> str:

@@ -185,7 +185,9 @@ def parse_json(text: str | bytes) -> object:
 
 
 def read_text(file: Path, most_bytes: int) -> str:
-    """Read a text file of at most so many bytes. Raises ValueError where it is larger, or no UTF-8."""
+    """Read a text file of at most so many bytes. Raises ValueError where it is larger, no file, or no UTF-8."""
+    if file.exists() and not file.is_file() and not file.is_dir():  # a pipe would be waited for
+        raise ValueError("it is no regular file")
     with file.open("rb") as content:
         text = content.read(most_bytes + 1)
     if len(text) > most_bytes:

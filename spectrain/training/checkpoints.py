@@ -106,14 +106,14 @@ def check_readable(checkpoint: Path) -> None:
     """Raise UserError where a checkpoint is damaged, or would run code of its own when DeepSpeed reads it."""
     with _damage_of(checkpoint):
         if not checkpoint.is_dir():
-            torch.load(checkpoint, map_location="meta", weights_only=True, mmap=True)
+            torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)  # meta fits any size
             return
         if any(file.read_text() not in FOLDERS for file in checkpoint.glob("latest*")):
             raise ValueError("its pieces lie elsewhere")
         files = [file for pattern in PIECES for file in sorted(checkpoint.glob(pattern))]
         with torch.serialization.safe_globals(_classes_of_deepspeed() if files else []):
             for file in files:
-                torch.load(file, map_location="meta", weights_only=True, mmap=True)
+                torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ def test_decoding_equals_the_training_rollout(options):
     context = ForcedContext(sequences, lengths)
     method.start(target, cache)
     padded = sequences[:, : max(lengths)]
-    method.prefill(context, target.prefill(padded, lengths, cache, range(2)), range(2))
+    read = method.read_of_prompts(torch.tensor(lengths))
+    method.prefill(context, target.prefill(padded, lengths, cache, range(2), read), range(2))
     for round_ in range(2):
         context.asked = []
         tree = method.propose(context)

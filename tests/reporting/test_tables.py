@@ -8,7 +8,7 @@ import pytest
 from markupsafe import Markup
 from rich.console import Console
 
-from spectrain.reporting.formats import MISSING, bounds_of, count, fixed, interval, measured, plus_minus, size
+from spectrain.reporting.formats import MISSING, bounds_of, count, fixed, interval, measured, number, plus_minus, size
 from spectrain.reporting.render import environment, png, shade
 from spectrain.reporting.tables import Marked, as_markdown, columns_of_words, for_terminal, show, table_of
 from tests.reporting.test_benchmarks import Page
@@ -96,3 +96,10 @@ def test_numbers_and_intervals_as_text():
 def test_results_keep_an_interval_beside_a_measure_or_in_it(one):
     assert measured(one, "x") == {"value": 2, "low": 1, "high": 3}
     assert measured({}, "x") == {"value": None, "low": None, "high": None}
+
+
+def test_what_a_damaged_file_holds_in_place_of_a_number_is_a_dash():
+    assert number(10**400) is None
+    assert number("1") is None
+    assert count(1024, "row") == "1,024 rows"
+    assert count("several", "row") == "– rows"

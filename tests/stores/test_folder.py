@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -180,6 +181,12 @@ def test_files_that_are_large_are_not_read(tmp_path, monkeypatch, read, name):
 class Measured:
     name: str
     values: tuple
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no regular file"):
+        read_yaml(tmp_path / "pipe")
 
 
 def test_rows_of_measurements_are_strict_json(tmp_path):
