@@ -87,10 +87,13 @@ def works(dtype: torch.dtype) -> bool:
 @cache
 def _openmp() -> ctypes.CDLL:
     """Load the OpenMP library that torch runs on. Raises OSError where it is none of GNU's interface."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
-    named = [path for path in sorted(loaded) if Path(path).name.startswith(("libgomp", "libiomp5"))]
-    own = str(Path(torch.__file__).parent.parent)  # numba's, for one, may be loaded beside it
-    library = ctypes.CDLL(next(iter(sorted(named, key=lambda path: not path.startswith(own))), "libgomp.so.1"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = sorted(
+        {line.split()[-1] for line in maps if Path(line.split()[-1]).name.startswith(("libgomp", "libiomp5"))}
+    )
+    folder = str(Path(torch.__file__).parent)  # other packages bring one of their own, with other threads
+    own = [path for path in loaded if path.startswith((f"{folder}/", f"{folder}.libs/"))]
+    library = ctypes.CDLL([*own, *loaded, "libgomp.so.1"][0])
     library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     library.GOMP_parallel.restype = None
     for name in ("omp_get_thread_num", "omp_get_num_threads"):

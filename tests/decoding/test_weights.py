@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +182,11 @@ def test_draft_dtype_chooses_the_weights_of_drafting(monkeypatch):
         draft_dtype_of("int8", CUDA, torch.bfloat16)
     monkeypatch.setattr(weights, "works", lambda dtype: False)
     assert draft_dtype_of("auto", CPU, torch.float32) == torch.float32
+
+
+def test_threads_are_those_of_torch_whatever_else_is_loaded():
+    import pydivsufsort  # noqa: F401  which brings an OpenMP library of its own
+
+    kernels._openmp.cache_clear()
+    bundled = [str(file) for file in Path(torch.__file__).parent.glob("lib/libgomp*")]
+    assert kernels._openmp()._name in (bundled or [kernels._openmp()._name])
