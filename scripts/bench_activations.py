@@ -106,7 +106,7 @@ def plain_forwards(args: argparse.Namespace, target: TargetModel, rows: TokenRow
         for batch in length_buckets([args.length] * per_shard, args.batch_tokens):
             inputs = tokens[[start + row for row in batch]].long().to(target.device)
             with autocast(target.device, args.precision):
-                target.model.base_model(input_ids=inputs, use_cache=False)
+                target.features(inputs)
 
 
 def captures(args: argparse.Namespace, target: TargetModel, rows: TokenRows, folder: Path) -> None:
@@ -206,7 +206,7 @@ def report_offline_alone(
 @torch.no_grad()
 def body(args: argparse.Namespace, target: TargetModel, batch: RowBatch) -> None:
     with autocast(target.device, args.precision):
-        target.model.base_model(input_ids=batch.tokens.to(target.device), use_cache=False)
+        target.features(batch.tokens.to(target.device))
 
 
 def endless(loader: SeededLoader) -> Iterator[RowBatch]:

@@ -13,9 +13,10 @@ import statistics
 import time
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from spectrain.decoding import TargetModel, generate, load_target
+from spectrain.measure.baselines import own_model
 from spectrain.measure.statistics import median
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.stores.locations import bundled_folder
@@ -31,23 +32,24 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     target = load_target(bundled_folder(options.target) or options.target, device="cpu")
+    theirs = own_model(target)
     generator = torch.Generator().manual_seed(0)
     shape = (options.prompts + 2, options.prompt_tokens)
     prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
 
     ratios, rates = [], []
     for index, prompt in enumerate(prompts):
-        runs = [loop_s, hugging_face_s] if index % 2 else [hugging_face_s, loop_s]
-        seconds = {run: run(target, [prompt], options.new) for run in runs}
+        runs = [(loop_s, target), (hugging_face_s, theirs)]
+        seconds = {run: run(model, [prompt], options.new) for run, model in (runs if index % 2 else reversed(runs))}
         if index >= 2:
             ratios.append(seconds[hugging_face_s] / seconds[loop_s])
             rates.append((options.new / seconds[loop_s], options.new / seconds[hugging_face_s]))
     ratio = median(ratios)
-    ours, theirs = (statistics.median(column) for column in zip(*rates, strict=True))
+    ours, others = (statistics.median(column) for column in zip(*rates, strict=True))
     print(
         f"{options.target}: {options.prompts} random prompts of {options.prompt_tokens} tokens, {options.new} new, "
         f"float32, greedy, batch 1, {options.threads} threads\n"
-        f"loop {ours:.1f} tokens/s, Hugging Face generate {theirs:.1f} tokens/s (medians); "
+        f"loop {ours:.1f} tokens/s, Hugging Face generate {others:.1f} tokens/s (medians); "
         f"ratio {ratio}"
     )
 
@@ -60,14 +62,14 @@ def loop_s(target: TargetModel, prompts: list[list[int]], n_new: int) -> float:
     return elapsed_s
 
 
-def hugging_face_s(target: TargetModel, prompts: list[list[int]], n_new: int, **options: str) -> float:
+def hugging_face_s(model: PreTrainedModel, prompts: list[list[int]], n_new: int, **options: str) -> float:
     """Time the continuation of prompts of one length; `options` go to the GenerationConfig."""
-    never = target.vocab_size  # an EOS that no text holds; None would be replaced by the model's own
+    never = model.config.vocab_size  # an EOS that no text holds; None would be replaced by the model's own
     config = GenerationConfig(do_sample=False, max_new_tokens=n_new, eos_token_id=never, pad_token_id=0, **options)
-    tokens = torch.tensor(prompts, device=target.device)
+    tokens = torch.tensor(prompts, device=model.device)
     started = time.perf_counter()
     with torch.inference_mode(not options):  # compiled, with a static cache, transformers runs under its own no_grad
-        output = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+        output = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
     texts = output.tolist()  # waits for a GPU
     elapsed_s = time.perf_counter() - started
     assert all(len(text) == len(prompts[0]) + n_new for text in texts), output.shape

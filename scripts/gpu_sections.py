@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from spectrain.decoding import Drafter, TargetModel, generate, load_target, stream
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import first_line
+from spectrain.measure.baselines import own_model
 from spectrain.measure.benchmark import resident_bytes
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import BASELINE, build_method, find_artifact, method_config, method_names
@@ -310,7 +311,8 @@ def hugging_face(what: str, target: TargetModel, prompts: list[list[int]], sizes
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats(DEVICE)
     try:
-        seconds = [hugging_face_s(target, prompts, sizes.tokens, **options) for _ in range(sizes.repeats + 1)]
+        model = own_model(target)
+        seconds = [hugging_face_s(model, prompts, sizes.tokens, **options) for _ in range(sizes.repeats + 1)]
     except Exception as error:
         return Row(what, "failed", note=first_line(error))
     rate = len(prompts) * sizes.tokens / statistics.median(seconds[1:])
