@@ -16,7 +16,7 @@ from spectrain.decoding.kernels import fits, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Rows up to which the kernel is the fastest, by the dtype of the inputs; torch multiplies bfloat16 by its own units.
-MOST_ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}
+MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 8}
 
 
 class RowsLinear(nn.Module):

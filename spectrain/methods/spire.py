@@ -124,9 +124,13 @@ class Spire(Drafter):
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         seen = additive(seen, past[0].keys.dtype)
-        hidden, memories = self.drafter.step(self.drafter.embed_tokens(tokens[:, None]), rope, past, seen)
+        hidden, memories = self.drafter.step(self._embedded(tokens[:, None]), rope, past, seen)
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
         return DraftStep(self.drafter.lm_head(hidden[:, 0]), hidden[:, 0])
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Embed tokens; a table that is also the unembedding may be in a shorter dtype than the drafter computes in."""
+        return self.drafter.embed_tokens(tokens).to(self.drafter.norm.weight.dtype)
 
     def _read_context(self, context: Context) -> None:
         """Without target activations: the drafter reads each row's text up to its root by itself.
@@ -139,7 +143,7 @@ class Spire(Drafter):
             chunk = chunk_tokens(config, length)
             tokens = context.tokens[row, :length].to(context.device)
             padded = torch.nn.functional.pad(tokens, (0, -length % chunk))[None]
-            _, every = windowed_states(self.drafter, self.drafter.embed_tokens(padded), chunk)
+            _, every = windowed_states(self.drafter, self._embedded(padded), chunk)
             n_sinks = min(config.sink_tokens, length)
             near = range(max(n_sinks, length - self.slots.ring_tokens), length)  # a slot is written once
             kept = torch.tensor([*range(n_sinks), *near], device=context.device)

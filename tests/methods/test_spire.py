@@ -165,6 +165,20 @@ def test_max_nodes_caps_gamma():
         Spire(drafter, max_nodes=1)
 
 
+@pytest.mark.parametrize("draft_dtype", ["auto", "float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("activations", [True, False])
+def test_the_text_is_the_target_s_own_whatever_the_weights_of_drafting(draft_dtype, activations):
+    target, drafter = make(target_activations=activations, feedback=activations)
+    drafter.lm_head.weight = drafter.embed_tokens.weight  # one table for both
+    before = {name: weight.clone() for name, weight in drafter.named_parameters()}
+    method = Spire(drafter, draft_dtype=draft_dtype)
+    for prompt in random_prompts([3, 30]):
+        found = generate(target, method, [prompt], 20, stop_token_ids=())[0].tokens
+        assert found == generate(target, Autoregressive(), [prompt], 20, stop_token_ids=())[0].tokens
+    for name, weight in drafter.named_parameters():
+        assert torch.equal(weight, before[name])
+
+
 def test_gamma_longer_than_the_window_is_refused():
     _, drafter = make()
     with pytest.raises(UserError, match="gamma=9 must be"):
