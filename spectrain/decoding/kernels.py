@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
 MOST_T = 8
+LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
 INT, WORD, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType()
 
@@ -38,7 +39,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
 
     Args:
         x: [M, K] float32, contiguous; K as `fits` says.
-        weight: [N, K] contiguous, of a dtype in BITS.
+        weight: [N, K] contiguous, of a dtype in BITS; N is at least LEAST_OUTPUTS.
         scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
     """
     n_rows, n_in = x.shape
@@ -59,7 +60,7 @@ def fits(weight: Tensor) -> bool:
         and weight.dtype in BITS
         and weight.is_contiguous()
         and n_in % _width() == 0
-        and n_out >= MOST_T
+        and n_out >= LEAST_OUTPUTS
         and works(weight.dtype)
     )
 
@@ -117,7 +118,7 @@ def _width() -> int:
 def _matrix_rows(t: int) -> int:
     """Return R for T rows of x: R T sums, R weights and T inputs stay in the registers."""
     n_registers = 16 if _width() == 8 else 32
-    return max(1, min(MOST_T, (n_registers * 3 // 4) // t))
+    return max(1, min(LEAST_OUTPUTS, (n_registers * 3 // 4) // t))
 
 
 @cache

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.lean import LeanEngine, why_not_lean
+from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
 from spectrain.decoding.modules import TransformersEngine
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
@@ -249,7 +249,8 @@ def _engine(model: PreTrainedModel, name: str, dtype: torch.dtype | None) -> Lea
     if why is None:
         return LeanEngine(model, dtype)
     if name == "lean":
-        raise UserError(f"target.engine=lean cannot run this target: {why}; give target.engine=transformers")
+        known = ", ".join(LLAMA_LIKE)
+        raise UserError(f"target.engine=lean runs {known}, but {why}; give target.engine=transformers")
     return TransformersEngine(model)
 
 

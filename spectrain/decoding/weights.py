@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError, check_choice
-from spectrain.decoding.kernels import fits, product, works
+from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Rows up to which the kernel is the fastest, by the dtype of the inputs; torch multiplies bfloat16 by its own units.
@@ -33,7 +33,8 @@ class RowsLinear(nn.Module):
         """Return the outputs [.., O - first] of inputs [.., I], from the row `first` of the weight on."""
         weight, scale = self.weight[first:], None if self.scale is None else self.scale[first:]
         n_rows = x.numel() // x.shape[-1]
-        if self.fits and 0 < n_rows <= MOST_ROWS[x.dtype] and not (x.requires_grad and torch.is_grad_enabled()):
+        few = 0 < n_rows <= MOST_ROWS[x.dtype] and len(weight) >= LEAST_OUTPUTS
+        if self.fits and few and not (x.requires_grad and torch.is_grad_enabled()):
             rows = x.reshape(n_rows, -1).float().contiguous()
             y = product(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], -1)
         else:

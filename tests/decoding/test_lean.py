@@ -154,7 +154,9 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules_are(model):
 def test_other_architectures_run_on_the_modules_of_transformers(family):
     model = tiny_model(family)
     assert TargetModel(model).engine == "transformers"
-    with pytest.raises(UserError, match=r"engine=lean cannot run this target: .*; give target.engine=transformers"):
+    with pytest.raises(
+        UserError, match=r"engine=lean runs llama, mistral, qwen2, qwen3, but .*; give target.engine=transformers"
+    ):
         TargetModel(model, engine="lean")
 
 

@@ -66,6 +66,9 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
         for rows in (x, x[:, :3], x[:1, :1]):
             torch.testing.assert_close(RowsLinear(linear)(rows), linear(rows), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
+            RowsLinear(linear)(x[:, :2], first=n_out - 2), linear(x[:, :2])[..., n_out - 2 :], rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(
             RowsLinear(linear)(x[:, :2], first=5), linear(x[:, :2])[..., 5:], rtol=1e-4, atol=1e-5
         )
 
