@@ -8,6 +8,7 @@ Tokens that were drafted and accepted are coloured by where they came from; the 
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from statistics import median
 
 from omegaconf import DictConfig
@@ -51,8 +52,10 @@ def main(cfg: DictConfig) -> None:
         stop_strings=tuple(cfg.stop_strings),
     )
     console, pieces = Console(highlight=False, soft_wrap=True), Pieces(target.tokenizer)
+    steps = decode(drafter)
+    first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
     console.print(Text(str(cfg.prompt), style="dim"), end="")
-    for step in decode(drafter):
+    for step in chain([first], steps):
         for token, source in zip(step.tokens, step.sources, strict=True):
             if text := pieces.add(token):
                 console.print(Text(text, style=COLOURS.get(Source(source), "")), end="")

@@ -28,7 +28,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "generate": (
         "+trainer.foo=nan",
         *("baseline=perhaps", "sampling.temperature=inf", "target=5", "drafter=5", "stop_strings=[5]"),
-        *("stop_strings=null", "max_new_tokens=nan", "target.device=meta"),
+        *("stop_strings=null", "max_new_tokens=nan", "target.device=meta", f"prompt={'9' * 5000}"),
     ),
     "bench": (
         *("fresh=no", "methods=null", "methods={}", "variants=[]", "kind=foo", "out=[a]", "out=/dev/null"),
@@ -83,6 +83,7 @@ FAILED: tuple[Case, ...] = (
     FileCase("target", "tokenizer_config.json", "another number", 770928614),
     OptionCase("export", ("++target.device=''",), True),
     OptionCase("cost", ("++hardware.source=''",), True),
+    FileCase("drafter of spire", "config.json", "number", 4069),
 )
 CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
