@@ -106,7 +106,7 @@ class WalkingRow:
         drafter.prefill(self.context, output, range(1))
 
     def step_us(self, evicted: Tensor) -> float:
-        """Return the microseconds of `propose` and `observe`; write all of `evicted` in between, as a target would."""
+        """Return the microseconds of `propose` and `follow`; write all of `evicted` in between, as a target would."""
         context, drafter = self.context, self.drafter
         started = time.perf_counter()
         tree = drafter.propose(context)
@@ -121,11 +121,10 @@ class WalkingRow:
         emitted = self.text[n_tokens : n_tokens + int(verified.accepted[0]) + 1]
         last = logits[:, 0].clone()
         last[0, emitted[-1]] = last.max() + 1  # the root was the likeliest token
-        context.advance([emitted], verified.bonus, last)
         self.n_steps += 1
 
         started = time.perf_counter()
-        drafter.observe(context, tree, output, verified)
+        drafter.follow(context, tree, output, verified, last, [emitted])
         return 1e6 * (taken_s + time.perf_counter() - started)
 
 

@@ -327,8 +327,6 @@ def quiet_libraries() -> None:
 
 def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
     """Load the target of a config's `target` node, on `device` where given; a bare name may be a bundled checkpoint."""
-    path = cfg.target.path
-    device = device or cfg.target.device
-    return load_target(
-        bundled_folder(path) or path, cfg.target.dtype, device, cfg.target.parallel, engine=cfg.target.engine
-    )
+    chosen = cfg.target
+    path, device = bundled_folder(chosen.path) or chosen.path, device or chosen.device
+    return load_target(path, chosen.dtype, device, chosen.parallel, engine=chosen.engine, graphs=chosen.graphs)

@@ -9,6 +9,7 @@ from spectrain.decoding.loading import load_target
 from spectrain.decoding.loop import generate, stream
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.target import TargetModel, TargetOutput
+from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
 
@@ -27,6 +28,7 @@ __all__ = [
     "generate",
     "load_target",
     "stream",
+    "to_device",
     "tokenizer_fingerprint",
     "verify",
 ]

@@ -60,12 +60,38 @@ class Drafter(ABC):
 
     def observe(  # noqa: B027
         self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified
-    ) -> None:
-        """After a step, before the rows that ended with it leave.
+    ) -> Tensor | None:
+        """After verification, on the device, where nothing should wait for the host.
 
-        `context` holds the accepted tokens and the new roots already; `tree`, `output` (logits [n, N, V], captured
-        [n, N, C, D], positions [n, N]) and `verified` are those of the step.
+        `context` has the new roots, last_logits and lengths already, but not yet the tokens; `tree`, `output` (logits
+        [n, N, V], captured [n, N, C, D], positions [n, N]) and `verified` are those of the step.
+
+        Returns:
+            [n, K] int64 that the drafter wants to read on the host. It comes with the loop's own read-back.
         """
+
+    def extend(  # noqa: B027
+        self, context: Context, emitted: Sequence[Sequence[int]], asked: Sequence[Sequence[int]]
+    ) -> None:
+        """The same step on the host: row b gained the tokens emitted[b], its new root last, and asked for asked[b].
+
+        `context` is up to date; rows that ended with the step have not left yet.
+        """
+
+    def follow(
+        self,
+        context: Context,
+        tree: DraftTree,
+        output: TargetOutput,
+        verified: Verified,
+        last_logits: Tensor,
+        emitted: Sequence[list[int]],
+    ) -> None:
+        """Take a step whose outcome is known, as the loop would: context and drafter learn what was emitted."""
+        context.advance(verified, last_logits)
+        asked = self.observe(context, tree, output, verified)
+        context.extend(emitted)
+        self.extend(context, emitted, [[]] * context.n_rows if asked is None else asked.tolist())
 
     def free(self, row: int) -> None:  # noqa: B027
         """A row ended: the last row moves into its place."""

@@ -81,21 +81,41 @@ class Ending:
 class Clock:
     """Divides time among the rows of a batch: the time between two laps is shared equally by the active rows.
 
-    A GPU keeps working after a call returns. Each lap waits for it, or a stage would pay for the one before it.
+    A GPU keeps working after a call returns. There a lap is an event in its queue, and is counted by `settle`, when a
+    row joins or ends; no step waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.gpu = device if device.type == "cuda" else None
+        self.on_gpu = device.type == "cuda"
         self.shares = dict.fromkeys(STAGES, 0.0)  # seconds that a row present from the start would have been given
-        self.now = time.perf_counter()
+        self.now = time.perf_counter()  # of the last lap that was counted
+        self._laps: list[tuple[str | None, int, torch.cuda.Event]] = []  # not yet counted
+        self._event = self._record() if self.on_gpu else None  # of the last lap that was counted
 
-    def lap(self, stage: str, n_rows: int) -> None:
-        """Add the time since the last lap to a stage, shared by n active rows."""
-        self.shares[stage] += self.restart() / n_rows
+    def lap(self, stage: str | None, n_rows: int = 1) -> None:
+        """Add the time since the last lap to a stage, shared by n active rows; to no stage if it is None."""
+        if self.on_gpu:
+            self._laps.append((stage, n_rows, self._record()))
+            return
+        now = time.perf_counter()
+        self._count(stage, n_rows, now - self.now)
 
-    def restart(self) -> float:
-        """Return the seconds since the last lap without adding them to a stage."""
-        if self.gpu is not None:
-            torch.cuda.synchronize(self.gpu)
-        before, self.now = self.now, time.perf_counter()
-        return self.now - before
+    def settle(self) -> None:
+        """Count all laps; on a GPU, wait for them."""
+        if not self._laps:
+            return
+        self._laps[-1][2].synchronize()
+        for stage, n_rows, event in self._laps:
+            self._count(stage, n_rows, self._event.elapsed_time(event) / 1000)
+            self._event = event
+        self._laps.clear()
+
+    def _count(self, stage: str | None, n_rows: int, seconds: float) -> None:
+        self.now += seconds
+        if stage is not None:
+            self.shares[stage] += seconds / n_rows
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

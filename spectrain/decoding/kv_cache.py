@@ -4,6 +4,9 @@ Rows are dense: 0..n-1 are active. The nodes of a forward are written after the 
 length + i. `commit` moves the accepted ones down, which is correct because RoPE was applied at position = depth. The
 model's attention calls `update`, which receives no positions, so `begin` sets the slots of each step beforehand.
 
+Lengths are known twice: to the device, where `commit` changes them right after verification, and to the host, which
+learns them when the step has been read back, by `extend`.
+
 Letters: n active rows, R rows of a forward, H key/value heads, S slots, N nodes, A path entries, D_head.
 """
 
@@ -14,6 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from transformers import Cache
+
+from spectrain.decoding.graphs import Graphs, unique
+from spectrain.decoding.transfer import to_device, without
 
 
 class KVCache(Cache):
@@ -30,8 +36,11 @@ class KVCache(Cache):
         self.max_rows, self.block_tokens = max_rows, block_tokens
         self.keys: list[Tensor] = []  # of each block, [max_rows, H, S, D_head]
         self.values: list[Tensor] = []
-        self.lengths: list[int] = []  # committed tokens of each active row
+        self.lengths: list[int] = []  # committed tokens of each active row, on the host
+        self._lengths: Tensor | None = None  # [n] int64 the same on the device; None: the host knows them better
         self.capacity = -(-n_tokens // block_tokens) * block_tokens  # S
+        self.storage = unique()  # another number whenever keys and values have moved in memory
+        self.graphs: Graphs | None = None  # that move accepted nodes
         # Where the current forward writes: rows, the first slot of each, the slot that all rows start at (if they do),
         # nodes per row, slots that attention reads, and the slots [R, N] of a scatter (computed when first needed).
         self._rows, self._starts, self._common_start = range(0), (), None
@@ -50,21 +59,35 @@ class KVCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._used, 0
 
-    def begin(self, rows: range, starts: Sequence[int], n_nodes: int) -> int:
-        """Set where the next forward writes: row rows[r] from slot starts[r] on. Return how many slots it will read."""
+    def lengths_on(self, device: torch.device) -> Tensor:
+        """Return the committed tokens [n] int64 of each active row, on the device of the model."""
+        if self._lengths is None or self._lengths.device != device:
+            self._lengths = to_device(torch.tensor(self.lengths, dtype=torch.int64), device)
+        return self._lengths
+
+    def begin(self, rows: range, starts: Sequence[int], n_nodes: int, slots: Tensor | None = None) -> int:
+        """Set where the next forward writes: row rows[r] from slot starts[r] on. Return how many slots it will read.
+
+        `slots` [R, N] int64 are the same, on the device, where the caller has them.
+        """
         assert len(starts) == len(rows), (rows, starts)
         assert rows.stop <= self.max_rows, (rows, self.max_rows)
         first = starts[0]
-        self._rows, self._starts, self._n_nodes, self._slots = rows, starts, n_nodes, None
+        self._rows, self._starts, self._n_nodes, self._slots = rows, starts, n_nodes, slots
         self._common_start = first if all(start == first for start in starts) else None
         self._used = max(starts) + n_nodes
         if self._used > self.capacity:
             missing = -(-self._used // self.block_tokens) * self.block_tokens - self.capacity
             self.capacity += missing
+            self.storage = unique()
             for buffers in (self.keys, self.values):
                 for i, states in enumerate(buffers):  # one by one, so that the old ones are freed on the way
                     buffers[i] = torch.nn.functional.pad(states, (0, 0, 0, missing))
         return self._used
+
+    def place(self, slots: Tensor, used: int) -> None:
+        """Let the next forward write to slots [R, N] int64, wherever these are, and read the first `used` ones."""
+        self._slots, self._common_start, self._used = slots, None, used
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """Write a block's K and V [R, H, N, D_head]. Return all slots that it may read, [R, H, used, D_head].
@@ -89,31 +112,52 @@ class KVCache(Cache):
 
     def _slots_like(self, states: Tensor) -> Tensor:
         if self._slots is None or self._slots.device != states.device:
-            starts = torch.tensor(self._starts, device=states.device)
+            starts = to_device(torch.tensor(self._starts), states.device)
             self._slots = starts[:, None] + torch.arange(self._n_nodes, device=states.device)
         return self._slots[:, None, :, None].expand_as(states)
 
-    def commit(self, path: Tensor | None, counts: Sequence[int]) -> None:
-        """Keep the accepted nodes of the last forward, in place, and forget the rest.
+    def commit(self, path: Tensor | None, accepted: Tensor) -> None:
+        """Keep the root and the accepted nodes of the last forward, in place, and forget the rest; then `extend`.
 
         Args:
-            path: [n, A] int64, the accepted nodes of each row in order, root first; entries past counts[b] are ignored.
-                None: the accepted nodes are 0..counts[b]-1, as in a chain, and nothing has to move.
-            counts: accepted nodes of each row, root included.
+            path: [n, A] int64, these nodes of each row in order, root first, then -1.
+                None: they are 0..accepted[b], as in a chain, and nothing has to move.
+            accepted: [n] int64 nodes of each row, the root not counted.
         """
-        if path is not None:
-            path = path[:, : max(counts)]
-            n_rows, width = path.shape
-            starts = torch.tensor(self.lengths, device=path.device)[:, None]
-            places = torch.arange(width, device=path.device)
-            accepted = places < torch.tensor(counts, device=path.device)[:, None]
-            read = starts + torch.where(accepted, path, places)  # past the end a node is written onto itself
-            write = starts + places
-            for states in (*self.keys, *self.values):
-                shape = (n_rows, states.shape[1], width, states.shape[3])
-                moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
-                states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
+        lengths = self.lengths_on(accepted.device)
+        if path is not None and self.graphs is not None:
+            self.graphs.run(("move", self.storage), self._move, path, lengths)
+        elif path is not None:
+            self._move(path, lengths)
+        self._lengths = lengths + accepted + 1
+
+    def _move(self, path: Tensor, lengths: Tensor) -> None:
+        n_rows, width = path.shape
+        write = lengths[:, None] + torch.arange(width, device=path.device)
+        read = torch.where(path >= 0, lengths[:, None] + path, write)  # past the end a node is written onto itself
+        for states in (*self.keys, *self.values):
+            shape = (n_rows, states.shape[1], width, states.shape[3])
+            moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
+            states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
+
+    def extend(self, counts: Sequence[int]) -> None:
+        """The same on the host: each row has counts[b] tokens more, the root included."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def keep(self, n_nodes: int) -> None:
+        """Commit the first nodes of the last forward in every row, on device and host."""
+        if self._lengths is not None:
+            self._lengths = self._lengths + n_nodes
+        self.extend([n_nodes] * self.n_rows)
+
+    def join(self, lengths: Sequence[int]) -> None:
+        """New rows at the end hold the first lengths[r] nodes of the last forwards."""
+        self.lengths.extend(lengths)
+        self._lengths = None
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.lengths, self._lengths = [], None
 
     def free(self, row: int) -> None:
         """Remove a row: the last row moves into its place."""
@@ -123,11 +167,13 @@ class KVCache(Cache):
                 states[row, :, :length] = states[last, :, :length]
             self.lengths[row] = length
         self.lengths.pop()
+        if self._lengths is not None:
+            self._lengths = without(self._lengths, row)
 
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget each row's tokens past lengths[b], for example rejected drafts."""
+    def truncate(self, lengths: Sequence[int], on_device: Tensor | None = None) -> None:
+        """Forget each row's tokens past lengths[b], for example rejected drafts; `on_device` [n] int64 is the same."""
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True)), (lengths, self.lengths)
-        self.lengths = list(lengths)
+        self.lengths, self._lengths = list(lengths), on_device
 
     def read(self, layer_idx: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the slots [n, K] int64 of one layer. Return keys and values [n, H, K, D_head]."""
@@ -148,4 +194,4 @@ class KVCache(Cache):
         assert max(lengths) <= n_tokens, (lengths, n_tokens)
         self.begin(range(n_rows), [0] * n_rows, n_tokens)
         self.update(keys, values, layer_idx)
-        self.lengths = list(lengths)
+        self.lengths, self._lengths = list(lengths), None

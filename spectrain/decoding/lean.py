@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.graphs import unique
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, on_cpu, version
@@ -178,6 +179,12 @@ class LeanEngine:
         self._renew()
         return self._text_decoder
 
+    @property
+    def storage(self) -> int:
+        """Another number whenever the weights have moved in memory."""
+        self._renew()
+        return self._storage
+
     def _renew(self) -> None:
         own = self.model.model.layers[0].self_attn.q_proj.weight
         made_of = own.data_ptr(), own.dtype, version(self.model.model) if self.layers is Int8Linear else 0
@@ -190,6 +197,7 @@ class LeanEngine:
             self._text_decoder = on_cpu(whole, TextLinear) if own.dtype != self.dtype else whole
         own = self.model.model.layers[0].self_attn.q_proj.weight  # which may have become a view
         self._made_of = own.data_ptr(), *made_of[1:]
+        self._storage = unique()
 
     def run(
         self,

@@ -59,6 +59,7 @@ def load_target(
     capture_layers: Sequence[int] = (),
     role: str = "target",
     engine: str = "auto",
+    graphs: str = "auto",
 ) -> TargetModel:
     """Load model and tokenizer, ready to decode.
 
@@ -67,7 +68,7 @@ def load_target(
         dtype: float32, bfloat16 or float16.
         device: "auto" takes a GPU where there is one; ignored unless parallel is "none".
         parallel: "device_map" spreads the layers over the visible devices, "tp" the weights over torchrun's ranks.
-        capture_layers, engine: see `TargetModel`.
+        capture_layers, engine, graphs: see `TargetModel`.
         role: what messages call the model.
 
     Raises:
@@ -90,7 +91,7 @@ def load_target(
     model.eval().requires_grad_(False)
     if engine != "transformers" and why_not_lean(model) is None:
         shorten(model)
-    target = TargetModel(model, tokenizer, capture_layers, engine=engine, dtype=DTYPES[dtype])
+    target = TargetModel(model, tokenizer, capture_layers, engine=engine, dtype=DTYPES[dtype], graphs=graphs)
     _ = target.eos_ids  # which refuses what is none, before a text is begun
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice
-from spectrain.decoding.sampling import Sampling, draw_uniforms, row_generator
+from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
@@ -109,7 +110,7 @@ def stream(
     target = target.with_capture(drafter.capture_layers)
     free_before = free_bytes(target.device)
     longest = max(map(len, prompts)) + max_new_tokens
-    cache = KVCache(n_slots, cache_block_tokens, longest + MOST_NODES)
+    cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
     context = Context(sampling or Sampling(), target.device, n_slots)
     batch = _Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
@@ -127,6 +128,8 @@ def stream(
         if not is_out_of_memory(error):
             raise
         raise UserError(out_of_memory_advice(target, cache, n_slots, longest, free_before)) from error
+    finally:
+        target.keep_cache(cache)
 
 
 def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
@@ -178,6 +181,7 @@ class _Batch:
         max_new_tokens: int,
     ) -> list[Emitted]:
         """Read prompts into new rows at the end and draw their first tokens."""
+        self.clock.settle()
         joined_s = self.clock.now
         context, lengths = self.context, [len(prompt) for prompt in prompts]
         new = range(len(self.rows), len(self.rows) + len(prompts))
@@ -186,14 +190,13 @@ class _Batch:
         read = self.drafter.read_of_prompts(torch.tensor(lengths, device=context.device))
         output = self.target.prefill(tokens, lengths, self.cache, new, read)
         last_logits = output.logits[:, 0]
-        uniforms = None
-        if not context.sampling.greedy:
-            uniforms = draw_uniforms(generators, [1] * len(prompts), context.device)[:, 0]
-        roots, _ = context.sampling.draw(last_logits, uniforms)
+        roots = context.draw_roots(new, last_logits)
         context.root(new, roots, last_logits)
         self.drafter.prefill(context, output, new)
 
-        share_s = self.clock.restart() / len(prompts)
+        self.clock.lap(None)
+        self.clock.settle()
+        share_s = (self.clock.now - joined_s) / len(prompts)
         for index in range(first_index, first_index + len(prompts)):
             self.rows.append(_Row(index, joined_s, dict(self.clock.shares), Generation(prefill_s=share_s)))
         return self._emit(new, [[token] for token in roots.tolist()], [[int(Source.ROOT)]] * len(prompts))
@@ -208,13 +211,18 @@ class _Batch:
         clock.lap("draft", n_rows)
         output = self.target.score(tree, self.cache)
         clock.lap("forward", n_rows)
-        verified = verify(tree, output.logits, context.sampling, context.generators, self.verification)
-        step = _read_back(tree, verified)
+        verified = verify(tree, output.logits, context.sampling, context.uniforms, self.verification)
         clock.lap("verify", n_rows)
-        self.cache.commit(verified.path if step.moves else None, [len(tokens) for tokens in step.emitted])
-        context.advance(step.emitted, verified.bonus, verified.last_logits(output.logits))
+        self.cache.commit(_moving(tree, verified), verified.accepted)
+        context.advance(verified, verified.last_logits(output.logits))
         clock.lap("commit", n_rows)
-        self.drafter.observe(context, tree, output, verified)
+        asked = self.drafter.observe(context, tree, output, verified)
+        clock.lap("draft", n_rows)
+        step = _read_back(tree, verified, asked)  # until here the host waited for nothing
+        self.cache.extend([len(tokens) for tokens in step.emitted])
+        context.extend(step.emitted)
+        clock.lap("verify", n_rows)
+        self.drafter.extend(context, step.emitted, step.asked)
         clock.lap("draft", n_rows)
         for row, by_source, by_depth in zip(self.rows, step.by_source, step.by_depth, strict=True):
             row.generation.count_drafted(by_source, by_depth)
@@ -245,6 +253,8 @@ class _Batch:
             self.rows[index] = self.rows[-1]
             self.rows.pop()
         self.clock.lap("other", n_rows)
+        if left:
+            self.clock.settle()
         for row in left:
             row.generation.target_forwards = len(row.generation.accepted)
             row.generation.elapsed_s = self.clock.now - row.joined_s
@@ -261,30 +271,43 @@ class _Step:
     sources: list[list[int]]
     by_source: list[list[int]]  # drafted nodes by Source
     by_depth: list[list[int]]  # drafted nodes by depth, from 0 on
-    moves: bool  # some accepted path is not 0, 1, 2, ..
+    asked: list[list[int]]  # what the drafter wants to read
 
 
-def _read_back(tree: DraftTree, verified: Verified) -> _Step:
-    """Copy a step to the host in one transfer."""
+def _moving(tree: DraftTree, verified: Verified) -> Tensor | None:
+    """Return the accepted paths [n, A] whose nodes have to move in the cache; None: all stand where they belong."""
+    if tree.is_chain:
+        return None
+    path = verified.path[:, : 1 + tree.deepest]
+    if path.device.type != "cpu":
+        return path
+    path = path[:, : 1 + int(verified.accepted.max())]  # on a CPU looking costs less than moving
+    return path if ((path != torch.arange(path.shape[1])) & (path > 0)).any() else None
+
+
+def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _Step:
+    """Copy a step, and what the drafter asked for, [n, K] int64, to the host in one transfer."""
     n_rows, n_nodes = tree.shape
-    none_drafted = [[0] * len(Source)] * n_rows
     if n_nodes == 1:
-        bonus = verified.bonus.tolist()
-        return _Step([[token] for token in bonus], [[int(Source.ROOT)]] * n_rows, none_drafted, [[0]] * n_rows, False)
-    path = verified.path.clamp_min(0)
-    n_depths = 1 + (tree.max_depth or n_nodes - 1)
+        bonus = verified.bonus[:, None]
+        found = (bonus if asked is None else torch.cat([bonus, asked], dim=1)).tolist()
+        roots, none_drafted = [[int(Source.ROOT)]] * n_rows, [[0] * len(Source)] * n_rows
+        return _Step([row[:1] for row in found], roots, none_drafted, [[0]] * n_rows, [row[1:] for row in found])
+    n_depths = 1 + tree.deepest
+    path = verified.path[:, :n_depths].clamp_min(0)
     drafted = tree.drafted.to(tree.tokens.dtype)
     zeros = drafted.new_zeros(n_rows, len(Source) + n_depths)
     counts = zeros.scatter_add(1, tree.source, drafted).scatter_add(1, len(Source) + tree.depth, drafted)
     ends = torch.stack([verified.accepted, verified.bonus], dim=1)
-    parts = [ends, counts, verified.path, tree.tokens.gather(1, path), tree.source.gather(1, path)]
-    emitted, sources, by_source, by_depth, moves = [], [], [], [], False
+    parts = [ends, counts, tree.tokens.gather(1, path), tree.source.gather(1, path)]
+    parts += [] if asked is None else [asked]
+    step = _Step([], [], [], [], [])
     for accepted, bonus, *rest in torch.cat(parts, dim=1).tolist():
-        nodes = rest[-3 * n_nodes : -2 * n_nodes]
-        tokens, origins = rest[-2 * n_nodes : -n_nodes], rest[-n_nodes:]
-        emitted.append([*tokens[1 : accepted + 1], bonus])
-        sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
-        by_source.append(rest[: len(Source)])
-        by_depth.append(rest[len(Source) : len(Source) + n_depths])
-        moves = moves or nodes[: accepted + 1] != list(range(accepted + 1))
-    return _Step(emitted, sources, by_source, by_depth, moves)
+        by_source, rest = rest[: len(Source)], rest[len(Source) :]
+        by_depth, tokens, origins = (rest[i * n_depths : (i + 1) * n_depths] for i in range(3))
+        step.emitted.append([*tokens[1 : accepted + 1], bonus])
+        step.sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
+        step.by_source.append(by_source)
+        step.by_depth.append(by_depth)
+        step.asked.append(rest[3 * n_depths :])
+    return step

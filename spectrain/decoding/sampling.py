@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.transfer import to_device, without
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,66 @@ def row_generator(seed: int, prompt_index: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed ^ (mixed >> 16))
 
 
-def draw_uniforms(
-    generators: Sequence[torch.Generator], counts: Sequence[int], device: torch.device | str = "cpu"
-) -> Tensor:
-    """Take counts[b] numbers from each row's generator. Return [B, max(counts)] float32 in [0, 1), padded with 0."""
-    uniforms = torch.zeros(len(generators), max(counts))
-    for row, (generator, count) in enumerate(zip(generators, counts, strict=True)):
-        if count:
-            torch.rand(count, generator=generator, out=uniforms[row, :count])
-    return uniforms.to(device)
+class Uniforms:
+    """Each row's own stream of random numbers in [0, 1), read on the device.
+
+    A row reads what its CPU generator yields, number after number, so its sample depends neither on its neighbours nor
+    on the device. Numbers are drawn ahead, and how many a row has read stands on the device: nothing waits for it.
+
+    Args:
+        generators: one per row.
+        device: where the numbers are read.
+        ahead: numbers that are drawn at once for each row.
+    """
+
+    def __init__(
+        self, generators: Sequence[torch.Generator] = (), device: torch.device | str = "cpu", ahead: int = 1024
+    ) -> None:
+        self.device, self.ahead = torch.device(device), ahead
+        self.generators: list[torch.Generator] = []
+        self.places = torch.zeros(0, dtype=torch.int64, device=device)  # [B] numbers of a row's block that were read
+        self._drawn = torch.zeros(0, ahead)  # [B, ahead] the blocks, on the host
+        self._numbers = self._drawn.to(device)
+        self._most_read = 0  # no row has read more of its block
+        self.append(generators)
+
+    def append(self, generators: Sequence[torch.Generator]) -> None:
+        """Add rows at the end."""
+        if not generators:
+            return
+        blocks = [torch.rand(self.ahead, generator=generator) for generator in generators]
+        self.generators += generators
+        self._set(torch.cat([self._drawn, torch.stack(blocks)]), torch.nn.functional.pad(self.places, (0, len(blocks))))
+
+    def free(self, row: int) -> None:
+        """Remove a row: the last row moves into its place."""
+        self.generators[row] = self.generators[-1]
+        self.generators.pop()
+        self._drawn, self._numbers, self.places = (without(v, row) for v in (self._drawn, self._numbers, self.places))
+
+    def take(self, count: int, used: Tensor | None = None) -> Tensor:
+        """Return the next `count` numbers of each row, [B, count] float32.
+
+        Only the first used[b] count as read, [B] int64; None: all of them.
+        """
+        self.reserve(count)
+        self._most_read += count
+        steps = torch.arange(count, device=self.device)
+        numbers = self._numbers.gather(1, self.places[:, None] + steps)
+        self.places += count if used is None else used
+        return numbers
+
+    def reserve(self, count: int) -> None:
+        """Draw more numbers where fewer than `count` may be left. Only then the host asks how many were read."""
+        if self._most_read + count <= self.ahead:
+            return
+        self.ahead = max(self.ahead, 2 * count)
+        blocks = []
+        for row, place in enumerate(self.places.tolist()):
+            left = self._drawn[row, place:]
+            blocks.append(torch.cat([left, torch.rand(self.ahead - len(left), generator=self.generators[row])]))
+        self._set(torch.stack(blocks), torch.zeros_like(self.places))
+        self._most_read = 0
+
+    def _set(self, drawn: Tensor, places: Tensor) -> None:
+        self._drawn, self._numbers, self.places = drawn, to_device(drawn, self.device), places

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError, check_choice
+from spectrain.decoding.graphs import SLOTS, Graphs, padded_nodes
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
 from spectrain.decoding.modules import TransformersEngine
@@ -26,6 +27,7 @@ from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 
 ENGINES = ("auto", "lean", "transformers")
+GRAPHS = ("auto", "none")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class TargetModel:
         engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
             decoder where it knows the architecture.
         dtype: to compute in; None: that of the weights. Others are for the lean decoder on a CPU.
+        graphs: "auto" replays the steps of the lean decoder as CUDA graphs where the model is on a GPU; "none" never.
 
     Raises:
         UserError: the model is none that the loop can run, or the engine does not know it.
@@ -72,11 +75,16 @@ class TargetModel:
         keeps_hidden: bool = False,
         engine: str = "auto",
         dtype: torch.dtype | None = None,
+        graphs: str = "auto",
     ):
         check_supported(model)
         self.config, self.tokenizer = model.config, tokenizer
         self.prefill_chunk, self.keeps_hidden = prefill_chunk, keeps_hidden
         self._engine = _engine(model, engine, dtype)
+        check_choice("target.graphs", graphs, GRAPHS)
+        has_graphs = graphs == "auto" and self.engine == "lean" and self.device.type == "cuda"
+        self.graphs = Graphs() if has_graphs else None
+        self._kept: list[KVCache] = []  # shared, as `graphs` is, by the copies that capture other layers
         self.capture_layers = self._checked(capture_layers)
 
     def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:
@@ -218,7 +226,7 @@ class TargetModel:
                 found = torch.stack([_at_positions(read - start, one) for one in states], dim=2)
                 inside = ((read >= start) & (read < stop))[:, :, None, None]
                 captured = found if captured is None else torch.where(inside, found, captured)
-        cache.lengths.extend(lengths)
+        cache.join(lengths)
         return TargetOutput(logits, captured, read)
 
     def score(self, tree: DraftTree, cache: KVCache, positions: Tensor | None = None) -> TargetOutput:
@@ -228,18 +236,62 @@ class TargetModel:
         Position ids [B, N] are the row's cached tokens plus the node's depth. Where the cache holds only a part of the
         text, give the text's `positions`.
         """
+        if self.graphs is not None:
+            return self._replayed(tree, cache, positions)
         n_rows, n_nodes = tree.shape
-        starts = cache.lengths
-        used = cache.begin(range(n_rows), starts, n_nodes)
+        starts, lengths = cache.lengths, cache.lengths_on(tree.tokens.device)[:, None]
+        slots = lengths + torch.arange(n_nodes, device=lengths.device) if n_nodes > 1 else lengths
+        used = cache.begin(range(n_rows), starts, n_nodes, slots)
         if positions is None:
-            positions = torch.tensor(starts, device=tree.tokens.device)[:, None]
+            positions = lengths
             if n_nodes > 1:  # a drafter that ignores `room` may draft past the context; such tokens are never emitted
                 positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
-        mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, used)
+        mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, slots, used)
         logits, captured, hidden = self._engine.run(
             tree.tokens, positions, cache, mask, self.capture_layers, keeps_final=self.keeps_hidden
         )
         return TargetOutput(logits, _stacked(captured), positions, hidden)
+
+    def _replayed(self, tree: DraftTree, cache: KVCache, positions: Tensor | None) -> TargetOutput:
+        """`score` by a CUDA graph, of trees that are padded to one of a few sizes."""
+        (n_rows, n_nodes), padded = tree.shape, tree.padded(padded_nodes(tree.shape[1]))
+        lengths = cache.lengths_on(tree.tokens.device)
+        used = cache.begin(range(n_rows), cache.lengths, padded.shape[1])
+        used = min(-(-used // SLOTS) * SLOTS, cache.capacity)
+        if positions is None:
+            positions = (lengths[:, None] + padded.depth).clamp_max(self.max_positions - 1)
+
+        def forward(tokens: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor) -> tuple:
+            slots = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            cache.place(slots, used)
+            mask = nodes_mask(slots, ancestors, used)
+            return self._engine.run(tokens, positions, cache, mask, self.capture_layers, keeps_final=self.keeps_hidden)
+
+        key = "score", self._engine.storage, cache.storage, used, self.capture_layers, self.keeps_hidden
+        inputs = padded.tokens, positions, lengths, padded.ancestors
+        logits, captured, hidden = self.graphs.run(key, forward, *inputs)
+        captured = [states[:, :n_nodes] for states in captured]
+        hidden = None if hidden is None else hidden[:, :n_nodes]
+        return TargetOutput(logits[:, :n_nodes], _stacked(captured), positions[:, :n_nodes], hidden)
+
+    def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
+        """Return an empty cache. With CUDA graphs it may be one that was given back by `keep_cache`."""
+        if self.graphs is None:
+            return KVCache(max_rows, block_tokens, n_tokens)
+        for i, kept in enumerate(self._kept):
+            alike = (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens) and kept.capacity >= n_tokens
+            if alike and (not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)):
+                return self._kept.pop(i)
+        self._kept.clear()
+        cache = KVCache(max_rows, block_tokens, n_tokens)
+        cache.graphs = self.graphs
+        return cache
+
+    def keep_cache(self, cache: KVCache) -> None:
+        """Keep the cache of a generation that ended for the next one, whose graphs then stay valid."""
+        if self.graphs is not None:
+            cache.clear()
+            self._kept.append(cache)
 
 
 def _engine(model: PreTrainedModel, name: str, dtype: torch.dtype | None) -> LeanEngine | TransformersEngine:
@@ -267,10 +319,10 @@ def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] 
     return hidden.gather(1, position.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[-1]))
 
 
-def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
+def tree_mask(tree: DraftTree, starts: Sequence[int], slots: Tensor, used: int) -> Tensor:
     """Return [B, 1, N, used] bool: each node attends to the row's committed tokens, its ancestors and itself.
 
-    Row b has starts[b] committed tokens, so that its node i is at slot starts[b] + i. Attention reads `used` slots.
+    Row b has starts[b] committed tokens, and its nodes are at slots[b], [B, N]. Attention reads `used` slots.
     """
     n_rows, n_nodes = tree.shape
     device = tree.tokens.device
@@ -279,11 +331,14 @@ def tree_mask(tree: DraftTree, starts: Sequence[int], used: int) -> Tensor:
             return causal_mask(n_nodes, used, device)
         committed = torch.ones(n_rows, n_nodes, starts[0], dtype=torch.bool, device=device)
         return torch.cat([committed, tree.ancestors], dim=2)[:, None]
-    first = torch.tensor(starts, device=device)[:, None]
-    committed = torch.arange(used, device=device) < first  # [B, used]
-    mask = committed[:, None].repeat(1, n_nodes, 1)
-    slots = first + torch.arange(n_nodes, device=device)
-    return mask.scatter_(2, slots[:, None].expand(-1, n_nodes, -1), tree.ancestors)[:, None]
+    return nodes_mask(slots, tree.ancestors, used)
+
+
+def nodes_mask(slots: Tensor, ancestors: Tensor, used: int) -> Tensor:
+    """Return the mask of `tree_mask` from the nodes' slots [B, N] and ancestors [B, N, N]."""
+    committed = torch.arange(used, device=slots.device) < slots[:, :1]  # [B, used]
+    mask = committed[:, None].repeat(1, slots.shape[1], 1)
+    return mask.scatter_(2, slots[:, None].expand_as(ancestors), ancestors)[:, None]
 
 
 def check_supported(model: PreTrainedModel) -> None:

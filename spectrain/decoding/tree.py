@@ -14,6 +14,7 @@ from enum import IntEnum
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROOT_PARENT = -1
@@ -83,6 +84,20 @@ class DraftTree:
         """(B, N)"""
         return self.tokens.shape[0], self.tokens.shape[1]
 
+    @property
+    def deepest(self) -> int:
+        """No node is deeper, as far as is known without looking."""
+        return self.shape[1] - 1 if self.max_depth is None else min(self.max_depth, self.shape[1] - 1)
+
+    def padded(self, n_nodes: int) -> DraftTree:
+        """Return the same trees with padding up to n nodes, to be scored: probabilities and probes are left out."""
+        missing = n_nodes - self.shape[1]
+        if missing <= 0:
+            return self
+        tokens, source = (F.pad(values, (0, missing)) for values in (self.tokens, self.source))
+        parents = F.pad(self.parents, (0, missing), value=PADDING_PARENT)
+        return DraftTree(tokens, parents, source, is_chain=self.is_chain, max_depth=self.deepest or None)
+
     @cached_property
     def valid(self) -> Tensor:
         """[B, N] bool: no padding."""
@@ -115,8 +130,7 @@ class DraftTree:
         nodes = torch.arange(n_nodes, device=self.tokens.device)
         jump = torch.where(self.parents >= 0, self.parents, nodes)
         ancestors = torch.eye(n_nodes, dtype=torch.bool, device=self.tokens.device).expand(n_rows, -1, -1)
-        max_depth = n_nodes - 1 if self.max_depth is None else min(self.max_depth, n_nodes - 1)
-        for _ in range(max_depth.bit_length()):
+        for _ in range(self.deepest.bit_length()):
             ancestors = ancestors | ancestors.gather(1, jump[:, :, None].expand(-1, -1, n_nodes))
             jump = jump.gather(1, jump)
         return ancestors

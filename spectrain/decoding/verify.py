@@ -9,14 +9,13 @@ tokens of a chain (gamma = N - 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding.errors import check_choice
-from spectrain.decoding.sampling import Sampling, draw_token, draw_uniforms
+from spectrain.decoding.sampling import Sampling, Uniforms, draw_token
 from spectrain.decoding.tree import DraftTree
 
 VERIFICATIONS = ("token", "block")
@@ -44,16 +43,16 @@ def verify(
     tree: DraftTree,
     logits: Tensor,
     sampling: Sampling,
-    generators: Sequence[torch.Generator] | None = None,
+    uniforms: Uniforms | None = None,
     verification: str = "token",
 ) -> Verified:
-    """Accept a path of each row's tree and draw its bonus token.
+    """Accept a path of each row's tree and draw its bonus token. On a GPU the host waits for nothing here.
 
     Args:
         tree: any tree when greedy or deterministic; a chain when its nodes were drawn from a q (`tree.probs`).
         logits: [B, N, V] of the target.
         sampling: the same for target and drafter.
-        generators: one per row, used for that row only; not read when greedy.
+        uniforms: the rows' random numbers; not read when greedy.
         verification: "token" or "block", the rule for chains that were drawn from a q. Both give the same distribution;
             block accepts at least as many tokens on average. Greedy and deterministic drafts have one rule.
 
@@ -64,9 +63,9 @@ def verify(
     if sampling.greedy:
         return _verify_greedy(tree, logits)
     if tree.probs is None:
-        return _verify_deterministic(tree, logits, sampling, generators)
+        return _verify_deterministic(tree, logits, sampling, uniforms)
     assert tree.is_chain, "drafts that were drawn from q are verified as chains; a branching tree must be deterministic"
-    return _verify_chain(tree, logits, sampling, generators, verification)
+    return _verify_chain(tree, logits, sampling, uniforms, verification)
 
 
 def _verify_greedy(tree: DraftTree, logits: Tensor) -> Verified:
@@ -86,54 +85,49 @@ def _verify_greedy(tree: DraftTree, logits: Tensor) -> Verified:
     return _ending_at(tree, last, best.gather(1, last[:, None])[:, 0])
 
 
-def _verify_deterministic(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
-) -> Verified:
+def _verify_deterministic(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms) -> Verified:
     """Draw a token from the warped p at each node of the path. Follow the child that equals it, else it is the bonus.
 
     The draws go level by level, for the rows still walking: a row pays (and takes randomness) for its path only.
     """
     n_rows, n_nodes = tree.shape
     rows = torch.arange(n_rows, device=logits.device)
-    walking = [True] * n_rows
+    walking = torch.ones(n_rows, dtype=torch.bool, device=logits.device)
     last = torch.zeros(n_rows, dtype=torch.int64, device=logits.device)
     bonus = torch.zeros_like(last)
     # All nodes that spell the path so far: more than one where siblings are equal. Their logits are the same.
     frontier = torch.zeros(n_rows, n_nodes, dtype=torch.bool, device=logits.device)
     frontier[:, 0] = True
-    for _ in range(n_nodes):
-        uniforms = draw_uniforms(generators, [int(w) for w in walking], logits.device)[:, 0]
-        drawn, _ = sampling.draw(logits[rows, last], uniforms)
+    for _ in range(1 + tree.deepest):
+        drawn, _ = sampling.draw(logits[rows, last], uniforms.take(1, walking)[:, 0])
         frontier = frontier.gather(1, tree.parents.clamp_min(0)) & tree.drafted & (tree.tokens == drawn[:, None])
         found = frontier.any(-1)
-        walked = torch.tensor(walking, device=logits.device)
-        bonus = torch.where(walked, drawn, bonus)  # stands if this is the row's last draw
-        last = torch.where(walked & found, frontier.int().argmax(-1), last)
-        walking = (walked & found).tolist()
-        if not any(walking):
+        bonus = torch.where(walking, drawn, bonus)  # stands if this is the row's last draw
+        walking = walking & found
+        last = torch.where(walking, frontier.int().argmax(-1), last)
+        if walking.device.type == "cpu" and not walking.any():  # elsewhere asking would cost more than the other levels
             break
     return _ending_at(tree, last, bonus)
 
 
 def _verify_chain(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator], verification: str
+    tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms, verification: str
 ) -> Verified:
     """Accept x_1..x_last by either rule. A rejected rest is made up for by a bonus from the residual."""
     n_nodes = tree.shape[1]
     lengths = tree.drafted.sum(-1)  # [B]
     p = sampling.warp(logits)  # [B, N, V]
     q = tree.probs
-    uniforms = draw_uniforms(generators, (lengths + 1).tolist(), logits.device)
-    uniforms = torch.nn.functional.pad(uniforms, (0, n_nodes - uniforms.shape[1]))
+    numbers = uniforms.take(n_nodes, lengths + 1)  # one for each drafted token, then the bonus's
 
     rule = _accept_block if verification == "block" else _accept_tokens
-    last, mass = rule(tree, p, uniforms[:, :-1])
+    last, mass = rule(tree, p, numbers[:, :-1])
     p_last = _at(p, last)
     q_next = _at(q, (last + 1).clamp_max(n_nodes - 1))
     residual = (mass[:, None] * p_last - q_next).clamp_min(0)  # norm(max(0, P p - q)); draw_token does the normalising
     use_residual = (last < lengths) & (residual.sum(-1) > 0)  # a residual of 0 falls back to p
     weights = torch.where(use_residual[:, None], residual, p_last)
-    return _ending_at(tree, last, draw_token(weights, uniforms.gather(1, lengths[:, None])[:, 0]))
+    return _ending_at(tree, last, draw_token(weights, numbers.gather(1, lengths[:, None])[:, 0]))
 
 
 def _accept_tokens(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

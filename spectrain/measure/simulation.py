@@ -39,8 +39,7 @@ def simulate(drafter: Drafter, text: Text) -> list[int]:
         emitted = follow(tree, 0, response[done:])
         path, accepted, bonus = torch.zeros(1, 1, dtype=torch.int64), [len(emitted) - 1], emitted[-1:]
         verified = Verified(path, torch.tensor(accepted), torch.tensor(bonus))
-        context.advance([emitted], verified.bonus, none)
-        drafter.observe(context, tree, None, verified)
+        drafter.follow(context, tree, None, verified, none, [emitted])
         steps.append(len(emitted))
         done += len(emitted)
     drafter.free(0)

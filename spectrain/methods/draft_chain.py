@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
 from spectrain.methods.stopping import StopRule
 
@@ -65,9 +66,9 @@ def draft_chain(
         stop: ends rows one by one; None: all draft as long as they may.
     """
     left = [min(gamma, room - 1) for room in context.room]  # tokens that each row may still draft
-    drafting = [count > 0 for count in left]
-    if not any(drafting):
+    if max(left) < 1:
         return DraftTree.root_only(context.roots)
+    drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     stop.begin(context)
     tokens, probs, lengths = [], [], [0] * len(left)
@@ -77,7 +78,8 @@ def draft_chain(
         drafting = _without(drafting, stop.before(i, said.logits))
         if not any(drafting):
             break
-        token, q = context.draw(said.logits, None if all(drafting) else drafting)
+        going = None if all(drafting) else to_device(torch.tensor(drafting), context.device)
+        token, q = context.draw(said.logits, going)
         tokens.append(token)
         probs.append(q)
         lengths = [length + going for length, going in zip(lengths, drafting, strict=True)]
@@ -92,7 +94,7 @@ def draft_chain(
             break
     if not tokens:
         return DraftTree.root_only(context.roots)
-    ragged = torch.tensor(lengths, device=context.device) if min(lengths) < len(tokens) else None
+    ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
     return DraftTree.chain(
         context.roots, torch.stack(tokens, dim=1), ragged, None if context.sampling.greedy else probs
     )

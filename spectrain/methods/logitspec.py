@@ -13,7 +13,7 @@ Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behin
 
 from __future__ import annotations
 
-from spectrain.decoding import Context, DraftTree, Source, TargetModel
+from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
@@ -98,18 +98,11 @@ class LogitSpec(CandidateDrafter):
         self.last_logits, self.retrieval = last_logits, retrieval
         longest = 1 + continuation_tokens if retrieval else 1
         self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * self.max_nodes  # by rank; more than are used
-        self.ranked: list[list[int]] = []  # one list per row: the likeliest tokens of its last logits, best first
+        # K - 1 tokens fill a tree, and the root may be among them: K are enough.
+        self.n_ranked = self.max_nodes if last_logits else 0
 
     def new_row(self, tokens: list[int]) -> PositionTable:
         return PositionTable(tokens, self.max_ngram, "latest_full", self.continuation_tokens)
-
-    def propose(self, context: Context) -> DraftTree:
-        n_nodes = self.nodes_of_step(context)
-        if self.last_logits and n_nodes > 1:
-            # K - 1 tokens fill a tree, and the root may be among them: K are enough.
-            k = min(n_nodes, context.last_logits.shape[1])
-            self.ranked = context.last_logits.topk(k).indices.tolist()  # all rows in one transfer
-        return super().propose(context)
 
     def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
         if self.retrieval:

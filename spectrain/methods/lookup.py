@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, TargetOutput, Verified
 from spectrain.decoding.errors import check_whole
@@ -39,6 +42,7 @@ class LookupDrafter(Drafter):
     """
 
     store: Datastore | None = None  # that it drafts from
+    n_ranked = 0  # tokens of each row's last logits that it wants to know
     probe_shape: ProbeShape = NO_PROBES  # of the probes, which stand at nodes 1..P of every row
 
     def __init__(self, max_nodes: int | NodeBudget):
@@ -47,6 +51,7 @@ class LookupDrafter(Drafter):
             max_nodes = NodeBudget(fixed=max_nodes)
         self.budget, self.max_nodes = max_nodes, max_nodes.largest
         self.rows: list[RowState] = []
+        self.ranked: list[list[int]] = []  # by row: the likeliest tokens of its last logits, best first
 
     def nodes_of_step(self, context: Context) -> int:
         """Nodes of each row's tree in this step, root, guesses and probes; 1: nothing is worth proposing."""
@@ -59,25 +64,32 @@ class LookupDrafter(Drafter):
         """The state of a row that joined; tokens: its prompt and its first token, the root."""
 
     def start(self, target, cache) -> None:
-        self.rows = []
+        self.rows, self.ranked = [], []
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         for row in rows:
             self.rows.append(self.new_row(context.tokens[row, : context.n_tokens[row]].tolist()))
+        if self.n_ranked:
+            self.ranked += self._likeliest(context)[rows.start :].tolist()
 
-    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
-        self.feed(context, verified.accepted.tolist())
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
+        return self._likeliest(context) if self.n_ranked else None
 
-    def feed(self, context: Context, accepted: list[int]) -> None:
-        """Give each row the tokens of the step: the accepted ones and the bonus, the new root."""
-        tokens = context.tokens.numpy()
-        for row, (state, n_accepted) in enumerate(zip(self.rows, accepted, strict=True)):
-            n_tokens = context.n_tokens[row]
-            state.extend(tokens[row, n_tokens - n_accepted - 1 : n_tokens].tolist())
+    def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
+        for state, tokens in zip(self.rows, emitted, strict=True):
+            state.extend(tokens)
+        if self.n_ranked:
+            self.ranked = list(asked)
 
     def free(self, row: int) -> None:
-        self.rows[row] = self.rows[-1]
-        self.rows.pop()
+        for values in (self.rows, self.ranked):
+            if values:
+                values[row] = values[-1]
+                values.pop()
+
+    def _likeliest(self, context: Context) -> Tensor:
+        logits = context.last_logits
+        return logits.topk(min(self.n_ranked, logits.shape[1])).indices
 
 
 class CandidateDrafter(LookupDrafter):

@@ -58,9 +58,11 @@ class MagicDec(Drafter):
     def start(self, target: TargetModel, cache: KVCache) -> None:
         if self.positions == "cache" and (self.reader is None or self.reader.config is not target.config):
             self._inv_freq = rotary_frequencies(target)
+        if self.cache is not None:
+            self.reader.keep_cache(self.cache)
         self.reader, self.full = target, cache
         n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed
-        self.cache = KVCache(cache.max_rows, block_tokens=n_slots)
+        self.cache = target.new_cache(cache.max_rows, n_slots, n_slots)
 
     def propose(self, context: Context) -> DraftTree:
         # The sparse cache is copied anew here, so there is nothing to do when drafts are rejected or rows end.
@@ -78,14 +80,14 @@ class MagicDec(Drafter):
         if self.positions == "text":  # a row without room is read on with its neighbours, past the context even
             positions = text_positions.clamp_max(self.reader.max_positions - 1)
         output = self.reader.score(DraftTree.root_only(tokens), self.cache, positions)
-        self.cache.commit(None, [1] * len(tokens))
+        self.cache.keep(1)
         return DraftStep(output.logits[:, 0])
 
     def _copy_view(self) -> None:
         """Fills the sparse cache with sink and window of every row; a shorter row gives all its tokens."""
         device, lengths = self.reader.device, self.full.lengths
         kept = [min(length, self.sink_tokens + self.window_tokens) for length in lengths]
-        left_out = torch.tensor([length - k for length, k in zip(lengths, kept, strict=True)], device=device)[:, None]
+        left_out = (self.full.lengths_on(device) - self.sink_tokens - self.window_tokens).clamp_min(0)[:, None]
         view = torch.arange(max(kept), device=device).expand(len(kept), -1)
         skipped = left_out * (view >= self.sink_tokens)  # [n, K] text position less position in the view
         slots = view + skipped  # past a short row's end they hold rubbish, which its length hides

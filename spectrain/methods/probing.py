@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
+from collections.abc import Sequence
 from random import Random
 
-import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, TargetModel, TargetOutput, Verified
@@ -75,13 +75,14 @@ class ProbingDrafter(CandidateDrafter):
         """The token behind each column, [n, W] int64, from the logits [n, W, V] at its last token."""
         return logits.argmax(-1)
 
-    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor:
         end = 1 + self.probe_shape.n_probes
-        predicted = self.predict(output.logits[:, end - self.n_columns : end])
-        counted = torch.cat([verified.accepted[:, None], predicted], dim=1).tolist()  # one transfer
-        for state, (_, *new) in zip(self.rows, counted, strict=True):
+        return self.predict(output.logits[:, end - self.n_columns : end])
+
+    def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
+        for state, new in zip(self.rows, asked, strict=True):
             state.predicted(new)
-        self.feed(context, [accepted for accepted, *_ in counted])
+        super().extend(context, emitted, asked)
 
 
 def remember(ngrams: dict[tuple[int, ...], None], ngram: tuple[int, ...], most: int) -> None:

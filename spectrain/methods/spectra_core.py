@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.errors import UserError, check_number
+from spectrain.decoding.transfer import to_device
 from spectrain.methods.probing import ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever
@@ -115,12 +116,12 @@ class SpectraCore(ProbingDrafter):
         """The most probable token, of all or of those that are no keys yet (Algorithm 1, lines 28 to 33)."""
         new_keys = [(row, key) for row, state in enumerate(self.rows) for key in state.ngrams.take_new_keys()]
         if new_keys:
-            row, key = torch.tensor(new_keys, device=self.is_key.device).T
+            row, key = to_device(torch.tensor(new_keys), self.is_key.device).T
             self.is_key[row, key] = True
         best = logits.argmax(-1)
         unseen = [(row, i) for row, state in enumerate(self.rows) for i in state.draw_unseen(logits.shape[-1])]
         if unseen:
-            row, i = torch.tensor(unseen, device=logits.device).T
+            row, i = to_device(torch.tensor(unseen), logits.device).T
             best[row, i] = logits[row, i].masked_fill(self.is_key[row], -torch.inf).argmax(-1)
         return best
 

@@ -12,6 +12,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
 from spectrain.decoding.target import TargetModel, TargetOutput
+from spectrain.decoding.transfer import without
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
 from spectrain.decoding.weights import draft_dtype_of
@@ -35,7 +36,8 @@ def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "floa
     """
     weights = draft_dtype_of(draft_dtype, target.device, target.dtype)
     dtype = str(target.dtype if weights == torch.int8 else weights).removeprefix("torch.")
-    draft_model = load_target(drafter, dtype=dtype, device=str(target.device), role="draft model")
+    options = {"device": str(target.device), "graphs": "none" if target.graphs is None else "auto"}
+    draft_model = load_target(drafter, dtype=dtype, role="draft model", **options)
     check_tokenizers(target, draft_model)
     return draft_model
 
@@ -66,6 +68,7 @@ class Speculative(Drafter):
         self.gamma = gamma_within(gamma, max_nodes)
         self.cache: KVCache | None = None
         self.vocab_size = draft_model.vocab_size
+        self._before = torch.empty(0, dtype=torch.int64)  # [n] the token before each row's root
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
@@ -73,7 +76,9 @@ class Speculative(Drafter):
             check_tokenizers(target, self.draft_model)
         self._fits = target
         self.vocab_size = target.vocab_size
-        self.cache = KVCache(cache.max_rows, cache.block_tokens, cache.capacity)
+        if self.cache is not None:
+            self.draft_model.keep_cache(self.cache)
+        self.cache = self.draft_model.new_cache(cache.max_rows, cache.block_tokens, cache.capacity)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         lengths = [context.n_tokens[row] - 1 for row in rows]
@@ -85,51 +90,46 @@ class Speculative(Drafter):
             )
         prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
         self.draft_model.prefill(prompts, lengths, self.cache, rows)
+        last = torch.tensor(lengths, device=prompts.device)[:, None] - 1
+        self._before = torch.cat([self._before[: rows.start].to(prompts.device), prompts.gather(1, last)[:, 0]])
 
     def propose(self, context: Context) -> DraftTree:
         return draft_chain(
             context,
             self.gamma,
-            first=lambda: self._read(self._unseen(context), context),
+            first=lambda: self._read_unseen(context),
             # The last token is not fed: its K and V are made up for if it is accepted.
             step=lambda tokens, i: self._read(DraftTree.root_only(tokens.to(self.draft_model.device)), context),
             stop=self.stop,
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
-        # What the cache holds behind the accepted tokens was rejected. The new root is not in it, and after a fully
-        # accepted chain neither is the token before: `_unseen` then feeds two.
-        known = [n_tokens - 1 for n_tokens in context.n_tokens]
-        self.cache.truncate([min(length, limit) for length, limit in zip(self.cache.lengths, known, strict=True)])
+        before = tree.tokens.gather(1, verified.last[:, None])[:, 0]
+        self._before = before.to(self.draft_model.device)
 
     def free(self, row: int) -> None:
         self.cache.free(row)
+        self._before = without(self._before, row)
 
-    def _unseen(self, context: Context) -> DraftTree:
-        """Each row's tokens that the draft cache lacks, the root last, as a ragged chain."""
+    def _read_unseen(self, context: Context) -> DraftStep:
+        """Feed what the draft cache lacks of the rows' texts: their roots, and after a fully accepted draft the tokens
+        before them, which were drafted but never fed. What the cache holds behind these was rejected.
+        """
         device = self.draft_model.device
-        missing = [total - seen for total, seen in zip(context.n_tokens, self.cache.lengths, strict=True)]
-        if max(missing) == 1:
-            return DraftTree.root_only(context.roots.to(device))
-        tokens = torch.zeros(len(missing), max(missing), dtype=torch.int64)
-        for row, (seen, count) in enumerate(zip(self.cache.lengths, missing, strict=True)):
-            tokens[row, :count] = context.tokens[row, seen : seen + count]
-        tokens = tokens.to(device)
-        return DraftTree.chain(tokens[:, 0], tokens[:, 1:], torch.tensor(missing, device=device) - 1)
+        roots, seen = context.roots.to(device), zip(context.n_tokens, self.cache.lengths, strict=True)
+        n_unseen = max(max(total - known for total, known in seen), 1)  # 1 or 2, the same for all rows
+        starts = [total - n_unseen for total in context.n_tokens]
+        self.cache.truncate(starts, context.lengths.to(device) - n_unseen)
+        if n_unseen == 1:
+            return self._read(DraftTree.root_only(roots), context)
+        return self._read(DraftTree.chain(self._before, roots[:, None]), context)
 
     def _read(self, chain: DraftTree, context: Context) -> DraftStep:
         """Run the draft model on one chain per row and keep it. Returns what it says at the end of each chain."""
         output = self.draft_model.score(chain, self.cache)
-        n_rows, n_tokens = chain.shape
-        if n_tokens == 1:
-            self.cache.commit(None, [1] * n_rows)
-            ends = (slice(None), 0)
-        else:
-            counts = chain.valid.sum(-1)
-            self.cache.commit(None, counts.tolist())
-            ends = (torch.arange(n_rows, device=counts.device), counts - 1)
-        logits = in_vocabulary(output.logits[ends], self.vocab_size).to(context.device)
-        return DraftStep(logits, output.hidden[ends] if output.hidden is not None else None)
+        self.cache.keep(chain.shape[1])
+        logits = in_vocabulary(output.logits[:, -1], self.vocab_size).to(context.device)
+        return DraftStep(logits, output.hidden[:, -1] if output.hidden is not None else None)
 
 
 def check_tokenizers(target: TargetModel, draft_model: TargetModel) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.graphs import Graphs, unique
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
@@ -65,6 +66,8 @@ class Spire(Drafter):
         self.trained, self.stop, self.draft_dtype = drafter, stop, draft_dtype
         self.drafter = drafter  # as it drafts; `start` makes it
         self._made_for: tuple = ()
+        self.slots: SlotStore | None = None
+        self.graphs: Graphs | None = None  # that run draft steps
         self.gamma = gamma_within(config.k if gamma is None else gamma, max_nodes)
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
@@ -77,7 +80,11 @@ class Spire(Drafter):
                 f"the SPIRe drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, "
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
-        self.slots = SlotStore(self.fitted(target), self.gamma, cache.max_rows)
+        drafter, self.graphs = self.fitted(target), target.graphs
+        if self.slots is not None and self.slots.fits(drafter, cache.max_rows):
+            self.slots.clear()
+        else:
+            self.slots = SlotStore(drafter, self.gamma, cache.max_rows)
 
     def fitted(self, target: TargetModel) -> SpireDrafter:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
@@ -121,12 +128,18 @@ class Spire(Drafter):
 
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""
+        if self.graphs is None:
+            return DraftStep(*self._read(tokens, positions))
+        return DraftStep(*self.graphs.run(("spire", self.slots.storage), self._read, tokens, positions))
+
+    def _read(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [n, V] and final states [n, D], and store the tokens' memories."""
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         seen = additive(seen, past[0].keys.dtype)
         hidden, memories = self.drafter.step(self._embedded(tokens[:, None]), rope, past, seen)
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
-        return DraftStep(self.drafter.lm_head(hidden[:, 0]), hidden[:, 0])
+        return self.drafter.lm_head(hidden[:, 0]), hidden[:, 0]
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Embed tokens; a table that is also the unembedding may be in a shorter dtype than the drafter computes in."""
@@ -147,7 +160,7 @@ class Spire(Drafter):
             n_sinks = min(config.sink_tokens, length)
             near = range(max(n_sinks, length - self.slots.ring_tokens), length)  # a slot is written once
             kept = torch.tensor([*range(n_sinks), *near], device=context.device)
-            self.slots.clear(row)
+            self.slots.forget(row)
             read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
             self.slots.write(read, kept[None], slice(row, row + 1))
 
@@ -168,6 +181,7 @@ class SlotStore:
         self.stores = [KeysValues(weight.new_zeros(size), weight.new_zeros(size)) for _ in drafter.blocks]
         self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=weight.device)
         self.n_rows = 0
+        self.storage = unique()
 
     def kept(self, lengths: Tensor) -> Tensor:
         """Return the positions [R, s + W + g] that are kept of texts of lengths [R]; -1 where there are fewer."""
@@ -212,7 +226,16 @@ class SlotStore:
         seen = torch.nn.functional.pad(seen, (0, 1), value=True)[:, None, None]
         return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores], seen
 
-    def clear(self, row: int) -> None:
+    def fits(self, drafter: SpireDrafter, max_rows: int) -> bool:
+        return self.drafter is drafter and len(self.positions) == max_rows
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.positions.fill_(-1)
+        self.n_rows = 0
+
+    def forget(self, row: int) -> None:
+        """Empty a row, which may be a new one at the end."""
         self.positions[row] = -1
         self.n_rows = max(self.n_rows, row + 1)
 

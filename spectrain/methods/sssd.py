@@ -20,6 +20,7 @@ import torch
 
 from spectrain.decoding import Context, DraftTree, TargetModel
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
@@ -99,6 +100,7 @@ class Sssd(LookupDrafter):
         super().__init__(max_nodes)
         self.store, self.options = store, options
         self.branch_tokens = options.branch_tokens or branch_of(self.max_nodes)
+        self.n_ranked = options.logits_candidates + 1 if options.last_logits else 0  # the root may be among them
         self.discounts = Discounts.of(options, self.branch_tokens)
         self.retrievers = [self._new_retriever()]  # one per thread
         self._pool: ThreadPoolExecutor | None = None
@@ -142,12 +144,10 @@ class Sssd(LookupDrafter):
 
     def _candidates(self, context: Context) -> list[np.ndarray]:
         """The likeliest tokens of each row's last logits, best first, without the root."""
-        if not self.options.last_logits:
+        if not self.n_ranked:
             return [NO_TOKENS] * context.n_rows
-        n, logits = self.options.logits_candidates, context.last_logits
-        best = logits.topk(min(n + 1, logits.shape[1])).indices.cpu().numpy()  # the root may be among them: one more
-        roots = context.roots.cpu().numpy()
-        return [tokens[tokens != root][:n] for tokens, root in zip(best, roots, strict=True)]
+        best, roots = np.array(self.ranked, dtype=np.int64), context.tail(1)
+        return [tokens[tokens != root][: self.n_ranked - 1] for tokens, root in zip(best, roots, strict=True)]
 
     def _draft_row(
         self,
@@ -194,7 +194,7 @@ def packed(drafts: np.ndarray, sizes: np.ndarray, device: torch.device) -> Draft
     draft[:, padding] = 0
     draft[1, padding] = PADDING_PARENT
     is_chain = bool(((draft[1] == nodes - 1) | padding).all())
-    tokens, parents, sources = torch.from_numpy(draft).to(device)
+    tokens, parents, sources = to_device(torch.from_numpy(draft), device)
     return DraftTree(tokens, parents, sources, is_chain=is_chain, max_depth=max(depth, 1))
 
 

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.sampling import draw_uniforms, row_generator
+from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadFacts
@@ -178,10 +178,10 @@ class HeadTraining(Training):
     @torch.no_grad()
     def examples(self, batch: TextBatch, epoch: int) -> tuple[Tensor, Tensor]:
         """States [M, D] of this epoch's drafted tokens, as decoding would compute them, and labels [M] float32."""
-        n_rows, n_tokens = batch.tokens.shape
+        n_tokens = batch.tokens.shape[1]
         generators = [row_generator(self.seed + 1 + epoch, number) for number in batch.numbers]
         # Two numbers per position, side by side, so that padding changes no row's numbers.
-        uniforms = draw_uniforms(generators, [2 * n_tokens] * n_rows, batch.tokens.device)
+        uniforms = Uniforms(generators, batch.tokens.device, ahead=2 * n_tokens).take(2 * n_tokens)
         mixing, drawing = uniforms.unflatten(1, (n_tokens, 2)).unbind(-1)
         may_draft = batch.is_response & self.states.reads_drafts(n_tokens, batch.tokens.device)
         captured = None

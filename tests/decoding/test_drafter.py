@@ -2,7 +2,7 @@
 
 import torch
 
-from spectrain.decoding import Context, Sampling
+from spectrain.decoding import Context, Sampling, Verified
 from spectrain.decoding.sampling import row_generator
 
 PROMPTS = [[5, 6], [7, 8, 9], [4]]
@@ -21,7 +21,8 @@ def texts(context: Context) -> list[list[int]]:
 
 def test_advance_appends_and_counts():
     context = rooted_context()
-    context.advance([[30, 31], [32], [33, 34, 35]], torch.tensor([31, 32, 35]), torch.eye(3))
+    context.advance(Verified(None, torch.tensor([1, 0, 2]), torch.tensor([31, 32, 35])), torch.eye(3))
+    context.extend([[30, 31], [32], [33, 34, 35]])
     assert texts(context) == [[5, 6, 20, 30, 31], [7, 8, 9, 21, 32], [4, 22, 33, 34, 35]]
     assert context.lengths.tolist() == [5, 5, 5]
     assert context.room == [7, 8, 6]
@@ -56,16 +57,16 @@ def test_draw_warps_and_leaves_inactive_rows_their_randomness():
     sampling = Sampling(temperature=0.5, top_k=2)
     context = rooted_context(sampling)
     logits = torch.randn(3, 7)
-    _, q = context.draw(logits, active=[True, False, True])
+    _, q = context.draw(logits, active=torch.tensor([True, False, True]))
     torch.testing.assert_close(q, sampling.warp(logits))
-    following = [torch.rand(1, generator=generator).item() for generator in context.generators]
+    following = context.uniforms.take(1)
     for row, n_drawn in enumerate([1, 0, 1]):
-        assert following[row] == torch.rand(n_drawn + 1, generator=row_generator(0, row))[-1].item()
+        assert following[row].item() == torch.rand(n_drawn + 1, generator=row_generator(0, row))[-1].item()
 
 
 def test_tail_is_the_end_of_each_row_and_all_of_a_short_one():
     context = Context(Sampling(), max_rows=2)
-    context.append([[5, 6, 7], [8]], 9, [None, None])
+    context.append([[5, 6, 7], [8]], 9, [torch.Generator(), torch.Generator()])
     context.root(range(2), torch.tensor([1, 2]), torch.zeros(2, 61))
     assert context.tail(3) == [[6, 7, 1], [8, 2]]
     assert context.tail(1) == [[1], [2]]

@@ -25,6 +25,13 @@ def assert_row_holds(target: TargetModel, cache: KVCache, row: int, tokens: list
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def commit(cache: KVCache, path: torch.Tensor | None, counts: list[int]) -> None:
+    """Device and host, one after the other, as the loop does."""
+    cache.commit(path, torch.tensor(counts) - 1)
+    cache.extend(counts)
+    assert cache.lengths_on(torch.device("cpu")).tolist() == cache.lengths
+
+
 def test_commit_of_tree_paths_equals_fresh_prefill(family_target):
     prompts = random_prompts([5, 13, 9])
     cache = prefilled(family_target, prompts)
@@ -33,7 +40,7 @@ def test_commit_of_tree_paths_equals_fresh_prefill(family_target):
     tokens = random_prompts([7, 7, 7], seed=1)
     tree = tree_of(tokens, [[-1, 0, 0, 1, 2, 4, 3]] * 3)
     family_target.score(tree, cache)
-    cache.commit(torch.tensor([[0, 2, 4, 5, -1], [0, -1, -1, -1, -1], [0, 1, 3, 6, -1]]), [4, 1, 4])
+    commit(cache, torch.tensor([[0, 2, 4, 5, -1], [0, -1, -1, -1, -1], [0, 1, 3, 6, -1]]), [4, 1, 4])
     for row, path in enumerate(([0, 2, 4, 5], [0], [0, 1, 3, 6])):
         assert_row_holds(family_target, cache, row, prompts[row] + [tokens[row][node] for node in path])
 
@@ -49,7 +56,7 @@ def test_many_random_commits_across_growth_equal_fresh_prefill(llama_target):
         llama_target.score(tree, cache)
         path = tree.path_to(torch.randint(6, (2,), generator=generator))
         counts = (path >= 0).sum(-1).tolist()
-        cache.commit(path, counts)
+        commit(cache, path, counts)
         for row, count in enumerate(counts):
             texts[row] = texts[row] + [tokens[row][node] for node in path[row, :count].tolist()]
     assert cache.capacity >= 20
@@ -61,7 +68,7 @@ def test_chain_commit_moves_nothing_and_cuts_the_rest(llama_target):
     (prompt,) = random_prompts([4])
     cache = prefilled(llama_target, [prompt])
     llama_target.score(DraftTree.chain(torch.tensor([7]), torch.tensor([[8, 9, 10]])), cache)
-    cache.commit(None, [2])
+    commit(cache, None, [2])
     assert_row_holds(llama_target, cache, 0, [*prompt, 7, 8])
 
 

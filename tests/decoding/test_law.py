@@ -157,17 +157,17 @@ def test_block_verification_samples_from_the_same_distribution(method):
     assert p_value(DRAFTERS[method](), WARPED, "block") > ALPHA
 
 
-def redraws_the_bonus(tree, logits, sampling, generators, verification) -> Verified:
+def redraws_the_bonus(tree, logits, sampling, uniforms, verification) -> Verified:
     """Draws the bonus anew from p: not from the residual of a chain, and not the token that left a deterministic tree
     (as REST's reference does)."""
-    verified = verify(tree, logits, sampling, generators, verification)
+    verified = verify(tree, logits, sampling, uniforms, verification)
     p_last = sampling.warp(logits[torch.arange(len(verified.last)), verified.last])
     return Verified(verified.path, verified.accepted, torch.multinomial(p_last, 1)[:, 0])
 
 
-def accepts_too_readily(tree, logits, sampling, generators, verification) -> Verified:
+def accepts_too_readily(tree, logits, sampling, uniforms, verification) -> Verified:
     halved = None if tree.probs is None else tree.probs / 2
-    return verify(dataclasses.replace(tree, probs=halved), logits, sampling, generators, verification)
+    return verify(dataclasses.replace(tree, probs=halved), logits, sampling, uniforms, verification)
 
 
 @pytest.mark.parametrize(

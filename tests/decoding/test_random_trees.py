@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, verify
-from spectrain.decoding.sampling import row_generator
+from spectrain.decoding.sampling import Uniforms, row_generator
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import cached_states, slow_ancestors, tree_of
 
@@ -89,7 +89,7 @@ def test_greedy_walk_equals_the_slow_walk(tree, seed):
 def test_sampled_walk_draws_one_token_a_node(tree, seed):
     logits, sampling = logits_of_paths(tree, seed), Sampling(temperature=1.0, top_k=3)
     rows = range(tree.shape[0])
-    verified = verify(tree, logits, sampling, [row_generator(seed, row) for row in rows])
+    verified = verify(tree, logits, sampling, Uniforms([row_generator(seed, row) for row in rows]))
     for row in rows:
         generator = row_generator(seed, row)
 
@@ -124,7 +124,8 @@ def test_a_step_leaves_the_cache_of_a_fresh_prefill(tree, seed):
             torch.testing.assert_close(output.logits[row, node], plain, rtol=1e-4, atol=1e-4)
     paths = tree.path_to(torch.tensor(ends))
     counts = (paths >= 0).sum(1).tolist()
-    cache.commit(paths.clamp_min(0), counts)
+    cache.commit(paths, torch.tensor(counts) - 1)
+    cache.extend(counts)
     for row in range(n_rows):
         text = prompts[row] + tree.tokens[row][paths[row, : counts[row]]].tolist()
         fresh = KVCache(1, block_tokens=8)

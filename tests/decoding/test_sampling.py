@@ -6,7 +6,7 @@ from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.sampling import Sampling, draw_token, draw_uniforms, row_generator
+from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, row_generator
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,24 @@ def test_neighbouring_prompts_draw_independently():
     assert pairs[:, 0].unique().numel() > 3990
 
 
-def test_a_row_without_need_keeps_its_randomness():
-    generators = [row_generator(0, index) for index in range(2)]
-    drawn = draw_uniforms(generators, [0, 3])
-    assert drawn[0].tolist() == [0, 0, 0]
-    assert torch.equal(draw_uniforms(generators[:1], [2])[0], torch.rand(2, generator=row_generator(0, 0)))
+def test_each_row_reads_its_own_stream_whatever_its_neighbours_take():
+    """Rows take different counts, leave and join, and read on past their blocks of 8 numbers."""
+    generator = torch.Generator().manual_seed(0)
+    uniforms, numbers = Uniforms([row_generator(0, index) for index in range(3)], ahead=8), [0, 1, 2]
+    read: dict[int, list[float]] = {number: [] for number in range(6)}
+    for step in range(60):
+        count = int(torch.randint(1, 5, (1,), generator=generator)) if step != 30 else 20  # more than a block
+        used = torch.randint(0, count + 1, (len(numbers),), generator=generator)
+        taken = uniforms.take(count, used)
+        for number, row, n_used in zip(numbers, taken.tolist(), used.tolist(), strict=True):
+            read[number] += row[:n_used]
+        if step in (10, 20, 40):
+            uniforms.free(0)
+            uniforms.append([row_generator(0, max(numbers) + 1)])
+            numbers = [numbers[-1], *numbers[1:-1], max(numbers) + 1]
+    assert min(map(len, read.values())) > 8
+    for number, found in read.items():
+        assert found == torch.rand(len(found), generator=row_generator(0, number)).tolist()
 
 
 @pytest.mark.parametrize("option", [{"temperature": -1.0}, {"top_k": -2}, {"top_p": 0.0}, {"min_p": 1.0}], ids=str)

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 
 from spectrain.decoding import DraftTree, Sampling, verify
-from spectrain.decoding.sampling import row_generator
+from spectrain.decoding.sampling import Uniforms, row_generator
 from tests.decoding.reference import tree_of
 
 VOCAB_SIZE = 8
@@ -17,8 +17,8 @@ def says(*rows: list[int]) -> torch.Tensor:
     return 1000.0 * torch.nn.functional.one_hot(torch.tensor(rows), VOCAB_SIZE).float()
 
 
-def generators(n_rows: int) -> list[torch.Generator]:
-    return [row_generator(0, row) for row in range(n_rows)]
+def generators(n_rows: int) -> Uniforms:
+    return Uniforms([row_generator(0, row) for row in range(n_rows)])
 
 
 # Greedily, or sampled from a target that is sure: the same path.
@@ -153,7 +153,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind):
             DraftTree.chain(torch.zeros(1).long(), tokens[[row], :n], None, probs and [x[[row]] for x in probs[:n]]),
             logits[[row], : n + 1],
             ANY,
-            [row_generator(0, row)],
+            Uniforms([row_generator(0, row)]),
         )
         assert int(alone.bonus) == int(together.bonus[row])
         assert int(alone.accepted) == int(together.accepted[row])

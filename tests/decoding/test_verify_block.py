@@ -10,9 +10,8 @@ import torch
 from scipy.stats import chisquare
 
 from spectrain.decoding import DraftTree, Sampling, Verified, verify
-from spectrain.decoding import verify as verify_function
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.sampling import draw_token, row_generator
+from spectrain.decoding.sampling import Uniforms, draw_token, row_generator
 from tests.decoding.reference import tree_of
 
 ALPHA = 1e-4
@@ -22,8 +21,8 @@ COIN_P, COIN_Q = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
 A, B = 0, 1
 
 
-def generators(n_rows: int) -> list[torch.Generator]:
-    return [row_generator(0, row) for row in range(n_rows)]
+def generators(n_rows: int) -> Uniforms:
+    return Uniforms([row_generator(0, row) for row in range(n_rows)])
 
 
 def chains(tokens: list[list[int]], q: list[list[float]], lengths: list[int] | None = None) -> DraftTree:
@@ -45,8 +44,7 @@ def judged(tokens: list[int], p: list[float], q: list[float], n_rows: int, verif
 
 def with_uniforms(monkeypatch, uniforms: list[list[float]]) -> None:
     """The numbers that `verify` is to draw: gamma for the path, then one for the bonus."""
-    module = __import__("sys").modules[verify_function.__module__]
-    monkeypatch.setattr(module, "draw_uniforms", lambda *_: torch.tensor(uniforms))
+    monkeypatch.setattr(Uniforms, "take", lambda *_: torch.tensor(uniforms))
 
 
 class TestByHand:
@@ -208,9 +206,9 @@ def test_emitted_tokens_have_the_law_of_the_target(seed, ragged):
     assert p_value(block, seed, ragged) > ALPHA
 
 
-def block_with_token_residual(tree, logits, sampling, generators) -> Verified:
+def block_with_token_residual(tree, logits, sampling, uniforms) -> Verified:
     """The bonus from max(0, p - q), without the factor P."""
-    verified = block(tree, logits, sampling, generators)
+    verified = block(tree, logits, sampling, uniforms)
     rows, last = torch.arange(len(verified.last)), verified.last
     p = sampling.warp(logits)[rows, last]
     residual = (p - tree.probs[rows, (last + 1).clamp_max(GAMMA)]).clamp_min(0)
@@ -218,9 +216,9 @@ def block_with_token_residual(tree, logits, sampling, generators) -> Verified:
     return Verified(verified.path, verified.accepted, torch.where(last < GAMMA, redrawn, verified.bonus))
 
 
-def block_with_fresh_bonus(tree, logits, sampling, generators) -> Verified:
+def block_with_fresh_bonus(tree, logits, sampling, uniforms) -> Verified:
     """The bonus from p."""
-    verified = block(tree, logits, sampling, generators)
+    verified = block(tree, logits, sampling, uniforms)
     fresh = draw_token(sampling.warp(verified.last_logits(logits)), torch.rand(len(verified.last)))
     return Verified(verified.path, verified.accepted, fresh)
 
@@ -255,7 +253,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     together = block(chain, logits, ANY, generators(n_rows))
     for row, n in enumerate(lengths):
         alone = DraftTree.chain(roots[[row]], tokens[[row], :n], None, [x[[row]] for x in q[:, :n].unbind(1)])
-        verified = block(alone, logits[[row], : n + 1], ANY, [row_generator(0, row)])
+        verified = block(alone, logits[[row], : n + 1], ANY, Uniforms([row_generator(0, row)]))
         assert (int(verified.accepted), int(verified.bonus)) == (
             int(together.accepted[row]),
             int(together.bonus[row]),

@@ -19,8 +19,9 @@ FAMILY = "llama_gqa"
 OPTIONS = {"batch_size": 3, "stop_token_ids": (), "cache_block_tokens": 8}
 
 
-def on_card(dtype: torch.dtype) -> TargetModel:
-    return TargetModel(tiny_model(FAMILY).to(CARD, dtype), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)
+def on_card(dtype: torch.dtype, graphs: str = "auto") -> TargetModel:
+    model = tiny_model(FAMILY).to(CARD, dtype)
+    return TargetModel(model, artifacts(FAMILY).target.tokenizer, prefill_chunk=16, graphs=graphs)
 
 
 def method_of(name: str, target: TargetModel) -> Drafter:
@@ -39,6 +40,21 @@ def test_greedy_text_is_that_of_plain_decoding_on_the_cpu(name, texts):
     target = on_card(torch.float32)
     found = generate(target, method_of(name, target), random_prompts(LENGTHS), N_NEW, **OPTIONS)
     assert [generation.tokens for generation in found] == texts
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", method_names())
+def test_text_by_graphs_is_that_of_eager_steps(name, sampling, caplog):
+    """Twice: the second generation replays what the first one recorded."""
+    texts = []
+    for graphs in ("none", "auto"):
+        target = on_card(torch.float32, graphs)
+        method = method_of(name, target)
+        for _ in range(2):
+            found = generate(target, method, random_prompts(LENGTHS), N_NEW, sampling, **OPTIONS)
+            texts.append([generation.tokens for generation in found])
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert not caplog.records  # that graphs cannot be used
 
 
 @pytest.mark.parametrize("name", method_names())

@@ -36,8 +36,8 @@ class Walk:
                     logits[row, node, token] = 9 - rank
         accepted = torch.tensor([len(tokens) - 1 for tokens in emitted])
         verified = Verified(None, accepted, torch.tensor([tokens[-1] for tokens in emitted]))
-        self.context.advance(emitted, verified.bonus, logits[:, 0])
-        self.drafter.observe(self.context, tree, TargetOutput(logits, None, None), verified)
+        output = TargetOutput(logits, None, None)
+        self.drafter.follow(self.context, tree, output, verified, logits[:, 0], emitted)
         return tree
 
 

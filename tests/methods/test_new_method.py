@@ -14,7 +14,7 @@ METHOD = '''"""Propose the last n tokens once more."""
 
 import torch
 
-from spectrain.decoding import Context, Drafter, DraftTree
+from spectrain.decoding import Context, Drafter, DraftTree, to_device
 
 
 def build(target, n=4):
@@ -28,7 +28,8 @@ class Echo(Drafter):
     def propose(self, context: Context) -> DraftTree:
         tails = [tail + [0] * (self.n - len(tail)) for tail in context.tail(self.n)]
         lengths = [min(self.n, n_tokens, room - 1) for n_tokens, room in zip(context.n_tokens, context.room)]
-        return DraftTree.chain(context.roots, torch.tensor(tails), torch.tensor(lengths))
+        drafted, lengths = (to_device(torch.tensor(values), context.device) for values in (tails, lengths))
+        return DraftTree.chain(context.roots, drafted, lengths)
 '''
 YAML = """# python -m spectrain.generate method=echo prompt="..."
 _target_: spectrain.methods.echo.build

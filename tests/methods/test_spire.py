@@ -59,13 +59,9 @@ def test_decoding_equals_the_training_rollout(options):
         output = target.score(tree, cache)
         path = torch.tensor([[0, 1, 2, 3, -1]]).expand(2, -1)
         verified = Verified(path, torch.tensor([3, 3]), context.following(3))
-        cache.commit(None, [k, k])
-        context.advance(
-            [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)],
-            verified.bonus,
-            output.logits[:, 3],
-        )
-        method.observe(context, tree, output, verified)
+        cache.keep(k)
+        emitted = [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)]
+        method.follow(context, tree, output, verified, output.logits[:, 3], emitted)
 
 
 @pytest.mark.parametrize(
@@ -207,4 +203,5 @@ def _facts(drafter) -> dict:
         "config": SimpleNamespace(hidden_size=shape.hidden_size),
         "device": torch.device("cpu"),
         "dtype": torch.float32,
+        "graphs": None,
     }

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.decoding.lean import shape_of
-from spectrain.decoding.sampling import draw_uniforms, row_generator
+from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
@@ -111,7 +111,7 @@ def test_stored_labels_give_what_labels_on_the_fly_give(target, kind):
     online = batch_of(rows)
     n_tokens = online.tokens.shape[1]
     generators = [row_generator(1, number) for number in online.numbers]  # those of seed 0, epoch 0
-    drawing = draw_uniforms(generators, [2 * n_tokens] * len(rows)).unflatten(1, (n_tokens, 2))[..., 1:]
+    drawing = Uniforms(generators, ahead=2 * n_tokens).take(2 * n_tokens).unflatten(1, (n_tokens, 2))[..., 1:]
     may_draft = online.is_response & states.reads_drafts(n_tokens)
     found = label_texts(module.target, states, online.tokens, may_draft, SAMPLING, drawing)
     stored = []

@@ -1,0 +1,136 @@
+"""Steps that are replayed on fixed addresses give what eager ones give. Replaying is played here: a CPU has no graphs.
+
+`replayed` calls the function again on the tensors that it was recorded with, and writes the results over the first
+ones, as a CUDA graph does. What only a GPU shows is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from spectrain.decoding import DraftTree, Sampling, TargetModel, generate, stream
+from spectrain.decoding.graphs import MOST_GRAPHS, Graphs, padded_nodes
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.registry import method_names
+from tests.conftest import random_prompts, tiny_model
+from tests.decoding.reference import ScriptedDrafter, greedy_by_full_forwards
+from tests.decoding.test_loop import LENGTHS, SMALL, artifacts, branching_oracle
+from tests.methods.every import build
+
+FAMILY, N_NEW = "llama_gqa", 24
+OPTIONS = {"batch_size": 3, "stop_token_ids": (), "cache_block_tokens": 8}
+
+
+def replayed(function):
+    kept = None
+
+    def replay():
+        nonlocal kept
+        outputs, shape = pytree.tree_flatten(function())
+        if kept is None:
+            kept = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
+        for place, output in zip(kept, outputs, strict=True):
+            if isinstance(output, torch.Tensor):
+                place.copy_(output)
+        return pytree.tree_unflatten(kept, shape)
+
+    return replay
+
+
+def target_with_graphs(record=replayed) -> TargetModel:
+    target = TargetModel(tiny_model(FAMILY), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)
+    target.graphs = Graphs(record)
+    return target
+
+
+def method_of(name: str, target: TargetModel):
+    method = build(name, artifacts(FAMILY), SMALL.get(name, {}))
+    if draft_model := getattr(method, "draft_model", None):
+        draft_model.graphs = Graphs(replayed)
+    return method
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", method_names())
+def test_text_is_that_of_eager_steps(name, sampling):
+    """Twice, since the second generation replays what the first one recorded, in the same caches."""
+    eager = TargetModel(tiny_model(FAMILY), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)
+    prompts, target = random_prompts(LENGTHS), target_with_graphs()
+    expected = generate(eager, method_of(name, eager), prompts, N_NEW, sampling, **OPTIONS)
+    method = method_of(name, target)
+    for _ in range(2):
+        found = generate(target, method, prompts, N_NEW, sampling, **OPTIONS)
+        assert [generation.tokens for generation in found] == [generation.tokens for generation in expected]
+        assert [generation.accepted for generation in found] == [generation.accepted for generation in expected]
+    replays = [known for known in target.graphs._recorded.values() if known is not None]
+    assert replays
+
+
+def test_moved_nodes_and_padded_trees():
+    """Every accepted path of these trees has to be moved in the cache."""
+    prompts, target = random_prompts(LENGTHS), target_with_graphs()
+    texts = [greedy_by_full_forwards(tiny_model(FAMILY), prompt, N_NEW) for prompt in prompts]
+    script = branching_oracle({tuple(p): t for p, t in zip(prompts, texts, strict=True)})
+    for _ in range(2):
+        found = generate(target, ScriptedDrafter(script), prompts, N_NEW, **OPTIONS)
+        assert [generation.tokens for generation in found] == texts
+    assert any(key[0][0] == "move" for key in target.graphs._recorded)
+
+
+def test_a_generation_records_nothing_that_an_equal_one_recorded():
+    recorded = []
+
+    def counted(function):
+        recorded.append(function)
+        return replayed(function)
+
+    target, prompts = TargetModel(copy.deepcopy(tiny_model(FAMILY))), random_prompts([9, 9])
+    target.graphs, counts = Graphs(counted), []
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        target.model.to(dtype)  # whose weights move: a graph would read freed memory
+        generate(target, Autoregressive(), prompts, 20, batch_size=2, stop_token_ids=())
+        counts.append(len(recorded))
+    assert 0 < counts[0] == counts[1] < counts[2]
+
+
+def test_two_generations_at_once_do_not_share_a_cache():
+    target, prompts = target_with_graphs(), random_prompts([7, 12])
+    expected = [generate(target, Autoregressive(), [p], 20, stop_token_ids=())[0].tokens for p in prompts]
+    streams = [stream(target, Autoregressive(), [p], 20, stop_token_ids=()) for p in prompts]
+    found = [[], []]
+    for steps in zip(*streams, strict=True):
+        for text, step in zip(found, steps, strict=True):
+            text += step.tokens
+    assert found == expected
+
+
+def test_old_graphs_are_forgotten():
+    graphs = Graphs(replayed)
+    for _ in range(2):
+        for key in range(3 * MOST_GRAPHS):
+            assert graphs.run(key, torch.neg, torch.tensor([key])).item() == -key
+    assert len(graphs._recorded) == MOST_GRAPHS
+
+
+def test_what_cannot_be_recorded_is_run_eagerly_and_says_so_once(caplog):
+    def fails(function):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs = Graphs(fails)
+    with caplog.at_level(logging.WARNING):
+        assert [graphs.run("a", torch.neg, torch.tensor(i)).item() for i in range(4)] == [0, -1, -2, -3]
+    assert [r.getMessage() for r in caplog.records] == [
+        "CUDA graphs are not used: operation not permitted when stream is capturing"
+    ]
+
+
+def test_sizes_of_trees():
+    assert [padded_nodes(n) for n in (1, 5, 7, 17, 64, 65, 500)] == [1, 5, 8, 24, 64, 96, 500]
+    chain = DraftTree.chain(torch.tensor([7]), torch.tensor([[8, 9]])).padded(5)
+    assert chain.valid.tolist() == [[True, True, True, False, False]]
+    assert chain.depth.tolist() == [[0, 1, 2, 0, 0]]

@@ -1,0 +1,122 @@
+"""On a device that is not the CPU each method writes the same text, and a step copies little between it and the host.
+
+The device is pretended (`tests/support/pretend.py`), so this runs without a GPU. On a GPU the host waits for a copy
+until all kernels before it are done, unless the copy is `non_blocking`, and launches nothing in the meantime. Prefill
+is not counted.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.decoding.graphs import Graphs
+from spectrain.decoding.loop import _Batch
+from spectrain.methods.registry import BASELINE, build_method, method_config, method_names
+from tests.conftest import noisy_copy, random_prompts, tiny_model
+from tests.decoding.reference import greedy_by_full_forwards
+from tests.decoding.test_loop import SMALL
+from tests.methods.every import Artifacts
+from tests.support.pretend import Copy, PretendDevice, pretend_device
+
+LENGTHS, N_NEW = (5, 14, 9), 12
+SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
+MOST_READS = {  # of a step, where it is not one: stop rules are asked token by token, of at most 6
+    "confidence_stop": 7,
+    "entropy_stop": 7,
+    "specdecpp": 7,
+}
+
+
+@lru_cache
+def artifacts() -> Artifacts:
+    """What the target would write, with gaps, so that what is retrieved is sometimes right."""
+    model = tiny_model("llama_gqa", num_hidden_layers=2)
+    texts = [greedy_by_full_forwards(model, prompt, 30) for prompt in random_prompts(LENGTHS)]
+    documents = [[token for place, token in enumerate(text) if place % 6] for text in texts]
+    return Artifacts(Path(tempfile.mkdtemp()), model, lambda: noisy_copy(model), lambda: documents, k=3)
+
+
+def decoded(name: str, target: TargetModel, sampling: Sampling) -> list[list[int]]:
+    """The texts of a method. Its draft model computes in float32, as the target: on a CPU it would be in int8."""
+    config = method_config(name)
+    float32 = {"draft_dtype": "float32"} if "draft_dtype" in config else {}
+    drafter = build_method(OmegaConf.merge(config, SMALL.get(name, {}), float32), target, artifacts())
+    found = generate(target, drafter, random_prompts(LENGTHS), N_NEW, sampling, batch_size=3, cache_block_tokens=8)
+    return [generation.tokens for generation in found]
+
+
+@lru_cache
+def decoded_on_the_cpu(name: str, how: str) -> list[list[int]]:
+    return decoded(name, artifacts().target, SAMPLINGS[how])
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step copied and the host had to wait for."""
+
+    reads: list[Copy]
+    writes: list[Copy]
+
+
+@pytest.fixture
+def copies_per_step(monkeypatch):
+    """Makes of a device the list to which each step of the loop will be added."""
+    step = _Batch.step
+
+    def attach(device: PretendDevice) -> list[Step]:
+        steps = []
+
+        def noted(batch: _Batch):
+            n_reads, n_writes = len(device.reads), len(device.writes)
+            emitted = step(batch)
+            steps.append(Step(device.reads[n_reads:], [copy for copy in device.writes[n_writes:] if copy.waits]))
+            return emitted
+
+        monkeypatch.setattr(_Batch, "step", noted)
+        return steps
+
+    return attach
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize("name", method_names())
+def test_text_and_copies_on_a_device(name, how, copies_per_step):
+    expected = decoded_on_the_cpu(name if how == "sampled" else BASELINE, how)  # greedy, all write the same
+    with pretend_device() as device:
+        target = device.target(artifacts().target.model, artifacts().target.tokenizer)
+        steps = copies_per_step(device)
+        assert decoded(name, target, SAMPLINGS[how]) == expected
+    assert steps
+    for kind, allowed in (("reads", MOST_READS.get(name, 1)), ("writes", 0)):
+        copies = max((getattr(step, kind) for step in steps), key=len)
+        places = [f"{times} at {place}" for place, times in Counter(copy.site for copy in copies).items()]
+        assert len(copies) <= allowed, f"a step of {name} has {len(copies)} {kind}: {', '.join(places)}"
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "speculative", "spire", "magicdec", "sssd"])
+def test_what_would_be_recorded_as_a_graph_copies_nothing(name):
+    with pretend_device() as device:
+        played = []
+
+        def record(function):
+            def replay():
+                before = len(device.reads) + len(device.writes)
+                outputs = function()
+                played.append(len(device.reads) + len(device.writes) - before)
+                return outputs
+
+            return replay
+
+        target = device.target(artifacts().target.model, artifacts().target.tokenizer)
+        target.graphs = Graphs(record)
+        assert decoded(name, target, SAMPLINGS["sampled"]) == decoded_on_the_cpu(name, "sampled")
+    assert played
+    assert not any(played)
