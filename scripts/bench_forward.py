@@ -1,9 +1,10 @@
 """Compare one forward of the lean decoder with the modules of transformers, both behind 256 cached tokens, on a CPU.
 
-    python scripts/bench_forward.py pystdlib-8l [--dtype float32 --nodes 1,5,16 --threads 2 --turns 12]
+    python scripts/bench_forward.py pystdlib-8l [--dtype float32 --nodes 1,5,16 --threads 2 --turns 12] [--operations]
 
 The two take turns of eight forwards. The output is the median of each, and the median over turns of their ratio with
-its 95 % bootstrap interval.
+its 95 % bootstrap interval. A step of a SPIRe drafter follows (two blocks, the whole vocabulary, untrained), in turns
+with a forward of five nodes. With `--operations` also what takes the time: each kind of operation alone.
 """
 
 from __future__ import annotations
@@ -12,13 +13,34 @@ import argparse
 import statistics
 import time
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, load_target
+from spectrain.decoding.kernels import openmp
+from spectrain.decoding.lean import shape_of
+from spectrain.decoding.program import Forward, runner
 from spectrain.measure.statistics import median
+from spectrain.methods.spire import Spire
+from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.locations import bundled_folder
 
 CONTEXT_TOKENS, FORWARDS = 256, 8
+OPERATIONS = (
+    "products",
+    "norms",
+    "angles",
+    "rotation",
+    "attention",
+    "its sum",
+    "silu",
+    "copies",
+    "",
+    "",
+    "embedding",
+    "argmax",
+)
 
 
 def main() -> None:
@@ -28,6 +50,7 @@ def main() -> None:
     parser.add_argument("--nodes", default="1,5,16", help="new tokens of a forward, a chain")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--operations", action="store_true", help="say what takes the time")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder = bundled_folder(options.target) or options.target
@@ -53,6 +76,50 @@ def main() -> None:
             ours, theirs = (1e3 * statistics.median(column) for column in zip(*turns[1:], strict=True))
             ratio = median([theirs_s / ours_s for ours_s, theirs_s in turns[1:]])
             print(f"{n_nodes} nodes: lean {ours:.2f}, transformers {theirs:.2f}, ratio {ratio}", flush=True)
+            forward = targets[0]._engine.forward_of(caches[0], 1, n_nodes, ())
+            if options.operations and forward is not None:
+                print("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in by_operation(forward).items()), flush=True)
+        for draft_dtype in ("int8", "float32"):
+            print(draft_step(targets[0], caches[0], prompt, draft_dtype, options.turns), flush=True)
+
+
+def by_operation(forward: Forward) -> dict[str, float]:
+    """Return the ms of each kind of operation of a forward, run alone."""
+    table, taken = forward.table, {}
+    logits = torch.empty(len(forward.x), forward.n_vocabulary)  # those of the last forward are gone
+    table[forward.logits_at, 4] = table[forward.argmax_at, 1] = logits.data_ptr()
+    table[forward.best_at, 4] = forward.tokens.data_ptr()
+    for kind, name in enumerate(OPERATIONS):
+        rows = np.ascontiguousarray(table[table[:, 0] == kind])
+        header = np.array([len(rows), rows.ctypes.data], dtype=np.int64)
+        seconds = []
+        for _ in range(5 * FORWARDS if len(rows) else 0):
+            began = time.perf_counter()
+            openmp().GOMP_parallel(runner(), header.ctypes.data, forward.n_threads, 0)
+            seconds.append(time.perf_counter() - began)
+        if seconds:
+            taken[name] = 1e3 * statistics.median(seconds)
+    return taken
+
+
+def draft_step(target: TargetModel, cache: KVCache, prompt: Tensor, draft_dtype: str, n_turns: int) -> str:
+    """Compare a draft step with a forward of five nodes."""
+    layers = (target.n_layer - 2, target.n_layer - 1)
+    method = Spire(SpireDrafter(SpireConfig(shape_of(target.model), layers)), draft_dtype=draft_dtype)
+    target = target.with_capture(method.capture_layers)
+    method.start(target, KVCache(1))
+    tree, position = DraftTree.chain(prompt[:, 0], prompt[:, 1:5]), torch.tensor([CONTEXT_TOKENS])
+    pairs = []
+    for _ in range(n_turns + 1):
+        seconds = []
+        for _ in range(4 * FORWARDS):
+            began = time.perf_counter()
+            method._step(prompt[:, 0], position)
+            seconds.append(time.perf_counter() - began)
+        pairs.append((statistics.median(seconds), forward_s(target, cache, tree)))
+    step, forward = (1e3 * statistics.median(column) for column in zip(*pairs[1:], strict=True))
+    share = median([step_s / forward_s for step_s, forward_s in pairs[1:]])
+    return f"SPIRe draft step, {draft_dtype}: {step:.3f}, forward of 5 nodes {forward:.2f}, ratio {share}"
 
 
 def forward_s(target: TargetModel, cache: KVCache, tree: DraftTree) -> float:

@@ -27,6 +27,8 @@ SEES_CONFIG = {  # besides commands
 }
 THIRD_PARTY_OF_DECODING = {
     "llvmlite",
+    "numba",
+    "numpy",
     "torch",
     "transformers",
     "huggingface_hub",
@@ -82,7 +84,7 @@ def test_imports_run_one_way(module):
         assert {name for name in found if package_of(name) not in allowed} == set()
 
 
-def test_decoding_knows_only_torch_transformers_and_llvm():
+def test_decoding_knows_only_torch_transformers_and_compilers():
     standard = __import__("sys").stdlib_module_names
     for module, path in modules().items():
         if package_of(module) == "spectrain.decoding":

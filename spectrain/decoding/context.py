@@ -7,13 +7,13 @@ Letters: n active rows, R new rows, S tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.sampling import Sampling, Uniforms
+from spectrain.decoding.sampling import Sampling, Uniforms, likeliest
 from spectrain.decoding.transfer import to_device, without
 
 if TYPE_CHECKING:
@@ -37,13 +37,20 @@ class Context:
         self.uniforms = Uniforms(device=self.device)
         self.lengths = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] n_tokens
         self.roots = torch.empty(0, dtype=torch.int64, device=self.device)  # [n]
-        self.last_logits = torch.empty(0, 0, device=self.device)  # [n, V] the target's, that the roots were drawn from
+        self._last_logits: Tensor | Callable[[], Tensor] = torch.empty(0, 0, device=self.device)
         # A numpy array: writing a few tokens to it costs a tenth of what torch takes.
         self._tokens = torch.zeros(max_rows, 0, dtype=torch.int64).numpy()
 
     @property
     def n_rows(self) -> int:
         return len(self.n_tokens)
+
+    @property
+    def last_logits(self) -> Tensor:
+        """[n, V] the target's, that the roots were drawn from."""
+        if callable(self._last_logits):
+            self._last_logits = self._last_logits()
+        return self._last_logits
 
     @property
     def tokens(self) -> Tensor:
@@ -75,7 +82,7 @@ class Context:
     def draw_roots(self, rows: range, logits: Tensor) -> Tensor:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""
         if self.sampling.greedy:
-            return logits.argmax(-1)
+            return likeliest(logits)
         new = torch.arange(self.n_rows, device=self.device) >= rows.start
         return self.sampling.draw(logits, self.uniforms.take(1, new)[rows.start :, 0])[0]
 
@@ -89,14 +96,17 @@ class Context:
     def root(self, rows: range, tokens: Tensor, logits: Tensor) -> None:
         """Give the new rows `rows` their first roots, tokens [R], drawn from logits [R, V]."""
         self.roots = torch.cat([self.roots[: rows.start], tokens])
-        self.last_logits = logits if rows.start == 0 else torch.cat([self.last_logits[: rows.start], logits])
+        self._last_logits = logits if rows.start == 0 else torch.cat([self.last_logits[: rows.start], logits])
         self._extend([[token] for token in tokens.tolist()], rows)
         new = torch.tensor([self.n_tokens[row] for row in rows])
         self.lengths = torch.cat([self.lengths[: rows.start], to_device(new, self.device)])
 
-    def advance(self, verified: Verified, last_logits: Tensor) -> None:
-        """After verification, on the device: the bonus tokens are the new roots, drawn from last_logits [n, V]."""
-        self.roots, self.last_logits = verified.bonus, last_logits
+    def advance(self, verified: Verified, last_logits: Tensor | Callable[[], Tensor]) -> None:
+        """After verification, on the device: the bonus tokens are the new roots, drawn from last_logits [n, V].
+
+        What returns them is called if somebody reads them.
+        """
+        self.roots, self._last_logits = verified.bonus, last_logits
         self.lengths = self.lengths + verified.accepted + 1
 
     def extend(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -108,7 +118,7 @@ class Context:
         self._tokens[row] = self._tokens[self.n_rows - 1]
         # Not in place: these tensors belong to the step's output as well.
         self.roots, self.lengths = without(self.roots, row), without(self.lengths, row)
-        self.last_logits = without(self.last_logits, row)
+        self._last_logits = without(self.last_logits, row)
         self.uniforms.free(row)
         for values in (self.n_tokens, self.room):
             values[row] = values[-1]

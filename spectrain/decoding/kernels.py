@@ -46,10 +46,24 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     y = x.new_empty(n_rows, weight.shape[0])
     addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), 0 if scale is None else scale.data_ptr())
     arguments = (ctypes.c_int64 * len(ARGUMENTS))(*addresses, weight.shape[0], n_in, n_rows)
-    passes = -(-n_rows // MOST_T)
-    kernel = _compiled(weight.dtype)[-(-n_rows // passes)]
-    _openmp().GOMP_parallel(kernel, arguments, torch.get_num_threads(), 0)
+    openmp().GOMP_parallel(kernel(weight.dtype, n_rows), arguments, torch.get_num_threads(), 0)
     return y
+
+
+def kernel(dtype: torch.dtype, n_rows: int) -> int:
+    """Return the address of the function that multiplies so many rows by weights of a dtype."""
+    passes = -(-n_rows // MOST_T)
+    return _compiled(dtype)[f"rows{-(-n_rows // passes)}"]
+
+
+def attention_kernels() -> list[int]:
+    """Return the addresses of what one thread multiplies with: T queries with keys, T = 1 .. 8; T weights with values.
+
+    The first take the arguments of `product`. The others add p @ v to y: x is p [T rows, n_in], weight is v [n_in,
+    n_out], and in place of a scale stands the distance between rows of y.
+    """
+    compiled = _compiled(torch.float32)
+    return [compiled[f"{name}{t}"] for name in ("part", "mix") for t in range(1, MOST_T + 1)]
 
 
 def fits(weight: Tensor) -> bool:
@@ -86,7 +100,7 @@ def works(dtype: torch.dtype) -> bool:
 
 
 @cache
-def _openmp() -> ctypes.CDLL:
+def openmp() -> ctypes.CDLL:
     """Load the OpenMP library that torch runs on. Raises OSError where it is none of GNU's interface."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = sorted(
@@ -121,15 +135,29 @@ def _matrix_rows(t: int) -> int:
     return max(1, min(LEAST_OUTPUTS, (n_registers * 3 // 4) // t))
 
 
+def _mixed_vectors(t: int) -> int:
+    """Return the vectors of a row of values that stay in the registers for T rows of weights."""
+    return 4 if t <= 4 and _width() != 8 else 2
+
+
+def mixes(size: int) -> bool:
+    """Whether the kernels of attention take heads of this width."""
+    return size % (4 * _width()) == 0
+
+
 @cache
-def _compiled(dtype: torch.dtype) -> dict[int, int]:
-    """Compile the kernels of a dtype of weights. Return their addresses by T."""
-    _openmp()
+def _compiled(dtype: torch.dtype) -> dict[str, int]:
+    """Compile the kernels of a dtype of weights. Return their addresses by name and T."""
+    openmp()
     if not (_features().get("fma") or _features().get("neon")):
         raise RuntimeError("its vectors have no fused multiply-add")
     module = ir.Module("spectrain")
     for t in range(1, MOST_T + 1):
-        _Kernel(module, dtype, t).build()
+        _Kernel(module, dtype, t, f"rows{t}").build()
+    if dtype == torch.float32:
+        for t in range(1, MOST_T + 1):
+            _Kernel(module, dtype, t, f"part{t}").build(alone=True)
+            _Kernel(module, dtype, t, f"mix{t}").build_mix()
     features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"  # or wide vectors are cut in two
     target = llvm.Target.from_triple(llvm.get_process_triple())
     machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
@@ -138,7 +166,8 @@ def _compiled(dtype: torch.dtype) -> dict[int, int]:
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _engines.append(engine)  # the code lives as long as this
-    return {t: engine.get_function_address(f"rows{t}") for t in range(1, MOST_T + 1)}
+    names = ("rows", "part", "mix") if dtype == torch.float32 else ("rows",)
+    return {f"{name}{t}": engine.get_function_address(f"{name}{t}") for name in names for t in range(1, MOST_T + 1)}
 
 
 _engines: list[llvm.ExecutionEngine] = []
@@ -147,21 +176,21 @@ _engines: list[llvm.ExecutionEngine] = []
 class _Kernel:
     """Writes the function for T rows of x in LLVM's language. A last part of fewer rows overlaps the one before."""
 
-    def __init__(self, module: ir.Module, dtype: torch.dtype, t: int) -> None:
+    def __init__(self, module: ir.Module, dtype: torch.dtype, t: int, name: str) -> None:
         self.module, self.dtype, self.t, self.r, self.width = module, dtype, t, _matrix_rows(t), _width()
         self.vector = ir.VectorType(FLOAT, self.width)
         self.weight_type = FLOAT if dtype == torch.float32 else ir.IntType(BITS[dtype])
         kind = ir.FunctionType(ir.VoidType(), [INT.as_pointer()])
-        self.function = ir.Function(module, kind, f"rows{t}")
+        self.function = ir.Function(module, kind, name)
         self.b = ir.IRBuilder(self.function.append_basic_block())
 
-    def build(self) -> None:
+    def build(self, alone: bool = False) -> None:
+        """All outputs, divided among the threads unless one thread is to compute them alone."""
         b, r, t = self.b, self.r, self.t
-        types = [FLOAT, self.weight_type, FLOAT, FLOAT]
-        given = [b.load(b.gep(self.function.args[0], [INT(i)])) for i in range(len(ARGUMENTS))]
-        x, weight, y, scale = (b.inttoptr(one, kind.as_pointer()) for one, kind in zip(given, types, strict=False))
-        n_out, n_in, n_rows = given[len(types) :]
-        thread, n_threads = (self.openmp(name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
+        x, weight, y, scale, n_out, n_in, n_rows = self.arguments()
+        thread, n_threads = INT(0), INT(1)
+        if not alone:
+            thread, n_threads = (self.openmp(name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
         n_parts = b.sdiv(b.add(n_out, INT(r - 1)), INT(r))
         first, end = (b.sdiv(b.mul(n_parts, one), n_threads) for one in (thread, b.add(thread, INT(1))))
         with self.loop(first, end, INT(1)) as (part, _):
@@ -176,6 +205,41 @@ class _Kernel:
                         place = b.add(b.mul(b.add(column, INT(j)), n_out), b.add(row, INT(i)))
                         b.store(total, b.gep(y, [place]))
         b.ret_void()
+
+    def build_mix(self) -> None:
+        """Add p @ v to y, T rows of p, in registers along the rows of v."""
+        b, t, n_vectors = self.b, self.t, _mixed_vectors(self.t)
+        p, v, y, stride, n_out, n_in, _ = self.arguments()
+        stride, zero = b.ptrtoint(stride, INT), ir.Constant(self.vector, [0.0] * self.width)
+        fma = self.declared("llvm.fma", self.vector, [self.vector] * 3)
+        with self.loop(INT(0), n_out, INT(self.width * n_vectors)) as (column, _):
+            with self.loop(INT(0), n_in, INT(1), [zero] * (t * n_vectors)) as (k, carried):
+                added = list(carried)
+                line = b.gep(v, [b.add(b.mul(k, n_out), column)])
+                values = [self.load(b.gep(line, [INT(i * self.width)]), FLOAT) for i in range(n_vectors)]
+                for j in range(t):
+                    weight = self.spread(b.load(b.gep(p, [b.add(b.mul(INT(j), n_in), k)])))
+                    for i, value in enumerate(values):
+                        carried[j * n_vectors + i] = b.call(fma, [weight, value, added[j * n_vectors + i]])
+            for j in range(t):
+                for i in range(n_vectors):
+                    place = b.gep(y, [b.add(b.add(b.mul(INT(j), stride), column), INT(i * self.width))])
+                    total = b.fadd(self.load(place, FLOAT), carried[j * n_vectors + i])
+                    b.store(total, b.bitcast(place, self.vector.as_pointer())).align = 1
+        b.ret_void()
+
+    def arguments(self) -> list[ir.Value]:
+        """Return the arguments of the function: four addresses, three sizes."""
+        b, types = self.b, [FLOAT, self.weight_type, FLOAT, FLOAT]
+        given = [b.load(b.gep(self.function.args[0], [INT(i)])) for i in range(len(ARGUMENTS))]
+        addresses = [b.inttoptr(one, kind.as_pointer()) for one, kind in zip(given, types, strict=False)]
+        return [*addresses, *given[len(types) :]]
+
+    def spread(self, value: ir.Value) -> ir.Value:
+        """Return a vector of equal numbers."""
+        b, undefined = self.b, ir.Constant(self.vector, ir.Undefined)
+        single = b.insert_element(undefined, value, WORD(0))
+        return b.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(WORD, self.width), [0] * self.width))
 
     def sums(self, x: ir.Value, weight: ir.Value, row: ir.Value, column: ir.Value, n_in: ir.Value) -> list[ir.Value]:
         """Multiply R rows of the matrix with T of x. Return the R T sums."""

@@ -13,6 +13,7 @@ Letters: n active rows, R rows of a forward, H key/value heads, S slots, N nodes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from transformers import Cache
 
 from spectrain.decoding.graphs import Graphs, unique
 from spectrain.decoding.transfer import to_device, without
+
+if TYPE_CHECKING:
+    from spectrain.decoding.program import Programs
 
 
 class KVCache(Cache):
@@ -41,6 +45,7 @@ class KVCache(Cache):
         self.capacity = -(-n_tokens // block_tokens) * block_tokens  # S
         self.storage = unique()  # another number whenever keys and values have moved in memory
         self.graphs: Graphs | None = None  # that move accepted nodes
+        self.programs: Programs | None = None  # that run forwards against it
         # Where the current forward writes: rows, the first slot of each, the slot that all rows start at (if they do),
         # nodes per row, slots that attention reads, and the slots [R, N] of a scatter (computed when first needed).
         self._rows, self._starts, self._common_start = range(0), (), None

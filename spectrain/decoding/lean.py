@@ -15,6 +15,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.graphs import unique
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
+from spectrain.decoding.program import MOST_TOKENS, Forward, Programs, can_fuse
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, on_cpu, version
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
@@ -145,7 +146,7 @@ class LeanEngine:
         self, model: PreTrainedModel, dtype: torch.dtype | None = None, layers: type[RowsLinear] = RowsLinear
     ) -> None:
         self.model, self.layers, self._dtype = model, layers, dtype
-        self._made_of: tuple = ()
+        self._own, self._made_of = model.model.layers[0].self_attn.q_proj.weight, ()
         self._unembedding: Tensor | None = None
         self._renew()
 
@@ -186,7 +187,7 @@ class LeanEngine:
         return self._storage
 
     def _renew(self) -> None:
-        own = self.model.model.layers[0].self_attn.q_proj.weight
+        own = self._own  # looking it up in the model would take longer than all else here
         made_of = own.data_ptr(), own.dtype, version(self.model.model) if self.layers is Int8Linear else 0
         if made_of == self._made_of:
             return
@@ -195,9 +196,20 @@ class LeanEngine:
             on_a_cpu = self.device.type == "cpu"
             self._decoder = on_cpu(whole, self.layers) if on_a_cpu else whole
             self._text_decoder = on_cpu(whole, TextLinear) if own.dtype != self.dtype else whole
-        own = self.model.model.layers[0].self_attn.q_proj.weight  # which may have become a view
-        self._made_of = own.data_ptr(), *made_of[1:]
+        self._made_of = own.data_ptr(), *made_of[1:]  # which may have become a view
         self._storage = unique()
+        self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)
+
+    def forward_of(self, cache: KVCache, n_rows: int, n_nodes: int, capture_layers: Sequence[int]) -> Forward | None:
+        """Return what scores n_rows trees of n_nodes against a cache as one program; None where torch has to."""
+        storage = self.storage
+        if not (self._fuses and cache.keys and n_rows * n_nodes <= MOST_TOKENS):
+            return None
+        if cache.keys[0].dtype != torch.float32 or torch.is_grad_enabled():
+            return None
+        cache.programs = cache.programs or Programs()
+        key = storage, cache.storage, n_rows, n_nodes, tuple(capture_layers)
+        return cache.programs.get(key, lambda: Forward(self._decoder, cache, n_rows, n_nodes, capture_layers))
 
     def run(
         self,

@@ -25,7 +25,8 @@ from transformers.utils.logging import set_tqdm_hook
 from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.kernels import works
 from spectrain.decoding.lean import why_not_lean
-from spectrain.decoding.target import TargetModel, check_layers
+from spectrain.decoding.supported import check_layers
+from spectrain.decoding.target import TargetModel
 from spectrain.decoding.weights import to_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -211,10 +212,10 @@ class _Batch:
         clock.lap("draft", n_rows)
         output = self.target.score(tree, self.cache)
         clock.lap("forward", n_rows)
-        verified = verify(tree, output.logits, context.sampling, context.uniforms, self.verification)
+        verified = verify(tree, output.logits, context.sampling, context.uniforms, self.verification, output.best)
         clock.lap("verify", n_rows)
         self.cache.commit(_moving(tree, verified), verified.accepted)
-        context.advance(verified, verified.last_logits(output.logits))
+        context.advance(verified, partial(verified.last_logits, output.logits))
         clock.lap("commit", n_rows)
         asked = self.drafter.observe(context, tree, output, verified)
         clock.lap("draft", n_rows)
@@ -294,20 +295,28 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
         roots, none_drafted = [[int(Source.ROOT)]] * n_rows, [[0] * len(Source)] * n_rows
         return _Step([row[:1] for row in found], roots, none_drafted, [[0]] * n_rows, [row[1:] for row in found])
     n_depths = 1 + tree.deepest
-    path = verified.path[:, :n_depths].clamp_min(0)
-    drafted = tree.drafted.to(tree.tokens.dtype)
-    zeros = drafted.new_zeros(n_rows, len(Source) + n_depths)
-    counts = zeros.scatter_add(1, tree.source, drafted).scatter_add(1, len(Source) + tree.depth, drafted)
-    ends = torch.stack([verified.accepted, verified.bonus], dim=1)
-    parts = [ends, counts, tree.tokens.gather(1, path), tree.source.gather(1, path)]
-    parts += [] if asked is None else [asked]
+    ends, asked = torch.stack([verified.accepted, verified.bonus], dim=1), [] if asked is None else [asked]
+    if tree.is_chain:  # the host can count it
+        parts = [ends, tree.drafted.sum(1, keepdim=True), tree.tokens, tree.source]
+    else:
+        path = verified.path[:, :n_depths].clamp_min(0)
+        drafted = tree.drafted.to(tree.tokens.dtype)
+        zeros = drafted.new_zeros(n_rows, len(Source) + n_depths)
+        counts = zeros.scatter_add(1, tree.source, drafted).scatter_add(1, len(Source) + tree.depth, drafted)
+        parts = [ends, counts, tree.tokens.gather(1, path), tree.source.gather(1, path)]
     step = _Step([], [], [], [], [])
-    for accepted, bonus, *rest in torch.cat(parts, dim=1).tolist():
-        by_source, rest = rest[: len(Source)], rest[len(Source) :]
-        by_depth, tokens, origins = (rest[i * n_depths : (i + 1) * n_depths] for i in range(3))
-        step.emitted.append([*tokens[1 : accepted + 1], bonus])
-        step.sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
+    for accepted, bonus, *rest in torch.cat([*parts, *asked], dim=1).tolist():
+        if tree.is_chain:
+            (n_drafted, *rest), width = rest, n_nodes
+            origins = rest[n_nodes + 1 : n_nodes + n_drafted + 1]
+            by_source = [origins.count(source) for source in range(len(Source))]
+            by_depth = [0] + [1] * n_drafted
+        else:
+            by_source, by_depth = rest[: len(Source)], rest[len(Source) : len(Source) + n_depths]
+            rest, width = rest[len(Source) + n_depths :], n_depths
+        step.emitted.append([*rest[1 : accepted + 1], bonus])
+        step.sources.append([*rest[width + 1 : width + accepted + 1], int(Source.ROOT)])
         step.by_source.append(by_source)
         step.by_depth.append(by_depth)
-        step.asked.append(rest[3 * n_depths :])
+        step.asked.append(rest[2 * width :])
     return step

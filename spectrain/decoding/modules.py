@@ -70,6 +70,9 @@ class TransformersEngine:
         captured = [inside[layer].to(tokens.device) for layer in capture_layers]
         return logits, captured, finals[0] if finals else None
 
+    def forward_of(self, *_: object) -> None:
+        """No model runs as a program here; see `LeanEngine.forward_of`."""
+
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""
         logits = self.model.get_output_embeddings()(hidden)

@@ -9,20 +9,20 @@ Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.graphs import SLOTS, Graphs, padded_nodes
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
 from spectrain.decoding.modules import TransformersEngine
+from spectrain.decoding.supported import check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 
@@ -38,6 +38,7 @@ class TargetOutput:
     captured: Tensor | None  # [B, N, C, D] ([R, P, C, D]) inputs of the blocks `capture_layers`
     positions: Tensor  # [B, N] ([R, P]) int64 position ids
     hidden: Tensor | None = None  # [B, N, D] inputs of the unembedding, if the model keeps them; None after a prefill
+    best: Tensor | None = None  # [B, N] int64 the likeliest tokens, where they are known already
 
 
 @dataclass(frozen=True)
@@ -243,9 +244,14 @@ class TargetModel:
         slots = lengths + torch.arange(n_nodes, device=lengths.device) if n_nodes > 1 else lengths
         used = cache.begin(range(n_rows), starts, n_nodes, slots)
         if positions is None:
-            positions = lengths
-            if n_nodes > 1:  # a drafter that ignores `room` may draft past the context; such tokens are never emitted
-                positions = (positions + tree.depth).clamp_max(self.max_positions - 1)
+            positions = slots  # as in a chain
+            if used > self.max_positions or not tree.is_chain:
+                # A drafter that ignores `room` may draft past the context; such tokens are never emitted.
+                positions = (lengths + tree.depth).clamp_max(self.max_positions - 1)
+        if (forward := self._engine.forward_of(cache, n_rows, n_nodes, self.capture_layers)) is not None:
+            ancestors = None if tree.is_chain else tree.ancestors
+            logits, best, captured, hidden = forward(tree.tokens, positions, slots, lengths[:, 0], ancestors)
+            return TargetOutput(logits, captured, positions, hidden.clone() if self.keeps_hidden else None, best)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, slots, used)
         logits, captured, hidden = self._engine.run(
             tree.tokens, positions, cache, mask, self.capture_layers, keeps_final=self.keeps_hidden
@@ -339,38 +345,6 @@ def nodes_mask(slots: Tensor, ancestors: Tensor, used: int) -> Tensor:
     committed = torch.arange(used, device=slots.device) < slots[:, :1]  # [B, used]
     mask = committed[:, None].repeat(1, slots.shape[1], 1)
     return mask.scatter_(2, slots[:, None].expand_as(ancestors), ancestors)[:, None]
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Raise UserError unless the model is a decoder with full attention that takes position ids."""
-    config, name = model.config, type(model).__name__
-    if getattr(config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
-        raise UserError(f"{name} is no causal language model; choose a decoder-only target")
-    check_layers(config, name, is_stateful=getattr(model, "_is_stateful", False))
-    if config._attn_implementation != "sdpa":
-        raise UserError(f'{name} has {config._attn_implementation} attention; load it with attn_implementation="sdpa"')
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UserError(f"{name} takes no position_ids, which trees need; choose a target with RoPE")
-
-
-def check_layers(config: PretrainedConfig, name: str, is_stateful: bool = False) -> None:
-    """Raise UserError if a Hugging Face config names layers other than full attention. `name` is the model's."""
-    layer_type = unsupported_layer_type(config) or ("linear_attention" if is_stateful else None)
-    if layer_type is not None:
-        raise UserError(f"{name} has layers of type {layer_type}; choose a target with full_attention only")
-
-
-def unsupported_layer_type(config: PretrainedConfig) -> str | None:
-    """Return the first layer type other than full attention that a Hugging Face config names, or None."""
-    config = config.get_text_config()
-    types = getattr(config, "layer_types", None)
-    for layer_type in types or getattr(config, "attention_layers", None) or ():
-        if layer_type not in ("full_attention", "global"):
-            return layer_type
-    window = getattr(config, "sliding_window", None)
-    if window and not types and getattr(config, "use_sliding_window", True):
-        return f"sliding_attention (sliding_window={window})"
-    return None
 
 
 def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -69,13 +69,9 @@ class DraftTree:
             probs: gamma tensors [B, V] float32, the q that each column was drawn from; None: deterministic.
             source: of the drafted tokens.
         """
-        n_rows, gamma = tokens.shape
-        steps = torch.arange(gamma + 1, device=tokens.device).expand(n_rows, -1)
-        parents = steps - 1
+        parents, sources = _chains(*tokens.shape, int(source), tokens.device)
         if lengths is not None:
-            parents = parents.masked_fill(steps > lengths[:, None], PADDING_PARENT)
-        sources = torch.full_like(parents, int(source))
-        sources[:, 0] = Source.ROOT
+            parents = parents.masked_fill(parents >= lengths[:, None], PADDING_PARENT)
         q = torch.stack([probs[0], *probs], dim=1) if probs else None  # the root's entry is never read
         return cls(torch.cat([roots[:, None], tokens], dim=1), parents, sources, probs=q, is_chain=True)
 
@@ -145,3 +141,13 @@ class DraftTree:
         place = torch.where(on_path, self.depth, n_nodes)  # nodes off the path are written to a column that is cut off
         path = torch.full((n_rows, n_nodes + 1), -1, dtype=torch.int64, device=self.tokens.device)
         return path.scatter_(1, place, nodes)[:, :-1]
+
+
+@lru_cache(maxsize=64)
+def _chains(n_rows: int, gamma: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return parents and sources [B, gamma + 1] of full chains; nobody writes to them."""
+    with torch.inference_mode(False):
+        parents = torch.arange(-1, gamma, device=device).expand(n_rows, -1)
+        sources = torch.full((n_rows, gamma + 1), source, device=device)
+        sources[:, 0] = Source.ROOT
+    return parents, sources

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.graphs import Graphs, unique
+from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
+from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import load_spire
 from spectrain.models.rollout import chunk_tokens, windowed_states
@@ -111,10 +112,15 @@ class Spire(Drafter):
             first=lambda: self._step(context.roots, roots),
             step=lambda tokens, i: self._step(tokens, roots + i),
             stop=self.stop,
+            greedy=self._greedy_chain if self.slots.fuses else None,
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
         if not self.capture_layers:
+            return
+        if self.slots.fuses:
+            memory = self.slots.memory(*tree.shape)
+            memory.write(output.captured, output.positions, verified.accepted)
             return
         path = verified.path[:, : self.gamma + 1]  # [n, A]
         nodes = path.clamp_min(0)
@@ -126,8 +132,13 @@ class Spire(Drafter):
     def free(self, row: int) -> None:
         self.slots.free(row)
 
+    def _greedy_chain(self, context: Context, n_steps: int) -> Tensor:
+        return self.slots.chain(context.n_rows, n_steps).draft(context.roots, context.lengths - 1)
+
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""
+        if self.slots.fuses:
+            return DraftStep(*self.slots.reader(len(tokens)).read(self._embedded(tokens), positions))
         if self.graphs is None:
             return DraftStep(*self._read(tokens, positions))
         return DraftStep(*self.graphs.run(("spire", self.slots.storage), self._read, tokens, positions))
@@ -163,87 +174,3 @@ class Spire(Drafter):
             self.slots.forget(row)
             read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
             self.slots.write(read, kept[None], slice(row, row + 1))
-
-
-class SlotStore:
-    """K/V of the sinks and of the last positions, of each row and draft block, in slots found by position.
-
-    Position p stands at slot p where it is a sink, else at slot s + p mod (W + g). The last slot takes what is to be
-    thrown away. `positions` [rows, S] int64 says what stands where, -1 nothing.
-    """
-
-    def __init__(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> None:
-        self.drafter, self.config = drafter, drafter.config
-        shape, weight = self.config.shape, drafter.norm.weight
-        self.ring_tokens = self.config.window_tokens + gamma
-        n_slots = self.config.sink_tokens + self.ring_tokens + 1
-        size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
-        self.stores = [KeysValues(weight.new_zeros(size), weight.new_zeros(size)) for _ in drafter.blocks]
-        self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=weight.device)
-        self.n_rows = 0
-        self.storage = unique()
-
-    def kept(self, lengths: Tensor) -> Tensor:
-        """Return the positions [R, s + W + g] that are kept of texts of lengths [R]; -1 where there are fewer."""
-        last = lengths[:, None]
-        near = last - self.ring_tokens + torch.arange(self.ring_tokens, device=last.device)
-        near = near.masked_fill(near < self.config.sink_tokens, -1)  # a sink is not taken twice
-        sinks = torch.arange(self.config.sink_tokens, device=last.device).expand(len(lengths), -1)
-        return torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
-
-    def fill(self, memories: list[Tensor], positions: Tensor, rows: range) -> None:
-        """New rows `rows`: projects the memories [R, P, D] of the positions that `kept` names."""
-        self.positions[rows.start : rows.stop] = -1
-        self.n_rows = rows.stop
-        self.write_memories(memories, positions, slice(rows.start, rows.stop))
-
-    def write_memories(self, memories: list[Tensor], positions: Tensor, rows: slice) -> None:
-        """Projects memories [n, P, D], one tensor a draft block, and stores them; position -1 is thrown away."""
-        rope = self.drafter.rope(positions.clamp_min(0))
-        projected = [
-            block.keys_values(memory.to(block.input_norm.weight.dtype), rope)
-            for block, memory in zip(self.drafter.blocks, memories, strict=True)
-        ]
-        self.write(projected, positions, rows)
-
-    def write(self, keys_values: list[KeysValues], positions: Tensor, rows: slice) -> None:
-        """Stores K/V [n, H_kv, P, D_head] of positions [n, P] in rows `rows`."""
-        n_sinks = self.config.sink_tokens
-        slots = torch.where(positions < n_sinks, positions, n_sinks + positions % self.ring_tokens)
-        slots = slots.masked_fill(positions < 0, self.positions.shape[1] - 1)
-        self.positions[rows].scatter_(1, slots, positions)
-        for store, new in zip(self.stores, keys_values, strict=True):
-            index = slots[:, None, :, None].expand_as(new.keys)
-            store.keys[rows].scatter_(2, index, new.keys)
-            store.values[rows].scatter_(2, index, new.values)
-
-    def read(self, queries: Tensor) -> tuple[list[KeysValues], Tensor]:
-        """All slots, and which of them the queries at positions [n] see: [n, 1, 1, S + 1] bool, themselves last."""
-        n_rows = len(queries)
-        positions, t = self.positions[:n_rows], queries[:, None]
-        near = (positions > t - self.config.window_tokens) | (positions < self.config.sink_tokens)
-        seen = near & (positions >= 0) & (positions < t)
-        seen = torch.nn.functional.pad(seen, (0, 1), value=True)[:, None, None]
-        return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores], seen
-
-    def fits(self, drafter: SpireDrafter, max_rows: int) -> bool:
-        return self.drafter is drafter and len(self.positions) == max_rows
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        self.positions.fill_(-1)
-        self.n_rows = 0
-
-    def forget(self, row: int) -> None:
-        """Empty a row, which may be a new one at the end."""
-        self.positions[row] = -1
-        self.n_rows = max(self.n_rows, row + 1)
-
-    def free(self, row: int) -> None:
-        """A row ended: the last one moves into its place."""
-        last = self.n_rows - 1
-        if row != last:
-            self.positions[row] = self.positions[last]
-            for store in self.stores:
-                store.keys[row], store.values[row] = store.keys[last], store.values[last]
-        self.n_rows = last

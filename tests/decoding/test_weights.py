@@ -123,13 +123,13 @@ def test_a_loaded_model_is_shortened_only_where_nothing_is_lost(exact, tmp_path)
 
 @pytest.mark.parametrize("fault", ["no OpenMP", "wrong"])
 def test_kernels_that_a_machine_lacks_are_a_line_in_the_log(fault, monkeypatch, caplog):
-    def no_openmp():
+    def noopenmp():
         raise OSError("libgomp.so.1: cannot open shared object file")
 
     if fault == "wrong":
         monkeypatch.setattr(kernels, "product", lambda x, weight, scale=None: x.new_zeros(len(x), len(weight)))
     else:
-        monkeypatch.setattr(kernels, "_openmp", no_openmp)
+        monkeypatch.setattr(kernels, "openmp", noopenmp)
     works.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
@@ -190,6 +190,6 @@ def test_draft_dtype_chooses_the_weights_of_drafting(monkeypatch):
 def test_threads_are_those_of_torch_whatever_else_is_loaded():
     import pydivsufsort  # noqa: F401  which brings an OpenMP library of its own
 
-    kernels._openmp.cache_clear()
+    kernels.openmp.cache_clear()
     bundled = [str(file) for file in Path(torch.__file__).parent.glob("lib/libgomp*")]
-    assert kernels._openmp()._name in (bundled or [kernels._openmp()._name])
+    assert kernels.openmp()._name in (bundled or [kernels.openmp()._name])

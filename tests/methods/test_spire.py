@@ -20,7 +20,7 @@ class ForcedContext(Context):
     """A context whose draws are the next tokens of a given sequence; keeps the logits it was asked about."""
 
     def __init__(self, sequences: torch.Tensor, lengths: list[int]):
-        super().__init__(Sampling(), max_rows=len(lengths))
+        super().__init__(Sampling(temperature=1.0), max_rows=len(lengths))
         self.sequences, self.asked = sequences, []
         self.append([s[:n].tolist() for s, n in zip(sequences, lengths, strict=True)], 99, [None] * len(lengths))
         self.root(range(len(lengths)), self.following(0), torch.zeros(len(lengths), VOCAB_SIZE))
@@ -31,7 +31,7 @@ class ForcedContext(Context):
 
     def draw(self, logits, active=None):
         self.asked.append(logits)
-        return self.following(len(self.asked) - 1), None
+        return self.following(len(self.asked) - 1), logits.softmax(-1)
 
 
 @pytest.mark.parametrize("options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}], ids=str)
@@ -62,6 +62,21 @@ def test_decoding_equals_the_training_rollout(options):
         cache.keep(k)
         emitted = [sequences[r, n : n + k].tolist() for r, n in enumerate(context.n_tokens)]
         method.follow(context, tree, output, verified, output.logits[:, 3], emitted)
+
+
+@pytest.mark.parametrize("options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}], ids=str)
+def test_a_greedy_chain_in_one_program_is_that_of_step_by_step(options, monkeypatch):
+    """Three rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
+    target, drafter = make(**options)
+    for draft_dtype in ("float32", "int8"):
+        found = []
+        for fuses in (True, False):
+            monkeypatch.setattr(Spire, "_greedy_chain", Spire._greedy_chain if fuses else None)
+            method = Spire(drafter, 3, draft_dtype=draft_dtype)
+            found.append(generate(target, method, random_prompts([9, 30, 4]), 21, batch_size=3, stop_token_ids=()))
+        for whole, steps in zip(*found, strict=True):
+            assert (whole.tokens, whole.accepted, whole.drafted) == (steps.tokens, steps.accepted, steps.drafted)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(

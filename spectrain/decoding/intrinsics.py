@@ -1,0 +1,94 @@
+"""What numba lacks for programs: memory by its address, and functions of float32 that loops vectorize.
+
+Everything here is compiled into the operations of `operations.py` and `attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core.cgutils import int32_t
+from numba.extending import intrinsic
+
+MATHS = {"reassoc", "contract", "arcp", "nsz"}  # not: that there are no NaN
+
+fast = njit(fastmath=MATHS, error_model="numpy")  # a check for a division by zero would keep a loop from vectors
+omp_get_thread_num = types.ExternalFunction("omp_get_thread_num", types.int32())
+omp_get_num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+barrier = types.ExternalFunction("GOMP_barrier", types.void())
+
+
+def _pointer_to(kind: types.Type):
+    @intrinsic
+    def pointer(typing, address):
+        def build(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), build
+
+    return pointer
+
+
+floats, wholes, flags = _pointer_to(types.float32), _pointer_to(types.int64), _pointer_to(types.uint8)
+halves = _pointer_to(types.uint16)
+
+
+@intrinsic
+def call(typing, function, arguments):
+    """Call the function at an address with one argument, an address."""
+
+    def build(context, builder, signature, given):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(given[0], kind.as_pointer()), [given[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), build
+
+
+@intrinsic
+def widened(typing, upper):
+    """The float32 whose upper half a bfloat16 is."""
+
+    def build(context, builder, signature, given):
+        return builder.bitcast(builder.shl(builder.zext(given[0], int32_t), int32_t(16)), ir.FloatType())
+
+    return types.float32(types.uint16), build
+
+
+@intrinsic
+def power_of_two(typing, n):
+    """2 ** n as float32, n an int32 in -126 .. 127."""
+
+    def build(context, builder, signature, given):
+        shifted = builder.shl(builder.add(given[0], int32_t(127)), int32_t(23))
+        return builder.bitcast(shifted, ir.FloatType())
+
+    return types.float32(types.int32), build
+
+
+@fast
+def exp(x):
+    """e ** x in float32, to the last bits; a loop over it is vectorized, which one over math.exp is not."""
+    x = types.float32(-87.0) if x < types.float32(-87.0) else x
+    x = types.float32(88.0) if x > types.float32(88.0) else x
+    half = types.float32(0.5) if x > types.float32(0.0) else types.float32(-0.5)
+    n = types.int32(x * types.float32(1.44269504) + half)
+    r = x - types.float32(n) * types.float32(0.6931471805599453)
+    y = types.float32(1.9875691e-4) * r + types.float32(1.3981999e-3)
+    y = y * r + types.float32(8.3334519e-3)
+    y = y * r + types.float32(4.1665796e-2)
+    y = y * r + types.float32(1.6666666e-1)
+    y = y * r + types.float32(0.5)
+    y = y * r * r + r + types.float32(1.0)
+    return y * power_of_two(n)
+
+
+@fast
+def inverse_norm(x, size, eps):
+    """1 / sqrt(mean(x^2) + eps)"""
+    total = types.float32(0.0)
+    for d in range(size):
+        total += x[d] * x[d]
+    return types.float32(1.0) / math.sqrt(total / types.float32(size) + eps)

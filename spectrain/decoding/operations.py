@@ -1,0 +1,223 @@
+"""The operations of programs, compiled by numba: each thread does its part, then waits for the others.
+
+Everything is computed in float32. Addresses and sizes are those that `program.py` writes down.
+
+Letters: M tokens, n tokens of a row, D hidden size, F width of the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from numba import cfunc, types
+
+from spectrain.decoding.attention import attend, combine, rotate
+from spectrain.decoding.intrinsics import (
+    barrier,
+    call,
+    exp,
+    fast,
+    flags,
+    floats,
+    halves,
+    inverse_norm,
+    omp_get_num_threads,
+    omp_get_thread_num,
+    wholes,
+    widened,
+)
+from spectrain.decoding.program import (
+    ANGLES,
+    ARGMAX,
+    ATTEND,
+    COMBINE,
+    COPY,
+    EMBED,
+    FIELDS,
+    KEEP,
+    MIX,
+    NORM,
+    PICK,
+    PRODUCT,
+    ROTATE,
+    SILU,
+    WINDOW,
+)
+
+
+@fast
+def _norm(op, thread, n_threads):
+    x, added, weight, y, eps, size, n_rows = op[1], op[2], floats(op[3]), op[4], floats(op[5])[0], op[6], op[7]
+    for row in range(thread, n_rows, n_threads):
+        states, normed = floats(x + 4 * row * size), floats(y + 4 * row * size)
+        if added != 0:
+            more = floats(added + 4 * row * size)
+            for d in range(size):
+                states[d] += more[d]
+        scale = inverse_norm(states, size, eps)
+        for d in range(size):
+            normed[d] = states[d] * scale * weight[d]
+
+
+@fast
+def _angles(op, thread, n_threads):
+    positions, frequencies, cos, sin = wholes(op[1]), floats(op[2]), floats(op[3]), floats(op[4])
+    scaling, half, n_rows = floats(op[5])[0], op[6], op[7]
+    for i in range(thread, n_rows * half, n_threads):
+        angle = types.float32(positions[i // half]) * frequencies[i % half]
+        cos[i], sin[i] = scaling * math.cos(angle), scaling * math.sin(angle)
+
+
+@fast
+def _silu(op, thread, n_threads):
+    """silu(gate) * up from the joined projection [M, 2 F]."""
+    joined, y, size, n_rows = op[1], op[2], op[3], op[4]
+    first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
+    for row in range(n_rows):
+        gate, up = floats(joined + 8 * row * size), floats(joined + 8 * row * size + 4 * size)
+        out = floats(y + 4 * row * size)
+        for f in range(first, stop):
+            out[f] = gate[f] / (types.float32(1.0) + exp(-gate[f])) * up[f]
+
+
+@fast
+def _copy(op, thread, n_threads):
+    x, y, size = floats(op[1]), floats(op[2]), op[3] * op[4]
+    for d in range(size * thread // n_threads, size * (thread + 1) // n_threads):
+        y[d] = x[d]
+
+
+@fast
+def _mix(op, thread, n_threads):
+    """Weighted sum [M D] of states [L, M D]."""
+    states, weights, y, n_states, size = op[1], floats(op[2]), floats(op[3]), op[4], op[5]
+    first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
+    for d in range(first, stop):
+        y[d] = 0
+    for i in range(n_states):
+        x, weight = floats(states + 4 * i * size), weights[i]
+        for d in range(first, stop):
+            y[d] += weight * x[d]
+
+
+@fast
+def _window(op, thread, n_threads):
+    """Where rows write the K/V of position t in a ring behind sinks, and which of its slots they see; see `Spire`."""
+    stored, now, slots, seen = op[1], wholes(op[2]), wholes(op[3]), op[4]
+    window, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
+    for row in range(thread, n_rows, n_threads):
+        t, positions, flag = now[row], wholes(stored + 8 * row * n_slots), flags(seen + row * n_slots)
+        slots[row] = t if t < n_sinks else n_sinks + t % n_ring
+        positions[slots[row]] = t
+        for slot in range(n_slots):
+            p = positions[slot]
+            flag[slot] = 0 <= p <= t and (p > t - window or p < n_sinks)
+
+
+@fast
+def _embed(op, thread, n_threads):
+    tokens, table, bits, x, size, n_rows = wholes(op[1]), op[2], op[3], op[4], op[5], op[6]
+    first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
+    for row in range(n_rows):
+        y, line = floats(x + 4 * row * size), table + bits // 8 * tokens[row] * size
+        if bits == 32:
+            full = floats(line)
+            for d in range(first, stop):
+                y[d] = full[d]
+        else:
+            upper = halves(line)
+            for d in range(first, stop):
+                y[d] = widened(upper[d])
+
+
+@fast
+def _argmax(op, thread, n_threads):
+    """Each thread finds the largest of its share of each row's logits."""
+    logits, values, places, size, n_rows = op[1], floats(op[2]), wholes(op[3]), op[4], op[5]
+    for row in range(n_rows):
+        x, first = floats(logits + 4 * row * size), size * thread // n_threads
+        best = first
+        for v in range(first, size * (thread + 1) // n_threads):
+            if x[v] > x[best]:
+                best = v
+        values[row * n_threads + thread], places[row * n_threads + thread] = x[best], best
+
+
+@fast
+def _pick(op, thread, n_threads):
+    """The token of each row is the largest of all threads'; it may become the next input, at the next position."""
+    values, places, tokens, chosen = floats(op[1]), wholes(op[2]), wholes(op[3]), wholes(op[4])
+    positions, stride, n_rows = wholes(op[5]), op[6], op[7]
+    for row in range(thread, n_rows, n_threads):
+        best = row * n_threads
+        for t in range(row * n_threads + 1, (row + 1) * n_threads):
+            if values[t] > values[best]:
+                best = t
+        chosen[row * stride] = places[best]
+        if op[3] != 0:
+            tokens[row] = places[best]
+            positions[row] += 1
+
+
+@fast
+def _keep(op, thread, n_threads):
+    """Where the memories of a chain's accepted nodes are written: see `_window`; the others go to the last slot."""
+    stored, positions, accepted, slots = op[1], wholes(op[2]), wholes(op[3]), wholes(op[4])
+    n, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
+    for row in range(thread, n_rows, n_threads):
+        kept = wholes(stored + 8 * row * n_slots)
+        for i in range(n):
+            t = positions[row * n + i]
+            slot = t if t < n_sinks else n_sinks + t % n_ring
+            if i > accepted[row]:
+                slot = n_slots - 1
+            else:
+                kept[slot] = t
+            slots[row * n + i] = slot
+
+
+@cache
+def compiled() -> int:
+    """Compile `run`, once for a machine. Return its address."""
+
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def run(address):
+        given = wholes(address)
+        thread, n_threads = types.int64(omp_get_thread_num()), types.int64(omp_get_num_threads())
+        for i in range(given[0]):
+            at = given[1] + 8 * FIELDS * i
+            op = wholes(at)
+            kind = op[0]
+            if kind == PRODUCT:
+                call(op[1], at + 16)
+            elif kind == NORM:
+                _norm(op, thread, n_threads)
+            elif kind == ANGLES:
+                _angles(op, thread, n_threads)
+            elif kind == ROTATE:
+                rotate(op, thread, n_threads)
+            elif kind == ATTEND:
+                attend(op, thread, n_threads)
+            elif kind == COMBINE:
+                combine(op, thread, n_threads)
+            elif kind == SILU:
+                _silu(op, thread, n_threads)
+            elif kind == COPY:
+                _copy(op, thread, n_threads)
+            elif kind == MIX:
+                _mix(op, thread, n_threads)
+            elif kind == WINDOW:
+                _window(op, thread, n_threads)
+            elif kind == EMBED:
+                _embed(op, thread, n_threads)
+            elif kind == ARGMAX:
+                _argmax(op, thread, n_threads)
+            elif kind == PICK:
+                _pick(op, thread, n_threads)
+            elif kind == KEEP:
+                _keep(op, thread, n_threads)
+            if op[FIELDS - 1] == 0:
+                barrier()
+
+    return run.address

@@ -1,0 +1,251 @@
+"""Forwards of a few tokens as programs: which models they can run, and how their operations are written down.
+
+Letters: B rows, n tokens of a row, M = B n, D hidden size, V vocabulary, C captured layers, S slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from llvmlite import binding as llvm
+from torch import Tensor, nn
+
+from spectrain.decoding import kernels
+from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.llama import LlamaBlock, LlamaDecoder, LlamaShape, Rope
+from spectrain.decoding.weights import RowsLinear
+
+log = logging.getLogger(__name__)
+FIELDS = 20  # int64 numbers of an operation: its kind, then addresses and sizes
+PRODUCT, NORM, ANGLES, ROTATE, ATTEND, COMBINE, SILU, COPY, MIX, WINDOW, EMBED, ARGMAX, PICK, KEEP = range(14)
+CHUNK = 256  # slots that a thread attends to at a time
+MOST_TOKENS = 64  # of a forward; torch is as fast with more
+MOST_PROGRAMS = 32  # kept
+
+
+@cache
+def runner() -> int | None:
+    """Return the address of the function that runs programs; None where it cannot be compiled."""
+    try:
+        library = kernels.openmp()
+        llvm.add_symbol("GOMP_barrier", ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value)
+        from spectrain.decoding.operations import compiled
+    except (OSError, AttributeError, ImportError) as error:
+        log.warning("steps take torch's own operations, which are slower (%s)", str(error).splitlines()[0])
+        return None
+    return compiled()
+
+
+def can_fuse(module: nn.Module, shape: LlamaShape) -> bool:
+    """Whether programs can run the blocks of this module: in float32 on a CPU, and nothing unusual in them."""
+    linears = [layer for layer in module.modules() if isinstance(layer, RowsLinear)]
+    return (
+        bool(linears)
+        and all(layer.fits for layer in linears)
+        and module.norm.weight.dtype == torch.float32
+        and shape.hidden_act == "silu"
+        and not (shape.output_bias or shape.mlp_bias)
+        and shape.head_dim % 2 == 0
+        and runner() is not None
+    )
+
+
+class Program:
+    """Operations on fixed buffers, for M tokens: B rows of n."""
+
+    def __init__(self, shape: LlamaShape, n_rows: int, n_tokens: int) -> None:
+        self.shape, self.n_rows, self.n = shape, n_rows, n_tokens
+        self.n_threads = torch.get_num_threads()
+        self.operations: list[list[int]] = []
+        self.kept: list[object] = []  # whose addresses the operations hold
+        m, d, e = n_rows * n_tokens, shape.hidden_size, shape.head_dim
+        heads, half = shape.n_head + 2 * shape.n_kv_head, e // 2
+        self.x, self.normed, self.added = self.floats(m, d), self.floats(m, d), self.floats(m, d)
+        self.qkv, self.queries = self.floats(m, heads * e), self.floats(m, shape.n_head * e)
+        self.attended, self.gate_up = self.floats(m, shape.n_head * e), self.floats(m, 2 * shape.intermediate_size)
+        self.inner = self.floats(m, shape.intermediate_size)
+        self.cos, self.sin = self.floats(m, half), self.floats(m, half)
+        self.parts = self.floats(self.n_threads, m * shape.n_head, e + 2)
+        groups = shape.n_head // shape.n_kv_head
+        self.scores = self.floats(self.n_threads, n_tokens * groups * CHUNK + 16)  # 16: arguments of a kernel
+        self.kernels = self.hold(torch.tensor(kernels.attention_kernels()))
+        self.positions, self.slots = (self.hold(torch.zeros(n_rows, n_tokens, dtype=torch.int64)) for _ in range(2))
+        self.lengths = self.hold(torch.zeros(n_rows, dtype=torch.int64))
+        self.tokens = self.hold(torch.zeros(n_rows, n_tokens, dtype=torch.int64))
+        self.scalars = self.hold(torch.tensor([shape.rms_norm_eps, e**-0.5, 1.0]))
+
+    def hold(self, values: Tensor) -> Tensor:
+        self.kept.append(values)
+        return values
+
+    def floats(self, *shape: int) -> Tensor:
+        return self.hold(torch.zeros(shape))
+
+    def scalar(self, i: int) -> int:
+        return self.scalars.data_ptr() + 4 * i
+
+    def add(self, kind: int, *arguments: int | Tensor) -> int:
+        """Append an operation. Return its index."""
+        for value in arguments:
+            if isinstance(value, Tensor):
+                self.hold(value)
+        numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+        self.operations.append([kind, *numbers, *[0] * (FIELDS - 1 - len(numbers))])
+        return len(self.operations) - 1
+
+    def product(self, x: Tensor, linear: RowsLinear, y: Tensor, first: int = 0) -> int:
+        weight, scale = linear.weight[first:], None if linear.scale is None else linear.scale[first:]
+        code, scale = kernels.kernel(weight.dtype, len(x)), 0 if scale is None else scale
+        return self.add(PRODUCT, code, x, weight, y, scale, weight.shape[0], weight.shape[1], len(x))
+
+    def norm(self, x: Tensor, added: Tensor | None, norm: nn.RMSNorm, y: Tensor) -> int:
+        sizes = x.shape[1], x.shape[0]
+        return self.add(NORM, x, 0 if added is None else added, norm.weight, y, self.scalar(0), *sizes)
+
+    def embed(self, table: Tensor, x: Tensor) -> int:
+        """Write the rows of a table, float32 or bfloat16, of `tokens` to x."""
+        return self.add(EMBED, self.tokens, table, 8 * table.element_size(), x, table.shape[1], len(x))
+
+    def angles(self, rope: Rope) -> int:
+        self.scalars[2] = rope.scaling
+        frequencies = self.hold(rope.inv_freq.float().contiguous())
+        return self.add(
+            ANGLES, self.positions, frequencies, self.cos, self.sin, self.scalar(2), self.cos.shape[1], len(self.cos)
+        )
+
+    def rotate(self, block: LlamaBlock, keys: Tensor, values: Tensor) -> int:
+        shape, bias = self.shape, block.qkv.bias
+        norms = (block.query_norm.weight, block.key_norm.weight) if shape.qk_norm else (0, 0)
+        return self.add(
+            *(ROTATE, self.qkv, self.queries, keys, values, self.cos, self.sin, self.slots),
+            *(0 if bias is None else bias.float(), *norms, self.scalar(0), self.n, shape.n_head, shape.n_kv_head),
+            *(shape.head_dim, keys.stride(0), keys.stride(1), len(self.x)),
+        )
+
+    def remember(self, block: LlamaBlock, normed: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write the keys and values of normed memories into their slots."""
+        shape, bias = self.shape, block.qkv.bias
+        first = shape.n_head * shape.head_dim
+        self.product(normed, block.qkv, self.qkv, first)
+        norm = block.key_norm.weight if shape.qk_norm else 0
+        self.add(
+            *(ROTATE, self.qkv, 0, keys, values, self.cos, self.sin, self.slots),
+            *(0 if bias is None else bias[first:].float(), 0, norm, self.scalar(0), self.n, 0, shape.n_kv_head),
+            *(shape.head_dim, keys.stride(0), keys.stride(1), len(self.x)),
+        )
+
+    def attend(self, keys: Tensor, values: Tensor, seen: Tensor, n_seen: int) -> int:
+        """Attend to slots up to `lengths`, then to the next n_seen ones as flags [B or 1, n, n_seen] say."""
+        shape, stride = self.shape, 0 if len(seen) == 1 else seen[0].numel()
+        place = self.add(
+            *(ATTEND, self.queries, keys, values, self.parts, self.lengths, seen, stride, n_seen, self.n),
+            *(shape.n_head, shape.n_kv_head, shape.head_dim, keys.stride(0), keys.stride(1), self.n_rows),
+            *(self.scores, self.scalar(1), self.kernels if kernels.mixes(shape.head_dim) else 0),
+        )
+        sizes = self.n, shape.n_head, shape.n_kv_head, shape.head_dim, self.n_rows
+        self.add(COMBINE, self.parts, self.attended, *sizes)
+        return place
+
+    def mlp(self, block: LlamaBlock) -> None:
+        """The block behind its attention; what it adds to x is left in `added`."""
+        self.product(self.attended, block.output, self.added)
+        self.norm(self.x, self.added, block.mlp_norm, self.normed)
+        self.product(self.normed, block.gate_up, self.gate_up)
+        self.add(SILU, self.gate_up, self.inner, self.inner.shape[1], len(self.x))
+        self.product(self.inner, block.down, self.added)
+
+    def goes_on(self, operation: int) -> int:
+        """Let threads begin the next operation, which reads nothing of this one, before all have ended it."""
+        self.operations[operation][-1] = 1
+        return operation
+
+    def finish(self) -> None:
+        self.table = np.array(self.operations, dtype=np.int64)
+        self.header = np.array([len(self.table), self.table.ctypes.data], dtype=np.int64)
+        self._run = kernels.openmp().GOMP_parallel
+
+    def run(self) -> None:
+        self._run(runner(), self.header.ctypes.data, self.n_threads, 0)
+
+
+class Forward(Program):
+    """Forwards of B rows of n nodes of a whole decoder, against one cache."""
+
+    def __init__(
+        self, decoder: LlamaDecoder, cache: KVCache, n_rows: int, n_tokens: int, capture_layers: Sequence[int]
+    ) -> None:
+        super().__init__(decoder.shape, n_rows, n_tokens)
+        self.decoder, d, m = decoder, decoder.shape.hidden_size, len(self.x)
+        self.chain = self.hold(torch.ones(1, n_tokens, n_tokens, dtype=torch.bool).tril())
+        self.capture_layers, self.captures, self.attends = capture_layers, [], []
+        self.final, self.n_vocabulary = self.floats(m, d), decoder.lm_head.weight.shape[0]
+        self.embed(decoder.embed_tokens.weight, self.x)
+        self.angles(decoder.rope)
+        added = None
+        for i, block in enumerate(decoder.blocks):
+            self.norm(self.x, added, block.input_norm, self.normed)
+            for c, layer in enumerate(capture_layers):
+                if layer == i:
+                    self.captures.append((self.goes_on(self.add(COPY, self.x, 0, d, m)), c))
+            self.product(self.normed, block.qkv, self.qkv)
+            self.rotate(block, cache.keys[i], cache.values[i])
+            self.attends.append(self.attend(cache.keys[i], cache.values[i], self.chain, n_tokens))
+            self.mlp(block)
+            added = self.added
+        self.norm(self.x, added, decoder.norm, self.final)
+        self.logits_at = self.product(self.final, decoder.lm_head, self.final)
+        best, places = self.floats(m, self.n_threads), self.hold(torch.zeros(m, self.n_threads, dtype=torch.int64))
+        self.argmax_at = self.add(ARGMAX, self.final, best, places, self.n_vocabulary, m)
+        self.best_at = self.add(PICK, best, places, 0, 0, 0, 1, m)
+        self.seen = 0
+        self.finish()
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, lengths: Tensor, ancestors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return logits [B, n, V], the likeliest tokens [B, n], captured [B, n, C, D] and final states [B, n, D].
+
+        The last are overwritten by the next call.
+        """
+        table, shape = self.table, (self.n_rows, self.n)
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        self.slots.copy_(slots)
+        self.lengths.copy_(lengths)
+        seen, stride = (self.chain, 0) if ancestors is None else (ancestors.contiguous(), self.n * self.n)
+        if self.seen != seen.data_ptr():
+            self.seen = seen.data_ptr()
+            table[self.attends, 6], table[self.attends, 7] = self.seen, stride
+        logits, best = torch.empty(*shape, self.n_vocabulary), torch.empty(shape, dtype=torch.int64)
+        table[self.logits_at, 4] = table[self.argmax_at, 1] = logits.data_ptr()
+        table[self.best_at, 4] = best.data_ptr()
+        captured = None
+        if self.captures:
+            captured = torch.empty(len(self.capture_layers), *shape, self.x.shape[1])
+            for place, c in self.captures:
+                table[place, 2] = captured[c].data_ptr()
+            captured = captured.movedim(0, 2)
+        self.run()
+        return logits, best, captured, self.final.view(*shape, -1)
+
+
+class Programs:
+    """Programs by what they depend on. The latest are kept, and live as long as the cache that they work on."""
+
+    def __init__(self) -> None:
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Program]) -> Program:
+        key = key, torch.get_num_threads()
+        if key not in self._programs:
+            self._programs[key] = make()
+            if len(self._programs) > MOST_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return self._programs[key]

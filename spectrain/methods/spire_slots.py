@@ -1,0 +1,208 @@
+"""Where a SPIRe drafter keeps keys and values of each row, and its draft steps as programs on a CPU.
+
+Letters: n rows, R new rows, D hidden size, S slots, W window, g drafted tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding.graphs import unique
+from spectrain.decoding.llama import KeysValues
+from spectrain.decoding.program import ARGMAX, COPY, KEEP, MIX, PICK, WINDOW, Program, Programs, can_fuse
+from spectrain.models.spire import SpireDrafter
+
+
+class SlotStore:
+    """K/V of the sinks and of the last positions, of each row and draft block, in slots found by position.
+
+    Position p stands at slot p where it is a sink, else at slot s + p mod (W + g). The last slot takes what is to be
+    thrown away. `positions` [rows, S] int64 says what stands where, -1 nothing.
+    """
+
+    def __init__(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> None:
+        self.drafter, self.config = drafter, drafter.config
+        shape, weight = self.config.shape, drafter.norm.weight
+        self.ring_tokens = self.config.window_tokens + gamma
+        n_slots = self.config.sink_tokens + self.ring_tokens + 1
+        size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
+        self.stores = [KeysValues(weight.new_zeros(size), weight.new_zeros(size)) for _ in drafter.blocks]
+        self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=weight.device)
+        self.n_rows = 0
+        self.storage = unique()
+        self.fuses = weight.device.type == "cpu" and can_fuse(drafter, shape)
+        self._programs = Programs()
+
+    def reader(self, n_rows: int) -> DraftProgram:
+        return self._programs.get(n_rows, lambda: DraftProgram(self, n_rows))
+
+    def chain(self, n_rows: int, n_steps: int) -> DraftProgram:
+        return self._programs.get((n_rows, n_steps), lambda: DraftProgram(self, n_rows, n_steps))
+
+    def memory(self, n_rows: int, n_nodes: int) -> MemoryProgram:
+        return self._programs.get(("memory", n_rows, n_nodes), lambda: MemoryProgram(self, n_rows, n_nodes))
+
+    def kept(self, lengths: Tensor) -> Tensor:
+        """Return the positions [R, s + W + g] that are kept of texts of lengths [R]; -1 where there are fewer."""
+        last = lengths[:, None]
+        near = last - self.ring_tokens + torch.arange(self.ring_tokens, device=last.device)
+        near = near.masked_fill(near < self.config.sink_tokens, -1)  # a sink is not taken twice
+        sinks = torch.arange(self.config.sink_tokens, device=last.device).expand(len(lengths), -1)
+        return torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
+
+    def fill(self, memories: list[Tensor], positions: Tensor, rows: range) -> None:
+        """New rows `rows`: projects the memories [R, P, D] of the positions that `kept` names."""
+        self.positions[rows.start : rows.stop] = -1
+        self.n_rows = rows.stop
+        self.write_memories(memories, positions, slice(rows.start, rows.stop))
+
+    def write_memories(self, memories: list[Tensor], positions: Tensor, rows: slice) -> None:
+        """Projects memories [n, P, D], one tensor a draft block, and stores them; position -1 is thrown away."""
+        rope = self.drafter.rope(positions.clamp_min(0))
+        projected = [
+            block.keys_values(memory.to(block.input_norm.weight.dtype), rope)
+            for block, memory in zip(self.drafter.blocks, memories, strict=True)
+        ]
+        self.write(projected, positions, rows)
+
+    def write(self, keys_values: list[KeysValues], positions: Tensor, rows: slice) -> None:
+        """Stores K/V [n, H_kv, P, D_head] of positions [n, P] in rows `rows`."""
+        n_sinks = self.config.sink_tokens
+        slots = torch.where(positions < n_sinks, positions, n_sinks + positions % self.ring_tokens)
+        slots = slots.masked_fill(positions < 0, self.positions.shape[1] - 1)
+        self.positions[rows].scatter_(1, slots, positions)
+        for store, new in zip(self.stores, keys_values, strict=True):
+            index = slots[:, None, :, None].expand_as(new.keys)
+            store.keys[rows].scatter_(2, index, new.keys)
+            store.values[rows].scatter_(2, index, new.values)
+
+    def read(self, queries: Tensor) -> tuple[list[KeysValues], Tensor]:
+        """All slots, and which of them the queries at positions [n] see: [n, 1, 1, S + 1] bool, themselves last."""
+        n_rows = len(queries)
+        positions, t = self.positions[:n_rows], queries[:, None]
+        near = (positions > t - self.config.window_tokens) | (positions < self.config.sink_tokens)
+        seen = near & (positions >= 0) & (positions < t)
+        seen = torch.nn.functional.pad(seen, (0, 1), value=True)[:, None, None]
+        return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores], seen
+
+    def fits(self, drafter: SpireDrafter, max_rows: int) -> bool:
+        return self.drafter is drafter and len(self.positions) == max_rows
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.positions.fill_(-1)
+        self.n_rows = 0
+
+    def forget(self, row: int) -> None:
+        """Empty a row, which may be a new one at the end."""
+        self.positions[row] = -1
+        self.n_rows = max(self.n_rows, row + 1)
+
+    def free(self, row: int) -> None:
+        """A row ended: the last one moves into its place."""
+        last = self.n_rows - 1
+        if row != last:
+            self.positions[row] = self.positions[last]
+            for store in self.stores:
+                store.keys[row], store.values[row] = store.keys[last], store.values[last]
+        self.n_rows = last
+
+
+class DraftProgram(Program):
+    """Draft steps of B rows as one program: what `Spire._read` computes, in the slots of a store.
+
+    The token's own K/V are written to its slot, where it sees them, and then overwritten by those of its memory.
+
+    Args:
+        slots: the store.
+        n_rows: B.
+        n_steps: greedy ones, each of which reads what the one before it drafted; None: one, whose tokens are given.
+    """
+
+    def __init__(self, slots: SlotStore, n_rows: int, n_steps: int | None = None) -> None:
+        drafter, shape = slots.drafter, slots.config.shape
+        super().__init__(shape, n_rows, 1)
+        self.slot_store, self.final = slots, self.floats(n_rows, shape.hidden_size)
+        self.states = self.floats(len(drafter.blocks) + 1, n_rows, shape.hidden_size)
+        self.logits = self.floats(n_rows, shape.vocab_size)
+        self.drafted = self.hold(torch.zeros(n_rows, n_steps or 1, dtype=torch.int64))
+        if n_steps is None:
+            self.step(is_last=False)
+        else:
+            self.embed(drafter.embed_tokens.weight, self.states[0])
+            best = self.floats(n_rows, self.n_threads)
+            places = self.hold(torch.zeros(n_rows, self.n_threads, dtype=torch.int64))
+            for i in range(n_steps):
+                self.step(is_last=i == n_steps - 1)
+                self.add(ARGMAX, self.logits, best, places, shape.vocab_size, n_rows)
+                self.add(PICK, best, places, self.tokens, self.drafted[:, i:], self.positions, n_steps, n_rows)
+                self.embed(drafter.embed_tokens.weight, self.states[0])
+        self.finish()
+
+    def step(self, is_last: bool) -> None:
+        """Append a step. The memories of the last token of a chain are never read."""
+        slots, drafter, config, n_rows = self.slot_store, self.slot_store.drafter, self.slot_store.config, self.n_rows
+        d, n_slots = config.shape.hidden_size, slots.positions.shape[1]
+        seen = self.hold(torch.zeros(n_rows, 1, n_slots, dtype=torch.bool))
+        window = config.window_tokens, config.sink_tokens, slots.ring_tokens, n_slots, n_rows
+        self.goes_on(self.add(WINDOW, slots.positions, self.positions, self.slots, seen, *window))
+        self.angles(drafter.rope)
+        added = None
+        for i, (block, store) in enumerate(zip(drafter.blocks, slots.stores, strict=True)):
+            self.norm(self.states[i], added, block.input_norm, self.normed)
+            self.goes_on(self.add(COPY, self.states[i], self.states[i + 1], d, n_rows))
+            self.product(self.normed, block.qkv, self.qkv)
+            self.rotate(block, store.keys, store.values)
+            self.attend(store.keys, store.values, seen, n_slots)
+            self.x = self.states[i + 1]
+            self.mlp(block)
+            added = self.added
+        self.norm(self.x, added, drafter.norm, self.final)
+        if config.feedback and not is_last:
+            mixed = self.floats(n_rows, d)
+            shares = drafter.feedback_weight.softmax(-1).float()
+            for block, store, weights in zip(drafter.blocks, slots.stores, shares, strict=True):
+                self.add(MIX, self.states, weights.contiguous(), mixed, len(self.states), n_rows * d)
+                self.norm(mixed, None, block.input_norm, self.normed)
+                self.remember(block, self.normed, store.keys, store.values)
+        self.product(self.final, drafter.lm_head, self.logits)
+
+    def read(self, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [B, V] and final states [B, D] for embeddings [B, D] at positions [B]."""
+        self.states[0].copy_(embedded)
+        self.positions.copy_(positions[:, None])
+        self.run()
+        return self.logits.clone(), self.final.clone()
+
+    def draft(self, roots: Tensor, positions: Tensor) -> Tensor:
+        """Return the likeliest tokens [B, n_steps] behind roots [B] at positions [B], one after the other."""
+        self.tokens.copy_(roots[:, None])
+        self.positions.copy_(positions[:, None])
+        self.run()
+        return self.drafted.clone()
+
+
+class MemoryProgram(Program):
+    """Writes what the target's states of a chain's accepted nodes project to into a store: B rows of n nodes."""
+
+    def __init__(self, slots: SlotStore, n_rows: int, n_nodes: int) -> None:
+        config, drafter = slots.config, slots.drafter
+        super().__init__(config.shape, n_rows, n_nodes)
+        self.accepted = self.hold(torch.zeros(n_rows, dtype=torch.int64))
+        places = n_nodes, config.sink_tokens, slots.ring_tokens, slots.positions.shape[1], n_rows
+        self.add(KEEP, slots.positions, self.positions, self.accepted, self.slots, *places)
+        self.angles(drafter.rope)
+        self.inputs = []
+        for block, store in zip(drafter.blocks, slots.stores, strict=True):
+            self.inputs.append(self.norm(self.x, None, block.input_norm, self.normed))
+            self.remember(block, self.normed, store.keys, store.values)
+        self.finish()
+
+    def write(self, captured: Tensor, positions: Tensor, accepted: Tensor) -> None:
+        """Of states [B, n, C, D] at positions [B, n], keep those of the root and of accepted [B] nodes."""
+        states = [captured[:, :, i].contiguous() for i in range(len(self.inputs))]
+        self.table[self.inputs, 1] = [one.data_ptr() for one in states]
+        self.positions.copy_(positions)
+        self.accepted.copy_(accepted)
+        self.run()

@@ -1,0 +1,100 @@
+"""Forwards as programs give what torch's own operations give, for every shape of model, rows and trees."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
+from spectrain.decoding import program as module
+from spectrain.decoding.program import CHUNK, runner
+from spectrain.methods.autoregressive import Autoregressive
+from tests.conftest import random_prompts, tiny_model
+from tests.decoding.reference import random_parents, tree_of
+
+SIZES = {  # heads whose width the kernels of attention take, and others; one key/value head; queries without groups
+    "wide heads": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "wide, one for all": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
+    "narrow heads": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
+}
+CASES = [*(("llama_gqa", options) for options in SIZES.values()), ("qwen3", {"head_dim": 64})]
+
+
+def target_of(family: str, options: dict, engine: str = "lean") -> TargetModel:
+    return TargetModel(tiny_model(family, **options), capture_layers=[1], engine=engine, keeps_hidden=True)
+
+
+def trees(n_rows: int) -> list[DraftTree]:
+    generator = torch.Generator().manual_seed(0)
+    chain = torch.tensor(random_prompts([5] * n_rows, seed=2))
+    parents = [random_parents(11, generator) for _ in range(n_rows)]
+    return [
+        DraftTree.root_only(chain[:, 0]),
+        DraftTree.chain(chain[:, 0], chain[:, 1:], torch.arange(n_rows) + 1),
+        tree_of(random_prompts([11] * n_rows, seed=1), parents),
+    ]
+
+
+@torch.inference_mode()
+def scored(target: TargetModel, lengths: list[int]) -> list[torch.Tensor]:
+    """Logits, captured and final states of each tree's real nodes, one step after the other."""
+    prompts = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in random_prompts(lengths)]
+    cache, found = KVCache(len(lengths), block_tokens=4), []
+    target.prefill(torch.tensor(prompts), lengths, cache, range(len(lengths)))
+    for tree in trees(len(lengths)):
+        output = target.score(tree, cache)
+        cache.keep(1)
+        found += [values[tree.valid] for values in (output.logits, output.captured, output.hidden)]
+    return found
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize("lengths", [[1], [23, 5, 14], [CHUNK + 40, 2 * CHUNK, 3]], ids=str)
+@pytest.mark.parametrize(("family", "options"), CASES, ids=str)
+def test_outputs_are_those_of_transformers(family, options, lengths, n_threads):
+    options = {"max_position_embeddings": 1024, **options}
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        found = scored(target_of(family, options), lengths)
+    finally:
+        torch.set_num_threads(before)
+    for ours, theirs in zip(found, scored(target_of(family, options, "transformers"), lengths), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_run_as_programs_which_live_as_long_as_their_cache(monkeypatch):
+    made = []
+    forward = module.Forward.__init__
+
+    def noted(self, *arguments):
+        forward(self, *arguments)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(module.Forward, "__init__", noted)
+    target = TargetModel(tiny_model("llama_gqa"))
+    generate(target, Autoregressive(), random_prompts([9, 4]), 20, batch_size=2, stop_token_ids=())
+    assert len(made) == 1
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_a_machine_that_cannot_compile_them_says_so_once(monkeypatch, caplog):
+    def fails(*_):
+        raise OSError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(module.llvm, "add_symbol", fails)
+    runner.cache_clear()
+    try:
+        target = TargetModel(tiny_model("llama_gqa"))
+        found = generate(target, Autoregressive(), random_prompts([9]), 5, stop_token_ids=())
+        assert len(found[0].tokens) == 5
+        assert [r.getMessage() for r in caplog.records] == [
+            "steps take torch's own operations, which are slower (libgomp.so.1: cannot open shared object file)"
+        ]
+    finally:
+        monkeypatch.undo()
+        runner.cache_clear()
