@@ -49,9 +49,9 @@ def rollout(
     chunk = chunk_tokens(config, n_tokens)
     missing = -(lead + n_tokens) % chunk  # queries past the end are computed and cut; no real query sees keys past it
     if not config.target_activations:
-        x = drafter.embed_tokens(F.pad(tokens, (0, -n_tokens % chunk)))
+        x = drafter.embed(F.pad(tokens, (0, -n_tokens % chunk)))
         return windowed_states(drafter, x, chunk)[0][:, :n_tokens]
-    x = drafter.embed_tokens(F.pad(tokens, (lead, missing)))  # [B, L, D]
+    x = drafter.embed(F.pad(tokens, (lead, missing)))  # [B, L, D]
     assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
     captured = F.pad(captured, (0, 0, 0, 0, lead, missing))
     n_rows, n_padded = x.shape[:2]

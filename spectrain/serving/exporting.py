@@ -23,7 +23,15 @@ from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
 from spectrain.methods.specdecpp import OpenDrafter
-from spectrain.models.artifacts import CORPUS, DATASTORE, Artifact, LookupFacts, save_spire, write_manifest
+from spectrain.models.artifacts import (
+    CORPUS,
+    DATASTORE,
+    SPIRE_VERSION,
+    Artifact,
+    LookupFacts,
+    save_spire,
+    write_manifest,
+)
 from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
 from spectrain.models.vanilla import save_pretrained
 from spectrain.retrieval.datastore import Datastore, newest_datastore
@@ -133,7 +141,8 @@ def fill(folder: Path, export: Export) -> tuple[str, str]:
     path, tokenizer = str(export.run.config["target"]["path"]), export.target.tokenizer
     tokenizer.save_pretrained(folder)
     target_fingerprint, vocabulary = fingerprint(export.target.model, tokenizer), tokenizer_fingerprint(tokenizer)
-    facts = Artifact(export.kind, path, target_fingerprint, export.trained, tokenizer_fingerprint=vocabulary)
+    version = SPIRE_VERSION if export.kind == "spire" else 1
+    facts = Artifact(export.kind, path, target_fingerprint, export.trained, version, tokenizer_fingerprint=vocabulary)
     write_manifest(folder, facts)
     return engine_path(path), target_fingerprint
 

@@ -65,7 +65,7 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     """A SPIRe drafter for a Llama-like target, or a small Llama for any."""
     optimizer = OptimizerSettings(**config["optimizer"])
     if config["kind"] == "spire":
-        drafter = new_drafter(target.model, spire_config(config, target), config["init"])
+        drafter = new_drafter(target, spire_config(config, target), config["init"])
         module = SpireTraining(drafter, target, LossSettings(config["loss"], config["omega"]), optimizer)
     else:
         model = new_vanilla(target.model, config["n_layer"], config["hidden_size"])
@@ -80,8 +80,10 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
 def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     """The shape of the SPIRe drafter for this target."""
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
-    layers = last_layers(target.model, config["n_layer"])
-    return SpireConfig(shape_of(target.model), layers, **{name: config[name] for name in names})
+    options = {name: config[name] for name in names}
+    if config.get("input", "tied") != "tied":  # runs of older versions have no other; its unembedding is always trained
+        options |= {"input": config["input"], "head": config["head"]}
+    return SpireConfig(shape_of(target.model), last_layers(target.model, config["n_layer"]), **options)
 
 
 def trained_drafter(
@@ -89,7 +91,7 @@ def trained_drafter(
 ) -> SpireDrafter | LlamaForCausalLM:
     """The drafter of a training's weights; see `filled`."""
     if config["kind"] == "spire":
-        return filled(SpireDrafter(spire_config(config, target)), weights, "drafter")
+        return filled(SpireDrafter(spire_config(config, target), target), weights, "drafter")
     return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
 
 

@@ -21,10 +21,11 @@ from spectrain.decoding.sampling import draw_uniforms, row_generator
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadFacts
+from spectrain.models.input_fit import FIT_TOKENS, InputFit
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
-from spectrain.training.data import RowBatch, TextBatch
+from spectrain.training.data import RowBatch, Rows, TextBatch
 from spectrain.training.losses import LossParts, LossSettings, Teacher, binary_kl, drafter_loss, weighted_bce
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
 
@@ -55,6 +56,9 @@ class Training(LightningModule):
         for states in self._frozen:
             states.to(self.device)
 
+    def begin(self, rows: Rows) -> None:
+        """Do what a training from its first step begins with, and a resumed one does not; all ranks call it."""
+
     def on_validation_epoch_start(self) -> None:
         self.sums.reset()
 
@@ -83,6 +87,23 @@ class SpireTraining(Training):
         super().__init__(optimizer, ValidationSums(drafter.config.k), target)
         self.drafter, self.loss_settings = drafter, loss
 
+    @torch.no_grad()
+    def begin(self, rows: Rows) -> None:
+        """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
+        if self.drafter.config.input == "tied":
+            return
+        fit, n_tokens = InputFit(self.drafter), 0
+        reading = self.target.with_capture(self.drafter.config.target_layers[:1])
+        for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
+            batch = rows[[place]]
+            tokens = batch.tokens.to(self.target.device)
+            captured = reading.features(tokens).captured if batch.captured is None else batch.captured
+            fit.add(tokens, captured[:, :, 0].to(tokens.device, STORED_DTYPE))
+            n_tokens += batch.n_tokens
+            if n_tokens >= FIT_TOKENS:
+                break
+        fit.finish()
+
     def parts(self, batch: RowBatch) -> LossParts:
         """Loss and acceptance of a batch, without its padding; alpha comes back as [B, L], 0 at padding."""
         features, kept = Features(batch.captured, batch.final_hidden), batch.is_token
@@ -96,7 +117,8 @@ class SpireTraining(Training):
         teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
         has_next = F.pad(kept[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
-        parts = drafter_loss(self.loss_settings, hidden[kept], self.drafter.lm_head.weight, teacher, next_tokens[kept])
+        unembedding = self.drafter.unembedding.to(self.device)
+        parts = drafter_loss(self.loss_settings, hidden[kept], unembedding, teacher, next_tokens[kept])
         alpha = parts.alpha.new_zeros(kept.shape).masked_scatter(kept, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha)
 

@@ -256,7 +256,7 @@ def gradients(options: dict, recomputes: bool) -> dict[str, torch.Tensor | None]
     n_layer = options.get("n_layer", 2)
     rest = {"k": 3, "window_tokens": 8, **{name: value for name, value in options.items() if name != "n_layer"}}
     config = SpireConfig(shape_of(target.model), last_layers(target.model, n_layer), **rest)
-    drafter = new_drafter(target.model, config, "pruned")
+    drafter = new_drafter(target, config, "pruned")
     module = SpireTraining(drafter, target, LossSettings(), OptimizerSettings())
     if recomputes:
         module.recompute_activations()
