@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -158,9 +159,9 @@ def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     )
 
 
-def save_spire(folder: Path, drafter: SpireDrafter) -> None:
-    """Write weights (float32, tied ones once) and config into an existing folder. The target's tables are left out."""
-    state = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
+def save_spire(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.float32) -> None:
+    """Write weights (tied ones once) and config into an existing folder. The target's tables are left out."""
+    state = {name: tensor.to(dtype).contiguous() for name, tensor in drafter.state_dict().items()}
     if drafter.config.has_one_table:
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors")
@@ -168,7 +169,11 @@ def save_spire(folder: Path, drafter: SpireDrafter) -> None:
 
 
 def load_spire(folder: Path, target: TargetModel) -> SpireDrafter:
-    """Open a SPIRe drafter, which shares the target's tables. Raise UserError if it does not fit, or is damaged."""
+    """Open a SPIRe drafter in float32, which shares the target's tables.
+
+    Raises:
+        UserError: it does not fit the target, or is damaged.
+    """
     check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer))
     with damage_of(f"drafter={folder}"):
         config = read_object(folder / "config.json", SpireConfig, "export it again")

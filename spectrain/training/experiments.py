@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import shape_of
-from spectrain.decoding.loading import read_tokenizer
+from spectrain.decoding.loading import DTYPES, read_tokenizer
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import last_layers, new_drafter
@@ -87,12 +87,21 @@ def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
 
 
 def trained_drafter(
-    config: Mapping, target: TargetModel, weights: dict[str, Tensor]
+    config: Mapping, target: TargetModel, weights: dict[str, Tensor], dtype: str | None = None
 ) -> SpireDrafter | LlamaForCausalLM:
-    """The drafter of a training's weights; see `filled`."""
+    """The drafter of a training's weights, float32 values of the dtype that it is exported in; see `filled`.
+
+    `dtype` is that of a SPIRe drafter's export; None: as its config says.
+    """
     if config["kind"] == "spire":
-        return filled(SpireDrafter(spire_config(config, target), target), weights, "drafter")
+        drafter = filled(SpireDrafter(spire_config(config, target), target), weights, "drafter")
+        return drafter.to(export_dtype(config, dtype)).float()
     return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
+
+
+def export_dtype(config: Mapping, given: str | None = None) -> torch.dtype:
+    """The dtype of a SPIRe drafter's exported weights, where another one is `given` that one."""
+    return DTYPES[given or config.get("export_dtype", "float32")]  # which runs of older versions do not have
 
 
 def target_experiment(config: Mapping, run: RunFolder) -> Experiment:
