@@ -34,8 +34,8 @@ def rollout(
     Args:
         drafter: the model.
         tokens: [B, L] int64. Token t is at position t.
-        captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None if the drafter does not use
-            target activations.
+        captured: [B, L, C, D] of the target, its `captured_layers`; None if the drafter does not use target
+            activations.
         block_tokens: tokens of a block, at most the window; None: the k that it is trained with.
         first_root: root of the first block, 0 .. k - 1. Entries before it are meaningless.
 
@@ -52,7 +52,7 @@ def rollout(
         x = drafter.embed(F.pad(tokens, (0, -n_tokens % chunk)))
         return windowed_states(drafter, x, chunk)[0][:, :n_tokens]
     x = drafter.embed(F.pad(tokens, (lead, missing)))  # [B, L, D]
-    assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
+    assert captured.shape[2] == len(config.captured_layers), "rollout needs the target's captured_layers"
     captured = F.pad(captured, (0, 0, 0, 0, lead, missing))
     n_rows, n_padded = x.shape[:2]
     n_chunks, n_blocks = n_padded // chunk, chunk // config.k
@@ -65,13 +65,16 @@ def rollout(
         past.append(_around(context, chunk, config.sink_tokens, own=True, lead=lead))
 
     by_pass = x.view(n_rows * n_chunks, n_blocks, config.k, -1)
+    state = None  # final states one token earlier: of roots the target's
+    if config.previous_state:
+        state = F.pad(captured[:, :-1, -1], (0, 0, 1, 0)).view_as(by_pass)[:, :, 0]
     ropes = [part.view(n_chunks, n_blocks, config.k, -1).repeat(n_rows, 1, 1, 1) for part in (cos, sin)]
     hidden = []
     for j in range(config.k):
         mask = _rollout_mask(config, j, n_chunks, chunk, lead, x.device).repeat(n_rows, 1, 1)[:, None]
         rope = (ropes[0][:, :, j], ropes[1][:, :, j])
         last = j + 1 == config.k
-        state, memories = drafter.step(by_pass[:, :, j], rope, past, mask, last)
+        state, memories = drafter.step(drafter.joined(by_pass[:, :, j], state), rope, past, mask, last)
         hidden.append(state)
         if not last:
             past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]

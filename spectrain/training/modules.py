@@ -97,8 +97,11 @@ class SpireTraining(Training):
         for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
             batch = rows[[place]]
             tokens = batch.tokens.to(self.target.device)
-            captured = reading.features(tokens).captured if batch.captured is None else batch.captured
-            fit.add(tokens, captured[:, :, 0].to(tokens.device, STORED_DTYPE))
+            said = Features(batch.captured, batch.final_hidden)
+            said = reading.features(tokens) if said.captured is None else said
+            fit.add(
+                tokens, *(one.to(tokens.device, STORED_DTYPE) for one in (said.captured[:, :, 0], said.final_hidden))
+            )
             n_tokens += batch.n_tokens
             if n_tokens >= FIT_TOKENS:
                 break
@@ -112,6 +115,8 @@ class SpireTraining(Training):
                 features = self.target.features(batch.tokens)
         # What is computed now is rounded as what is stored, so that losses agree.
         captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
+        if self.drafter.config.previous_state and batch.final_hidden is not None:  # which is stored once
+            captured = torch.cat([captured, batch.final_hidden[:, :, None]], dim=2)
         final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
         hidden = rollout(self.drafter, batch.tokens, captured)  # [B, L, D]
         teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
