@@ -208,6 +208,20 @@ def test_drafts_of_shortened_weights_come_near_those_of_training(draft_dtype):
     assert all(torch.equal(a, b) for a, b in zip(target.model.parameters(), before, strict=True))
 
 
+def test_the_state_before_a_root_moves_with_its_row():
+    target, drafter = make(**INPUTS[4])
+    method, cache, lengths = Spire(drafter), KVCache(max_rows=3), [9, 1, 20]
+    context = ForcedContext(torch.randint(4, VOCAB_SIZE, (3, 30)), lengths)
+    method.start(target, cache)
+    read = method.read_of_prompts(torch.tensor(lengths))
+    output = target.prefill(context.sequences[:, :20], lengths, cache, range(3), read)
+    method.prefill(context, output, range(3))
+    torch.testing.assert_close(target.logits_of(method.finals), output.logits[:, 0], atol=1e-4, rtol=1e-4)
+    last = method.finals[2].clone()
+    method.free(0)
+    assert torch.equal(method.finals[0], last)
+
+
 def test_gamma_longer_than_the_window_is_refused():
     _, drafter = make()
     with pytest.raises(UserError, match="gamma=9 must be"):
