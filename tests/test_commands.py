@@ -234,6 +234,7 @@ BAD_TRAINING = {
     "k above window": (["k=9", "window_tokens=8"], "k=9 is larger than window_tokens=8"),
     "layers": (["n_layer=9"], "n_layer=9 must be 1..4"),
     "feedback": (["target_activations=false"], "needs feedback=false"),
+    "previous state of a tied input": (["previous_state=true", "input=tied"], "needs input=projected or trained"),
     "row longer than context": (["data.row_tokens=512"], "data.row_tokens=512 is longer than the target's context"),
     "vanilla": (["vanilla=/no/such/drafter"], "/no/such/drafter does not exist"),
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),

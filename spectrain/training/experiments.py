@@ -81,8 +81,9 @@ def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     """The shape of the SPIRe drafter for this target."""
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
     options = {name: config[name] for name in names}
-    if config.get("input", "tied") != "tied":  # runs of older versions have no other; its unembedding is always trained
-        options |= {name: config[name] for name in ("input", "head", "previous_state")}
+    if "input" in config:  # which runs of older versions do not have
+        options |= {"input": config["input"], "previous_state": config["previous_state"]}
+        options["head"] = "trained" if config["input"] == "tied" else config["head"]
     return SpireConfig(shape_of(target.model), last_layers(target.model, config["n_layer"]), **options)
 
 
