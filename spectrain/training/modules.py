@@ -122,7 +122,9 @@ class SpireTraining(Training):
         teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
         has_next = F.pad(kept[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
-        unembedding = self.drafter.unembedding.to(self.device)
+        unembedding = self.drafter.unembedding
+        if self.drafter.config.head == "target":  # DeepSpeed computes in bfloat16, whatever the target's dtype
+            unembedding = unembedding.to(self.device, hidden.dtype)
         parts = drafter_loss(self.loss_settings, hidden[kept], unembedding, teacher, next_tokens[kept])
         alpha = parts.alpha.new_zeros(kept.shape).masked_scatter(kept, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha)

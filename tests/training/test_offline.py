@@ -108,6 +108,16 @@ def test_the_target_runs_online_and_never_offline(tmp_path, monkeypatch):
         module.parts(online(batch))
 
 
+def test_a_drafter_in_bfloat16_learns_from_a_target_in_float32(tmp_path):
+    """As under DeepSpeed, which casts the module without autocast."""
+    target = TargetModel(tiny_model("llama"))
+    batch = all_rows(captured_store(tmp_path / "store", target, EQUAL, "32-true"))[[0, 1]]
+    module = spire_training(target, **PREVIOUS)
+    expected = module.parts(batch).loss
+    module.drafter.bfloat16()
+    torch.testing.assert_close(module.parts(batch).loss, expected, rtol=0.05, atol=0.05)
+
+
 class Online:
     """The same rows without what was stored."""
 
