@@ -158,21 +158,22 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         return self._engine.dtype
 
-    def forward(self, tokens: Tensor) -> TargetOutput:
+    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> TargetOutput:
         """Run a plain causal forward over tokens [B, T] int64 without a cache, for training and teacher forcing.
 
         Returns logits [B, T, V] and captured [B, T, C, D]. The caller decides about gradients. No mask is built: sdpa
-        runs with `is_causal`, so memory is linear in T.
+        runs with `is_causal`, so memory is linear in T. For `starts` see `packed_mask`.
         """
-        logits, captured, _ = self._engine.run(tokens, capture_layers=self.capture_layers)
-        return TargetOutput(
-            logits, _stacked(captured), torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        )
+        positions, mask = (None, None) if starts is None else packed_mask(starts)
+        logits, captured, _ = self._engine.run(tokens, positions, mask=mask, capture_layers=self.capture_layers)
+        at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if positions is None else positions
+        return TargetOutput(logits, _stacked(captured), at)
 
-    def features(self, tokens: Tensor) -> Features:
+    def features(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
         """Run a plain causal forward over tokens [B, T] int64 that computes the logits of one position only."""
+        positions, mask = (None, None) if starts is None else packed_mask(starts)
         _, captured, final = self._engine.run(
-            tokens, capture_layers=self.capture_layers, kept=lambda hidden: hidden[:, :1]
+            tokens, positions, mask=mask, capture_layers=self.capture_layers, kept=lambda hidden: hidden[:, :1]
         )
         return Features(_stacked(captured), final)
 
@@ -322,3 +323,13 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
     """[1, 1, n_queries, n_keys] bool for the last n_queries of n_keys positions."""
     first = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     return (torch.arange(n_keys, device=device) <= first)[None, None]
+
+
+def packed_mask(starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what keeps the documents of packed rows apart: position ids [B, T], and a mask [B, 1, T, T] bool.
+
+    starts: [B, T] int64, where in the row each token's document begins. The mask takes memory quadratic in T.
+    """
+    positions = torch.arange(starts.shape[1], device=starts.device) - starts
+    mask = causal_mask(starts.shape[1], starts.shape[1], starts.device)
+    return positions, mask & (starts[:, None, :, None] == starts[:, None, None, :])

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import draw_uniforms, row_generator
-from spectrain.decoding.target import Features, TargetModel
+from spectrain.decoding.target import Features, TargetModel, packed_mask
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadFacts
 from spectrain.models.labels import label_texts, mix_tokens
@@ -77,43 +77,59 @@ class SpireTraining(Training):
     """
 
     def __init__(
-        self, drafter: SpireDrafter, target: TargetModel, loss: LossSettings, optimizer: OptimizerSettings
+        self,
+        drafter: SpireDrafter,
+        target: TargetModel,
+        loss: LossSettings,
+        optimizer: OptimizerSettings,
+        seed: int = 0,
     ) -> None:
         target = target.with_capture(drafter.config.captured_layers)
         super().__init__(optimizer, ValidationSums(drafter.config.k), target)
-        self.drafter, self.loss_settings = drafter, loss
+        self.drafter, self.loss_settings, self.seed = drafter, loss, seed
 
-    def parts(self, batch: RowBatch) -> LossParts:
-        """Loss and acceptance of a batch, without its padding; alpha comes back as [B, L], 0 at padding."""
-        features, kept = Features(batch.captured, batch.final_hidden), batch.is_token
+    def parts(self, batch: RowBatch, first_root: int = 0) -> LossParts:
+        """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others."""
+        features, kept = Features(batch.captured, batch.final_hidden), batch.learned()
         if batch.final_hidden is None:  # nothing was stored
             with torch.no_grad():
-                features = self.target.features(batch.tokens)
+                features = self.target.features(batch.tokens, batch.starts)
         # What is computed now is rounded as what is stored, so that losses agree.
         captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
         final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
-        hidden = rollout(self.drafter, batch.tokens, captured)  # [B, L, D]
+        hidden = rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)  # [B, L, D]
         teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
-        has_next = F.pad(kept[:, 1:], (0, 1))
+        has_next = F.pad(batch.is_token[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
         parts = drafter_loss(self.loss_settings, hidden[kept], self.drafter.lm_head.weight, teacher, next_tokens[kept])
         alpha = parts.alpha.new_zeros(kept.shape).masked_scatter(kept, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha)
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        parts, mean = self.parts(batch), {"batch_size": len(batch.numbers), "sync_dist": True}
+        parts = self.parts(batch, first_root(self.drafter.config.k, self.seed, self.current_epoch))
+        mean = {"batch_size": len(batch.numbers), "sync_dist": True}
         self.log("train/loss", parts.loss, prog_bar=True, **mean)
         self.log("train/cross_entropy", parts.cross_entropy, **mean)
-        self.log("train/alpha", parts.alpha.sum() / batch.n_tokens, prog_bar=True, **mean)
+        self.log("train/alpha", parts.alpha.sum() / batch.learned().sum(), prog_bar=True, **mean)
         return parts.loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
         parts = self.parts(batch)
-        self.sums.update(parts.loss, batch.counted(), parts.alpha)
+        self.sums.update(parts.loss, batch.counted(), parts.alpha, batch.starts)
 
     def recompute_activations(self) -> None:
         """Compute the inside of blocks again in the backward pass, in place of keeping it."""
         self.drafter.recomputes = True
+
+
+def first_root(k: int, seed: int, epoch: int) -> int:
+    """Return where the first rollout block of a row begins in an epoch, 0 .. k - 1.
+
+    In k epochs in a row a token has had every depth of a block once, in an order that the seed decides. The first epoch
+    begins at 0.
+    """
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+    return int((order[epoch % k] - order[0]) % k)
 
 
 class LanguageModelTraining(Training):
@@ -128,20 +144,27 @@ class LanguageModelTraining(Training):
         self.model = model
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        loss = next_token_loss(self.model(input_ids=batch.tokens, use_cache=False).logits, batch.tokens)
+        loss = next_token_loss(self.logits(batch), batch.tokens, batch.learned())
         self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
         return loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
-        logits = self.model(input_ids=batch.tokens, use_cache=False).logits  # [B, L, V]
-        alpha = self.alpha(batch.tokens, logits) if self.target else None
-        self.sums.update(next_token_loss(logits, batch.tokens), batch.counted(), alpha)
+        logits = self.logits(batch)
+        alpha = self.alpha(batch, logits) if self.target else None
+        loss = next_token_loss(logits, batch.tokens, batch.learned())
+        self.sums.update(loss, batch.counted(), alpha, batch.starts)
 
-    def alpha(self, tokens: Tensor, logits: Tensor) -> Tensor:
+    def logits(self, batch: RowBatch) -> Tensor:  # [B, L, V]
+        positions, mask = (None, None) if batch.starts is None else packed_mask(batch.starts)
+        inputs = {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": mask}
+        return self.model(**inputs, use_cache=False).logits
+
+    def alpha(self, batch: RowBatch, logits: Tensor) -> Tensor:
         """Probability [B, L] float32 that the target accepts what these logits [B, L, V] draw, teacher forced."""
         found = []
-        for i in range(len(tokens)):  # row by row: the probabilities of a batch may not fit beside its logits
-            p = self.target.forward(tokens[i : i + 1]).logits.float().softmax(-1)
+        for i in range(len(logits)):  # row by row: the probabilities of a batch may not fit beside its logits
+            starts = None if batch.starts is None else batch.starts[i : i + 1]
+            p = self.target.forward(batch.tokens[i : i + 1], starts).logits.float().softmax(-1)
             found.append(torch.minimum(p, logits[i : i + 1].float().softmax(-1)).sum(-1))
         return torch.cat(found)
 
@@ -153,9 +176,10 @@ class LanguageModelTraining(Training):
         self.log("train/lr", optimizer.param_groups[0]["lr"])
 
 
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross-entropy, nats per token, of logits [B, L, V] with the tokens [B, L] that follow."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
+    """Cross-entropy, nats per token, of logits [B, L, V] at `learned` [B, L] positions with the tokens that follow."""
+    next_tokens = tokens[:, 1:].masked_fill(~learned[:, :-1], -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), next_tokens.flatten())
 
 
 class HeadTraining(Training):
@@ -246,13 +270,14 @@ class ValidationSums(Metric):
         for name in self._defaults:  # DeepSpeed's precision plugin casts whatever the module holds
             setattr(self, name, getattr(self, name).double())
 
-    def update(self, loss: Tensor, counted: Tensor, alpha: Tensor | None = None) -> None:
+    def update(self, loss: Tensor, counted: Tensor, alpha: Tensor | None = None, starts: Tensor | None = None) -> None:
         """Add a batch.
 
         Args:
             loss: scalar, the mean over the counted positions.
             counted: [B, L] bool: no padding.
             alpha: [B, L] float32, the acceptance probability at each position; None: not known.
+            starts: [B, L] int64, where the document of each token begins; None: each row is a document.
         """
         n_positions = counted.sum()
         if n_positions:  # else a mean of nothing, which is no number
@@ -260,9 +285,12 @@ class ValidationSums(Metric):
         self.positions += n_positions
         if alpha is None:
             return
-        number = torch.arange(alpha.shape[1], device=alpha.device) % self.k
-        self.alpha.index_add_(0, number, torch.where(counted, alpha.double(), 0.0).sum(0))
-        self.drafted.index_add_(0, number, counted.double().sum(0))
+        place = torch.arange(alpha.shape[1], device=alpha.device)
+        number = (place % self.k).expand_as(counted)
+        if starts is not None:  # a document that begins inside a block begins a rollout
+            number = torch.minimum(number, place - starts)
+        self.alpha.index_add_(0, number.flatten(), torch.where(counted, alpha.double(), 0.0).flatten())
+        self.drafted.index_add_(0, number.flatten(), counted.double().flatten())
 
     def compute(self) -> dict[str, float]:
         """Metrics by name; of acceptance only what is known. tau_expected = 1 + sum_j prod_{i <= j} alpha_i."""

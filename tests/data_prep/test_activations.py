@@ -25,8 +25,9 @@ from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
+from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_responses
-from spectrain.stores.texts import is_held_out, pack, read_documents
+from spectrain.stores.texts import is_held_out, read_documents
 from tests import ranks
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import N_ROWS, caller, contents, curve, save_responses, source, training_options
@@ -69,7 +70,7 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     assert code == 0, err
     store, target = open_features("a"), load_target(shared / "target", device="cpu")
     packed = pack(read_documents(str(shared / "corpus")), target.tokenizer, ROW_TOKENS, 0.3)
-    rows = torch.cat([packed.train, packed.held_out])
+    rows = torch.cat([packed.train.tokens, packed.held_out.tokens])
     assert len(store) == len(rows)
     assert store.held_out.tolist() == [False] * len(packed.train) + [True] * len(packed.held_out)
     for number, tokens in enumerate(rows):

@@ -90,6 +90,20 @@ def test_forward_equals_the_model_and_builds_no_mask(family_target, monkeypatch)
     torch.testing.assert_close(output.captured, torch.stack([plain.hidden_states[2], plain.hidden_states[1]], dim=2))
 
 
+def test_packed_documents_do_not_see_each_other(family_target):
+    lengths = [5, 1, 9]
+    tokens = torch.tensor([[token for document in random_prompts(lengths) for token in document]])
+    starts = torch.tensor([[sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)]])
+    target = family_target.with_capture([1])
+    output, features = target.forward(tokens, starts), target.features(tokens, starts)
+    for i, n_tokens in enumerate(lengths):
+        document = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+        alone = target.forward(tokens[:, document])
+        assert output.positions[0, document].tolist() == list(range(n_tokens))
+        torch.testing.assert_close(output.logits[:, document], alone.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features.captured[:, document], alone.captured, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_left_on_the_model(llama_target):
     target = llama_target.with_capture([0, 1])
     target.prefill(torch.tensor([[4, 5, 6]]), [3], KVCache(1), range(1))

@@ -73,7 +73,37 @@ def test_blocks_may_begin_anywhere(options, first_root):
     assert batched.shape[1] == 27
     for row in range(2):
         slow = slow_rollout(drafter, tokens[row], captured[row], first_root=first_root)
-        torch.testing.assert_close(batched[row, first_root:], slow[first_root:], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(batched[row], slow, atol=1e-6, rtol=1e-6)
+
+
+PACKED = [[6, 1, 2, 18], [22, 5]]  # tokens of the documents of each row
+PACKED_OPTIONS = [
+    {},
+    {"sink_tokens": 3, "k": 3, "window_tokens": 5},
+    {"sink_tokens": 0, "window_tokens": 4},
+    {"window_tokens": 100, "family": "llama_gqa"},
+    {"feedback": False, "target_activations": False},
+]
+
+
+@pytest.mark.parametrize("options", PACKED_OPTIONS, ids=str)
+def test_packed_documents_are_rolled_out_as_each_alone(options):
+    """Documents of one token, within a block, across chunks and longer than the window; blocks lie as in the row."""
+    target, drafter = make(**options)
+    drafter.double()
+    first_root, tokens = 2, torch.randint(0, VOCAB_SIZE, (len(PACKED), 27))
+    starts = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in PACKED])
+    reads = drafter.config.target_activations
+    captured = target.features(tokens, starts).captured.double() if reads else None
+    batched = rollout(drafter, tokens, captured, first_root=first_root, starts=starts)
+    for row, lengths in enumerate(PACKED):
+        for i, n_tokens in enumerate(lengths):
+            start = sum(lengths[:i])
+            document = slice(start, start + n_tokens)
+            of_target = captured[row, document] if reads else None
+            k = drafter.config.k if reads else n_tokens
+            slow = slow_rollout(drafter, tokens[row, document], of_target, k, (first_root - start) % k if reads else 0)
+            torch.testing.assert_close(batched[row, document], slow, atol=1e-6, rtol=1e-6)
 
 
 def test_rollout_without_target_activations_is_a_sparse_transformer():
