@@ -80,7 +80,7 @@ class Skipped:
     def say(self) -> None:
         """Log what is not named while reading."""
         if self.without_assistant and not self.quiet:
-            log.warning("%d conversations have no assistant turn and are left out", self.without_assistant)
+            log.warning("left out, without an assistant turn: %d conversations", self.without_assistant)
 
 
 def read_documents(

@@ -55,6 +55,13 @@ class Training(LightningModule):
         for states in self._frozen:
             states.to(self.device)
 
+    def of_all_ranks(self, mean: Tensor, learned: Tensor) -> Tensor:
+        """Weigh a rank's mean over its `learned` positions, so that the mean over ranks is that over all positions."""
+        if self.trainer.world_size == 1:
+            return mean
+        n_learned = learned.sum().float()
+        return mean * n_learned / self.trainer.strategy.reduce(n_learned.clone(), reduce_op="mean")
+
     def on_validation_epoch_start(self) -> None:
         self.sums.reset()
 
@@ -107,11 +114,12 @@ class SpireTraining(Training):
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
         parts = self.parts(batch, first_root(self.drafter.config.k, self.seed, self.current_epoch))
-        mean = {"batch_size": len(batch.numbers), "sync_dist": True}
-        self.log("train/loss", parts.loss, prog_bar=True, **mean)
-        self.log("train/cross_entropy", parts.cross_entropy, **mean)
-        self.log("train/alpha", parts.alpha.sum() / batch.learned().sum(), prog_bar=True, **mean)
-        return parts.loss
+        learned, mean = batch.learned(), {"batch_size": len(batch.numbers), "sync_dist": True}
+        loss = self.of_all_ranks(parts.loss, learned)
+        self.log("train/loss", loss, prog_bar=True, **mean)
+        self.log("train/cross_entropy", self.of_all_ranks(parts.cross_entropy, learned), **mean)
+        self.log("train/alpha", self.of_all_ranks(parts.alpha.sum() / learned.sum(), learned), prog_bar=True, **mean)
+        return loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
         parts = self.parts(batch)
@@ -144,7 +152,8 @@ class LanguageModelTraining(Training):
         self.model = model
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        loss = next_token_loss(self.logits(batch), batch.tokens, batch.learned())
+        learned = batch.learned()
+        loss = self.of_all_ranks(next_token_loss(self.logits(batch), batch.tokens, learned), learned)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
         return loss
 

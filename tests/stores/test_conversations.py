@@ -91,7 +91,7 @@ def test_conversations_without_a_reply_are_counted_and_skipped_with_a_sentence(t
     with caplog.at_level(logging.WARNING):
         assert [d.id for d in read_documents(str(tmp_path / "a.jsonl"), skipped=skipped)] == ["a.jsonl:3"]
     assert skipped.without_assistant == 2
-    assert "2 conversations have no assistant turn and are left out" in caplog.text
+    assert "left out, without an assistant turn: 2 conversations" in caplog.text
 
 
 def test_a_turn_that_is_none_and_a_template_that_fails_are_said_with_the_row(tmp_path):
