@@ -104,9 +104,9 @@ def _card(template: str, kind: str, folder: str, target: tuple[str, str], **valu
 
 
 def _named(path: str | None) -> str:
-    """` name`; for an absolute path only its last part, because a card may be published."""
-    found = PurePath(str(path or ""))
-    return f" `{found.name if found.is_absolute() else found}`" if path else ""
+    """` name`; of absolute paths (of several stores, with colons) the last parts, because a card may be published."""
+    found = map(PurePath, str(path or "").split(":"))
+    return f" `{':'.join(one.name if one.is_absolute() else str(one) for one in found)}`" if path else ""
 
 
 def _plain(value: object) -> str:

@@ -25,6 +25,7 @@ ODD_NAMES = ["no", "1.0", "- a: b", "it's", 'a "b" c', "<script>alert(1)</script
             {"path": "texts.jsonl", "max_documents": 8000},
             "- trained on up to 8,000 documents of `texts.jsonl`",
         ),
+        ({"path": "responses:/home/me/a:b/c"}, "- trained on documents of `responses:a:b/c`"),
         ({"path": None, "max_documents": None}, "- trained on documents of the Python standard library, in rows"),
     ],
 )
