@@ -51,23 +51,19 @@ def rollout(
     config = drafter.config if block_tokens is None else replace(drafter.config, k=block_tokens)
     assert 0 <= first_root < config.k
     n_rows, n_tokens = tokens.shape
-    chunk = chunk_tokens(config, n_tokens)
-    lead = -first_root % config.k if config.target_activations else 0  # the rest of a block, before the row
-    missing = -(lead + n_tokens) % chunk  # queries past the end are computed and cut; no real query sees keys past it
-    starts = torch.zeros_like(tokens[:1]) if starts is None else starts
-    layout = _Layout(config, chunk, lead, F.pad(starts, (lead, missing)))
-    x = drafter.embed_tokens(F.pad(tokens, (lead, missing)))  # [B, L, D]
+    layout = _Layout.of(config, n_tokens, first_root, torch.zeros_like(tokens[:1]) if starts is None else starts)
+    x = drafter.embed_tokens(layout.padded(tokens))  # [B, L, D]
     if not config.target_activations:
         return _windowed(drafter, x, layout)[0][:, :n_tokens]
     assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
-    captured = F.pad(captured, (0, 0, 0, 0, lead, missing))
+    captured = layout.padded(captured)
     rope = drafter.rope(layout.positions)  # [B or 1, L, D_head]
 
     past = []  # of each block of the model, [B * c, H_kv, s + 2C, D_head]: context as the target saw it
     for i, block in enumerate(drafter.blocks):
         past.append(layout.around(block.keys_values(captured[:, :, i].to(x.dtype), rope), own=True))
 
-    in_blocks = (layout.n_chunks, chunk // config.k, config.k, -1)
+    in_blocks = (layout.n_chunks, layout.chunk // config.k, config.k, -1)
     by_pass = x.view(n_rows, *in_blocks).flatten(0, 1)
     ropes = [part.view(len(part), *in_blocks).expand(n_rows, -1, -1, -1, -1).flatten(0, 1) for part in rope]
     hidden = []
@@ -78,7 +74,17 @@ def rollout(
         hidden.append(state)
         if not last:
             past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]
-    return torch.stack(hidden, dim=2).reshape(*x.shape)[:, lead : lead + n_tokens]
+    return torch.stack(hidden, dim=2).reshape(*x.shape)[:, layout.lead : layout.lead + n_tokens]
+
+
+def root_of_epoch(k: int, seed: int, epoch: int) -> int:
+    """Return the `first_root` of a rollout in an epoch of training, 0 .. k - 1.
+
+    In k epochs in a row a token has every depth of a block once, in an order that the seed decides. The first epoch
+    begins at 0.
+    """
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+    return int((order[epoch % k] - order[0]) % k)
 
 
 def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
@@ -120,6 +126,18 @@ class _Layout:
     chunk: int  # C
     lead: int  # entries before the first token
     starts: Tensor  # [B or 1, L] int64, places where documents begin
+
+    @classmethod
+    def of(cls, config: SpireConfig, n_tokens: int, first_root: int, starts: Tensor) -> _Layout:
+        """Pad rows of n_tokens to whole chunks, and before the first root to a whole block."""
+        chunk = chunk_tokens(config, n_tokens)
+        lead = -first_root % config.k if config.target_activations else 0
+        missing = -(lead + n_tokens) % chunk  # these queries are computed and cut; no real query sees keys there
+        return cls(config, chunk, lead, F.pad(starts, (lead, missing)))
+
+    def padded(self, rows: Tensor) -> Tensor:  # [B, n_tokens, ...] -> [B, L, ...]
+        after = self.starts.shape[1] - self.lead - rows.shape[1]
+        return F.pad(rows, (0, 0) * (rows.dim() - 2) + (self.lead, after))
 
     @property
     def n_chunks(self) -> int:

@@ -119,12 +119,11 @@ def read_documents(
     try:
         for name, contents in _sources(path, fields, split, subset, skipped, max_document_bytes):
             for number, content in contents:
-                messages = None if isinstance(content, str) else content
-                text = content if messages is None else plain_text(messages)
-                if messages is not None and not has_assistant(messages):
+                document = _document(name if number is None else f"{name}:{number}", content)
+                text = document.text
+                if document.messages is not None and not has_assistant(document.messages):
                     skipped.without_assistant += 1
                 elif text.strip():
-                    document = Document(name if number is None else f"{name}:{number}", text, messages)
                     if 4 * len(text) > max_document_bytes and len(text.encode()) > max_document_bytes:
                         raise UserError(f"{document.id} has more than {max_document_bytes} bytes; {SPLIT_IT}")
                     yield document
@@ -134,6 +133,11 @@ def read_documents(
     except OSError as error:  # no file may go missing unnoticed
         reason = error.strerror or error
         raise UserError(f"{error.filename or path} cannot be read ({reason}); make it readable or remove it") from error
+
+
+def _document(name: str, content: Content) -> Document:
+    is_text = isinstance(content, str)
+    return Document(name, content) if is_text else Document(name, plain_text(content), content)
 
 
 def _sources(

@@ -22,7 +22,7 @@ from spectrain.decoding.target import Features, TargetModel, packed_mask
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadFacts
 from spectrain.models.labels import label_texts, mix_tokens
-from spectrain.models.rollout import rollout
+from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireDrafter
 from spectrain.training.data import RowBatch, TextBatch
 from spectrain.training.losses import LossParts, LossSettings, Teacher, binary_kl, drafter_loss, weighted_bce
@@ -113,7 +113,7 @@ class SpireTraining(Training):
         return LossParts(parts.loss, parts.cross_entropy, alpha)
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        parts = self.parts(batch, first_root(self.drafter.config.k, self.seed, self.current_epoch))
+        parts = self.parts(batch, root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch))
         learned, mean = batch.learned(), {"batch_size": len(batch.numbers), "sync_dist": True}
         loss = self.of_all_ranks(parts.loss, learned)
         self.log("train/loss", loss, prog_bar=True, **mean)
@@ -128,16 +128,6 @@ class SpireTraining(Training):
     def recompute_activations(self) -> None:
         """Compute the inside of blocks again in the backward pass, in place of keeping it."""
         self.drafter.recomputes = True
-
-
-def first_root(k: int, seed: int, epoch: int) -> int:
-    """Return where the first rollout block of a row begins in an epoch, 0 .. k - 1.
-
-    In k epochs in a row a token has had every depth of a block once, in an order that the seed decides. The first epoch
-    begins at 0.
-    """
-    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
-    return int((order[epoch % k] - order[0]) % k)
 
 
 class LanguageModelTraining(Training):

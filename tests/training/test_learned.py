@@ -7,9 +7,10 @@ import torch
 from lightning import Trainer
 
 from spectrain.decoding import TargetModel
+from spectrain.models.rollout import root_of_epoch
 from spectrain.training.data import RowData, TokenRows
 from spectrain.training.losses import LossSettings
-from spectrain.training.modules import LanguageModelTraining, ValidationSums, first_root, next_token_loss
+from spectrain.training.modules import LanguageModelTraining, ValidationSums, next_token_loss
 from spectrain.training.optim import OptimizerSettings
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.training.test_offline import spire_training
@@ -90,11 +91,11 @@ def test_validation_counts_a_document_inside_a_block_as_a_new_rollout():
 
 
 def test_in_k_epochs_a_token_has_every_depth_once():
-    roots = [first_root(4, 7, epoch) for epoch in range(12)]
+    roots = [root_of_epoch(4, 7, epoch) for epoch in range(12)]
     assert roots[0] == 0
     assert roots[:4] == roots[4:8] == roots[8:]
     assert sorted(roots[:4]) == [0, 1, 2, 3]
-    assert len({tuple(first_root(4, seed, epoch) for epoch in range(4)) for seed in range(30)}) > 3
+    assert len({tuple(root_of_epoch(4, seed, epoch) for epoch in range(4)) for seed in range(30)}) > 3
 
 
 def test_a_token_changes_its_depth_from_epoch_to_epoch_and_not_in_validations(target, monkeypatch):
@@ -118,6 +119,6 @@ def test_a_token_changes_its_depth_from_epoch_to_epoch_and_not_in_validations(ta
     )
     trainer.fit(module, datamodule=RowData(rows, rows, batch_size=2, seed=3))
     in_training = [root for training, root in seen if training]
-    assert in_training == [first_root(3, 0, epoch) for epoch in (0, 0, 1, 1, 2, 2)]
+    assert in_training == [root_of_epoch(3, 0, epoch) for epoch in (0, 0, 1, 1, 2, 2)]
     assert len(set(in_training)) == 3
     assert {root for training, root in seen if not training} == {0}
