@@ -140,11 +140,11 @@ def rows_of(
 ) -> PackedRows:
     """Pack documents in their order into rows; see `pack`.
 
-    The incomplete last row is dropped, and so are rows without a response where any document has one.
+    The incomplete last row is dropped, and so are rows with no token of a response to learn where documents have some.
     """
     closed = [_closed(document, eos_id) for document in documents]
-    lengths = [len(document.tokens) for document in closed]
-    n_rows = sum(lengths) // row_tokens
+    lengths = np.array([len(document.tokens) for document in closed], np.int64)
+    n_rows = int(lengths.sum()) // row_tokens
 
     def cut(values: Sequence[np.ndarray], dtype: type) -> Tensor:
         flat = np.concatenate([np.zeros(0, dtype), *values])[: n_rows * row_tokens]
@@ -152,14 +152,17 @@ def rows_of(
 
     rows = PackedRows(cut([document.tokens for document in closed], np.int32))
     if document_mask:
-        begins = cut([np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)], np.int64) if closed else cut([], np.int64)
+        begins = cut([np.repeat(np.cumsum(lengths) - lengths, lengths)], np.int64)  # in the text of all rows
         first = torch.arange(n_rows)[:, None] * row_tokens
         rows = replace(rows, starts=(begins - first).clamp_min(0).int())
     if all(document.is_response is None for document in closed):
         return rows
     masks = [np.ones(len(d.tokens), bool) if d.is_response is None else d.is_response for d in closed]
     rows = replace(rows, is_response=cut(masks, bool))
-    return rows[rows.is_response[:, 1:].any(dim=1)]
+    learned = rows.is_response[:, 1:]
+    if rows.starts is not None:
+        learned = learned & (rows.starts[:, 1:] == rows.starts[:, :-1])
+    return rows[learned.any(dim=1)]
 
 
 def _closed(document: TokenDocument, eos_id: int) -> TokenDocument:

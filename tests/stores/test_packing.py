@@ -58,6 +58,9 @@ def test_texts_alone_are_learned_as_a_whole_and_rows_without_a_response_are_left
     assert rows_of([document([5, 6, 7])], EOS, 2).is_response is None
     rows = rows_of([document([5, 6, 7, 8, 9], 4), document([10, 11, 12], 1)], EOS, 3)
     assert rows.tokens.tolist() == [[8, 9, EOS], [10, 11, 12]]  # not [5, 6, 7], the beginning of a prompt
+    first_alone = rows_of([document([5, 6], 1), document([7], 0), document([8, 9], 1)], EOS, 3, document_mask=True)
+    assert first_alone.tokens.tolist() == [[5, 6, EOS]]  # of [7, EOS, 8] nothing is predicted
+    assert len(rows_of([], EOS, 3, document_mask=True)) == 0
 
 
 def test_responses_are_documents_as_the_target_wrote_them(stores, tokenizer):
