@@ -1,4 +1,4 @@
-"""Losses: SPIRe's MixedLoss (SPIRe, section 3.4) and the weighted cross-entropy of acceptance heads (SpecDec++).
+"""Losses: SPIRe's MixedLoss (SPIRe, section 3.4), cross-entropy on the data, and that of acceptance heads (SpecDec++).
 
     MixedLoss = omega * CE(p, q) - (1 - omega) * alpha,    alpha = sum_v min(p_v, q_v)
 
@@ -128,6 +128,12 @@ def _chunk(
         mass = q * (q < p)  # q_v m_v
         grad -= weights[1] * (mass - q * mass.sum(dim=-1, keepdim=True))
     return cross_entropy, alpha, grad
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
+    """Cross-entropy, nats per token, of logits [B, L, V] at `learned` [B, L] positions with the tokens that follow."""
+    next_tokens = tokens[:, 1:].masked_fill(~learned[:, :-1], -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), next_tokens.flatten())
 
 
 def weighted_bce(log_odds: Tensor, labels: Tensor, w_rej: float, w_acc: float = 1.0) -> Tensor:

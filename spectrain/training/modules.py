@@ -25,7 +25,15 @@ from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireDrafter
 from spectrain.training.data import RowBatch, TextBatch
-from spectrain.training.losses import LossParts, LossSettings, Teacher, binary_kl, drafter_loss, weighted_bce
+from spectrain.training.losses import (
+    LossParts,
+    LossSettings,
+    Teacher,
+    binary_kl,
+    drafter_loss,
+    next_token_loss,
+    weighted_bce,
+)
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
 
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
@@ -173,12 +181,6 @@ class LanguageModelTraining(Training):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("train/lr", optimizer.param_groups[0]["lr"])
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
-    """Cross-entropy, nats per token, of logits [B, L, V] at `learned` [B, L] positions with the tokens that follow."""
-    next_tokens = tokens[:, 1:].masked_fill(~learned[:, :-1], -100)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), next_tokens.flatten())
 
 
 class HeadTraining(Training):

@@ -24,8 +24,8 @@ from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
 from spectrain.training.data import TokenRows
-from spectrain.training.losses import LossSettings
-from spectrain.training.modules import LanguageModelTraining, SpireTraining, next_token_loss
+from spectrain.training.losses import LossSettings, next_token_loss
+from spectrain.training.modules import LanguageModelTraining, SpireTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests import ranks
