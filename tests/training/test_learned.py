@@ -10,8 +10,9 @@ from spectrain.decoding import TargetModel
 from spectrain.models.rollout import root_of_epoch
 from spectrain.training.data import RowData, TokenRows
 from spectrain.training.losses import LossSettings, next_token_loss
-from spectrain.training.modules import LanguageModelTraining, ValidationSums
+from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.training.test_offline import spire_training
 

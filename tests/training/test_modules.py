@@ -22,8 +22,9 @@ from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
 from spectrain.training.losses import binary_kl, weighted_bce
-from spectrain.training.modules import HeadTraining, Reliability
+from spectrain.training.modules import HeadTraining
 from spectrain.training.optim import OptimizerSettings, warmup_then_down
+from spectrain.training.sums import Reliability
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 
 SAMPLING = Sampling(temperature=0.9, top_k=20)
