@@ -14,9 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.weights import for_drafting, version
@@ -35,8 +35,7 @@ def build(
     draft_dtype: str = "auto",
 ) -> Spire:
     """The method from an exported drafter; raises UserError where it was trained for another target."""
-    opened = load_spire(Path(drafter), fingerprint(target.model, target.tokenizer))
-    return Spire(opened, gamma, max_nodes, draft_dtype=draft_dtype)
+    return Spire(load_spire(Path(drafter), target), gamma, max_nodes, draft_dtype=draft_dtype)
 
 
 class Spire(Drafter):
@@ -83,9 +82,20 @@ class Spire(Drafter):
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
         made_for = target.device, target.dtype, version(self.trained)
         if made_for != self._made_for:
-            self.drafter = for_drafting(self.trained, self.draft_dtype, target.device, target.dtype)
-            self._made_for = made_for
+            self.drafter, self._made_for = self._made(target), made_for
         return self.drafter
+
+    @torch.no_grad()
+    def _made(self, target: TargetModel) -> SpireDrafter:
+        config, ready = self.trained.config, {}
+        own = for_drafting(self.trained, self.draft_dtype, target.device, target.dtype)
+        if config.input == "projected":
+            table = self.trained.input_table().to(own.norm.weight.dtype)
+            ready["embed_tokens"] = nn.Embedding.from_pretrained(table)
+        if config.head == "target":
+            head = self.trained.tables.head()
+            ready["lm_head"] = for_drafting(head, self.draft_dtype, target.device, head.weight.dtype)
+        return own.with_modules(ready)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
         return self.slots.kept(lengths) if self.capture_layers else None
@@ -124,13 +134,9 @@ class Spire(Drafter):
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         seen = additive(seen, past[0].keys.dtype)
-        hidden, memories = self.drafter.step(self._embedded(tokens[:, None]), rope, past, seen)
+        hidden, memories = self.drafter.step(self.drafter.embed(tokens[:, None]), rope, past, seen)
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
-        return DraftStep(self.drafter.lm_head(hidden[:, 0]), hidden[:, 0])
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        """Embed tokens; a table that is also the unembedding may be in a shorter dtype than the drafter computes in."""
-        return self.drafter.embed_tokens(tokens).to(self.drafter.norm.weight.dtype)
+        return DraftStep(self.drafter.logits(hidden[:, 0]), hidden[:, 0])
 
     def _read_context(self, context: Context) -> None:
         """Without target activations: the drafter reads each row's text up to its root by itself.
@@ -143,7 +149,7 @@ class Spire(Drafter):
             chunk = chunk_tokens(config, length)
             tokens = context.tokens[row, :length].to(context.device)
             padded = torch.nn.functional.pad(tokens, (0, -length % chunk))[None]
-            _, every = windowed_states(self.drafter, self._embedded(padded), chunk)
+            _, every = windowed_states(self.drafter, self.drafter.embed(padded), chunk)
             n_sinks = min(config.sink_tokens, length)
             near = range(max(n_sinks, length - self.slots.ring_tokens), length)  # a slot is written once
             kept = torch.tensor([*range(n_sinks), *near], device=context.device)

@@ -52,7 +52,7 @@ def rollout(
     assert 0 <= first_root < config.k
     n_rows, n_tokens = tokens.shape
     layout = _Layout.of(config, n_tokens, first_root, torch.zeros_like(tokens[:1]) if starts is None else starts)
-    x = drafter.embed_tokens(layout.padded(tokens))  # [B, L, D]
+    x = drafter.embed(layout.padded(tokens))  # [B, L, D]
     if not config.target_activations:
         return _windowed(drafter, x, layout)[0][:, :n_tokens]
     assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"

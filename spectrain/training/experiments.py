@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import shape_of
-from spectrain.decoding.loading import read_tokenizer
+from spectrain.decoding.loading import DTYPES, read_tokenizer
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import last_layers, new_drafter
@@ -66,7 +66,7 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     """A SPIRe drafter for a Llama-like target, or a small Llama for any."""
     optimizer = OptimizerSettings(**config["optimizer"])
     if config["kind"] == "spire":
-        drafter = new_drafter(target.model, spire_config(config, target), config["init"])
+        drafter = new_drafter(target, spire_config(config, target), config["init"])
         module = SpireTraining(
             drafter, target, LossSettings(config["loss"], config["omega"]), optimizer, config["seed"]
         )
@@ -83,17 +83,28 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
 def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     """The shape of the SPIRe drafter for this target."""
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
-    layers = last_layers(target.model, config["n_layer"])
-    return SpireConfig(shape_of(target.model), layers, **{name: config[name] for name in names})
+    options = {name: config[name] for name in names}
+    if config.get("input", "tied") != "tied":  # runs of older versions have no other; its unembedding is always trained
+        options |= {"input": config["input"], "head": config["head"]}
+    return SpireConfig(shape_of(target.model), last_layers(target.model, config["n_layer"]), **options)
 
 
 def trained_drafter(
-    config: Mapping, target: TargetModel, weights: dict[str, Tensor]
+    config: Mapping, target: TargetModel, weights: dict[str, Tensor], dtype: str | None = None
 ) -> SpireDrafter | LlamaForCausalLM:
-    """The drafter of a training's weights; see `filled`."""
+    """The drafter of a training's weights, float32 values of the dtype that it is exported in; see `filled`.
+
+    `dtype` is that of a SPIRe drafter's export; None: as its config says.
+    """
     if config["kind"] == "spire":
-        return filled(SpireDrafter(spire_config(config, target)), weights, "drafter")
+        drafter = filled(SpireDrafter(spire_config(config, target), target), weights, "drafter")
+        return drafter.to(export_dtype(config, dtype)).float()
     return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
+
+
+def export_dtype(config: Mapping, given: str | None = None) -> torch.dtype:
+    """The dtype of a SPIRe drafter's exported weights, where another one is `given` that one."""
+    return DTYPES[given or config.get("export_dtype", "float32")]  # which runs of older versions do not have
 
 
 def target_experiment(config: Mapping, run: RunFolder) -> Experiment:

@@ -20,10 +20,11 @@ from spectrain.decoding.sampling import draw_uniforms, row_generator
 from spectrain.decoding.target import Features, TargetModel, packed_mask
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadFacts
+from spectrain.models.input_fit import FIT_TOKENS, InputFit
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireDrafter
-from spectrain.training.data import RowBatch, TextBatch
+from spectrain.training.data import RowBatch, Rows, TextBatch
 from spectrain.training.losses import (
     LossParts,
     LossSettings,
@@ -69,6 +70,9 @@ class Training(LightningModule):
         n_learned = learned.sum().float()
         return mean * n_learned / self.trainer.strategy.reduce(n_learned.clone(), reduce_op="mean")
 
+    def begin(self, rows: Rows) -> None:
+        """Do what a training from its first step begins with, and a resumed one does not; all ranks call it."""
+
     def on_validation_epoch_start(self) -> None:
         self.sums.reset()
 
@@ -102,6 +106,24 @@ class SpireTraining(Training):
         super().__init__(optimizer, ValidationSums(drafter.config.k), target)
         self.drafter, self.loss_settings, self.seed = drafter, loss, seed
 
+    @torch.no_grad()
+    def begin(self, rows: Rows) -> None:
+        """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
+        if self.drafter.config.input == "tied":
+            return
+        fit, n_tokens = InputFit(self.drafter), 0
+        reading = self.target.with_capture(self.drafter.config.target_layers[:1])
+        for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
+            batch = rows[[place]]
+            tokens = batch.tokens.to(self.target.device)
+            starts = None if batch.starts is None else batch.starts.to(tokens.device)
+            captured = reading.features(tokens, starts).captured if batch.captured is None else batch.captured
+            fit.add(tokens, captured[:, :, 0].to(tokens.device, STORED_DTYPE))
+            n_tokens += batch.n_tokens
+            if n_tokens >= FIT_TOKENS:
+                break
+        fit.finish()
+
     def parts(self, batch: RowBatch, first_root: int = 0) -> LossParts:
         """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others."""
         features, kept = Features(batch.captured, batch.final_hidden), batch.learned()
@@ -115,7 +137,8 @@ class SpireTraining(Training):
         teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
         has_next = F.pad(batch.is_token[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
-        parts = drafter_loss(self.loss_settings, hidden[kept], self.drafter.lm_head.weight, teacher, next_tokens[kept])
+        unembedding = self.drafter.unembedding.to(self.device)
+        parts = drafter_loss(self.loss_settings, hidden[kept], unembedding, teacher, next_tokens[kept])
         alpha = parts.alpha.new_zeros(kept.shape).masked_scatter(kept, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha)
 

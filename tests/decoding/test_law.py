@@ -93,7 +93,7 @@ DRAWING = ("speculative", "spire", "magicdec", *ADAPTIVE)  # their drafts are dr
 def spire(init: str, stop: StopRule | None = None) -> Spire:
     model = target().model
     config = SpireConfig(shape_of(model), last_layers(model, 1), k=3, window_tokens=4)
-    return Spire(new_drafter(model, config, init), stop=stop)
+    return Spire(new_drafter(target(), config, init), stop=stop)
 
 
 def random_head() -> AcceptanceHead:

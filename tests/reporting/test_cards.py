@@ -38,6 +38,20 @@ def test_a_card_names_its_corpus_and_how_much_of_it_was_read_but_not_where_it_la
     assert "5.0% of the documents" in card
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, None),
+        ({"input": "tied", "head": "target"}, None),
+        ({"input": "trained", "head": "target"}, "The target's unembedding is not in this folder"),
+        ({"input": "projected", "head": "target"}, "The target's embedding and unembedding are not in this folder"),
+    ],
+)
+def test_a_card_says_what_a_drafter_reads_of_the_target(options, said):
+    card = trained_card("spire", "out", ("org/model", "f" * 16), CONFIG | options, TRAINED, ())
+    assert said in card if said else "this folder" not in card
+
+
 def commands(card: str) -> list[list[str]]:
     """The words of each shell command."""
     blocks = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)

@@ -32,7 +32,7 @@ SAMPLING = Sampling(temperature=0.9, top_k=20)
 
 def spire_states(target: TargetModel, block_tokens: int = 5) -> SpireStates:
     config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=4, window_tokens=8)
-    return SpireStates(new_drafter(target.model, config, "pruned").requires_grad_(False), block_tokens)
+    return SpireStates(new_drafter(target, config, "pruned").requires_grad_(False), block_tokens)
 
 
 def model_states(target: TargetModel) -> ModelStates:

@@ -35,6 +35,7 @@ from tests.data_prep.conftest import save_responses
 ROOT = Path(__file__).parent.parent.parent
 STEPS, BATCH = 6, 4
 ZERO = ("deepspeed_zero2", "deepspeed_zero3")
+SPIRE = ("+exp=spire", "export_dtype=float32")  # exports are compared
 VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "untied": ["+exp=spire", "k=1", "init=random"],
     "ablated": ["+exp=spire", "feedback=false", "target_activations=false", "trainer.activation_checkpointing=true"],
@@ -82,14 +83,14 @@ def runs(small, shared, tmp_path_factory) -> Path:
         out = [] if strikes else [f"out={name}-exported"]
         return {"arguments": [*small, f"run_dir={name}", *out, *arguments], **strikes}
 
-    switching = ["+exp=spire", "trainer=ddp", "run_dir=one_two_one", "trainer.devices=1"]
-    jobs = [job("one_two_one", "+exp=spire", "trainer=ddp", interrupt=3)]
+    switching = [*SPIRE, "trainer=ddp", "run_dir=one_two_one", "trainer.devices=1"]
+    jobs = [job("one_two_one", *SPIRE, "trainer=ddp", interrupt=3)]
     for trainer in ZERO:
-        arguments = ["+exp=spire", f"trainer={trainer}"]
+        arguments = [*SPIRE, f"trainer={trainer}"]
         jobs += [job(trainer, *arguments), job(f"{trainer}_cut", *arguments, interrupt=2)]
         jobs += [job(f"{trainer}_cut", *arguments), job(f"{trainer}_anew", *arguments, interrupt=3)]
     jobs.append(job("poisoned", "+exp=vanilla", "trainer=ddp", "checkpoint_s=0", poison=2))
-    jobs += [job("offload", "+exp=spire", "trainer=deepspeed_zero2_offload", "max_steps=2")]
+    jobs += [job("offload", *SPIRE, "trainer=deepspeed_zero2_offload", "max_steps=2")]
     save_responses(folder / "answers", load_target(shared / "target", device="cpu"), 90)
     own = ["+exp=spire", f"target={shared / 'target'}", "corpus=responses:answers", "data.document_mask=true"]
     jobs += [job("own_cut", *own, "trainer=ddp", interrupt=2), job("own_cut", *own, "trainer=ddp")]
@@ -99,11 +100,11 @@ def runs(small, shared, tmp_path_factory) -> Path:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        assert ranks.run([*small, "+exp=spire", "trainer=cpu", "run_dir=one", "out=one-exported"]) == 0
+        assert ranks.run([*small, *SPIRE, "trainer=cpu", "run_dir=one", "out=one-exported"]) == 0
         assert ranks.run([*small, *own, "trainer=cpu", "run_dir=own_one", "out=own_one-exported"]) == 0
         assert ranks.run([*small, *switching], interrupt=1) == 130
         on_ranks(2, folder, jobs)
-        on_ranks(1, folder, [job(f"{trainer}_anew", "+exp=spire", f"trainer={trainer}") for trainer in ZERO])
+        on_ranks(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in ZERO])
         assert ranks.run([*small, *switching, "out=one_two_one-exported"]) == 0
     finally:
         os.chdir(before)
@@ -271,7 +272,7 @@ def gradients(options: dict, recomputes: bool) -> dict[str, torch.Tensor | None]
     n_layer = options.get("n_layer", 2)
     rest = {"k": 3, "window_tokens": 8, **{name: value for name, value in options.items() if name != "n_layer"}}
     config = SpireConfig(shape_of(target.model), last_layers(target.model, n_layer), **rest)
-    drafter = new_drafter(target.model, config, "pruned")
+    drafter = new_drafter(target, config, "pruned")
     module = SpireTraining(drafter, target, LossSettings(), OptimizerSettings())
     if recomputes:
         module.recompute_activations()
