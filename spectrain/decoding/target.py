@@ -26,6 +26,7 @@ from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 
 ENGINES = ("auto", "lean", "transformers")
+FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class TargetModel:
     Args:
         model: any full-attention Hugging Face causal LM, loaded with `attn_implementation="sdpa"`.
         tokenizer: its tokenizer; needed only where text is read or written.
-        capture_layers: indices of the blocks whose inputs every forward returns.
+        capture_layers: indices of the blocks whose inputs every forward returns; FINAL stands for the final states.
         prefill_chunk: prompt tokens per forward; bounds the memory of long prompts.
         keeps_hidden: whether `score` returns the final hidden states, too.
         engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
@@ -81,7 +82,7 @@ class TargetModel:
 
     def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:
         for layer in capture_layers:
-            if not 0 <= layer < self.n_layer:
+            if layer != FINAL and not 0 <= layer < self.n_layer:
                 raise UserError(f"capture layer {layer} must be a block of the target, 0..{self.n_layer - 1}")
         return tuple(capture_layers)
 

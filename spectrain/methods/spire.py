@@ -77,6 +77,8 @@ class Spire(Drafter):
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
         self.slots = SlotStore(self.fitted(target), self.gamma, cache.max_rows)
+        # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
+        self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
     def fitted(self, target: TargetModel) -> SpireDrafter:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
@@ -102,12 +104,16 @@ class Spire(Drafter):
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         if self.capture_layers:
-            self.slots.fill([output.captured[:, :, i] for i in range(len(self.capture_layers))], output.positions, rows)
+            self.slots.fill(self._memories(output), output.positions, rows)
+        if self.drafter.config.previous_state:
+            last = (output.positions == (context.lengths[rows.start : rows.stop, None] - 2)).long().argmax(1)
+            self.finals[rows.start : rows.stop] = _at(output.captured[:, :, -1], last)
 
     def propose(self, context: Context) -> DraftTree:
         if not self.capture_layers:
             self._read_context(context)
         roots = context.lengths - 1  # [n] positions
+        self.state = self.finals[: context.n_rows]
         return draft_chain(
             context,
             self.gamma,
@@ -123,18 +129,27 @@ class Spire(Drafter):
         nodes = path.clamp_min(0)
         positions = output.positions.gather(1, nodes).masked_fill(path < 0, -1)
         index = nodes[:, :, None].expand(-1, -1, output.captured.shape[-1])
-        memories = [output.captured[:, :, i].gather(1, index) for i in range(len(self.capture_layers))]
+        memories = [memory.gather(1, index) for memory in self._memories(output)]
         self.slots.write_memories(memories, positions, slice(0, context.n_rows))
+        if self.drafter.config.previous_state:
+            self.finals[: context.n_rows] = _at(output.captured[:, :, -1], verified.last)
 
     def free(self, row: int) -> None:
+        self.finals[row] = self.finals[self.slots.n_rows - 1]
         self.slots.free(row)
+
+    def _memories(self, output: TargetOutput) -> list[Tensor]:
+        """The target's inputs [n, P, D] of the blocks that the draft blocks were copied from."""
+        return [output.captured[:, :, i] for i in range(self.drafter.config.n_layer)]
 
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         seen = additive(seen, past[0].keys.dtype)
-        hidden, memories = self.drafter.step(self.drafter.embed(tokens[:, None]), rope, past, seen)
+        x = self.drafter.joined(self.drafter.embed(tokens[:, None]), self.state[:, None])
+        hidden, memories = self.drafter.step(x, rope, past, seen)
+        self.state = hidden[:, 0]
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
         return DraftStep(self.drafter.logits(hidden[:, 0]), hidden[:, 0])
 
@@ -156,6 +171,10 @@ class Spire(Drafter):
             self.slots.clear(row)
             read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
             self.slots.write(read, kept[None], slice(row, row + 1))
+
+
+def _at(states: Tensor, places: Tensor) -> Tensor:  # [n, P, D], [n] -> [n, D]
+    return states.gather(1, places[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
 
 
 class SlotStore:

@@ -5,6 +5,8 @@ target's embedding e, comes as near to that input as a linear map of the token a
 
     W = argmin sum_t |W e_t - y_t|^2 + ridge,    y_t: the target's own input of that block at token t.
 
+With `previous_state`, W2 of the target's final state one token earlier is fitted with it.
+
 Letters: N tokens, I inputs of the regression, O outputs, V vocabulary, D hidden size.
 """
 
@@ -50,20 +52,35 @@ class InputFit:
     def __init__(self, drafter: SpireDrafter) -> None:
         self.drafter, self.embedding = drafter, drafter.tables.embedding  # [V, D]
         width = drafter.config.shape.hidden_size
-        self.regression = RidgeRegression(width, width, self.embedding.device)
+        n_inputs = width * (1 + drafter.config.previous_state)
+        self.regression = RidgeRegression(n_inputs, width, self.embedding.device)
 
-    def add(self, tokens: Tensor, wanted: Tensor) -> None:
-        """Add rows of tokens [B, L] with the target's inputs [B, L, D] of the block that the first draft block is of.
+    def add(self, tokens: Tensor, wanted: Tensor, final_hidden: Tensor, starts: Tensor | None = None) -> None:
+        """Add rows of tokens [B, L] with what the target says of them, [B, L, D] each.
 
-        The first position of each row is left out: there many targets have activations that are thousands of times as
-        large, and no draft begins there.
+        Args:
+            tokens: int64.
+            wanted: the inputs of the block that the first draft block was copied from.
+            final_hidden: the final states.
+            starts: [B, L] int64, where the document of each token begins; None: each row is one.
+
+        The first position of each document is left out: there many targets have activations that are thousands of
+        times as large, and no draft begins there.
         """
-        self.regression.add(F.embedding(tokens[:, 1:].flatten(), self.embedding), wanted[:, 1:].flatten(0, 1))
+        inputs = F.embedding(tokens[:, 1:], self.embedding)
+        if self.drafter.config.previous_state:
+            inputs = torch.cat([inputs.float(), final_hidden[:, :-1].float()], dim=-1)
+        starts = torch.zeros_like(tokens) if starts is None else starts
+        inside = starts[:, 1:] == starts[:, :-1]
+        self.regression.add(inputs[inside], wanted[:, 1:][inside])
 
     @torch.no_grad()
     def finish(self) -> None:
         """Write what was fitted into the drafter."""
         found = self.regression.solve()
+        if self.drafter.config.previous_state:
+            found, of_previous = found.chunk(2, dim=1)
+            self.drafter.previous.weight.copy_(of_previous)
         if self.drafter.config.input == "projected":
             self.drafter.input.weight.copy_(found)
         else:

@@ -39,8 +39,8 @@ def rollout(
     Args:
         drafter: the model.
         tokens: [B, L] int64.
-        captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None if the drafter does not use
-            target activations.
+        captured: [B, L, C, D] of the target, its `captured_layers`; None if the drafter does not use target
+            activations.
         block_tokens: tokens of a block, at most the window; None: the k that it is trained with.
         first_root: root of the first whole block, 0 .. k - 1. Entries before it are rolled out from the first token.
         starts: [B, L] int64, where in the row each token's document begins; None: a row is one document.
@@ -55,7 +55,7 @@ def rollout(
     x = drafter.embed(layout.padded(tokens))  # [B, L, D]
     if not config.target_activations:
         return _windowed(drafter, x, layout)[0][:, :n_tokens]
-    assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
+    assert captured.shape[2] == len(config.captured_layers), "rollout needs the target's captured_layers"
     captured = layout.padded(captured)
     rope = drafter.rope(layout.positions)  # [B or 1, L, D_head]
 
@@ -66,11 +66,17 @@ def rollout(
     in_blocks = (layout.n_chunks, layout.chunk // config.k, config.k, -1)
     by_pass = x.view(n_rows, *in_blocks).flatten(0, 1)
     ropes = [part.view(len(part), *in_blocks).expand(n_rows, -1, -1, -1, -1).flatten(0, 1) for part in rope]
+    begins = (layout.positions == 0).view(-1, *in_blocks[:-1]).expand(n_rows, -1, -1, -1).flatten(0, 1)[..., None]
+    state = None  # final states one token earlier: of roots the target's; of the first token of a document 0
+    if config.previous_state:
+        state = F.pad(captured[:, :-1, -1], (0, 0, 1, 0)).view_as(by_pass)[:, :, 0]
     hidden = []
     for j in range(config.k):
         mask = layout.rollout_mask(j).expand(n_rows, -1, -1, -1).flatten(0, 1)[:, None]
         last = j + 1 == config.k
-        state, memories = drafter.step(by_pass[:, :, j], (ropes[0][:, :, j], ropes[1][:, :, j]), past, mask, last)
+        rope_j = (ropes[0][:, :, j], ropes[1][:, :, j])
+        previous = None if state is None else state.masked_fill(begins[:, :, j], 0)
+        state, memories = drafter.step(drafter.joined(by_pass[:, :, j], previous), rope_j, past, mask, last)
         hidden.append(state)
         if not last:
             past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spectrain.decoding.errors import UserError, check_choice, check_whole
 from spectrain.decoding.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
-from spectrain.decoding.target import TargetModel
+from spectrain.decoding.target import FINAL, TargetModel
 
 INPUTS = ("projected", "tied", "trained")
 HEADS = ("target", "trained")
@@ -54,12 +54,17 @@ class SpireConfig:
     # a table of its own, which is also the unembedding if the target has one table for both.
     input: str = "tied"
     head: str = "trained"  # target: the target's unembedding; trained: one of its own, as it is with input=tied
+    # Whether the first block's input also holds W2 h, h being the target's final state one token earlier, for drafted
+    # tokens the drafter's own. Not in the paper; EAGLE does so.
+    previous_state: bool = False
 
     def __post_init__(self) -> None:
         check_choice("input", self.input, INPUTS)
         check_choice("head", self.head, HEADS)
         if self.input == "tied" and self.head == "target":
             raise UserError("input=tied trains its own unembedding; give head=trained, or input=projected")
+        if self.previous_state and (self.input == "tied" or not self.target_activations):
+            raise UserError("previous_state=true needs input=projected or trained, and target_activations=true")
         for name, least in (("k", 1), ("window_tokens", 1), ("sink_tokens", 0)):
             check_whole(name, getattr(self, name), least)
         if self.k > self.window_tokens:
@@ -72,9 +77,14 @@ class SpireConfig:
         return len(self.target_layers)
 
     @property
-    def captured_layers(self) -> tuple[int, ...]:
+    def block_layers(self) -> tuple[int, ...]:
         """Blocks of the target whose inputs the drafter reads."""
         return self.target_layers if self.target_activations else ()
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """What the drafter reads of the target, as `TargetModel` captures it: block inputs, and FINAL states last."""
+        return self.block_layers + (FINAL,) * self.previous_state
 
     @property
     def has_one_table(self) -> bool:
@@ -87,7 +97,11 @@ class SpireConfig:
         return {name: value for name, value in fields.items() if value != ADDED_SINCE_1.get(name)}
 
 
-ADDED_SINCE_1 = {"input": "tied", "head": "trained"}  # fields -> what a drafter of version 1 has
+ADDED_SINCE_1 = {
+    "input": "tied",
+    "head": "trained",
+    "previous_state": False,
+}  # fields -> what a drafter of version 1 has
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,8 @@ class SpireDrafter(nn.Module):
             self.input = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W
         else:
             self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        if config.previous_state:
+            self.previous = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W2
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if config.head == "trained":
@@ -150,12 +166,24 @@ class SpireDrafter(nn.Module):
         self.recomputes = False  # training: a block's activations are computed again for the backward pass, not kept
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the inputs x^0 [.., D] of the first block for tokens [..] int64, in the dtype of the norms."""
+        """Return what a token adds to the input x^0 of the first block, [.., D] for tokens [..] int64.
+
+        It is in the dtype of the norms, and all of x^0 unless the drafter reads previous states.
+        """
         if hasattr(self, "embed_tokens"):
             x = self.embed_tokens(tokens)
         else:
             x = self.input(F.embedding(tokens, self.tables.embedding).to(self.input.weight.dtype))
         return x.to(self.norm.weight.dtype)
+
+    def joined(self, x: Tensor, previous: Tensor | None) -> Tensor:
+        """Return the inputs x^0 [.., D] of the first block.
+
+        Args:
+            x: [.., D] of `embed`.
+            previous: [.., D] final states one token earlier; not read unless the config has `previous_state`.
+        """
+        return x + self.previous(previous.to(x.dtype)).to(x.dtype) if self.config.previous_state else x
 
     @property
     def unembedding(self) -> Tensor:

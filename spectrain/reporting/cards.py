@@ -20,8 +20,19 @@ TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
 CORPUS_MARGIN = 1.2  # SGLang refuses a corpus that has more tokens than it was told
 OPTIONS = (  # of a training's config that say what was trained and how; the others say where and how fast
-    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "input", "head", "feedback"),
-    *("target_activations", "loss", "omega", "n_blocks", "w_rej", "w_acc", "mixing_share", "rollout_tokens"),
+    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "input", "head"),
+    *(
+        "previous_state",
+        "feedback",
+        "target_activations",
+        "loss",
+        "omega",
+        "n_blocks",
+        "w_rej",
+        "w_acc",
+        "mixing_share",
+        "rollout_tokens",
+    ),
     *("seed", "optimizer", "model"),
 )
 

@@ -85,7 +85,7 @@ def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
     options = {name: config[name] for name in names}
     if config.get("input", "tied") != "tied":  # runs of older versions have no other; its unembedding is always trained
-        options |= {"input": config["input"], "head": config["head"]}
+        options |= {name: config[name] for name in ("input", "head", "previous_state")}
     return SpireConfig(shape_of(target.model), last_layers(target.model, config["n_layer"]), **options)
 
 
@@ -201,7 +201,7 @@ def drafter_rows(config: Mapping, target: TargetModel) -> RowData:
     """The rows that a drafter is trained on: the corpus, or stored activations."""
     if config["data"].get("source", "online") == "online":
         return corpus_rows(config, target)
-    return stored_rows(config, target, spire_config(config, target).captured_layers)
+    return stored_rows(config, target, spire_config(config, target).block_layers)
 
 
 def read_corpus(corpus: Mapping, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Document]:

@@ -117,8 +117,10 @@ class SpireTraining(Training):
             batch = rows[[place]]
             tokens = batch.tokens.to(self.target.device)
             starts = None if batch.starts is None else batch.starts.to(tokens.device)
-            captured = reading.features(tokens, starts).captured if batch.captured is None else batch.captured
-            fit.add(tokens, captured[:, :, 0].to(tokens.device, STORED_DTYPE))
+            said = Features(batch.captured, batch.final_hidden)
+            said = reading.features(tokens, starts) if said.captured is None else said
+            of_target = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured[:, :, 0], said.final_hidden))
+            fit.add(tokens, *of_target, starts)
             n_tokens += batch.n_tokens
             if n_tokens >= FIT_TOKENS:
                 break
@@ -132,6 +134,8 @@ class SpireTraining(Training):
                 features = self.target.features(batch.tokens, batch.starts)
         # What is computed now is rounded as what is stored, so that losses agree.
         captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
+        if self.drafter.config.previous_state and batch.final_hidden is not None:  # which is stored once
+            captured = torch.cat([captured, batch.final_hidden[:, :, None]], dim=2)
         final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
         hidden = rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)  # [B, L, D]
         teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))

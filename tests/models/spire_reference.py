@@ -23,6 +23,9 @@ def slow_rollout(
     for t in range(len(tokens)):
         root = t - (t - first_root) % k
         states = [slow_input(drafter, tokens[t])]
+        if drafter.config.previous_state:  # of the root's token the target's, behind which the root was drawn
+            before = torch.zeros_like(states[0]) if t == 0 else hidden[t - 1] if t > root else captured[t - 1, -1]
+            states[0] = states[0] + drafter.previous.weight @ before
         for i, block in enumerate(drafter.blocks):
             keys = {p: captured[p, i] if p < root else memories[p, i] for p in seen(drafter, t)}
             keys[t] = states[i]  # the diagonal: its own input, not its memory

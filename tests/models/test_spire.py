@@ -17,6 +17,7 @@ from spectrain.models.spire import SpireConfig, SpireDrafter
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.spire_reference import slow_rollout
 
+PREVIOUS = {"input": "projected", "head": "target", "previous_state": True}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -42,7 +43,7 @@ def make(
             drafter.feedback_weight.copy_(torch.tensor([[0.7, -0.2, 0.4], [0.1, 0.9, -0.5]]))
     if config.input != "tied":  # as after a fit: of the size of a block's input
         (drafter.input if config.input == "projected" else drafter.embed_tokens).weight.data.normal_()
-    return TargetModel(model, capture_layers=config.target_layers), drafter.eval().requires_grad_(False)
+    return TargetModel(model, capture_layers=config.captured_layers), drafter.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,8 @@ def make(
         {"family": "qwen3"},
         {"input": "projected", "head": "target"},
         {"input": "trained", "head": "target"},
+        PREVIOUS,
+        {**PREVIOUS, "feedback": False, "sink_tokens": 3, "k": 3, "window_tokens": 5},
     ],
     ids=str,
 )
@@ -74,7 +77,9 @@ def test_batched_rollout_equals_the_definition(options):
 
 
 @pytest.mark.parametrize("first_root", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}, PREVIOUS], ids=str
+)
 def test_blocks_may_begin_anywhere(options, first_root):
     target, drafter = make(**options)
     drafter.double()
@@ -93,6 +98,7 @@ PACKED_OPTIONS = [
     {"sink_tokens": 3, "k": 3, "window_tokens": 5},
     {"sink_tokens": 0, "window_tokens": 4},
     {"window_tokens": 100, "family": "llama_gqa"},
+    PREVIOUS,
     {"feedback": False, "target_activations": False},
 ]
 
@@ -155,8 +161,9 @@ def test_first_step_of_a_pruned_drafter_equals_the_target_s_own_modules(biases):
     torch.testing.assert_close(drafter.lm_head(hidden[0, root]), expected, **TOLERANCE)
 
 
-def test_target_s_activation_of_the_root_does_not_leak():
-    target, drafter = make()
+@pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
+def test_target_s_activation_of_the_root_does_not_leak(options):
+    target, drafter = make(**options)
     tokens = torch.randint(0, VOCAB_SIZE, (1, 24))
     captured = target.features(tokens).captured
     changed = captured.clone()
@@ -202,7 +209,9 @@ def test_a_cast_to_bfloat16_leaves_the_rotary_frequencies_alone():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"input": "projected", "head": "target"}, {"input": "trained"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"input": "projected", "head": "target"}, {"input": "trained"}, PREVIOUS], ids=str
+)
 def test_gradient_reaches_every_parameter(options):
     target, drafter = make(**options)
     drafter.requires_grad_(True)
@@ -225,6 +234,8 @@ def test_targets_that_are_not_llama_like_are_named():
         ({"k": 9}, "k=9 is larger than window_tokens=8"),
         ({"target_activations": False}, "target_activations=false needs feedback=false"),
         ({"k": 0}, "k=0"),
+        ({"previous_state": True}, "previous_state=true needs input=projected or trained, and target_activations=true"),
+        ({**PREVIOUS, "feedback": False, "target_activations": False}, "and target_activations=true"),
         ({"input": "raw"}, "input=raw must be one of projected, tied, trained"),
         ({"head": "target"}, "input=tied trains its own unembedding; give head=trained, or input=projected"),
     ],
@@ -256,4 +267,4 @@ def test_a_drafter_of_version_1_keeps_its_fingerprint():
     """An acceptance head knows its drafter by it."""
     fields = ("shape", "target_layers", "k", "window_tokens", "sink_tokens", "feedback", "target_activations")
     assert tuple(make()[1].config.described()) == fields
-    assert tuple(make(input="projected", head="target")[1].config.described()) == (*fields, "input", "head")
+    assert tuple(make(**PREVIOUS)[1].config.described()) == (*fields, "input", "head", "previous_state")
