@@ -24,8 +24,9 @@ from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores.features import ACTIVATIONS
+from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_responses
-from spectrain.stores.texts import pack, read_documents
+from spectrain.stores.texts import read_documents
 
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
@@ -72,10 +73,11 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
         raise UserError(f"row_tokens={cfg.row_tokens} is above the target's {target.max_positions} tokens; lower it")
     corpus = cfg.corpus
     source = corpus.path, corpus.fields, corpus.split, corpus.subset
-    documents = read_documents(*source, max_document_bytes=corpus.max_document_bytes)
-    packed = pack(documents, target.tokenizer, cfg.row_tokens, corpus.held_out_share, corpus.max_documents)
-    sides = {False: packed.train.numpy(), True: packed.held_out.numpy()}  # in the order in which training numbers them
-    return TokenRows.of_texts([(row, 0, held_out) for held_out, rows in sides.items() for row in rows])
+    documents = read_documents(*source, max_document_bytes=corpus.max_document_bytes, tokenizer=target.tokenizer)
+    cut = cfg.row_tokens, corpus.held_out_share, corpus.max_documents
+    return TokenRows.of_packed(
+        pack(documents, target.tokenizer, *cut, document_mask=cfg.document_mask, vocab_size=target.vocab_size)
+    )
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:

@@ -32,8 +32,10 @@ from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
 from spectrain.stores.folder import read_json, write_json, write_manifest
+from spectrain.stores.packing import Packed
 from spectrain.stores.rows import ResponseStore
 from spectrain.stores.texts import is_held_out
+from spectrain.training.data import padded
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class TokenRows:
     prompt_tokens: np.ndarray  # [rows] int32; 0 where the source is raw text
     cut: int = 0  # responses whose end is left out
     skipped: int = 0  # responses that have no token within the limit
+    is_response: np.ndarray | None = None  # [n] bool, of packed rows with responses
+    starts: np.ndarray | None = None  # [n] int32, of packed rows whose documents do not see each other
 
     def __len__(self) -> int:
         return len(self.held_out)
@@ -68,11 +72,39 @@ class TokenRows:
         offsets = np.concatenate([[0], np.cumsum([len(text) for text in tokens])]).astype(np.int64)
         return cls(np.concatenate(tokens), offsets, np.array(held_out), np.array(prompts, np.int32), cut, skipped)
 
+    @classmethod
+    def of_packed(cls, packed: Packed) -> TokenRows:
+        """All rows of a corpus, training rows first, as training numbers them."""
+        sides = packed.train, packed.held_out
+        n_rows, row_tokens = sum(map(len, sides)), packed.train.tokens.shape[1]
+
+        def joined(name: str) -> np.ndarray | None:
+            found = [getattr(side, name) for side in sides]
+            if all(one is None for one in found):
+                return None
+            # Where one side alone holds responses, all tokens of the other are learned.
+            return np.concatenate(
+                [
+                    (torch.ones_like(side.tokens, dtype=torch.bool) if one is None else one).numpy().ravel()
+                    for side, one in zip(sides, found, strict=True)
+                ]
+            )
+
+        return cls(
+            joined("tokens"),
+            np.arange(n_rows + 1, dtype=np.int64) * row_tokens,
+            np.arange(n_rows) >= len(packed.train),
+            np.zeros(n_rows, np.int32),
+            is_response=joined("is_response"),
+            starts=joined("starts"),
+        )
+
     def digest(self) -> str:
         """Return 8 hex digits over all tokens and how they are cut and split."""
         digest = hashlib.sha256()
-        for values in (self.tokens, self.offsets, self.held_out, self.prompt_tokens):
-            digest.update(np.ascontiguousarray(values).data)
+        for values in (self.tokens, self.offsets, self.held_out, self.prompt_tokens, self.is_response, self.starts):
+            if values is not None:
+                digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()[:8]
 
 
@@ -182,22 +214,30 @@ class ShardParts(Parts):
         span, target = slice(*self.bounds[index : index + 2]), self.target
         first, stop = self.rows.offsets[self.bounds[index : index + 2]]
         offsets = self.rows.offsets[span.start : span.stop + 1] - first
-        tokens = torch.from_numpy(self.rows.tokens[first:stop].astype(np.int32))
+        tokens, is_response, starts = (
+            None if values is None else torch.from_numpy(values[first:stop])
+            for values in (self.rows.tokens.astype(np.int32, copy=False), self.rows.is_response, self.rows.starts)
+        )
         buffers = _ShardBuffers(target, len(tokens), self.dtype == "int8")
         lengths = np.diff(offsets)
         for batch in length_buckets(lengths.tolist(), self.batch_tokens):
-            padded = torch.zeros(len(batch), int(lengths[batch].max()), dtype=torch.int64)  # [B, T]
             places = [slice(int(offsets[i]), int(offsets[i + 1])) for i in batch]
-            for row, place in enumerate(places):
-                padded[row, : place.stop - place.start] = tokens[place]
+            n_rows, longest = len(batch), int(lengths[batch].max())
             try:
                 with autocast(target.device, self.precision):
-                    features = target.features(padded.to(target.device))
+                    features = target.features(
+                        *(
+                            None
+                            if values is None
+                            else padded([values[place] for place in places], torch.int64).to(target.device)
+                            for values in (tokens, starts)
+                        )
+                    )
                 buffers.put(features, places)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise UserError(
-                        f"a batch of {padded.shape[0]} rows of {padded.shape[1]} tokens is too large for the memory of "
+                        f"a batch of {n_rows} rows of {longest} tokens is too large for the memory of "
                         f"{target.device}; lower batch_tokens={self.batch_tokens}, or row_tokens where a batch is one "
                         "row"
                     ) from error
@@ -210,6 +250,8 @@ class ShardParts(Parts):
             torch.from_numpy(offsets.astype(np.int64)),
             torch.from_numpy(self.rows.held_out[span].astype(bool)),
             torch.from_numpy(self.rows.prompt_tokens[span].astype(np.int32)),
+            is_response=is_response,
+            starts=starts,
             **buffers.kept,
         )
 

@@ -99,6 +99,9 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "documents read": f"{counts.get('read', 0):,}",
         "duplicates": f"{counts.get('duplicates', 0):,}",
         "without text": f"{counts.get('empty', 0):,}",
+        "without assistant": f"{counts['without_assistant']:,} conversations"
+        if counts.get("without_assistant")
+        else None,
         "files not UTF-8": f"{counts.get('not_utf8', 0):,}{more}",
         "held out": f"{n_held_out:,} (as in training, so that benchmarks on them stay honest)",
         "kept": f"{manifest.documents:,} documents, {manifest.tokens:,} tokens",

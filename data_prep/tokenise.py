@@ -24,7 +24,8 @@ from data_prep.progress import token_progress
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
 from spectrain.stores.folder import json_line, parse_json, read_json, write_json
-from spectrain.stores.texts import Document, Skipped, is_held_out, read_documents
+from spectrain.stores.packing import token_documents
+from spectrain.stores.texts import Document, Skipped, read_documents
 from spectrain.stores.writing import write_whole
 
 PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
@@ -40,6 +41,7 @@ class Counts:
     not_utf8: int = 0  # files
     not_utf8_files: list[str] = dataclasses.field(default_factory=list)
     empty: int = 0
+    without_assistant: int = 0  # conversations
     held_out: int = 0
     duplicates: int = 0
     parts: int = 0
@@ -100,8 +102,8 @@ class Corpus:
     vocab_size: int  # of the target
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        source = self.path, self.fields, self.split, self.subset
-        return islice(read_documents(*source, skipped, self.max_document_bytes), self.max_documents)
+        source = self.path, self.fields, self.split, self.subset, skipped, self.max_document_bytes, self.tokenizer
+        return islice(read_documents(*source), self.max_documents)
 
     def estimate(self, n_bytes: int) -> tuple[int, float]:
         """Estimate from the beginning of a corpus of so many bytes its tokens that are not held out.
@@ -109,13 +111,13 @@ class Corpus:
         Returns:
             These tokens, and the tokens of a document on average.
         """
-        sample = [document.text for document in islice(self.documents(Skipped(quiet=True)), SAMPLE_DOCUMENTS)]
+        sample = list(islice(self.documents(Skipped(quiet=True)), SAMPLE_DOCUMENTS))
         if not sample:
             raise UserError(f"corpus={self.path or 'stdlib'} has no document with text; give another corpus")
-        document_bytes = sum(len(text.encode()) for text in sample) / len(sample)
+        document_bytes = sum(len(document.content()) for document in sample) / len(sample)
         if self.max_documents is not None:
             n_bytes = min(n_bytes, document_bytes * self.max_documents)
-        cut = [text[:SAMPLE_CHARACTERS] for text in sample]
+        cut = [document.text[:SAMPLE_CHARACTERS] for document in sample]
         n_tokens = sum(map(len, self.tokenizer(cut, **TOKENS_ONLY)["input_ids"]))
         tokens_per_byte = n_tokens / sum(len(text.encode()) for text in cut)
         return int(n_bytes * tokens_per_byte * (1 - self.held_out_share)), document_bytes * tokens_per_byte
@@ -146,9 +148,10 @@ class Corpus:
                 counts.empty += len(new) - len(part.ids)
                 counts.documents += len(part.ids)
                 counts.tokens += len(part.tokens)
-                advance(sum(len(document.text.encode()) for document in batch), len(part.tokens))
+                advance(sum(len(document.content()) for document in batch), len(part.tokens))
         counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
         counts.empty += skipped.empty
+        counts.without_assistant = skipped.without_assistant
         if part_file(work, counts.parts).is_file() or before not in (None, counts):
             raise changed
         write_json(work / "corpus.json", counts)
@@ -160,7 +163,7 @@ class Corpus:
         n_characters = 0
         for document in self.documents(skipped):
             batch.append(document)
-            n_characters += len(document.text)
+            n_characters += len(document.text) + (0 if document.tokens is None else len(document.tokens))
             if len(batch) == self.part_documents or n_characters >= PART_CHARACTERS:
                 yield batch
                 batch, n_characters = [], 0
@@ -171,8 +174,8 @@ class Corpus:
         """Return what is neither held out nor known already."""
         new = []
         for document in batch:
-            key = hashlib.sha256(document.text.encode()).digest()[:16]
-            if is_held_out(document.id, self.held_out_share):
+            key = hashlib.sha256(document.content()).digest()[:16]
+            if document.is_held_out(self.held_out_share):
                 counts.held_out += 1
             elif key in seen:
                 counts.duplicates += 1
@@ -183,26 +186,24 @@ class Corpus:
 
     def tokenised(self, documents: list[Document], digest: str) -> Part:
         """Return a part of these documents, without those that the tokenizer normalises away."""
-        texts = [document.text for document in documents]
-        encoded = self.tokenizer(texts, **TOKENS_ONLY)["input_ids"] if texts else []
-        kept = [(document.id, row) for document, row in zip(documents, encoded, strict=True) if row]
+        found = token_documents(documents, self.tokenizer)
+        kept = [(document.id, document.tokens) for document in found if len(document.tokens)]
         for name, row in kept:
             if len(row) >= MAX_SHARD_TOKENS:
                 raise UserError(f"{name} has {len(row)} tokens, a shard {MAX_SHARD_TOKENS - 1}; split the document")
-            if max(row) >= self.vocab_size:
+            if row.max() >= self.vocab_size:
                 raise UserError(
-                    f"the tokenizer gives token {max(row)} in {name}, but the target knows {self.vocab_size}; "
+                    f"the tokenizer gives token {row.max()} in {name}, but the target knows {self.vocab_size}; "
                     "give a target whose tokenizer is its own"
                 )
         dtype = token_dtype(self.vocab_size)
-        tokens = np.concatenate([np.zeros(0, dtype), *(np.array(row, dtype) for _, row in kept)])
+        tokens = np.concatenate([np.zeros(0, dtype), *(row.astype(dtype) for _, row in kept)])
         return Part([name for name, _ in kept], digest, tokens, np.array([len(row) for _, row in kept], np.int64))
 
 
 def _digest(batch: list[Document]) -> str:
     digest = hashlib.sha256()
     for document in batch:
-        for text in (document.id, document.text):
-            encoded = text.encode()
+        for encoded in (document.id.encode(), document.content()):
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
     return digest.hexdigest()

@@ -151,7 +151,7 @@ class Step:
 
 
 def new_step(args: argparse.Namespace, target: TargetModel, config: SpireConfig) -> Step:
-    drafter = new_drafter(target.model, config, "pruned").to(target.device)
+    drafter = new_drafter(target, config, "pruned").to(target.device)
     module = SpireTraining(drafter, target, LossSettings(), OptimizerSettings()).to(target.device)
     return Step(module, torch.optim.AdamW(drafter.parameters(), lr=1e-4), args.precision)
 

@@ -108,6 +108,7 @@ def draft_step(target: TargetModel, cache: KVCache, prompt: Tensor, draft_dtype:
     method = Spire(SpireDrafter(SpireConfig(shape_of(target.model), layers)), draft_dtype=draft_dtype)
     target = target.with_capture(method.capture_layers)
     method.start(target, KVCache(1))
+    method.state = method.finals[:1]
     tree, position = DraftTree.chain(prompt[:, 0], prompt[:, 1:5]), torch.tensor([CONTEXT_TOKENS])
     pairs = []
     for _ in range(n_turns + 1):

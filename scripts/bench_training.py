@@ -46,7 +46,7 @@ def main() -> None:
     target = load_target(bundled_folder(args.target) or args.target)
     config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=args.k)
     target = target.with_capture(config.target_layers)
-    drafter = new_drafter(target.model, config, "pruned")
+    drafter = new_drafter(target, config, "pruned")
     if args.memory_of:
         print(peak_bytes(target, drafter, args.batch, args.memory_of))
         return

@@ -22,6 +22,7 @@ import shlex
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,8 @@ from spectrain.reporting.tables import as_markdown, show, table_of
 from spectrain.stores.environment import date_of, environment
 from spectrain.stores.folder import write_json
 from spectrain.stores.locations import bundled_folder
-from spectrain.stores.texts import STDLIB_HELD_OUT, pack, read_documents, rows_of
+from spectrain.stores.packing import pack, rows_of, token_documents
+from spectrain.stores.texts import STDLIB_HELD_OUT, read_documents
 
 PART_ROWS = 32  # decoded between two writes
 MAGICDEC = "magicdec"
@@ -196,11 +198,13 @@ def opened(target: TargetModel, folder: Path | None, gamma: int) -> Drafter:
 
 def held_out_rows(args: argparse.Namespace, target: TargetModel) -> list[list[int]]:
     """Held-out rows that neither training nor validation saw, then rows of the files that no training saw."""
-    packed = pack(read_documents(args.corpus), target.tokenizer, args.row_tokens, args.held_out_share)
-    rows = packed.held_out[args.skip :].tolist()
+    tokenizer = target.tokenizer
+    documents = read_documents(args.corpus, tokenizer=tokenizer)
+    packed = pack(documents, tokenizer, args.row_tokens, args.held_out_share, loss_on="all")
+    rows = packed.held_out.tokens[args.skip :].tolist()
     for path in args.also:
-        texts = [document.text for document in read_documents(path)]
-        rows += rows_of(texts, target.tokenizer, args.row_tokens).tolist()
+        found = [replace(d, is_response=None) for d in token_documents(read_documents(path), tokenizer)]
+        rows += rows_of(found, tokenizer.eos_token_id, args.row_tokens).tokens.tolist()
     if not rows:
         raise UserError(f"the corpus has {len(packed.held_out)} held-out rows, all of them skipped; lower --skip")
     longest = max(args.context_tokens)

@@ -63,11 +63,13 @@ def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
 def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
     """Read what a run exports, with its target and drafter where its kind has any."""
     trained, target, drafter = run.options, None, None
+    if cfg.export_dtype is not None and trained.kind != "spire":
+        raise UserError(f"export_dtype={cfg.export_dtype} is for runs of +exp=spire, not of {trained.kind}; remove it")
     if trained.kind != "target":
         target = open_target(trained, "cpu")
     if trained.kind == "specdecpp":
         drafter = open_given_drafter(given_artifacts(trained), target, trained.rollout_tokens)
-    export = run_export(run, cfg.weights, target, drafter)
+    export = run_export(run, cfg.weights, target, drafter, cfg.export_dtype)
     return partial(write_export, export=export, card=trained_card)
 
 

@@ -86,7 +86,7 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     trained = {"steps": steps, "tokens": tokens_of(run.config, steps)}
     result = {**trained, "selected": best.facts(), "metrics": metrics, **tau}
     show([tau_table(tau)], columns=100)
-    finish(cfg, trainer, export_of(run, weights, result, target), result)  # float32
+    finish(cfg, trainer, export_of(run, weights, result, target), result)
 
 
 def train_head(cfg: DictConfig, run: RunFolder) -> None:

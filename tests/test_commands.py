@@ -99,7 +99,7 @@ def test_what_is_exported_and_measured_is_the_best_by_tau_not_the_last(run, smal
         load_file(name) for name in ("r/checkpoints/best/step-00000004.safetensors", "made/model.safetensors")
     )
     inner = {"spire": "drafter", "vanilla": "model"}[exp]
-    assert all(torch.equal(made[name], kept[f"{inner}.{name}"]) for name in made)
+    assert all(torch.equal(made[name], kept[f"{inner}.{name}"].to(made[name].dtype)) for name in made)
 
 
 @pytest.mark.parametrize("exp", ["spire", "target"])
@@ -234,6 +234,7 @@ BAD_TRAINING = {
     "k above window": (["k=9", "window_tokens=8"], "k=9 is larger than window_tokens=8"),
     "layers": (["n_layer=9"], "n_layer=9 must be 1..4"),
     "feedback": (["target_activations=false"], "needs feedback=false"),
+    "previous state of a tied input": (["previous_state=true", "input=tied"], "needs input=projected or trained"),
     "row longer than context": (["data.row_tokens=512"], "data.row_tokens=512 is longer than the target's context"),
     "vanilla": (["vanilla=/no/such/drafter"], "/no/such/drafter does not exist"),
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),

@@ -106,6 +106,20 @@ def test_a_run_is_exported_as_training_exported_it(trained, kind, tmp_path, capf
         assert manifest["trained"] == json.loads((trained / kind / "result.json").read_text())
 
 
+def test_a_drafter_is_exported_in_the_dtype_that_is_asked_for(trained, tmp_path, capfd, monkeypatch):
+    for dtype in ("float32", "bfloat16"):
+        arguments = (f"run={trained / 'spire'}", f"out={tmp_path / dtype}", f"export_dtype={dtype}")
+        assert exported(capfd, monkeypatch, *arguments)[0] == 0
+    whole, short = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert whole.keys() == short.keys()
+    assert all(torch.equal(whole[name].bfloat16(), short[name]) for name in whole)
+    assert not all(torch.equal(whole[name], short[name].float()) for name in whole)
+    trained_bytes = (trained / "spire-exported/model.safetensors").read_bytes()
+    assert (tmp_path / "bfloat16/model.safetensors").read_bytes() == trained_bytes  # the default
+    line = said(capfd, monkeypatch, f"run={trained / 'vanilla'}", f"out={tmp_path / 'x'}", "export_dtype=float32")
+    assert "export_dtype=float32 is for runs of +exp=spire, not of vanilla; remove it" in line
+
+
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
 def test_an_export_writes_the_text_of_the_run_it_came_from(trained, kind, shared, tmp_path, capfd, monkeypatch):
     assert exported(capfd, monkeypatch, f"run={trained / kind}", f"out={tmp_path / kind}")[0] == 0
@@ -169,7 +183,8 @@ def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path
     shutil.rmtree(best.path)
     best.offer(1, weights, (2.5, 2.0, 3.0))
     for which in ("best", "last"):
-        code, err = exported(capfd, monkeypatch, f"run={run}", f"weights={which}", f"out={tmp_path / which}")
+        options = f"weights={which}", f"out={tmp_path / which}", "export_dtype=float32"
+        code, err = exported(capfd, monkeypatch, f"run={run}", *options)
         assert code == 0, err
     first, last = (load_file(tmp_path / which / "model.safetensors") for which in ("best", "last"))
     assert first["norm.weight"].allclose(last["norm.weight"] + 1)
@@ -183,7 +198,7 @@ def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path
     (best.path / "best.json").write_text(json.dumps({"step": 1, "file": "step-00000001.safetensors"}))
     assert exported(capfd, monkeypatch, f"run={run}", f"out={tmp_path / 'newest'}")[0] == 0
     newest = load_file(tmp_path / "newest" / "model.safetensors")
-    assert all(newest[name].equal(last[name]) for name in last)
+    assert all(newest[name].equal(last[name].bfloat16()) for name in last)
 
 
 def test_without_out_the_name_is_the_runs(trained, tmp_path, capfd, monkeypatch):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -33,9 +33,9 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     return digest.hexdigest()[:16]
 
 
-def module_fingerprint(module: nn.Module, config: object) -> str:
-    """16 hex digits over the dataclass that fixes a module's computation, and over its weights, as in `fingerprint`."""
-    return _digest(dataclasses.asdict(config), module).hexdigest()[:16]
+def module_fingerprint(module: nn.Module, description: Mapping) -> str:
+    """16 hex digits over what fixes a module's computation, and over its weights, as in `fingerprint`."""
+    return _digest(description, module).hexdigest()[:16]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -218,7 +218,7 @@ class LlamaDecoder(nn.Module):
             positions: [B or 1, n] int64.
             cache: where `begin` has set the slots of these tokens; None: the tokens are the whole text.
             mask: [B or 1, 1, n, S] bool; None: one token that sees all slots, or n = S causal ones.
-            capture_layers: indices of blocks.
+            capture_layers: indices of blocks; -1 stands for the final states.
         """
         x = self.embed_tokens(tokens).to(self.norm.weight.dtype)
         rope, mask = self.rope(positions), grouped(additive(mask, x.dtype), self.shape)
@@ -228,4 +228,5 @@ class LlamaDecoder(nn.Module):
             queries, own = block.queries_keys_values(x, rope)
             keys, values = (own.keys, own.values) if cache is None else cache.update(own.keys, own.values, i)
             x = block.after_attention(x, attention(queries, keys, values, mask))
-        return self.norm(x), [inputs[layer] for layer in capture_layers]
+        final = self.norm(x)
+        return final, [[*inputs, final][layer] for layer in capture_layers]

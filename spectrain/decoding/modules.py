@@ -61,13 +61,13 @@ class TransformersEngine:
             return (args[0] if kept is None else kept(args[0]), *args[1:])
 
         with ExitStack() as hooks:
-            for layer in capture_layers:
+            for layer in (layer for layer in capture_layers if layer >= 0):
                 hook = partial(_capture, inside, layer)
                 hooks.enter_context(self._blocks[layer].register_forward_pre_hook(hook, with_kwargs=True))
-            if keeps_final or kept is not None:
+            if keeps_final or kept is not None or min(capture_layers, default=0) < 0:
                 hooks.enter_context(self.model.get_output_embeddings().register_forward_pre_hook(at_unembedding))
             logits = self.model(input_ids=tokens, **inputs).logits
-        captured = [inside[layer].to(tokens.device) for layer in capture_layers]
+        captured = [(inside[layer] if layer >= 0 else finals[0]).to(tokens.device) for layer in capture_layers]
         return logits, captured, finals[0] if finals else None
 
     def forward_of(self, *_: object) -> None:

@@ -199,6 +199,9 @@ class Forward(Program):
             self.mlp(block)
             added = self.added
         self.norm(self.x, added, decoder.norm, self.final)
+        for c, layer in enumerate(capture_layers):
+            if layer < 0:
+                self.captures.append((self.goes_on(self.add(COPY, self.final, 0, d, m)), c))
         self.logits_at = self.product(self.final, decoder.lm_head, self.final)
         best, places = self.floats(m, self.n_threads), self.hold(torch.zeros(m, self.n_threads, dtype=torch.int64))
         self.argmax_at = self.add(ARGMAX, self.final, best, places, self.n_vocabulary, m)

@@ -28,6 +28,7 @@ from spectrain.decoding.weights import Int8Linear
 
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
+FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class TargetModel:
     Args:
         model: any full-attention Hugging Face causal LM, loaded with `attn_implementation="sdpa"`.
         tokenizer: its tokenizer; needed only where text is read or written.
-        capture_layers: indices of the blocks whose inputs every forward returns.
+        capture_layers: indices of the blocks whose inputs every forward returns; FINAL stands for the final states.
         prefill_chunk: prompt tokens per forward; bounds the memory of long prompts.
         keeps_hidden: whether `score` returns the final hidden states, too.
         engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
@@ -90,7 +91,7 @@ class TargetModel:
 
     def _checked(self, capture_layers: Sequence[int]) -> tuple[int, ...]:
         for layer in capture_layers:
-            if not 0 <= layer < self.n_layer:
+            if layer != FINAL and not 0 <= layer < self.n_layer:
                 raise UserError(f"capture layer {layer} must be a block of the target, 0..{self.n_layer - 1}")
         return tuple(capture_layers)
 
@@ -167,21 +168,22 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         return self._engine.dtype
 
-    def forward(self, tokens: Tensor) -> TargetOutput:
+    def forward(self, tokens: Tensor, starts: Tensor | None = None) -> TargetOutput:
         """Run a plain causal forward over tokens [B, T] int64 without a cache, for training and teacher forcing.
 
         Returns logits [B, T, V] and captured [B, T, C, D]. The caller decides about gradients. No mask is built: sdpa
-        runs with `is_causal`, so memory is linear in T.
+        runs with `is_causal`, so memory is linear in T. For `starts` see `packed_mask`.
         """
-        logits, captured, _ = self._engine.run(tokens, capture_layers=self.capture_layers)
-        return TargetOutput(
-            logits, _stacked(captured), torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        )
+        positions, mask = (None, None) if starts is None else packed_mask(starts)
+        logits, captured, _ = self._engine.run(tokens, positions, mask=mask, capture_layers=self.capture_layers)
+        at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if positions is None else positions
+        return TargetOutput(logits, _stacked(captured), at)
 
-    def features(self, tokens: Tensor) -> Features:
+    def features(self, tokens: Tensor, starts: Tensor | None = None) -> Features:
         """Run a plain causal forward over tokens [B, T] int64 that computes the logits of one position only."""
+        positions, mask = (None, None) if starts is None else packed_mask(starts)
         _, captured, final = self._engine.run(
-            tokens, capture_layers=self.capture_layers, kept=lambda hidden: hidden[:, :1]
+            tokens, positions, mask=mask, capture_layers=self.capture_layers, kept=lambda hidden: hidden[:, :1]
         )
         return Features(_stacked(captured), final)
 
@@ -351,3 +353,13 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
     """[1, 1, n_queries, n_keys] bool for the last n_queries of n_keys positions."""
     first = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     return (torch.arange(n_keys, device=device) <= first)[None, None]
+
+
+def packed_mask(starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what keeps the documents of packed rows apart: position ids [B, T], and a mask [B, 1, T, T] bool.
+
+    starts: [B, T] int64, where in the row each token's document begins. The mask takes memory quadratic in T.
+    """
+    positions = torch.arange(starts.shape[1], device=starts.device) - starts
+    mask = causal_mask(starts.shape[1], starts.shape[1], starts.device)
+    return positions, mask & (starts[:, None, :, None] == starts[:, None, None, :])

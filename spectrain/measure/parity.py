@@ -228,6 +228,6 @@ def draft_logits(method: Drafter, target: TargetModel) -> Logits:
             for root in roots.unique().tolist()
         }
         hidden = torch.stack([states[root][row] for root, row in zip(roots.tolist(), positions, strict=True)])
-        return drafter.lm_head(hidden)
+        return drafter.logits(hidden)
 
     return logits

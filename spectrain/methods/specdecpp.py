@@ -60,7 +60,7 @@ def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: in
         rollout_tokens: of a SPIRe drafter's rollouts over a whole text; see `SpireStates`.
     """
     if kind == "spire":
-        drafter = load_spire(Path(folder), fingerprint(target.model, target.tokenizer))
+        drafter = load_spire(Path(folder), target)
         drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         states: DraftStates = SpireStates(drafter, min(rollout_tokens, drafter.config.window_tokens))
     elif kind == "vanilla":

@@ -14,9 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified, fingerprint
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
@@ -37,8 +37,7 @@ def build(
     draft_dtype: str = "auto",
 ) -> Spire:
     """The method from an exported drafter; raises UserError where it was trained for another target."""
-    opened = load_spire(Path(drafter), fingerprint(target.model, target.tokenizer))
-    return Spire(opened, gamma, max_nodes, draft_dtype=draft_dtype)
+    return Spire(load_spire(Path(drafter), target), gamma, max_nodes, draft_dtype=draft_dtype)
 
 
 class Spire(Drafter):
@@ -86,75 +85,99 @@ class Spire(Drafter):
             self.slots.clear()
         else:
             self.slots = SlotStore(drafter, self.gamma, cache.max_rows)
+        # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
+        self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
     def fitted(self, target: TargetModel) -> SpireDrafter:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
         made_for = target.device, target.dtype, version(self.trained)
         if made_for != self._made_for:
-            self.drafter = for_drafting(self.trained, self.draft_dtype, target.device, target.dtype)
-            self._made_for = made_for
+            self.drafter, self._made_for = self._made(target), made_for
         return self.drafter
+
+    @torch.no_grad()
+    def _made(self, target: TargetModel) -> SpireDrafter:
+        config, ready = self.trained.config, {}
+        own = for_drafting(self.trained, self.draft_dtype, target.device, target.dtype)
+        if config.input == "projected":
+            table = self.trained.input_table().to(own.norm.weight.dtype)
+            ready["embed_tokens"] = nn.Embedding.from_pretrained(table)
+        if config.head == "target":
+            head = self.trained.tables.head()
+            ready["lm_head"] = for_drafting(head, self.draft_dtype, target.device, head.weight.dtype)
+        return own.with_modules(ready)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
         return self.slots.kept(lengths) if self.capture_layers else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         if self.capture_layers:
-            self.slots.fill([output.captured[:, :, i] for i in range(len(self.capture_layers))], output.positions, rows)
+            self.slots.fill(self._memories(output), output.positions, rows)
+        if self.drafter.config.previous_state:
+            last = (output.positions == (context.lengths[rows.start : rows.stop, None] - 2)).long().argmax(1)
+            self.finals[rows.start : rows.stop] = _at(output.captured[:, :, -1], last)
 
     def propose(self, context: Context) -> DraftTree:
         if not self.capture_layers:
             self._read_context(context)
         roots = context.lengths - 1  # [n] positions
+        self.state = self.finals[: context.n_rows]
         return draft_chain(
             context,
             self.gamma,
             first=lambda: self._step(context.roots, roots),
             step=lambda tokens, i: self._step(tokens, roots + i),
             stop=self.stop,
-            greedy=self._greedy_chain if self.slots.fuses else None,
+            greedy=self._greedy_chain if self.slots.fuses and not self.drafter.config.previous_state else None,
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
         if not self.capture_layers:
             return
         if self.slots.fuses:
-            memory = self.slots.memory(*tree.shape)
-            memory.write(output.captured, output.positions, verified.accepted)
-            return
-        path = verified.path[:, : self.gamma + 1]  # [n, A]
-        nodes = path.clamp_min(0)
-        positions = output.positions.gather(1, nodes).masked_fill(path < 0, -1)
-        index = nodes[:, :, None].expand(-1, -1, output.captured.shape[-1])
-        memories = [output.captured[:, :, i].gather(1, index) for i in range(len(self.capture_layers))]
-        self.slots.write_memories(memories, positions, slice(0, context.n_rows))
+            self.slots.memory(*tree.shape).write(output.captured, output.positions, verified.accepted)
+        else:
+            path = verified.path[:, : self.gamma + 1]  # [n, A]
+            nodes = path.clamp_min(0)
+            positions = output.positions.gather(1, nodes).masked_fill(path < 0, -1)
+            index = nodes[:, :, None].expand(-1, -1, output.captured.shape[-1])
+            memories = [memory.gather(1, index) for memory in self._memories(output)]
+            self.slots.write_memories(memories, positions, slice(0, context.n_rows))
+        if self.drafter.config.previous_state:
+            self.finals[: context.n_rows] = _at(output.captured[:, :, -1], verified.last)
 
     def free(self, row: int) -> None:
+        self.finals[row] = self.finals[self.slots.n_rows - 1]
         self.slots.free(row)
 
     def _greedy_chain(self, context: Context, n_steps: int) -> Tensor:
         return self.slots.chain(context.n_rows, n_steps).draft(context.roots, context.lengths - 1)
 
+    def _memories(self, output: TargetOutput) -> list[Tensor]:
+        """The target's inputs [n, P, D] of the blocks that the draft blocks were copied from."""
+        return [output.captured[:, :, i] for i in range(self.drafter.config.n_layer)]
+
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""
         if self.slots.fuses:
-            return DraftStep(*self.slots.reader(len(tokens)).read(self._embedded(tokens), positions))
-        if self.graphs is None:
-            return DraftStep(*self._read(tokens, positions))
-        return DraftStep(*self.graphs.run(("spire", self.slots.storage), self._read, tokens, positions))
+            x = self.drafter.joined(self.drafter.embed(tokens), self.state)
+            logits, self.state = self.slots.reader(len(tokens)).read(x, positions)
+        elif self.graphs is None:
+            logits, self.state = self._read(tokens, positions, self.state)
+        else:
+            key = "spire", self.slots.storage
+            logits, self.state = self.graphs.run(key, self._read, tokens, positions, self.state)
+        return DraftStep(logits, self.state)
 
-    def _read(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, tokens: Tensor, positions: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [n, V] and final states [n, D], and store the tokens' memories."""
         rope = self.drafter.rope(positions[:, None])
         past, seen = self.slots.read(positions)
         seen = additive(seen, past[0].keys.dtype)
-        hidden, memories = self.drafter.step(self._embedded(tokens[:, None]), rope, past, seen)
+        x = self.drafter.joined(self.drafter.embed(tokens[:, None]), state[:, None])
+        hidden, memories = self.drafter.step(x, rope, past, seen)
         self.slots.write(memories, positions[:, None], slice(0, len(tokens)))
-        return self.drafter.lm_head(hidden[:, 0]), hidden[:, 0]
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        """Embed tokens; a table that is also the unembedding may be in a shorter dtype than the drafter computes in."""
-        return self.drafter.embed_tokens(tokens).to(self.drafter.norm.weight.dtype)
+        return self.drafter.logits(hidden[:, 0]), hidden[:, 0]
 
     def _read_context(self, context: Context) -> None:
         """Without target activations: the drafter reads each row's text up to its root by itself.
@@ -167,10 +190,14 @@ class Spire(Drafter):
             chunk = chunk_tokens(config, length)
             tokens = context.tokens[row, :length].to(context.device)
             padded = torch.nn.functional.pad(tokens, (0, -length % chunk))[None]
-            _, every = windowed_states(self.drafter, self._embedded(padded), chunk)
+            _, every = windowed_states(self.drafter, self.drafter.embed(padded), chunk)
             n_sinks = min(config.sink_tokens, length)
             near = range(max(n_sinks, length - self.slots.ring_tokens), length)  # a slot is written once
             kept = torch.tensor([*range(n_sinks), *near], device=context.device)
             self.slots.forget(row)
             read = [KeysValues(kv.keys[:, :, kept], kv.values[:, :, kept]) for kv in every]
             self.slots.write(read, kept[None], slice(row, row + 1))
+
+
+def _at(states: Tensor, places: Tensor) -> Tensor:  # [n, P, D], [n] -> [n, D]
+    return states.gather(1, places[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import check_finite, check_size
 from spectrain.models.spire import SpireConfig, SpireDrafter
@@ -26,7 +28,8 @@ from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSIONS = (1, 2)  # that are read
+SPIRE_VERSION = 2  # of spire folders, which since then name their input; the formats of other kinds are those of 1
 MANIFEST = "spectrain.json"
 DATASTORE = "datastore"  # its folder inside the export of a lookup method
 CORPUS = "corpus.jsonl"  # the datastore's documents as text: one JSON string per line, as SGLang's NGRAM reads them
@@ -59,7 +62,7 @@ class Artifact:
     target: str  # folder or id it was trained for
     target_fingerprint: str  # "" of a lookup method, which fits every target with its tokenizer
     trained: dict  # steps, tokens, final metrics
-    version: int = VERSION
+    version: int = 1
     tokenizer_fingerprint: str | None = None  # None in older exports
 
 
@@ -75,8 +78,9 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
         raise UserError(f"{option}={folder} {what}; give a folder that spectrain.train exported")
     with damage_of(str(file)):
         values = read_json(file)
-        if values["version"] != VERSION:  # which may have other keys
-            raise UserError(f"{folder} has format version {values['version']}, not {VERSION}; export it again")
+        if values["version"] not in VERSIONS:  # which may have other keys
+            known = " or ".join(map(str, VERSIONS))
+            raise UserError(f"{folder} has format version {values['version']}, not {known}; export it again")
         return from_json(Artifact, values)
 
 
@@ -103,17 +107,17 @@ def decoded_by(folder: Path) -> tuple[str, dict]:
     return KINDS[kind].method, {kind: str(folder)}
 
 
-def check_artifact(folder: Path, kind: str, fingerprint: str) -> None:
+def check_artifact(folder: Path, kind: str, target_fingerprint: str) -> None:
     """Raise UserError unless the folder holds a drafter or head of this kind for the target of this fingerprint."""
     given, made_by = f"{KINDS[kind].option}={folder}", KINDS[kind].made_by
     artifact = read_manifest(folder, KINDS[kind].option)
     if artifact.kind != kind:
         noun = KINDS[artifact.kind].noun if artifact.kind in KINDS else artifact.kind
         raise UserError(f"{given} is a {noun}; give one made by python -m {made_by}")
-    if artifact.target_fingerprint != fingerprint:
+    if artifact.target_fingerprint != target_fingerprint:
         raise UserError(
             f"{given} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
-            f"({fingerprint}); train one for it with python -m {made_by} target=..."
+            f"({target_fingerprint}); train one for it with python -m {made_by} target=..."
         )
 
 
@@ -138,7 +142,7 @@ def damage_of(what: str, where: str = "") -> Iterator[None]:
         raise UserError(f"{what} is damaged ({where}{type(error).__name__}); export it again") from error
 
 
-def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
+def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     """Return the newest folder of this kind below `root` for this target. Raise UserError if there is none."""
     for file in sorted(root.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime, reverse=True):
         try:
@@ -146,7 +150,7 @@ def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
         except UserError as error:
             log.warning("passed over: %s", error)
             continue
-        if (artifact.kind, artifact.target_fingerprint) == (kind, fingerprint):
+        if (artifact.kind, artifact.target_fingerprint) == (kind, target_fingerprint):
             return file.parent
     about = KINDS[kind]
     raise UserError(
@@ -155,24 +159,28 @@ def newest_artifact(root: Path, kind: str, fingerprint: str) -> Path:
     )
 
 
-def save_spire(folder: Path, drafter: SpireDrafter) -> None:
-    """Write weights (float32, tied ones once) and config into an existing folder."""
-    state = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
-    if drafter.config.shape.tie_embeddings:
+def save_spire(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.float32) -> None:
+    """Write weights (tied ones once) and config into an existing folder. The target's tables are left out."""
+    state = {name: tensor.to(dtype).contiguous() for name, tensor in drafter.state_dict().items()}
+    if drafter.config.has_one_table:
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors")
     write_json(folder / "config.json", drafter.config)
 
 
-def load_spire(folder: Path, fingerprint: str) -> SpireDrafter:
-    """Open a SPIRe drafter for the target of this fingerprint. Raise UserError if it does not fit, or is damaged."""
-    check_artifact(folder, "spire", fingerprint)
+def load_spire(folder: Path, target: TargetModel) -> SpireDrafter:
+    """Open a SPIRe drafter in float32, which shares the target's tables.
+
+    Raises:
+        UserError: it does not fit the target, or is damaged.
+    """
+    check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer))
     with damage_of(f"drafter={folder}"):
         config = read_object(folder / "config.json", SpireConfig, "export it again")
         check_size(partial(SpireDrafter, config), folder, f"drafter={folder}")
-        drafter = SpireDrafter(config)
+        drafter = SpireDrafter(config, target)
         state = load_file(folder / "model.safetensors")
-        if config.shape.tie_embeddings:
+        if config.has_one_table:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         drafter.load_state_dict(state)
     check_finite(drafter, f"drafter={folder}")

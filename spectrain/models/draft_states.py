@@ -93,13 +93,13 @@ class SpireStates(DraftStates):
         self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:
-        return module_fingerprint(self.drafter, self.drafter.config)
+        return module_fingerprint(self.drafter, self.drafter.config.described())
 
     def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
         return rollout(self.drafter, tokens, captured, self.block_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.drafter.lm_head(hidden)
+        return self.drafter.logits(hidden)
 
 
 def in_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Pruned initialisation: a SPIRe drafter from the target's own modules (SPIRe, section 3.2).
 
-Embedding, the last `n_layer` blocks, final norm and unembedding are copied.
+The last `n_layer` blocks and the final norm are copied, as are embedding and unembedding where the drafter has its own.
+Inputs other than `tied` are fitted later (`spectrain.models.input_fit`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.lean import block_state
+from spectrain.decoding.target import TargetModel
 from spectrain.models.spire import SpireConfig, SpireDrafter
 
 
@@ -23,23 +25,25 @@ def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
     return tuple(range(n_target - n_layer, n_target))
 
 
-def new_drafter(target: PreTrainedModel, config: SpireConfig, init: str) -> SpireDrafter:
-    """Return a new drafter to train, in float32, whose config was made with `shape_of(target)`.
+def new_drafter(target: TargetModel, config: SpireConfig, init: str) -> SpireDrafter:
+    """Return a new drafter to train, in float32, whose config was made with `shape_of(target.model)`.
 
     `init` is "pruned", which copies the target's modules, or "random", which draws weights with the std of the target's
     family (0.02).
     """
     if init not in ("pruned", "random"):
         raise UserError(f"init={init} is unknown; choose pruned or random")
-    drafter = SpireDrafter(config)
+    drafter, model = SpireDrafter(config, target), target.model
     if init == "random":
-        drafter.apply(lambda module: _draw(module, target.config.initializer_range))
+        drafter.apply(lambda module: _draw(module, model.config.initializer_range))
         return drafter
-    drafter.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    if config.input != "projected":
+        drafter.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
     for block, layer in zip(drafter.blocks, config.target_layers, strict=True):
-        block.load_state_dict(block_state(target.model.layers[layer].state_dict()))
-    drafter.norm.load_state_dict(target.model.norm.state_dict())
-    drafter.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
+        block.load_state_dict(block_state(model.model.layers[layer].state_dict()))
+    drafter.norm.load_state_dict(model.model.norm.state_dict())
+    if config.head == "trained":
+        drafter.lm_head.load_state_dict(model.get_output_embeddings().state_dict())
     return drafter
 
 

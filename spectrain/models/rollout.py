@@ -7,12 +7,16 @@ own input. The k passes, over L / k queries each, cost as much arithmetic as one
 Blocks are grouped into chunks at least as long as the window, so that no L x L mask is ever built: the queries of a
 chunk see only the sinks, the chunk before, their own chunk, and their own block. Memory is linear in L.
 
+Rows may be packed with documents that do not see each other. A document has positions and sinks of its own, and where
+it begins inside a block, a rollout begins with it.
+
 Letters: as in `spire.py`; C tokens per chunk, c chunks per row, n = C / k blocks per chunk, s sinks, W window.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -28,54 +32,65 @@ def rollout(
     captured: Tensor | None,
     block_tokens: int | None = None,
     first_root: int = 0,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Return the drafter's final hidden state after each token, as decoding computes it from the root of its block.
 
     Args:
         drafter: the model.
-        tokens: [B, L] int64. Token t is at position t.
-        captured: [B, L, n_layer, D], inputs of the target's blocks `target_layers`; None if the drafter does not use
-            target activations.
+        tokens: [B, L] int64.
+        captured: [B, L, C, D] of the target, its `captured_layers`; None if the drafter does not use target
+            activations.
         block_tokens: tokens of a block, at most the window; None: the k that it is trained with.
-        first_root: root of the first block, 0 .. k - 1. Entries before it are meaningless.
+        first_root: root of the first whole block, 0 .. k - 1. Entries before it are rolled out from the first token.
+        starts: [B, L] int64, where in the row each token's document begins; None: a row is one document.
 
     Returns:
         [B, L, D]: entry t predicts token t + 1. Multiply by the unembedding for logits.
     """
     config = drafter.config if block_tokens is None else replace(drafter.config, k=block_tokens)
     assert 0 <= first_root < config.k
-    lead = -first_root % config.k  # the rest of a block, at negative positions, which no real query sees
-    n_tokens = tokens.shape[1]
-    chunk = chunk_tokens(config, n_tokens)
-    missing = -(lead + n_tokens) % chunk  # queries past the end are computed and cut; no real query sees keys past it
+    n_rows, n_tokens = tokens.shape
+    layout = _Layout.of(config, n_tokens, first_root, torch.zeros_like(tokens[:1]) if starts is None else starts)
+    x = drafter.embed(layout.padded(tokens))  # [B, L, D]
     if not config.target_activations:
-        x = drafter.embed_tokens(F.pad(tokens, (0, -n_tokens % chunk)))
-        return windowed_states(drafter, x, chunk)[0][:, :n_tokens]
-    x = drafter.embed_tokens(F.pad(tokens, (lead, missing)))  # [B, L, D]
-    assert captured.shape[2] == config.n_layer, "rollout needs the inputs of the target's blocks target_layers"
-    captured = F.pad(captured, (0, 0, 0, 0, lead, missing))
-    n_rows, n_padded = x.shape[:2]
-    n_chunks, n_blocks = n_padded // chunk, chunk // config.k
-    positions = torch.arange(n_padded, device=x.device) - lead
-    cos, sin = drafter.rope(positions[None])  # [1, L, D_head]
+        return _windowed(drafter, x, layout)[0][:, :n_tokens]
+    assert captured.shape[2] == len(config.captured_layers), "rollout needs the target's captured_layers"
+    captured = layout.padded(captured)
+    rope = drafter.rope(layout.positions)  # [B or 1, L, D_head]
 
     past = []  # of each block of the model, [B * c, H_kv, s + 2C, D_head]: context as the target saw it
     for i, block in enumerate(drafter.blocks):
-        context = block.keys_values(captured[:, :, i].to(x.dtype), (cos, sin))
-        past.append(_around(context, chunk, config.sink_tokens, own=True, lead=lead))
+        past.append(layout.around(block.keys_values(captured[:, :, i].to(x.dtype), rope), own=True))
 
-    by_pass = x.view(n_rows * n_chunks, n_blocks, config.k, -1)
-    ropes = [part.view(n_chunks, n_blocks, config.k, -1).repeat(n_rows, 1, 1, 1) for part in (cos, sin)]
+    in_blocks = (layout.n_chunks, layout.chunk // config.k, config.k, -1)
+    by_pass = x.view(n_rows, *in_blocks).flatten(0, 1)
+    ropes = [part.view(len(part), *in_blocks).expand(n_rows, -1, -1, -1, -1).flatten(0, 1) for part in rope]
+    begins = (layout.positions == 0).view(-1, *in_blocks[:-1]).expand(n_rows, -1, -1, -1).flatten(0, 1)[..., None]
+    state = None  # final states one token earlier: of roots the target's; of the first token of a document 0
+    if config.previous_state:
+        state = F.pad(captured[:, :-1, -1], (0, 0, 1, 0)).view_as(by_pass)[:, :, 0]
     hidden = []
     for j in range(config.k):
-        mask = _rollout_mask(config, j, n_chunks, chunk, lead, x.device).repeat(n_rows, 1, 1)[:, None]
-        rope = (ropes[0][:, :, j], ropes[1][:, :, j])
+        mask = layout.rollout_mask(j).expand(n_rows, -1, -1, -1).flatten(0, 1)[:, None]
         last = j + 1 == config.k
-        state, memories = drafter.step(by_pass[:, :, j], rope, past, mask, last)
+        rope_j = (ropes[0][:, :, j], ropes[1][:, :, j])
+        previous = None if state is None else state.masked_fill(begins[:, :, j], 0)
+        state, memories = drafter.step(drafter.joined(by_pass[:, :, j], previous), rope_j, past, mask, last)
         hidden.append(state)
         if not last:
             past = [KeysValues.cat([p, m]) for p, m in zip(past, memories, strict=True)]
-    return torch.stack(hidden, dim=2).reshape(n_rows, n_padded, -1)[:, lead : lead + n_tokens]
+    return torch.stack(hidden, dim=2).reshape(*x.shape)[:, layout.lead : layout.lead + n_tokens]
+
+
+def root_of_epoch(k: int, seed: int, epoch: int) -> int:
+    """Return the `first_root` of a rollout in an epoch of training, 0 .. k - 1.
+
+    In k epochs in a row a token has every depth of a block once, in an order that the seed decides. The first epoch
+    begins at 0.
+    """
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+    return int((order[epoch % k] - order[0]) % k)
 
 
 def chunk_tokens(config: SpireConfig, n_tokens: int) -> int:
@@ -90,65 +105,118 @@ def windowed_states(drafter: SpireDrafter, x: Tensor, chunk: int) -> tuple[Tenso
     L, of the embeddings x [B, L, D], is a multiple of `chunk`, which holds the window or the whole row. Returns the
     final hidden states [B, L, D], and for each block the K/V of all tokens, [B, H_kv, L, D_head].
     """
+    starts = torch.zeros(1, x.shape[1], dtype=torch.int64, device=x.device)
+    return _windowed(drafter, x, _Layout(drafter.config, chunk, 0, starts))
+
+
+def _windowed(drafter: SpireDrafter, x: Tensor, layout: _Layout) -> tuple[Tensor, list[KeysValues]]:
+    """See `windowed_states`."""
     n_rows, n_tokens = x.shape[:2]
-    n_chunks = n_tokens // chunk
-    rope = drafter.rope(torch.arange(n_tokens, device=x.device)[None])
-    in_chunks = tuple(part.view(n_chunks, chunk, -1).repeat(n_rows, 1, 1) for part in rope)
-    queries = torch.arange(n_tokens, device=x.device).view(n_chunks, chunk)
-    keys = _key_positions(n_chunks, chunk, drafter.config.sink_tokens, x.device)
-    sees = _sees(drafter.config, keys, queries, before=queries + 1)  # [c, C, s + 2C]
-    mask = grouped(sees.repeat(n_rows, 1, 1)[:, None], drafter.config.shape)
+    rope, in_chunks = drafter.rope(layout.positions), (layout.n_chunks, layout.chunk, -1)
+    ropes = tuple(part.view(len(part), *in_chunks).expand(n_rows, -1, -1, -1).flatten(0, 1) for part in rope)
+    mask = grouped(layout.window_mask().expand(n_rows, -1, -1, -1).flatten(0, 1)[:, None], drafter.config.shape)
     every = []
     for block in drafter.blocks:
         every.append(block.keys_values(x, rope))
-        past = _around(every[-1], chunk, drafter.config.sink_tokens, own=False)
-        x, _ = drafter.run_block(block, x.reshape(n_rows * n_chunks, chunk, -1), in_chunks, past, mask)
+        past = layout.around(every[-1], own=False)
+        x, _ = drafter.run_block(block, x.reshape(n_rows * layout.n_chunks, layout.chunk, -1), ropes, past, mask)
         x = x.view(n_rows, n_tokens, -1)
     return drafter.norm(x), every
 
 
-def _around(context: KeysValues, chunk: int, n_sinks: int, own: bool, lead: int = 0) -> KeysValues:
-    """Gather the keys that the queries of each chunk may see: sinks, the chunk before and (`own`) the chunk itself.
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of padded rows stand, and what each may see. A place in the row counts from its first token."""
 
-    context: [B, H_kv, L, D_head]; position 0 is entry `lead`. Returns [B * c, H_kv, s + C or 2C, D_head].
-    """
+    config: SpireConfig
+    chunk: int  # C
+    lead: int  # entries before the first token
+    starts: Tensor  # [B or 1, L] int64, places where documents begin
 
-    def gather(t: Tensor) -> Tensor:
-        n_rows, n_heads, n_tokens, d_head = t.shape
-        n_chunks = n_tokens // chunk
-        chunks = t.view(n_rows, n_heads, n_chunks, chunk, d_head)
-        before = F.pad(chunks[:, :, :-1], (0, 0, 0, 0, 1, 0))
-        sinks = t[:, :, None, lead : lead + n_sinks].expand(-1, -1, n_chunks, -1, -1)
-        parts = torch.cat([sinks, before, chunks] if own else [sinks, before], dim=3)
-        return parts.transpose(1, 2).flatten(0, 1)
+    @classmethod
+    def of(cls, config: SpireConfig, n_tokens: int, first_root: int, starts: Tensor) -> _Layout:
+        """Pad rows of n_tokens to whole chunks, and before the first root to a whole block."""
+        chunk = chunk_tokens(config, n_tokens)
+        lead = -first_root % config.k if config.target_activations else 0
+        missing = -(lead + n_tokens) % chunk  # these queries are computed and cut; no real query sees keys there
+        return cls(config, chunk, lead, F.pad(starts, (lead, missing)))
 
-    return KeysValues(gather(context.keys), gather(context.values))
+    def padded(self, rows: Tensor) -> Tensor:  # [B, n_tokens, ...] -> [B, L, ...]
+        after = self.starts.shape[1] - self.lead - rows.shape[1]
+        return F.pad(rows, (0, 0) * (rows.dim() - 2) + (self.lead, after))
 
+    @property
+    def n_chunks(self) -> int:
+        return self.starts.shape[1] // self.chunk
 
-def _key_positions(n_chunks: int, chunk: int, n_sinks: int, device: torch.device, lead: int = 0) -> Tensor:
-    """Positions of the keys of `_around` and of the chunk itself, [c, s + 2C]; negative before the text."""
-    starts = torch.arange(n_chunks, device=device)[:, None] * chunk - lead
-    sinks = torch.arange(n_sinks, device=device).expand(n_chunks, -1)
-    return torch.cat([sinks, starts - chunk + torch.arange(2 * chunk, device=device)], dim=1)
+    @property
+    def places(self) -> Tensor:  # [L]
+        return torch.arange(self.starts.shape[1], device=self.starts.device) - self.lead
 
+    @property
+    def positions(self) -> Tensor:  # [B or 1, L], in the documents
+        return self.places - self.starts
 
-def _sees(config: SpireConfig, keys: Tensor, queries: Tensor, before: Tensor) -> Tensor:
-    """Return [c, n, K] bool: a query may see the keys inside its window, and the sinks that have left the window.
+    @cached_property
+    def near(self) -> Tensor:
+        """[c, 2C]: places of the chunk before each chunk, and of the chunk itself; negative before the row."""
+        offsets = torch.arange(-self.chunk, self.chunk, device=self.starts.device)
+        return self.places[:: self.chunk, None] + offsets
 
-    A sink inside the window is also among the near keys, and seen there. keys: [c, K] positions; queries: [c, n]
-    positions; before: [c, n], only keys at smaller positions are seen.
-    """
-    keys, queries, before = keys[:, None], queries[..., None], before[..., None]
-    inside = keys > queries - config.window_tokens
-    is_sink_slot = torch.arange(keys.shape[-1], device=keys.device) < config.sink_tokens
-    return (inside ^ is_sink_slot) & (keys >= 0) & (keys < before)
+    @cached_property
+    def reaching_in(self) -> Tensor:
+        """[B or 1, c]: where the document of the first place of `near` begins, perhaps before it."""
+        return self.starts[:, self._entries(self.near[:, 0])]
 
+    @cached_property
+    def sinks(self) -> Tensor:
+        """[B or 1, c, s]: places of the sinks of that document."""
+        return self.reaching_in[..., None] + torch.arange(self.config.sink_tokens, device=self.starts.device)
 
-def _rollout_mask(config: SpireConfig, j: int, n_chunks: int, chunk: int, lead: int, device: torch.device) -> Tensor:
-    """[c, n, s + 2C + n * (j + 1)] bool: what token j of each block sees (context, then its block, itself last)."""
-    n_blocks = chunk // config.k
-    roots = torch.arange(n_chunks * n_blocks, device=device).view(n_chunks, n_blocks) * config.k - lead
-    keys = _key_positions(n_chunks, chunk, config.sink_tokens, device, lead)
-    context = _sees(config, keys, roots + j, before=roots)
-    own_block = torch.eye(n_blocks, dtype=torch.bool, device=device).repeat(1, j + 1)
-    return torch.cat([context, own_block.expand(n_chunks, -1, -1)], dim=2)
+    def _entries(self, places: Tensor) -> Tensor:
+        return (places + self.lead).clamp(0, self.starts.shape[1] - 1)
+
+    def around(self, context: KeysValues, own: bool) -> KeysValues:
+        """Gather the keys that the queries of each chunk may see: sinks, the chunk before and (`own`) the chunk itself.
+
+        context: [B, H_kv, L, D_head]. Returns [B * c, H_kv, s + C or 2C, D_head].
+        """
+
+        def gather(t: Tensor) -> Tensor:
+            n_rows, n_heads, _, d_head = t.shape
+            chunks = t.view(n_rows, n_heads, self.n_chunks, self.chunk, d_head)
+            before = F.pad(chunks[:, :, :-1], (0, 0, 0, 0, 1, 0))
+            entries = self._entries(self.sinks).flatten(1)[:, None, :, None]
+            sinks = t.gather(2, entries.expand(n_rows, n_heads, -1, d_head)).unflatten(2, self.sinks.shape[1:])
+            parts = torch.cat([sinks, before, chunks] if own else [sinks, before], dim=3)
+            return parts.transpose(1, 2).flatten(0, 1)
+
+        return KeysValues(gather(context.keys), gather(context.values))
+
+    def rollout_mask(self, j: int) -> Tensor:
+        """[B or 1, c, n, s + 2C + n * (j + 1)] bool: what token j of each block sees, itself last."""
+        blocks = self.starts.view(len(self.starts), self.n_chunks, -1, self.config.k)
+        roots = self.places.view(blocks.shape[1:])[..., 0]  # [c, n]
+        context = self._sees(roots + j, blocks[..., j], before=roots)
+        itself = torch.eye(roots.shape[1], dtype=torch.bool, device=roots.device)
+        earlier = [itself & ((blocks[..., i] == blocks[..., j]) & (roots + i >= 0))[..., None] for i in range(j)]
+        return torch.cat([context, *earlier, itself.expand(*blocks.shape[:2], -1, -1)], dim=3)
+
+    def window_mask(self) -> Tensor:
+        """[B or 1, c, C, s + 2C] bool: what each token of a chunk sees."""
+        queries = self.places.view(self.n_chunks, self.chunk)
+        return self._sees(queries, self.starts.view(len(self.starts), *queries.shape), before=queries + 1)
+
+    def _sees(self, queries: Tensor, documents: Tensor, before: Tensor) -> Tensor:
+        """Return [B or 1, c, n, s + 2C] bool: of its document a query sees the keys in its window, and the sinks.
+
+        A sink is seen among the near keys where it is one of them. queries: [c, n] places; documents: [B or 1, c, n]
+        where their documents begin; before: [c, n], only keys at smaller places are seen.
+        """
+        queries, before, documents = queries[..., None], before[..., None], documents[..., None]
+        near = self.near[:, None]  # [c, 1, 2C]
+        of_near = self.starts[:, self._entries(near)]
+        in_reach = (near > queries - self.config.window_tokens) | (near - of_near < self.config.sink_tokens)
+        sees_near = in_reach & (of_near == documents) & (near >= 0) & (near < before)
+        sees_sinks = (self.sinks < self.near[:, :1])[:, :, None] & (self.reaching_in[..., None, None] == documents)
+        return torch.cat([sees_sinks, sees_near], dim=3)

@@ -6,6 +6,9 @@ of a drafted token is a learned mix of the draft's own activations,
 
     m_t^i = sum_l softmax(w_i)_l x_t^l,   l = 0 (embedding) .. n_layer.
 
+The first block reads W e(token) of a token (`input=projected`): e is the target's own embedding, and W brings it to
+where the target's own input of that block lies. A raw embedding is some ninety times too small for a late block.
+
 Attention is sparse: the first `sink_tokens` positions and the last `window_tokens` (t - window + 1 .. t), in training
 (`spectrain.models.rollout`) as in decoding (`spectrain.methods.spire`); both go through `LlamaBlock.forward`.
 
@@ -14,19 +17,31 @@ Letters: B rows, L row tokens, k rollout depth, c chunks of a row, n queries of 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_choice, check_whole
 from spectrain.decoding.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
+from spectrain.decoding.target import FINAL, TargetModel
+
+INPUTS = ("projected", "tied", "trained")
+HEADS = ("target", "trained")
+TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
 
 
 @dataclass(frozen=True)
 class SpireConfig:
-    """The options of a drafter, saved as `config.json` beside its weights."""
+    """The options of a drafter, saved as `config.json` beside its weights.
+
+    `input` and `head` are by default what they are in exports of version 1, which do not name them.
+    """
 
     shape: LlamaShape  # of the target
     target_layers: tuple[int, ...]  # of the target, one for each draft block; their inputs are the memories
@@ -35,8 +50,21 @@ class SpireConfig:
     sink_tokens: int = 1  # first positions of the text, always seen
     feedback: bool = True  # memories of drafted tokens mix all layers; False: each block's own input
     target_activations: bool = True  # memories of context tokens are the target's; False: the drafter reads the context
+    # Input of the first block. projected: W e(token), with the target's embedding e. trained: a table of its own. tied:
+    # a table of its own, which is also the unembedding if the target has one table for both.
+    input: str = "tied"
+    head: str = "trained"  # target: the target's unembedding; trained: one of its own, as it is with input=tied
+    # Whether the first block's input also holds W2 h, h being the target's final state one token earlier, for drafted
+    # tokens the drafter's own. Not in the paper; EAGLE does so.
+    previous_state: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("input", self.input, INPUTS)
+        check_choice("head", self.head, HEADS)
+        if self.input == "tied" and self.head == "target":
+            raise UserError("input=tied trains its own unembedding; give head=trained, or input=projected")
+        if self.previous_state and (self.input == "tied" or not self.target_activations):
+            raise UserError("previous_state=true needs input=projected or trained, and target_activations=true")
         for name, least in (("k", 1), ("window_tokens", 1), ("sink_tokens", 0)):
             check_whole(name, getattr(self, name), least)
         if self.k > self.window_tokens:
@@ -49,34 +77,135 @@ class SpireConfig:
         return len(self.target_layers)
 
     @property
-    def captured_layers(self) -> tuple[int, ...]:
+    def block_layers(self) -> tuple[int, ...]:
         """Blocks of the target whose inputs the drafter reads."""
         return self.target_layers if self.target_activations else ()
 
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """What the drafter reads of the target, as `TargetModel` captures it: block inputs, and FINAL states last."""
+        return self.block_layers + (FINAL,) * self.previous_state
+
+    @property
+    def has_one_table(self) -> bool:
+        """Whether the drafter's embedding is its unembedding, too."""
+        return self.input == "tied" and self.shape.tie_embeddings
+
+    def described(self) -> dict:
+        """Fields by name for a fingerprint, without those that version 1 lacks where they say what it had."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value != ADDED_SINCE_1.get(name)}
+
+
+ADDED_SINCE_1 = {
+    "input": "tied",
+    "head": "trained",
+    "previous_state": False,
+}  # fields -> what a drafter of version 1 has
+
+
+@dataclass(frozen=True)
+class TargetTables:
+    """The target's embedding and unembedding, where a drafter has none of its own. They are never copied with it."""
+
+    target: TargetModel
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D], in the dtype that the target keeps it in."""
+        return self.target.model.get_input_embeddings().weight
+
+    @property
+    def unembedding(self) -> Tensor:
+        """[V, D], in the dtype that the target computes in."""
+        return self.target.unembedding
+
+    def head(self) -> nn.Linear:
+        """Return the unembedding as a layer over the same memory, in the dtype that the target keeps it in."""
+        weight = self.target.model.get_output_embeddings().weight
+        layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+        layer.weight = nn.Parameter(weight.detach(), requires_grad=False)  # of its own: to move it moves no target
+        return layer
+
+    def __deepcopy__(self, memo: dict) -> TargetTables:
+        return self
+
 
 class SpireDrafter(nn.Module):
-    """Embedding, `n_layer` blocks, final norm, unembedding, and the feedback weights.
+    """Input, `n_layer` blocks, final norm, unembedding, and the feedback weights.
 
     The rollout that trains it is in `spectrain.models.rollout`.
+
+    Args:
+        config: its options.
+        target: whose embedding and unembedding it reads where it has none of its own; None: it has both, or is not run.
     """
 
     FEEDBACK_START = 4.0  # softmax([4, 0, 0]) gives the block's own input 96 % of its memory at the start
 
-    def __init__(self, config: SpireConfig) -> None:
+    def __init__(self, config: SpireConfig, target: TargetModel | None = None) -> None:
         super().__init__()
         shape = config.shape
-        self.config = config
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.config, self.tables = config, TargetTables(target) if target else None
+        if config.input == "projected":
+            self.input = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W
+        else:
+            self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        if config.previous_state:
+            self.previous = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W2
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        if shape.tie_embeddings:
+        if config.head == "trained":
+            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        if config.has_one_table:
             self.lm_head.weight = self.embed_tokens.weight
         if config.feedback:  # w [n_layer, n_layer + 1]; w[i, i] weighs block i's own input
             start = self.FEEDBACK_START * torch.eye(config.n_layer, config.n_layer + 1)
             self.feedback_weight = nn.Parameter(start, requires_grad=config.k > 1)  # with k = 1 no memory is ever read
         self.rope = Rope(shape)
         self.recomputes = False  # training: a block's activations are computed again for the backward pass, not kept
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return what a token adds to the input x^0 of the first block, [.., D] for tokens [..] int64.
+
+        It is in the dtype of the norms, and all of x^0 unless the drafter reads previous states.
+        """
+        if hasattr(self, "embed_tokens"):
+            x = self.embed_tokens(tokens)
+        else:
+            x = self.input(F.embedding(tokens, self.tables.embedding).to(self.input.weight.dtype))
+        return x.to(self.norm.weight.dtype)
+
+    def joined(self, x: Tensor, previous: Tensor | None) -> Tensor:
+        """Return the inputs x^0 [.., D] of the first block.
+
+        Args:
+            x: [.., D] of `embed`.
+            previous: [.., D] final states one token earlier; not read unless the config has `previous_state`.
+        """
+        return x + self.previous(previous.to(x.dtype)).to(x.dtype) if self.config.previous_state else x
+
+    @property
+    def unembedding(self) -> Tensor:
+        """[V, D]."""
+        return self.lm_head.weight if hasattr(self, "lm_head") else self.tables.unembedding
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [.., V] of final hidden states [.., D]."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head(hidden)
+        return F.linear(hidden, self.tables.unembedding.to(hidden.dtype))
+
+    def input_table(self) -> Tensor:
+        """[V, D]: the inputs of all tokens."""
+        tokens = torch.arange(self.config.shape.vocab_size, device=self.norm.weight.device)
+        return torch.cat([self.embed(part) for part in tokens.split(TABLE_TOKENS)])
+
+    def with_modules(self, modules: Mapping[str, nn.Module]) -> SpireDrafter:
+        """Return the drafter with other modules of these names; all else is shared."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, **modules}
+        return other
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:
         """Return the memories m^0 .. m^(n_layer - 1) that the blocks attend to, each [R, n, D].
@@ -92,7 +221,7 @@ class SpireDrafter(nn.Module):
     def step(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: list[KeysValues], mask: Tensor, last: bool = False
     ) -> tuple[Tensor, list[KeysValues]]:
-        """Run all blocks over tokens that do not see one another, given their embeddings x [R, n, D].
+        """Run all blocks over tokens that do not see one another, given their inputs x [R, n, D].
 
         For `rope` and `mask` see `LlamaBlock.forward`. If `last`, no later token will see these tokens, so their
         memories are not computed. Returns the normed final hidden state [R, n, D], and for each block the K/V of the

@@ -20,8 +20,20 @@ TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
 CORPUS_MARGIN = 1.2  # SGLang refuses a corpus that has more tokens than it was told
 OPTIONS = (  # of a training's config that say what was trained and how; the others say where and how fast
-    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "feedback", "target_activations", "loss"),
-    *("omega", "n_blocks", "w_rej", "w_acc", "mixing_share", "rollout_tokens", "seed", "optimizer", "model"),
+    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "input", "head"),
+    *(
+        "previous_state",
+        "feedback",
+        "target_activations",
+        "loss",
+        "omega",
+        "n_blocks",
+        "w_rej",
+        "w_acc",
+        "mixing_share",
+        "rollout_tokens",
+    ),
+    *("seed", "optimizer", "model"),
 )
 
 
@@ -104,9 +116,9 @@ def _card(template: str, kind: str, folder: str, target: tuple[str, str], **valu
 
 
 def _named(path: str | None) -> str:
-    """` name`; for an absolute path only its last part, because a card may be published."""
-    found = PurePath(str(path or ""))
-    return f" `{found.name if found.is_absolute() else found}`" if path else ""
+    """` name`; of absolute paths (of several stores, with colons) the last parts, because a card may be published."""
+    found = map(PurePath, str(path or "").split(":"))
+    return f" `{':'.join(one.name if one.is_absolute() else str(one) for one in found)}`" if path else ""
 
 
 def _plain(value: object) -> str:

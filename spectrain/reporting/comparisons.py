@@ -10,7 +10,7 @@ from functools import partial
 
 from pandas import DataFrame
 
-from spectrain.reporting.formats import estimate_of, fixed, interval, number, plus_minus
+from spectrain.reporting.formats import MISSING, estimate_of, fixed, interval, number, plus_minus
 from spectrain.reporting.tables import table_of
 
 TWO_DIGITS, THREE_DIGITS = partial(interval, digits=2), partial(interval, digits=3)
@@ -81,8 +81,9 @@ def tau_table(content: Mapping) -> tuple[str, DataFrame]:
     rows = [{"context, sampling": s} | {name: plus_minus(row[s], 2) for name, row in tau.items()} for s in tau[first]]
     rates = {name: one["value"] for name, one in content["tokens_per_s"].items()}
     rows += [
-        {"context, sampling": "tokens/s, batch 1, greedy"} | {name: f"{rate:.0f}" for name, rate in rates.items()},
-        {"context, sampling": f"relative to {first}"} | {n: f"{rate / rates[first]:.2f}x" for n, rate in rates.items()},
+        {"context, sampling": "tokens/s, batch 1, greedy"} | {name: fixed(rate, 0) for name, rate in rates.items()},
+        {"context, sampling": f"relative to {first}"}
+        | {n: f"{rate / rates[first]:.2f}x" if rate and rates[first] else MISSING for n, rate in rates.items()},
     ]
     title = (
         f"tau: tokens produced per target forward pass ({settings['contexts']} held-out contexts each, "

@@ -23,13 +23,21 @@ from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
 from spectrain.methods.specdecpp import OpenDrafter
-from spectrain.models.artifacts import CORPUS, DATASTORE, Artifact, LookupFacts, save_spire, write_manifest
+from spectrain.models.artifacts import (
+    CORPUS,
+    DATASTORE,
+    SPIRE_VERSION,
+    Artifact,
+    LookupFacts,
+    save_spire,
+    write_manifest,
+)
 from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
 from spectrain.models.vanilla import save_pretrained
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.stores.folder import MANIFEST, write_json
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
-from spectrain.training.experiments import head_facts, trained_drafter, trained_head, trained_target
+from spectrain.training.experiments import export_dtype, head_facts, trained_drafter, trained_head, trained_target
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -53,7 +61,13 @@ class Export:
         return "head" if kind == "specdecpp" else kind
 
 
-def run_export(run: RunFolder, which: str, target: TargetModel | None, drafter: OpenDrafter | None = None) -> Export:
+def run_export(
+    run: RunFolder,
+    which: str,
+    target: TargetModel | None,
+    drafter: OpenDrafter | None = None,
+    dtype: str | None = None,
+) -> Export:
     """The export of a run as it stands, finished or not.
 
     Args:
@@ -61,6 +75,7 @@ def run_export(run: RunFolder, which: str, target: TargetModel | None, drafter: 
         which: "best", the weights that training exports, or "last", those of the newest checkpoint.
         target: of the run; None where the run trained one.
         drafter: that a head of the run belongs to.
+        dtype: see `export_of`.
 
     Raises:
         UserError: it has no weights yet, they do not fit its config, or its target or its rows are others by now.
@@ -76,7 +91,7 @@ def run_export(run: RunFolder, which: str, target: TargetModel | None, drafter: 
                 "that target back"
             )
     facts = head_facts(run.config, target, drafter.facts, drafter.states)[1] if drafter else None
-    return export_of(run, weights, trained, target, drafter, facts)
+    return export_of(run, weights, trained, target, drafter, facts, dtype)
 
 
 def export_of(
@@ -86,15 +101,21 @@ def export_of(
     target: TargetModel | None = None,
     drafter: OpenDrafter | None = None,
     facts: HeadFacts | None = None,
+    dtype: str | None = None,
 ) -> Export:
-    """The export of these weights of a run; `drafter` and `facts` are those of an acceptance head."""
+    """The export of these weights of a run.
+
+    `drafter` and `facts` are those of an acceptance head; `dtype` is that of a SPIRe drafter's weights, None: as the
+    run's config says.
+    """
     if target is None:
         model, tokenizer = trained_target(run.config, run, weights)
         save = partial(save_pretrained, model=model, tokenizer=tokenizer)
     elif facts is not None:
         save = partial(save_head_and_drafter, head=trained_head(facts, weights), facts=facts, drafter=drafter)
     elif run.config["kind"] == "spire":
-        save = partial(save_spire, drafter=trained_drafter(run.config, target, weights))
+        drafter = trained_drafter(run.config, target, weights, dtype)
+        save = partial(save_spire, drafter=drafter, dtype=export_dtype(run.config, dtype))
     else:
         save = trained_drafter(run.config, target, weights).save_pretrained
     return Export(run, save, trained, target)
@@ -133,7 +154,8 @@ def fill(folder: Path, export: Export) -> tuple[str, str]:
     path, tokenizer = str(export.run.config["target"]["path"]), export.target.tokenizer
     tokenizer.save_pretrained(folder)
     target_fingerprint, vocabulary = fingerprint(export.target.model, tokenizer), tokenizer_fingerprint(tokenizer)
-    facts = Artifact(export.kind, path, target_fingerprint, export.trained, tokenizer_fingerprint=vocabulary)
+    version = SPIRE_VERSION if export.kind == "spire" else 1
+    facts = Artifact(export.kind, path, target_fingerprint, export.trained, version, tokenizer_fingerprint=vocabulary)
     write_manifest(folder, facts)
     return engine_path(path), target_fingerprint
 

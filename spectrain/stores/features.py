@@ -69,6 +69,8 @@ class Shard:
     final_hidden: Tensor  # [n, D] likewise, what the unembedding takes
     captured_scale: Tensor | None = None  # [n, C] float32
     hidden_scale: Tensor | None = None  # [n] float32
+    is_response: Tensor | None = None  # [n] bool, where packed rows hold responses; None: see prompt_tokens
+    starts: Tensor | None = None  # [n] int32, where in its row each token's document begins; None: rows are documents
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class FeatureRow:
     tokens: Tensor  # [L] int32
     captured: Tensor | None  # [L, C, D] bfloat16 of the layers that were asked for; None: of none
     final_hidden: Tensor  # [L, D] bfloat16
+    is_response: Tensor | None  # [L] bool; None: the row is no answer to anything
+    starts: Tensor | None  # [L] int64; None: the row is one document
 
 
 def shard_name(index: int) -> str:
@@ -117,6 +121,7 @@ class FeatureStore:
         folder, manifest: which store.
         lengths: [rows] int64, tokens of each row.
         held_out: [rows] bool, rows that no training may see.
+        prompt_tokens: [rows] int32, of the responses' prompts; 0 where the source is a corpus.
     """
 
     def __init__(self, folder: Path, manifest: FeatureManifest) -> None:
@@ -124,39 +129,47 @@ class FeatureStore:
         self._shard = lru_cache(OPEN_SHARDS)(lambda index: safe_open(folder / shard_name(index), "pt"))
         self._first = np.concatenate([[0], np.cumsum(manifest.shard_rows)])  # of each shard, its first row's number
         tables = [self._read_table(index) for index in range(len(manifest.shard_rows))]
-        self._offsets = [offsets for offsets, _ in tables]  # of each shard
+        self._offsets = [offsets for offsets, *_ in tables]  # of each shard
         self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets])
-        self.held_out = np.concatenate([held_out for _, held_out in tables])
+        self.held_out, self.prompt_tokens = (np.concatenate(column) for column in list(zip(*tables, strict=True))[1:])
         if len(self.lengths) != manifest.counts.get("rows"):
             raise ACTIVATIONS.damaged(f"data.path={folder}", "it does not hold the rows that its manifest says")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def _read_table(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the offsets of a shard's rows, and which are held out."""
-        file = self.folder / shard_name(index)
+    def _read_table(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the offsets of a shard's rows, which are held out, and the tokens of their prompts."""
+        file, names = self.folder / shard_name(index), ("offsets", "held_out", "prompt_tokens")
         try:
             with safe_open(file, "pt") as shard:
-                offsets, held_out = (shard.get_tensor(name).numpy().copy() for name in ("offsets", "held_out"))
+                offsets, held_out, prompts = (shard.get_tensor(name).numpy().copy() for name in names)
                 n_tokens = shard.get_slice("tokens").get_shape()[0]
                 in_order = (np.diff(offsets) >= 0).all() and (offsets[0], offsets[-1]) == (0, n_tokens)
         except Exception as error:  # safetensors, torch and the system each raise their own types here
             raise ACTIVATIONS.damaged(file, type(error).__name__) from error
-        if not in_order or [len(offsets) - 1, len(held_out)] != [self.manifest.shard_rows[index]] * 2:
+        if not in_order or [len(offsets) - 1, len(held_out), len(prompts)] != [self.manifest.shard_rows[index]] * 3:
             raise ACTIVATIONS.damaged(file, "it does not hold the rows that its manifest says")
-        return offsets, held_out
+        return offsets, held_out, prompts
 
-    def _place(self, row: int) -> tuple[safe_open, slice]:
-        """Return the shard of a row, and where its tokens stand there."""
+    def _place(self, row: int, n_tokens: int | None = None) -> tuple[safe_open, slice]:
+        """Return the shard of a row, and where its first `n_tokens` tokens stand there (None: all)."""
         index = int(np.searchsorted(self._first, row, side="right")) - 1
-        start, stop = self._offsets[index][row - self._first[index] :][:2]
-        return self._shard(index), slice(int(start), int(stop))
+        start, stop = map(int, self._offsets[index][row - self._first[index] :][:2])
+        return self._shard(index), slice(start, stop if n_tokens is None else min(stop, start + n_tokens))
 
     def tokens(self, row: int) -> Tensor:
         """Return the tokens of a row: [L] int32."""
         shard, place = self._place(row)
         return shard.get_slice("tokens")[place]
+
+    def is_response(self, row: int, n_tokens: int | None = None) -> Tensor | None:
+        """Return which of the first `n_tokens` tokens of a row are of a response: [L] bool; None: it is no answer."""
+        shard, place = self._place(row, n_tokens)
+        if "is_response" in shard.keys():  # noqa: SIM118  safetensors' handle is no mapping
+            return shard.get_slice("is_response")[place]
+        n_prompt = int(self.prompt_tokens[row])
+        return torch.arange(place.stop - place.start) >= n_prompt if n_prompt else None
 
     def read(self, row: int, n_tokens: int | None = None, layers: Sequence[int] | None = None) -> FeatureRow:
         """Read a row with its features: memory-mapped where the store is bfloat16 and all layers are read.
@@ -166,9 +179,7 @@ class FeatureStore:
             n_tokens: at most so many of its first tokens; None: all.
             layers: blocks of the target; None: all that are stored.
         """
-        shard, place = self._place(row)
-        if n_tokens is not None:
-            place = slice(place.start, min(place.stop, place.start + n_tokens))
+        shard, place = self._place(row, n_tokens)
 
         def vectors(name: str, scale: str, kept: list[int] | None = None) -> Tensor:
             values = shard.get_slice(name)[place]
@@ -180,7 +191,11 @@ class FeatureStore:
         stored = self.manifest.layers
         kept = None if layers is None or list(layers) == stored else [stored.index(layer) for layer in layers]
         captured = None if kept == [] else vectors("captured", "captured_scale", kept)
-        return FeatureRow(shard.get_slice("tokens")[place], captured, vectors("final_hidden", "hidden_scale"))
+        starts = shard.get_slice("starts")[place].long() if "starts" in shard.keys() else None  # noqa: SIM118
+        final_hidden = vectors("final_hidden", "hidden_scale")
+        return FeatureRow(
+            shard.get_slice("tokens")[place], captured, final_hidden, self.is_response(row, n_tokens), starts
+        )
 
     def check_fits(self, target_fingerprint: str, name: str, layers: Sequence[int], vocab_size: int) -> None:
         """Raise UserError where the features are of another target than `name`, or lack inputs of these blocks.

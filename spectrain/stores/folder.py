@@ -96,6 +96,14 @@ class StoreKind(Generic[M]):
                 f"{name} ({fingerprint}); give that target, or make another with {self.built_by} target=..."
             )
 
+    def check_tokenizer(self, folder: Path, manifest: M, fingerprint: str) -> None:
+        """Raise UserError where a store holds ids of another tokenizer."""
+        if manifest.tokenizer_fingerprint != fingerprint:
+            raise UserError(
+                f"{self.name}={folder} is of the target {manifest.target}, whose tokenizer is another one than this "
+                f"target's; give that target, or make another store with {self.built_by} target=..."
+            )
+
     def check_ids(self, folder: Path, least: int, most: int, vocab_size: int) -> None:
         """Raise UserError where token ids from `least` to `most` are not all of the target's vocabulary."""
         if least < 0 or most >= vocab_size:

@@ -1,7 +1,8 @@
-"""Rows of tables as texts: JSONL, Parquet, folders of `save_to_disk`, datasets of the Hugging Face hub.
+"""Rows of tables as texts or conversations: JSONL, Parquet, folders of `save_to_disk`, datasets of the hub.
 
 Everything is read row by row or batch by batch, so a table may be larger than memory. Every `*_texts` function yields
-the numbers of lines or rows, from 1, with their texts, and raises UserError where a row is malformed or lacks a field.
+the numbers of lines or rows, from 1, with their content: a text, or the messages of a conversation. UserError is raised
+where a row is malformed or lacks a field.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
 from spectrain.decoding.errors import UserError
+from spectrain.stores.conversations import Messages, conversation_column, messages_of
 from spectrain.stores.prompts import SURROGATE, json_rows
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
 HUB_TIMEOUT_S = 20.0
 SAVED = ("dataset_dict.json",), ("dataset_info.json", "state.json")  # what save_to_disk leaves, of splits and of one
 
+Content = str | Messages
+
 
 def jsonl_texts(
     file: Path, name: str, fields: Sequence[str] | None, most_bytes: int, otherwise: str
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[int, Content]]:
     """Yield the texts of a JSONL file that messages call `name`; for longer lines see `json_rows`."""
     for number, row in json_rows(file, name, most_bytes, otherwise):
-        yield number, row_text(row, fields, f"line {number} of {name}")
+        yield number, row_content(row, fields, f"line {number} of {name}")
 
 
-def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:
+def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterator[tuple[int, Content]]:
     """Yield the texts of a Parquet file that messages call `name`."""
     try:
         # Opened here: pyarrow itself takes no path that is not UTF-8.
@@ -60,7 +64,7 @@ def is_saved(path: str | None) -> bool:
     return any(all(os.path.isfile(Path(path).expanduser() / name) for name in names) for names in SAVED)
 
 
-def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:
+def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, Content]]:
     """Yield the texts of a folder that `datasets.save_to_disk` wrote."""
     import datasets  # here: commands that read no dataset start without it
 
@@ -75,7 +79,7 @@ def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Itera
     yield from _texts(rows, rows.column_names, folder.name, fields)
 
 
-def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, str]]:
+def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, Content]]:
     """Yield the texts of a dataset of the hub, or of a local folder that `load_dataset` knows, streamed."""
     import datasets  # see saved_texts
 
@@ -100,7 +104,7 @@ def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] |
 
 def _texts(
     rows: Iterable[dict], columns: Sequence[str] | None, name: str, fields: Sequence[str] | None
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[int, Content]]:
     """Yield the texts of rows with these columns; None: the columns are not known beforehand."""
     if fields and columns is not None:
         if lacking := [field for field in fields if field not in columns]:
@@ -110,22 +114,25 @@ def _texts(
     number = 0
     try:
         for number, row in enumerate(rows, start=1):
-            yield number, row_text(row, fields, f"row {number} of {name}")
+            yield number, row_content(row, fields, f"row {number} of {name}")
     except UserError:
         raise
     except Exception as error:  # a shard that is damaged, or the network that went away
         raise UserError(f"{name} cannot be read after row {number} ({_line(error)}); fetch it anew") from error
 
 
-def row_text(row: dict, fields: Sequence[str] | None, where: str) -> str:
-    """Return the text of a row: its fields joined by blank lines. Without `fields`, every field that is a string.
+def row_content(row: dict, fields: Sequence[str] | None, where: str) -> Content:
+    """Return the text of a row, or the messages of the conversation that it holds (`conversation_column`).
 
-    A named field may also be a conversation, a list of strings or of {"content": string}; null is an empty text. Halves
-    of characters, which JSON can name and UTF-8 cannot (a lone \\ud800), become U+FFFD.
+    The text is that of its fields joined by blank lines. Without `fields` these are all that are strings. A named field
+    may also be a list of strings or of {"content": string}; null is an empty text. Halves of characters, which JSON can
+    name and UTF-8 cannot (a lone \\ud800), become U+FFFD.
 
     Raises:
         UserError: a field is missing or is no text; `where` names the row.
     """
+    if (column := conversation_column(row, fields)) is not None:
+        return messages_of(row[column], where)
     texts = []
     for key in fields or [key for key, value in row.items() if isinstance(value, str)]:
         value = "" if row.get(key) is None else row[key]

@@ -1,4 +1,4 @@
-"""Texts to train on: where they come from, which are held out, and how they become rows of tokens.
+"""Texts to train on: where they come from, and which are held out. How they become rows of tokens is in `packing`.
 
 The default corpus is the sources of the Python standard library, so that the main commands run without a network.
 Documents are held out whole, by a hash of their id: the split is the same on every machine and in every run.
@@ -7,6 +7,7 @@ Documents are held out whole, by a hash of their id: the split is the same on ev
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -14,17 +15,23 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from spectrain.decoding import tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.stores.tables import hub_texts, is_saved, jsonl_texts, parquet_bytes, parquet_texts, saved_texts
+from spectrain.stores.conversations import Messages, has_assistant, plain_text
+from spectrain.stores.tables import Content, hub_texts, is_saved, jsonl_texts, parquet_bytes, parquet_texts, saved_texts
+
+if TYPE_CHECKING:
+    from spectrain.stores.rows import ResponseStore
 
 log = logging.getLogger(__name__)
 
+OF_RESPONSES = "responses:"
 END_OF_TEXT = "<|endoftext|>"
 SUFFIXES = (
     *(".txt", ".md", ".rst", ".tex", ".jsonl", ".parquet"),
@@ -41,18 +48,24 @@ STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees, 
 
 @dataclass(frozen=True)
 class Document:
-    """One text and its id (a path or a line number), which is unique within its corpus."""
+    """One text, conversation, or prompt with its response. Its id (a path or a line number) is unique in its corpus."""
 
     id: str
-    text: str
+    text: str  # of a conversation its turns; of a response empty
+    messages: Messages | None = None  # of a conversation
+    tokens: np.ndarray | None = None  # [n] int32: a prompt and its response, as the target read and wrote them
+    n_prompt: int = 0  # tokens of the prompt
+    prompt_id: str | None = None  # all draws of a prompt are held out, or none
 
+    def is_held_out(self, share: float) -> bool:
+        """Return whether the document belongs to the held-out `share` (0 to 1) of its corpus."""
+        return is_held_out(self.prompt_id or self.id, share)
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Token rows of equal length: documents in hashed order, each closed by the end-of-text token, cut into rows."""
-
-    train: Tensor  # [n_train, L] int32
-    held_out: Tensor  # [n_held_out, L] int32
+    def content(self) -> bytes:
+        """Return what is equal for equal documents."""
+        if self.tokens is not None:
+            return self.tokens.tobytes()
+        return (self.text if self.messages is None else json.dumps(self.messages)).encode()
 
 
 @dataclass
@@ -61,7 +74,13 @@ class Skipped:
 
     not_utf8: list[str] = field(default_factory=list)  # names of files
     empty: int = 0  # documents without text
-    quiet: bool = False  # True: files are not named in the log
+    without_assistant: int = 0  # conversations in which the assistant says nothing
+    quiet: bool = False  # True: nothing is named in the log
+
+    def say(self) -> None:
+        """Log what is not named while reading."""
+        if self.without_assistant and not self.quiet:
+            log.warning("left out, without an assistant turn: %d conversations", self.without_assistant)
 
 
 def read_documents(
@@ -71,44 +90,60 @@ def read_documents(
     subset: str | None = None,
     skipped: Skipped | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of a corpus.
 
     Args:
         path: a file; a folder, of which every file that `SUFFIXES` names is read; a folder that
-            `datasets.save_to_disk` wrote; otherwise the id of a Hugging Face dataset, which is streamed. A `.jsonl`
-            file gives one document per line; a `.parquet` file and a dataset give one per row. None: the sources of
-            this interpreter's standard library, without installed packages and modules of data (`encodings`).
-        fields: of a row that make its text, joined by blank lines; None: all fields that are strings.
+            `datasets.save_to_disk` wrote; `responses:` with a store of data_prep.responses after it, or several with
+            colons between them; otherwise the id of a Hugging Face dataset, which is streamed. A `.jsonl` file gives
+            one document per line; a `.parquet` file, a dataset and a store give one per row. None: the sources of this
+            interpreter's standard library, without installed packages and modules of data (`encodings`).
+        fields: of a row that make its text, joined by blank lines. None: the conversation in a column of
+            `conversations.COLUMNS`, else all fields that are strings.
         split: of a dataset.
         subset: of a dataset on the hub.
         skipped: counts what is left out.
         max_document_bytes: of a text, and of a line of a `.jsonl` file.
+        tokenizer: of the target, whose ids a store of responses must hold.
 
     Raises:
         UserError: there is no such corpus, a file cannot be read, a row is malformed or lacks a field, or a text is
             longer than max_document_bytes.
     """
     skipped = Skipped() if skipped is None else skipped
+    if is_responses(path):
+        yield from _responses(path, tokenizer)
+        return
     try:
-        for name, texts in _sources(path, fields, split, subset, skipped, max_document_bytes):
-            for number, text in texts:
-                if text.strip():
-                    document = Document(name if number is None else f"{name}:{number}", text)
+        for name, contents in _sources(path, fields, split, subset, skipped, max_document_bytes):
+            for number, content in contents:
+                document = _document(name if number is None else f"{name}:{number}", content)
+                text = document.text
+                if document.messages is not None and not has_assistant(document.messages):
+                    skipped.without_assistant += 1
+                elif text.strip():
                     if 4 * len(text) > max_document_bytes and len(text.encode()) > max_document_bytes:
                         raise UserError(f"{document.id} has more than {max_document_bytes} bytes; {SPLIT_IT}")
                     yield document
                 else:
                     skipped.empty += 1
+        skipped.say()
     except OSError as error:  # no file may go missing unnoticed
         reason = error.strerror or error
         raise UserError(f"{error.filename or path} cannot be read ({reason}); make it readable or remove it") from error
 
 
+def _document(name: str, content: Content) -> Document:
+    is_text = isinstance(content, str)
+    return Document(name, content) if is_text else Document(name, plain_text(content), content)
+
+
 def _sources(
     path: str | None, fields: list[str] | None, split: str, subset: str | None, skipped: Skipped, most_bytes: int
-) -> Iterator[tuple[str, Iterable[tuple[int | None, str]]]]:
-    """Yield the name of each file or dataset of a corpus, and its texts with their numbers; None: its only text."""
+) -> Iterator[tuple[str, Iterable[tuple[int | None, Content]]]]:
+    """Yield the name of each file or dataset of a corpus, and its contents with their numbers; None: its only text."""
     if is_remote(path):
         log.info("streaming %s from the Hugging Face hub", path)
         yield f"{subset or ''}:{split}".lstrip(":"), hub_texts(path, subset, split, fields)
@@ -135,6 +170,35 @@ def _sources(
             yield name, [(None, file.read_text(encoding="utf-8"))]
 
 
+def is_responses(path: str | None) -> bool:
+    """Return whether a corpus is made of stores of data_prep.responses."""
+    return path is not None and path.startswith(OF_RESPONSES)
+
+
+def responses_of(path: str, tokenizer: PreTrainedTokenizerBase | None) -> list[ResponseStore]:
+    """Open the stores of a corpus responses:<store>; UserError where one is none, or of another tokenizer."""
+    from spectrain.stores.rows import RESPONSES, open_responses  # here: it imports datasets, see stores.tables
+
+    if tokenizer is None:
+        raise UserError(
+            f"corpus={path} is made of tokens of a target, which +exp=target is to train; give a text corpus"
+        )
+    stores = [open_responses(Path(name).expanduser()) for name in path.removeprefix(OF_RESPONSES).split(":")]
+    for store in stores:
+        RESPONSES.check_tokenizer(store.folder, store.manifest, tokenizer_fingerprint(tokenizer))
+    return stores
+
+
+def _responses(path: str, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Document]:
+    """Yield each response with its prompt; the ids of several stores begin with the store's name."""
+    stores = responses_of(path, tokenizer)
+    for store in stores:
+        before = f"{store.folder.name}:" if len(stores) > 1 else ""
+        for row in store.rows.with_format("numpy", columns=["id", "prompt", "response"]):
+            tokens, prompt_id = np.concatenate([row["prompt"], row["response"]]).astype(np.int32), str(row["id"])
+            yield Document(f"{before}{prompt_id}", "", None, tokens, len(row["prompt"]), prompt_id)
+
+
 def is_remote(path: str | None) -> bool:
     """Return whether a corpus is a dataset of the hub: nothing exists at its path, and the path looks like an id."""
     return path is not None and not _exists(path) and Path(path).suffix not in SUFFIXES and bool(HUB_ID.fullmatch(path))
@@ -142,7 +206,7 @@ def is_remote(path: str | None) -> bool:
 
 def corpus_bytes(path: str | None) -> int | None:
     """Return the approximate size of a corpus's text in bytes, or None where only reading it would tell."""
-    if is_remote(path):
+    if is_remote(path) or is_responses(path):
         return None
     files = Path(path).expanduser().rglob("*.arrow") if is_saved(path) else _files(path)[1]
     return sum(parquet_bytes(file) if file.suffix == ".parquet" else file.stat().st_size for file in files)
@@ -205,54 +269,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-
-
-def pack(
-    documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    row_tokens: int,
-    held_out_share: float,
-    max_documents: int | None = None,
-) -> PackedRows:
-    """Tokenise documents and pack them into rows, training and held-out documents apart.
-
-    Args:
-        documents: the corpus. Their ids decide the split and the order, so both are the same everywhere.
-        tokenizer: of the target; its end-of-text token closes each document.
-        row_tokens: length L of a row.
-        held_out_share: of the documents, 0 to 1; no training sees these.
-        max_documents: keep only the first so many documents in hashed order; None: all.
-
-    Raises:
-        UserError: a side has too little text for one row, or the tokenizer has no end of text.
-    """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
-    ordered = sorted(documents, key=lambda document: unit_hash(document.id))[:max_documents]
-    held_out = [is_held_out(document.id, held_out_share) for document in ordered]
-    rows = {}
-    for name, side in {"training": False, "held-out": True}.items():
-        texts = [document.text for document, out in zip(ordered, held_out, strict=True) if out == side]
-        rows[side] = rows_of(texts, tokenizer, row_tokens)
-        if not len(rows[side]):
-            raise UserError(
-                f"corpus too small: the {len(texts)} {name} documents make no {name} row of {row_tokens} tokens; "
-                "use a larger corpus, a shorter data.row_tokens or another corpus.held_out_share"
-            )
-    return PackedRows(train=rows[False], held_out=rows[True])
-
-
-def rows_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, row_tokens: int) -> Tensor:
-    """Pack texts in their order, each closed by the end-of-text token, into rows; the incomplete last row is dropped.
-
-    Returns:
-        [n, row_tokens] int32.
-    """
-    ids: list[int] = []
-    for start in range(0, len(texts), 256):
-        batch = tokenizer(texts[start : start + 256], add_special_tokens=False, verbose=False)["input_ids"]
-        for document in batch:
-            ids.extend(document)
-            ids.append(tokenizer.eos_token_id)
-    n_rows = len(ids) // row_tokens
-    return torch.tensor(ids[: n_rows * row_tokens], dtype=torch.int32).view(n_rows, row_tokens)

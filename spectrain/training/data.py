@@ -17,6 +17,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from lightning import LightningDataModule
 from torch import Tensor
@@ -38,10 +39,24 @@ class RowBatch:
     n_tokens: int  # without padding
     captured: Tensor | None = None  # [B, L, C, D] bfloat16, stored inputs of the target's blocks
     final_hidden: Tensor | None = None  # [B, L, D] bfloat16, stored; None: the target itself is asked
+    is_response: Tensor | None = None  # [B, L] bool, the tokens that are learned; None: all are
+    starts: Tensor | None = None  # [B, L] int64, where the document of each token begins; None: each row is a document
+
+    def learned(self) -> Tensor:
+        """[B, L] bool: the positions with a loss. With `is_response` or `starts` the next token must be known.
+
+        It is one of a response then, and of the same document.
+        """
+        kept = self.is_token
+        if self.is_response is not None:
+            kept = kept & F.pad((self.is_response & self.is_token)[:, 1:], (0, 1))
+        if self.starts is not None:
+            kept = kept & F.pad(self.starts[:, 1:] == self.starts[:, :-1], (0, 1))
+        return kept
 
     def counted(self) -> Tensor:
-        """[B, L] bool: the positions that validation counts: no padding, and no rows that only fill a rank's share."""
-        return self.is_token & (torch.tensor(self.numbers, device=self.tokens.device) >= 0)[:, None]
+        """[B, L] bool: the positions that validation counts: with a loss, and of no row that only fills a share."""
+        return self.learned() & (torch.tensor(self.numbers, device=self.tokens.device) >= 0)[:, None]
 
 
 @dataclass
@@ -58,16 +73,23 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of equal length."""
+    """Rows of equal length; see `spectrain.stores.packing.PackedRows`."""
 
     tokens: Tensor  # [rows, L] int32
+    is_response: Tensor | None = None  # [rows, L] bool
+    starts: Tensor | None = None  # [rows, L] int32
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, places: list[int]) -> RowBatch:
         tokens = self.tokens[places].long()
-        return RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), places, tokens.numel())
+        batch = RowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), places, tokens.numel())
+        if self.is_response is not None:
+            batch.is_response = self.is_response[places]
+        if self.starts is not None:
+            batch.starts = self.starts[places].long()
+        return batch
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,7 @@ class FeatureRows:
     layers: tuple[int, ...]  # blocks of the target whose inputs are read; none: `captured` stays None
     row_tokens: int  # longer rows are cut
     pinned: bool = False  # batches lie in pinned memory, so that a GPU fetches them beside its work
+    loss_on: str = "response"  # response: responses alone are learned, where the store has any | all
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -87,11 +110,18 @@ class FeatureRows:
     def lengths(self) -> list[int]:  # [rows] tokens of each
         return np.minimum(self.store.lengths[self.numbers], self.row_tokens).tolist()
 
+    def have_loss(self) -> np.ndarray:
+        """[rows] bool: those with any token to learn; of the others a response begins behind `row_tokens`."""
+        if self.loss_on == "all":
+            return np.ones(len(self), bool)
+        masks = (self.store.is_response(int(number), self.row_tokens) for number in self.numbers)
+        return np.array([mask is None or bool(mask[1:].any()) for mask in masks])
+
     def __getitem__(self, places: list[int]) -> RowBatch:
         numbers = [int(self.numbers[place]) for place in places]
         rows = [self.store.read(number, self.row_tokens, self.layers) for number in numbers]
         lengths = torch.tensor([len(row.tokens) for row in rows])
-        return RowBatch(
+        batch = RowBatch(
             padded([row.tokens for row in rows], torch.int64, self.pinned),
             torch.arange(int(lengths.max())) < lengths[:, None],
             [number if place >= 0 else -1 for place, number in zip(places, numbers, strict=True)],
@@ -99,6 +129,12 @@ class FeatureRows:
             padded([row.captured for row in rows], torch.bfloat16, self.pinned) if self.layers else None,
             padded([row.final_hidden for row in rows], torch.bfloat16, self.pinned),
         )
+        if self.loss_on == "response" and any(row.is_response is not None for row in rows):
+            masks = [torch.ones(len(r.tokens)) if r.is_response is None else r.is_response for r in rows]
+            batch.is_response = padded(masks, torch.bool)
+        if rows[0].starts is not None:
+            batch.starts = padded([row.starts for row in rows], torch.int64)
+        return batch
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.lean import shape_of
-from spectrain.decoding.loading import read_tokenizer
+from spectrain.decoding.loading import DTYPES, read_tokenizer
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import last_layers, new_drafter
@@ -30,6 +30,7 @@ from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.features import FeatureStore, newest_features, open_features
 from spectrain.stores.folder import digest, write_folder
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.packing import pack
 from spectrain.stores.rows import (
     AcceptanceStore,
     ResponseStore,
@@ -38,7 +39,7 @@ from spectrain.stores.rows import (
     open_acceptance,
     open_responses,
 )
-from spectrain.stores.texts import MAX_DOCUMENT_BYTES, Document, is_held_out, pack, read_documents, train_tokenizer
+from spectrain.stores.texts import MAX_DOCUMENT_BYTES, Document, is_held_out, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
 from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows
 from spectrain.training.losses import LossSettings
@@ -65,8 +66,10 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     """A SPIRe drafter for a Llama-like target, or a small Llama for any."""
     optimizer = OptimizerSettings(**config["optimizer"])
     if config["kind"] == "spire":
-        drafter = new_drafter(target.model, spire_config(config, target), config["init"])
-        module = SpireTraining(drafter, target, LossSettings(config["loss"], config["omega"]), optimizer)
+        drafter = new_drafter(target, spire_config(config, target), config["init"])
+        module = SpireTraining(
+            drafter, target, LossSettings(config["loss"], config["omega"]), optimizer, config["seed"]
+        )
     else:
         model = new_vanilla(target.model, config["n_layer"], config["hidden_size"])
         module = LanguageModelTraining(model, optimizer, target)
@@ -80,17 +83,33 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
 def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     """The shape of the SPIRe drafter for this target."""
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
-    layers = last_layers(target.model, config["n_layer"])
-    return SpireConfig(shape_of(target.model), layers, **{name: config[name] for name in names})
+    options = {name: config[name] for name in names}
+    if "input" in config:  # which runs of older versions do not have
+        options |= {"input": config["input"], "previous_state": config["previous_state"]}
+        options["head"] = "trained" if config["input"] == "tied" else config["head"]
+    return SpireConfig(shape_of(target.model), last_layers(target.model, config["n_layer"]), **options)
 
 
 def trained_drafter(
-    config: Mapping, target: TargetModel, weights: dict[str, Tensor]
+    config: Mapping, target: TargetModel, weights: dict[str, Tensor], dtype: str | None = None
 ) -> SpireDrafter | LlamaForCausalLM:
-    """The drafter of a training's weights; see `filled`."""
+    """The drafter of a training's weights, float32 values of the dtype that it is exported in; see `filled`.
+
+    `dtype` is that of a SPIRe drafter's export; None: as its config says.
+    """
     if config["kind"] == "spire":
-        return filled(SpireDrafter(spire_config(config, target)), weights, "drafter")
+        drafter = filled(SpireDrafter(spire_config(config, target), target), weights, "drafter")
+        return drafter.to(export_dtype(config, dtype)).float()
     return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
+
+
+def export_dtype(config: Mapping, given: str | None = None) -> torch.dtype:
+    """The dtype of a SPIRe drafter's exported weights, where another one is `given` that one."""
+    name = given or config.get("export_dtype", "float32")  # which runs of older versions do not have
+    if not isinstance(name, str):
+        raise UserError(f"export_dtype={name} of the run is no dtype; give export_dtype=float32")
+    check_choice("export_dtype", name, DTYPES)
+    return DTYPES[name]
 
 
 def target_experiment(config: Mapping, run: RunFolder) -> Experiment:
@@ -187,14 +206,14 @@ def drafter_rows(config: Mapping, target: TargetModel) -> RowData:
     """The rows that a drafter is trained on: the corpus, or stored activations."""
     if config["data"].get("source", "online") == "online":
         return corpus_rows(config, target)
-    return stored_rows(config, target, spire_config(config, target).captured_layers)
+    return stored_rows(config, target, spire_config(config, target).block_layers)
 
 
-def read_corpus(corpus: Mapping) -> list[Document]:
-    """All documents of the `corpus` node, in memory."""
+def read_corpus(corpus: Mapping, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Document]:
+    """All documents of the `corpus` node, in memory; responses of a target need its tokenizer."""
     source = corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]
     most = corpus.get("max_document_bytes", MAX_DOCUMENT_BYTES)  # runs of older versions do not have it
-    return list(read_documents(*source, max_document_bytes=most))
+    return list(read_documents(*source, max_document_bytes=most, tokenizer=tokenizer))
 
 
 def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] | None = None) -> RowData:
@@ -208,14 +227,17 @@ def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] 
             f"data.row_tokens={data['row_tokens']} is longer than the target's context of {target.max_positions}; "
             "lower data.row_tokens"
         )
-    documents = read_corpus(corpus) if documents is None else documents
-    rows = pack(documents, target.tokenizer, data["row_tokens"], corpus["held_out_share"], corpus["max_documents"])
+    documents = read_corpus(corpus, target.tokenizer) if documents is None else documents
+    cut = data["row_tokens"], corpus["held_out_share"], corpus["max_documents"]
+    learned = data.get("loss_on", "response"), data.get("document_mask", False)  # runs of older versions lack both
+    rows = pack(documents, target.tokenizer, *cut, *learned, target.vocab_size)
     log.info(
         "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), data["row_tokens"]
     )
-    seen, unseen = rows.held_out[: data["val_rows"]], rows.held_out[data["val_rows"] :]
-    contexts = unseen.tolist() or rows.held_out.tolist()  # what tau is measured on
-    return RowData(TokenRows(rows.train), TokenRows(seen), data["batch_size"], config["seed"], contexts=contexts)
+    held_out = rows.held_out.tokens
+    contexts = held_out[data["val_rows"] :].tolist() or held_out.tolist()  # what tau is measured on
+    train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: data["val_rows"]]))
+    return RowData(train, seen, data["batch_size"], config["seed"], contexts=contexts)
 
 
 def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
@@ -232,7 +254,8 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
             *(store.folder, store.manifest.precision, trainer["precision"]),
         )
     lengths = [*config["tau"]["context_tokens"], *([config["select"]["context_tokens"]] if "select" in config else [])]
-    rows = FeatureRows(store, np.arange(len(store)), layers, data["row_tokens"], uses_gpu(trainer["accelerator"]))
+    is_pinned, loss_on = uses_gpu(trainer["accelerator"]), data.get("loss_on", "response")
+    rows = FeatureRows(store, np.arange(len(store)), layers, data["row_tokens"], is_pinned, loss_on)
     found = feature_data(rows, data["batch_size"], config["seed"], data["val_rows"], max(lengths))
     if not found.contexts:
         longest = store.lengths[store.held_out].max(initial=0)
@@ -261,13 +284,14 @@ def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, c
 
     Contexts are held-out rows of at least `context_tokens` tokens that validation does not see, where there are any.
     """
-    store, held_out = rows.store, np.flatnonzero(rows.store.held_out)
+    store, learns = rows.store, rows.have_loss()
+    held_out = np.flatnonzero(rows.store.held_out & learns)
     seen = held_out[:val_rows]
     long_enough = held_out[store.lengths[held_out] >= context_tokens]
     unseen = long_enough[~np.isin(long_enough, seen)]
     chosen = unseen if len(unseen) else long_enough
     contexts = [store.tokens(int(number)).tolist() for number in chosen[:CONTEXTS]]
-    train = replace(rows, numbers=np.flatnonzero(~store.held_out))
+    train = replace(rows, numbers=np.flatnonzero(~store.held_out & learns))
     by_length = replace(rows, numbers=seen[np.argsort(store.lengths[seen], kind="stable")])
     is_packed = len(set(train.lengths)) <= 1  # rows of packed text are shuffled as they are online
     return RowData(train, by_length, batch_size, seed, not is_packed, contexts)

@@ -80,6 +80,9 @@ def fit(
     facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
     run.note_attempt(run.checkpoint_step, facts)
     with naming_the_remedy(config["data"]):
+        if not checkpoint:
+            with trainer.precision_plugin.forward_context():  # as the steps, and as stores were computed
+                module.begin(data.train)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         trainer.validate(module, datamodule=data, verbose=False)
     return trainer

@@ -1,4 +1,4 @@
-"""Losses: SPIRe's MixedLoss (SPIRe, section 3.4) and the weighted cross-entropy of acceptance heads (SpecDec++).
+"""Losses: SPIRe's MixedLoss (SPIRe, section 3.4), cross-entropy on the data, and that of acceptance heads (SpecDec++).
 
     MixedLoss = omega * CE(p, q) - (1 - omega) * alpha,    alpha = sum_v min(p_v, q_v)
 
@@ -76,10 +76,11 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights, grad_enabled):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
+        trains_unembedding = grad_enabled and unembedding.requires_grad
         n_positions = hidden.shape[0]
         n_hard = int((hard >= 0).sum()) if hard is not None else n_positions
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if needs_grad else None
+        grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if trains_unembedding else None
         cross_entropy = hidden.new_zeros((), dtype=torch.float32)
         alphas = []
         for start in range(0, n_positions, CHUNK_POSITIONS):
@@ -93,17 +94,19 @@ class _ChunkedLoss(torch.autograd.Function):
             if needs_grad:
                 grad_logits = (grad_logits / n_hard).to(logits.dtype)
                 grad_hidden[part] = grad_logits @ unembedding
-                grad_unembedding += grad_logits.T @ hidden[part].to(logits.dtype)
+                if trains_unembedding:
+                    grad_unembedding += grad_logits.T @ hidden[part].to(logits.dtype)
         alpha = torch.cat(alphas)
         if needs_grad:
-            ctx.save_for_backward(grad_hidden, grad_unembedding.to(unembedding.dtype))
+            ctx.save_for_backward(grad_hidden, grad_unembedding.to(unembedding.dtype) if trains_unembedding else None)
         ctx.mark_non_differentiable(cross_entropy, alpha)
         return weights[0] * cross_entropy - weights[1] * alpha.mean(), cross_entropy, alpha
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_unembedding = ctx.saved_tensors
-        return grad_hidden * grad_loss, grad_unembedding * grad_loss, None, None, None, None, None
+        by_unembedding = None if grad_unembedding is None else grad_unembedding * grad_loss
+        return grad_hidden * grad_loss, by_unembedding, None, None, None, None, None
 
 
 def _chunk(
@@ -128,6 +131,12 @@ def _chunk(
         mass = q * (q < p)  # q_v m_v
         grad -= weights[1] * (mass - q * mass.sum(dim=-1, keepdim=True))
     return cross_entropy, alpha, grad
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
+    """Cross-entropy, nats per token, of logits [B, L, V] at `learned` [B, L] positions with the tokens that follow."""
+    next_tokens = tokens[:, 1:].masked_fill(~learned[:, :-1], -100)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), next_tokens.flatten())
 
 
 def weighted_bce(log_odds: Tensor, labels: Tensor, w_rej: float, w_acc: float = 1.0) -> Tensor:

@@ -13,25 +13,33 @@ import torch
 import torch.nn.functional as F
 from lightning import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Uniforms, row_generator
-from spectrain.decoding.target import Features, TargetModel
+from spectrain.decoding.target import Features, TargetModel, packed_mask
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadFacts
+from spectrain.models.input_fit import FIT_TOKENS, InputFit
 from spectrain.models.labels import label_texts, mix_tokens
-from spectrain.models.rollout import rollout
+from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireDrafter
-from spectrain.training.data import RowBatch, TextBatch
-from spectrain.training.losses import LossParts, LossSettings, Teacher, binary_kl, drafter_loss, weighted_bce
+from spectrain.training.data import RowBatch, Rows, TextBatch
+from spectrain.training.losses import (
+    LossParts,
+    LossSettings,
+    Teacher,
+    binary_kl,
+    drafter_loss,
+    next_token_loss,
+    weighted_bce,
+)
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
+from spectrain.training.sums import Reliability, ValidationSums
 
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
 EVAL_EPOCH = 1 << 20  # validation mixes as in an epoch that training never reaches, always the same
 GAMMA = 4  # drafted tokens of a vanilla drafter, for the tau that validation expects
-N_BINS = 15  # of a reliability diagram
 IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
 
 
@@ -55,6 +63,16 @@ class Training(LightningModule):
         for states in self._frozen:
             states.to(self.device)
 
+    def of_all_ranks(self, mean: Tensor, learned: Tensor) -> Tensor:
+        """Weigh a rank's mean over its `learned` positions, so that the mean over ranks is that over all positions."""
+        if self.trainer.world_size == 1:
+            return mean
+        n_learned = learned.sum().float()
+        return mean * n_learned / self.trainer.strategy.reduce(n_learned.clone(), reduce_op="mean")
+
+    def begin(self, rows: Rows) -> None:
+        """Do what a training from its first step begins with, and a resumed one does not; all ranks call it."""
+
     def on_validation_epoch_start(self) -> None:
         self.sums.reset()
 
@@ -77,39 +95,71 @@ class SpireTraining(Training):
     """
 
     def __init__(
-        self, drafter: SpireDrafter, target: TargetModel, loss: LossSettings, optimizer: OptimizerSettings
+        self,
+        drafter: SpireDrafter,
+        target: TargetModel,
+        loss: LossSettings,
+        optimizer: OptimizerSettings,
+        seed: int = 0,
     ) -> None:
         target = target.with_capture(drafter.config.captured_layers)
         super().__init__(optimizer, ValidationSums(drafter.config.k), target)
-        self.drafter, self.loss_settings = drafter, loss
+        self.drafter, self.loss_settings, self.seed = drafter, loss, seed
 
-    def parts(self, batch: RowBatch) -> LossParts:
-        """Loss and acceptance of a batch, without its padding; alpha comes back as [B, L], 0 at padding."""
-        features, kept = Features(batch.captured, batch.final_hidden), batch.is_token
+    @torch.no_grad()
+    def begin(self, rows: Rows) -> None:
+        """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
+        if self.drafter.config.input == "tied":
+            return
+        fit, n_tokens = InputFit(self.drafter), 0
+        reading = self.target.with_capture(self.drafter.config.target_layers[:1])
+        for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
+            batch = rows[[place]]
+            tokens = batch.tokens.to(self.target.device)
+            starts = None if batch.starts is None else batch.starts.to(tokens.device)
+            said = Features(batch.captured, batch.final_hidden)
+            said = reading.features(tokens, starts) if said.captured is None else said
+            of_target = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured[:, :, 0], said.final_hidden))
+            fit.add(tokens, *of_target, starts)
+            n_tokens += batch.n_tokens
+            if n_tokens >= FIT_TOKENS:
+                break
+        fit.finish()
+
+    def parts(self, batch: RowBatch, first_root: int = 0) -> LossParts:
+        """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others."""
+        features, kept = Features(batch.captured, batch.final_hidden), batch.learned()
         if batch.final_hidden is None:  # nothing was stored
             with torch.no_grad():
-                features = self.target.features(batch.tokens)
+                features = self.target.features(batch.tokens, batch.starts)
         # What is computed now is rounded as what is stored, so that losses agree.
         captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
+        if self.drafter.config.previous_state and batch.final_hidden is not None:  # which is stored once
+            captured = torch.cat([captured, batch.final_hidden[:, :, None]], dim=2)
         final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
-        hidden = rollout(self.drafter, batch.tokens, captured)  # [B, L, D]
+        hidden = rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)  # [B, L, D]
         teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
-        has_next = F.pad(kept[:, 1:], (0, 1))
+        has_next = F.pad(batch.is_token[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
-        parts = drafter_loss(self.loss_settings, hidden[kept], self.drafter.lm_head.weight, teacher, next_tokens[kept])
+        unembedding = self.drafter.unembedding
+        if self.drafter.config.head == "target":  # DeepSpeed computes in bfloat16, whatever the target's dtype
+            unembedding = unembedding.to(self.device, hidden.dtype)
+        parts = drafter_loss(self.loss_settings, hidden[kept], unembedding, teacher, next_tokens[kept])
         alpha = parts.alpha.new_zeros(kept.shape).masked_scatter(kept, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha)
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        parts, mean = self.parts(batch), {"batch_size": len(batch.numbers), "sync_dist": True}
-        self.log("train/loss", parts.loss, prog_bar=True, **mean)
-        self.log("train/cross_entropy", parts.cross_entropy, **mean)
-        self.log("train/alpha", parts.alpha.sum() / batch.n_tokens, prog_bar=True, **mean)
-        return parts.loss
+        parts = self.parts(batch, root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch))
+        learned, mean = batch.learned(), {"batch_size": len(batch.numbers), "sync_dist": True}
+        loss = self.of_all_ranks(parts.loss, learned)
+        self.log("train/loss", loss, prog_bar=True, **mean)
+        self.log("train/cross_entropy", self.of_all_ranks(parts.cross_entropy, learned), **mean)
+        self.log("train/alpha", self.of_all_ranks(parts.alpha.sum() / learned.sum(), learned), prog_bar=True, **mean)
+        return loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
         parts = self.parts(batch)
-        self.sums.update(parts.loss, batch.counted(), parts.alpha)
+        self.sums.update(parts.loss, batch.counted(), parts.alpha, batch.starts)
 
     def recompute_activations(self) -> None:
         """Compute the inside of blocks again in the backward pass, in place of keeping it."""
@@ -128,20 +178,28 @@ class LanguageModelTraining(Training):
         self.model = model
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        loss = next_token_loss(self.model(input_ids=batch.tokens, use_cache=False).logits, batch.tokens)
+        learned = batch.learned()
+        loss = self.of_all_ranks(next_token_loss(self.logits(batch), batch.tokens, learned), learned)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
         return loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
-        logits = self.model(input_ids=batch.tokens, use_cache=False).logits  # [B, L, V]
-        alpha = self.alpha(batch.tokens, logits) if self.target else None
-        self.sums.update(next_token_loss(logits, batch.tokens), batch.counted(), alpha)
+        logits = self.logits(batch)
+        alpha = self.alpha(batch, logits) if self.target else None
+        loss = next_token_loss(logits, batch.tokens, batch.learned())
+        self.sums.update(loss, batch.counted(), alpha, batch.starts)
 
-    def alpha(self, tokens: Tensor, logits: Tensor) -> Tensor:
+    def logits(self, batch: RowBatch) -> Tensor:  # [B, L, V]
+        positions, mask = (None, None) if batch.starts is None else packed_mask(batch.starts)
+        inputs = {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": mask}
+        return self.model(**inputs, use_cache=False).logits
+
+    def alpha(self, batch: RowBatch, logits: Tensor) -> Tensor:
         """Probability [B, L] float32 that the target accepts what these logits [B, L, V] draw, teacher forced."""
         found = []
-        for i in range(len(tokens)):  # row by row: the probabilities of a batch may not fit beside its logits
-            p = self.target.forward(tokens[i : i + 1]).logits.float().softmax(-1)
+        for i in range(len(logits)):  # row by row: the probabilities of a batch may not fit beside its logits
+            starts = None if batch.starts is None else batch.starts[i : i + 1]
+            p = self.target.forward(batch.tokens[i : i + 1], starts).logits.float().softmax(-1)
             found.append(torch.minimum(p, logits[i : i + 1].float().softmax(-1)).sum(-1))
         return torch.cat(found)
 
@@ -151,11 +209,6 @@ class LanguageModelTraining(Training):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("train/lr", optimizer.param_groups[0]["lr"])
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross-entropy, nats per token, of logits [B, L, V] with the tokens [B, L] that follow."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 class HeadTraining(Training):
@@ -222,83 +275,3 @@ class HeadTraining(Training):
     def recompute_activations(self) -> None:
         """Raise UserError, because a head keeps next to nothing for its backward pass."""
         raise UserError("trainer.activation_checkpointing=true is of no use to an acceptance head; leave it out")
-
-
-class ValidationSums(Metric):
-    """Loss and acceptance by rollout position, summed over all positions of a validation, and the tau expected of it.
-
-    The result does not depend on the batches and the number of ranks, over which `compute` adds up.
-
-    Args:
-        k: positions of a rollout; position t of a row is drafted as number t mod k.
-    """
-
-    full_state_update = False
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self.k = k
-        for name, size in (("loss", 1), ("positions", 1), ("alpha", k), ("drafted", k)):
-            self.add_state(name, torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def reset(self) -> None:
-        super().reset()
-        for name in self._defaults:  # DeepSpeed's precision plugin casts whatever the module holds
-            setattr(self, name, getattr(self, name).double())
-
-    def update(self, loss: Tensor, counted: Tensor, alpha: Tensor | None = None) -> None:
-        """Add a batch.
-
-        Args:
-            loss: scalar, the mean over the counted positions.
-            counted: [B, L] bool: no padding.
-            alpha: [B, L] float32, the acceptance probability at each position; None: not known.
-        """
-        n_positions = counted.sum()
-        if n_positions:  # else a mean of nothing, which is no number
-            self.loss += loss.double() * n_positions
-        self.positions += n_positions
-        if alpha is None:
-            return
-        number = torch.arange(alpha.shape[1], device=alpha.device) % self.k
-        self.alpha.index_add_(0, number, torch.where(counted, alpha.double(), 0.0).sum(0))
-        self.drafted.index_add_(0, number, counted.double().sum(0))
-
-    def compute(self) -> dict[str, float]:
-        """Metrics by name; of acceptance only what is known. tau_expected = 1 + sum_j prod_{i <= j} alpha_i."""
-        found = {"eval/loss": self.loss / self.positions}
-        if self.drafted.sum() > 0:
-            by_step = self.alpha / self.drafted.clamp_min(1)
-            found["eval/alpha"] = self.alpha.sum() / self.drafted.sum()
-            found |= {f"eval/alpha_step_{step + 1}": alpha for step, alpha in enumerate(by_step)}
-            found["eval/tau_expected"] = 1 + by_step.cumprod(0).sum()
-        return {name: float(value) for name, value in found.items()}
-
-
-class Reliability:
-    """Sums of predictions and labels by bins of equal width: the numbers of a reliability diagram.
-
-    The expected calibration error is the mean distance between a bin's mean prediction and its mean label, weighted by
-    its positions (Guo et al. 2017); labels may be probabilities themselves.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.sums = torch.zeros(3, N_BINS, dtype=torch.float64)  # positions, predictions, labels
-
-    def update(self, predicted: Tensor, labels: Tensor) -> None:
-        """Add predictions and labels, both [M] in [0, 1]."""
-        bins = (predicted * N_BINS).long().clamp(0, N_BINS - 1).cpu()
-        rows = torch.stack([torch.ones_like(predicted), predicted, labels]).double().cpu()
-        self.sums.index_add_(1, bins, rows)
-
-    def compute(self) -> dict[str, float]:
-        """The expected calibration error, 0 to 1; nan where nothing was added."""
-        positions, predictions, labels = self.sums
-        return {"eval/calibration_error": float((predictions - labels).abs().sum() / positions.sum())}
-
-    def bins(self) -> list[dict[str, float]]:
-        """Positions, mean prediction and mean label of each bin that has any position."""
-        return [{"positions": int(n), "predicted": float(f / n), "label": float(a / n)} for n, f, a in self.sums.T if n]

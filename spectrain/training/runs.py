@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
-NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s")
+NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
 # A run may go on with another number of ranks.
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
 

@@ -25,8 +25,10 @@ from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
+from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_responses
-from spectrain.stores.texts import is_held_out, pack, read_documents
+from spectrain.stores.texts import is_held_out, read_documents
+from spectrain.training.data import FeatureRows
 from tests import ranks
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import N_ROWS, caller, contents, curve, save_responses, source, training_options
@@ -69,7 +71,7 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     assert code == 0, err
     store, target = open_features("a"), load_target(shared / "target", device="cpu")
     packed = pack(read_documents(str(shared / "corpus")), target.tokenizer, ROW_TOKENS, 0.3)
-    rows = torch.cat([packed.train, packed.held_out])
+    rows = torch.cat([packed.train.tokens, packed.held_out.tokens])
     assert len(store) == len(rows)
     assert store.held_out.tolist() == [False] * len(packed.train) + [True] * len(packed.held_out)
     for number, tokens in enumerate(rows):
@@ -349,6 +351,33 @@ def test_training_from_the_store_is_training_with_the_target_beside_it(capture, 
     assert Path("exported_offline/spectrain.json").is_file()
 
 
+@pytest.mark.parametrize("document_mask", ["true", "false"])
+def test_responses_as_a_corpus_are_learned_alike_from_the_store_and_beside_the_target(
+    capture, learn, training, asked, shared, document_mask
+):
+    target = load_target(shared / "target", device="cpu")
+    save_responses(Path("answers"), target, 90)
+    corpus = "corpus=responses:answers"
+    asked = [*asked, corpus, "precision=bf16-mixed", f"document_mask={document_mask}", "out=a"]
+    code, _, err = capture(*asked)
+    assert code == 0, err
+    documents = read_documents("responses:answers", tokenizer=target.tokenizer)
+    packed = pack(documents, target.tokenizer, ROW_TOKENS, 0.3, document_mask=document_mask == "true").train
+    row = open_features("a").read(1)
+    assert row.tokens.tolist() == packed.tokens[1].tolist()
+    assert row.is_response.tolist() == packed.is_response[1].tolist()
+    assert (row.starts is None) if packed.starts is None else (row.starts.tolist() == packed.starts[1].tolist())
+    online = [corpus, f"data.document_mask={document_mask}", "run_dir=online", "out=exported_online"]
+    code, _, err = learn(*training, *online)
+    assert code == 0, err
+    assert learn(*training, "data=offline", "data.path=a", "run_dir=offline", "out=exported_offline")[0] == 0
+    for column in ("train/loss", "eval/loss"):
+        np.testing.assert_allclose(curve("offline", column), curve("online", column), rtol=0, atol=1e-4)
+    everything = ["data=offline", "data.path=a", "data.loss_on=all", "run_dir=all", "out=exported_all"]
+    assert learn(*training, *everything)[0] == 0
+    assert abs(curve("all", "train/loss")[0] - curve("offline", "train/loss")[0]) > 1e-3
+
+
 def test_training_goes_on_with_no_other_store(capture, learn, training, asked):
     assert capture(*asked, "precision=bf16-mixed", "out=a")[0] == 0
     assert capture(*asked, "precision=bf16-mixed", "out=b", "dtype=int8")[0] == 0
@@ -371,6 +400,14 @@ def test_training_from_responses_pads_rows(capture, learn, training, shared, ans
     code, _, err = learn(*arguments)
     assert code == 0, err
     assert len(set(np.minimum(lengths, 32))) > 3
+    store, kept = open_features("a"), np.arange(len(lengths))
+    batch = FeatureRows(store, kept, (2,), row_tokens=12)[kept.tolist()]
+    for row, n_prompt in enumerate(store.prompt_tokens):
+        n_tokens = min(12, int(lengths[row]))
+        assert batch.learned()[row].nonzero().flatten().tolist() == list(range(max(0, n_prompt - 1), n_tokens - 1))
+    assert FeatureRows(store, kept, (2,), row_tokens=12, loss_on="all")[[0]].is_response is None
+    short = FeatureRows(store, kept, (2,), row_tokens=4)
+    assert short.have_loss().tolist() == ((lengths > 1) & (store.prompt_tokens < np.minimum(4, lengths))).tolist()
 
 
 REFUSED = {

@@ -17,12 +17,14 @@ from transformers import AutoTokenizer
 from data_prep import documents
 from data_prep.lookup import look_up
 from data_prep.select import Selection, draw_histogram, select
+from spectrain.decoding import load_target
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.datastore import Datastore
 from spectrain.stores import tables
+from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out, train_tokenizer
 from tests.conftest import tiny_model
-from tests.data_prep.conftest import contents, cut, kept_ids, text_of
+from tests.data_prep.conftest import N_ROWS, contents, cut, kept_ids, save_responses, text_of
 
 ROOT = Path(__file__).parent.parent.parent
 BIG_VOCABULARY = 70_000  # above 65,535: uint32
@@ -123,6 +125,29 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(run, small, made, tmp_path)
     assert (store.tokens[0].dtype, store.separator) == (np.uint32, BIG_VOCABULARY)
     known = [document.tolist() for document in Datastore("small").documents()]
     assert all(document.tolist() in known for document in store.documents())
+
+
+def test_responses_and_conversations_are_documents_of_a_store(run, small, made, tmp_path):
+    target = load_target(made / "target", device="cpu")
+    save_responses(tmp_path / "answers", target, N_ROWS)
+    everything = [*small, "keep=null", "corpus.held_out_share=0"]
+    code, _, err = run(*everything, "corpus=responses:answers", "out=own")
+    assert code == 0, err
+    rows = open_responses(tmp_path / "answers").rows
+    assert [d.tolist() for d in Datastore("own").documents()] == [row["prompt"] + row["response"] for row in rows]
+    assert kept_ids("own") == [f"q{i}" for i in range(N_ROWS)]
+    shutil.copytree(made / "target", "chatty")
+    Path("chatty/chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in (turns, turns[:1], turns)))
+    code, out, err = run(*everything, "corpus=chats.jsonl", "target=chatty", "out=chats")
+    assert code == 0, err
+    assert [target.tokenizer.decode(d.tolist()) for d in Datastore("chats").documents()] == ["<user>Hi<assistant>Ho"]
+    assert "left out, without an assistant turn: 1 conversations" in err
+    counts = Datastore("chats").manifest.build["counts"]
+    assert (counts["without_assistant"], counts["duplicates"]) == (1, 1)
 
 
 def files(corpus: Path) -> None:

@@ -93,7 +93,7 @@ DRAWING = ("speculative", "spire", "magicdec", *ADAPTIVE)  # their drafts are dr
 def spire(init: str, stop: StopRule | None = None) -> Spire:
     model = target().model
     config = SpireConfig(shape_of(model), last_layers(model, 1), k=3, window_tokens=4)
-    return Spire(new_drafter(model, config, init), stop=stop)
+    return Spire(new_drafter(target(), config, init), stop=stop)
 
 
 def random_head() -> AcceptanceHead:
@@ -157,7 +157,7 @@ def test_block_verification_samples_from_the_same_distribution(method):
     assert p_value(DRAFTERS[method](), WARPED, "block") > ALPHA
 
 
-def redraws_the_bonus(tree, logits, sampling, uniforms, verification) -> Verified:
+def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best) -> Verified:
     """Draws the bonus anew from p: not from the residual of a chain, and not the token that left a deterministic tree
     (as REST's reference does)."""
     verified = verify(tree, logits, sampling, uniforms, verification)
@@ -165,7 +165,7 @@ def redraws_the_bonus(tree, logits, sampling, uniforms, verification) -> Verifie
     return Verified(verified.path, verified.accepted, torch.multinomial(p_last, 1)[:, 0])
 
 
-def accepts_too_readily(tree, logits, sampling, uniforms, verification) -> Verified:
+def accepts_too_readily(tree, logits, sampling, uniforms, verification, best) -> Verified:
     halved = None if tree.probs is None else tree.probs / 2
     return verify(dataclasses.replace(tree, probs=halved), logits, sampling, uniforms, verification)
 

@@ -15,6 +15,7 @@ from spectrain.decoding import DraftTree, KVCache, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.modules import TransformersEngine, find_blocks
 from spectrain.decoding.supported import check_supported
+from spectrain.decoding.target import FINAL
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 
@@ -90,6 +91,20 @@ def test_forward_equals_the_model_and_builds_no_mask(family_target, monkeypatch)
     torch.testing.assert_close(output.captured, torch.stack([plain.hidden_states[2], plain.hidden_states[1]], dim=2))
 
 
+def test_packed_documents_do_not_see_each_other(family_target):
+    lengths = [5, 1, 9]
+    tokens = torch.tensor([[token for document in random_prompts(lengths) for token in document]])
+    starts = torch.tensor([[sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)]])
+    target = family_target.with_capture([1])
+    output, features = target.forward(tokens, starts), target.features(tokens, starts)
+    for i, n_tokens in enumerate(lengths):
+        document = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+        alone = target.forward(tokens[:, document])
+        assert output.positions[0, document].tolist() == list(range(n_tokens))
+        torch.testing.assert_close(output.logits[:, document], alone.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(features.captured[:, document], alone.captured, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_left_on_the_model(llama_target):
     target = llama_target.with_capture([0, 1])
     target.prefill(torch.tensor([[4, 5, 6]]), [3], KVCache(1), range(1))
@@ -129,6 +144,21 @@ def test_properties_come_from_the_config(llama_target):
     assert (llama_target.vocab_size, llama_target.max_positions, llama_target.eos_ids) == (61, 256, (3,))
     assert llama_target.n_layer == 3
     assert find_blocks(llama_target.model) is llama_target.model.model.layers
+
+
+@pytest.mark.parametrize("engine", ["lean", "transformers"])
+def test_final_states_are_captured_like_the_inputs_of_a_block(engine):
+    target = TargetModel(tiny_model("llama"), capture_layers=(1, FINAL), engine=engine)
+    tokens, lengths, cache = pad(random_prompts([5, 9])), [5, 9], KVCache(2)
+    plain = target.model(tokens, output_hidden_states=True).hidden_states
+    read = torch.tensor([[4, 1], [8, 0]])
+    captured = target.prefill(tokens, lengths, cache, range(2), read).captured
+    for row in range(2):
+        torch.testing.assert_close(captured[row, :, 0], plain[1][row, read[row]], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(captured[row, :, 1], plain[-1][row, read[row]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.features(tokens).captured[:, :, 1], plain[-1], rtol=1e-4, atol=1e-4)
+    output = target.score(DraftTree.root_only(torch.tensor([7, 7])), cache)
+    torch.testing.assert_close(target.logits_of(output.captured[:, :, 1]), output.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_capture_layer_out_of_range_is_refused(llama_target):

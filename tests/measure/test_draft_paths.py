@@ -27,6 +27,13 @@ SETTINGS = (
 )
 
 
+SPIRE = {
+    "spire": {},
+    "spire_alone": {"target_activations": False, "feedback": False},
+    "spire_previous": {"input": "projected", "head": "target", "previous_state": True},
+}
+
+
 def random_head(size: int, seed: int) -> AcceptanceHead:
     head = AcceptanceHead(HeadConfig(size, 1))
     torch.manual_seed(seed)
@@ -38,7 +45,7 @@ def random_head(size: int, seed: int) -> AcceptanceHead:
 
 def opened(kind: str, scale: float = 0.03) -> tuple[TargetModel, OpenDrafter]:
     if kind.startswith("spire"):
-        target, drafter = make(n_target_layers=2, target_activations=kind == "spire", feedback=kind == "spire")
+        target, drafter = make(n_target_layers=2, **SPIRE[kind])
         states = SpireStates(drafter, 4)
     else:
         target = TargetModel(tiny_model(num_hidden_layers=1))
@@ -85,7 +92,10 @@ def greedy_texts(target, stop_early: bool, n_tokens: int = 13) -> list[tuple[lis
 
 
 @pytest.mark.parametrize("stop_early", [False, True], ids=["length", "eos"])
-@pytest.mark.parametrize(("kind", "min_candidates"), [("vanilla", 1), ("vanilla", 3), ("spire", 1), ("spire_alone", 3)])
+@pytest.mark.parametrize(
+    ("kind", "min_candidates"),
+    [("vanilla", 1), ("vanilla", 3), ("spire", 1), ("spire_alone", 3), ("spire_previous", 1)],
+)
 def test_greedy_counts_are_those_of_the_real_loop(kind, min_candidates, stop_early):
     target, drafter = opened(kind)
     heads = {name: random_head(drafter.states.hidden_size, seed) for seed, name in enumerate("ab")}

@@ -52,8 +52,14 @@ def spire(**options):
 
 @pytest.mark.parametrize(
     "drafter",
-    [vanilla, spire, lambda: spire(feedback=False), lambda: spire(feedback=False, target_activations=False)],
-    ids=["vanilla", "spire", "no_feedback", "no_target_activations"],
+    [
+        vanilla,
+        spire,
+        lambda: spire(feedback=False),
+        lambda: spire(feedback=False, target_activations=False),
+        lambda: spire(input="projected", head="target", previous_state=True),
+    ],
+    ids=["vanilla", "spire", "no_feedback", "no_target_activations", "previous_state"],
 )
 def test_greedy_acceptance_is_equal_step_by_step(drafter):
     target, method, draft = drafter()

@@ -138,8 +138,8 @@ def test_other_folders_are_refused(exports, target, tmp_path):
 
     with pytest.raises(UserError, match="does not exist"):
         load_method(tmp_path / "nowhere", target)
-    with pytest.raises(UserError, match="has format version 2, not 1"):
-        load_method(changed("spectrain.json", version=2), target)
+    with pytest.raises(UserError, match="has format version 3, not 1 or 2"):
+        load_method(changed("spectrain.json", version=3), target)
     with pytest.raises(UserError, match="is of kind song; give one of spire, vanilla, head, lookup"):
         load_method(changed("spectrain.json", kind="song"), target)
     with pytest.raises(UserError, match="holds the method spectra, which is none of anpd, pld"):

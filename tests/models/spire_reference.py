@@ -22,7 +22,10 @@ def slow_rollout(
     hidden, memories = [], {}
     for t in range(len(tokens)):
         root = t - (t - first_root) % k
-        states = [drafter.embed_tokens.weight[tokens[t]]]
+        states = [slow_input(drafter, tokens[t])]
+        if drafter.config.previous_state:  # of the root's token the target's, behind which the root was drawn
+            before = torch.zeros_like(states[0]) if t == 0 else hidden[t - 1] if t > root else captured[t - 1, -1]
+            states[0] = states[0] + drafter.previous.weight @ before
         for i, block in enumerate(drafter.blocks):
             keys = {p: captured[p, i] if p < root else memories[p, i] for p in seen(drafter, t)}
             keys[t] = states[i]  # the diagonal: its own input, not its memory
@@ -31,6 +34,15 @@ def slow_rollout(
             memories[t, i] = slow_memory(drafter, states, i)
         hidden.append(rms(states[-1], drafter.norm.weight, drafter.config.shape.rms_norm_eps))
     return torch.stack(hidden)
+
+
+def slow_input(drafter: SpireDrafter, token: Tensor) -> Tensor:
+    """What the first block reads of a token: x = W e, or a row of a table."""
+    if drafter.config.input == "projected":
+        return drafter.input.weight @ drafter.tables.target.model.model.embed_tokens.weight[token].to(
+            drafter.input.weight
+        )
+    return drafter.embed_tokens.weight[token]
 
 
 def seen(drafter: SpireDrafter, t: int) -> list[int]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -26,11 +28,16 @@ def tiny_tokenizer(first: str = "a", vocab_size: int = VOCAB_SIZE) -> PreTrained
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"<{EOS_ID}>", unk_token="<0>")
 
 
-def export_spire(folder: Path, target: TargetModel, n_layer: int = 2, init: str = "pruned", **options) -> Path:
+def export_spire(
+    folder: Path, target: TargetModel, n_layer: int = 2, init: str = "pruned", version: int = 2, **options
+) -> Path:
     config = SpireConfig(shape_of(target.model), last_layers(target.model, n_layer), **options)
     folder.mkdir()
-    save_spire(folder, new_drafter(target.model, config, init))
-    write_manifest(folder, Artifact("spire", "tiny", fingerprint(target.model, target.tokenizer), {}))
+    save_spire(folder, new_drafter(target, config, init))
+    if version == 1:  # which had no other kinds of input and unembedding, and did not name them
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if k not in ("input", "head")}))
+    write_manifest(folder, Artifact("spire", "tiny", fingerprint(target.model, target.tokenizer), {}, version))
     return folder
 
 
@@ -55,14 +62,15 @@ def test_a_drafter_that_its_weights_cannot_fill_is_refused_before_it_is_built(tm
     values["shape"][name] = 10**8
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=r"has \d+ weights by its config.json, which its files of .* cannot hold"):
-        load_spire(folder, fingerprint(target.model, target.tokenizer))
+        load_spire(folder, target)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_saved_drafter_is_read_back_whole(tmp_path, tied):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_saved_drafter_is_read_back_whole(tmp_path, tied, version):
     target = TargetModel(tiny_model("llama", tie_word_embeddings=tied), tiny_tokenizer())
-    folder = export_spire(tmp_path / "spire", target, k=3, window_tokens=7, sink_tokens=2)
-    drafter = load_spire(folder, fingerprint(target.model, target.tokenizer))
+    folder = export_spire(tmp_path / "spire", target, version=version, k=3, window_tokens=7, sink_tokens=2)
+    drafter = load_spire(folder, target)
     assert (drafter.config.k, drafter.config.window_tokens, drafter.config.sink_tokens) == (3, 7, 2)
     assert (drafter.lm_head.weight is drafter.embed_tokens.weight) == tied
     torch.testing.assert_close(drafter.lm_head.weight, target.unembedding)
@@ -71,34 +79,49 @@ def test_a_saved_drafter_is_read_back_whole(tmp_path, tied):
     )
 
 
+@pytest.mark.parametrize("input_", ["projected", "trained"])
+@pytest.mark.parametrize("head", ["target", "trained"])
+def test_a_drafter_shares_the_tables_that_its_folder_lacks(tmp_path, target, input_, head):
+    drafter = load_spire(export_spire(tmp_path / "spire", target, input=input_, head=head), target)
+    assert (drafter.config.input, drafter.config.head) == (input_, head)
+    with safe_open(tmp_path / "spire/model.safetensors", "pt") as file:
+        names, tables = set(file.keys()), {"embed_tokens.weight", "lm_head.weight"}
+    lacking = {"embed_tokens.weight": input_ == "projected", "lm_head.weight": head == "target"}
+    assert names & tables == {name for name, lacks in lacking.items() if not lacks}
+    assert (drafter.unembedding.data_ptr() == target.unembedding.data_ptr()) == (head == "target")
+    tokens = torch.arange(9)
+    inputs = F.embedding(tokens, target.model.get_input_embeddings().weight)
+    expected = drafter.input(inputs) if input_ == "projected" else inputs
+    torch.testing.assert_close(drafter.embed(tokens), expected)
+
+
 def test_a_drafter_of_another_target_is_refused(tmp_path, target):
     folder = export_spire(tmp_path / "spire", target)
     other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
     with pytest.raises(UserError, match=r"was trained for tiny .* not for this target"):
-        load_spire(folder, fingerprint(other.model, other.tokenizer))
+        load_spire(folder, other)
 
 
 def test_an_unequal_tokenizer_is_another_target(tmp_path, target):
     folder = export_spire(tmp_path / "spire", target)
     with pytest.raises(UserError, match="not for this target"):
-        load_spire(folder, fingerprint(target.model, tiny_tokenizer("b")))
+        load_spire(folder, TargetModel(target.model, tiny_tokenizer("b")))
 
 
 def test_wrong_folders_are_named(tmp_path, target):
-    name = fingerprint(target.model, target.tokenizer)
     with pytest.raises(UserError, match="does not exist"):
-        load_spire(tmp_path / "nothing", name)
+        load_spire(tmp_path / "nothing", target)
     with pytest.raises(UserError, match=r"has no spectrain\.json"):
-        load_spire(tmp_path, name)
+        load_spire(tmp_path, target)
     with pytest.raises(UserError, match=r"is a vanilla drafter; give one made by .*\+exp=spire"):
-        load_spire(export_vanilla(tmp_path / "vanilla", target), name)
+        load_spire(export_vanilla(tmp_path / "vanilla", target), target)
 
 
 def test_another_version_is_said_whatever_keys_it_has(tmp_path, target):
     folder = export_spire(tmp_path / "spire", target)
-    (folder / "spectrain.json").write_text(json.dumps({"version": 2, "sort": "spire"}))
-    with pytest.raises(UserError, match="has format version 2, not 1; export it again"):
-        load_spire(folder, fingerprint(target.model, target.tokenizer))
+    (folder / "spectrain.json").write_text(json.dumps({"version": 3, "sort": "spire"}))
+    with pytest.raises(UserError, match="has format version 3, not 1 or 2; export it again"):
+        load_spire(folder, target)
 
 
 def test_an_export_from_before_the_tokenizers_fingerprint_is_opened(tmp_path, target):
@@ -106,7 +129,7 @@ def test_an_export_from_before_the_tokenizers_fingerprint_is_opened(tmp_path, ta
     values = json.loads((folder / "spectrain.json").read_text())
     del values["tokenizer_fingerprint"]
     (folder / "spectrain.json").write_text(json.dumps(values))
-    load_spire(folder, fingerprint(target.model, target.tokenizer))
+    load_spire(folder, target)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "config", "version"])
@@ -121,7 +144,7 @@ def test_damaged_exports_are_refused(tmp_path, target, damage):
         values = json.loads((folder / "spectrain.json").read_text())
         (folder / "spectrain.json").write_text(json.dumps({**values, "version": 99}))
     with pytest.raises(UserError, match=r"damaged|version 99"):
-        load_spire(folder, fingerprint(target.model, target.tokenizer))
+        load_spire(folder, target)
 
 
 def test_the_newest_fitting_export_is_found(tmp_path, target):

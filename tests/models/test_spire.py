@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
@@ -15,25 +17,33 @@ from spectrain.models.spire import SpireConfig, SpireDrafter
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.spire_reference import slow_rollout
 
+PREVIOUS = {"input": "projected", "head": "target", "previous_state": True}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def make(
-    family: str = "llama", init: str = "pruned", n_target_layers: int = 3, biases: bool = False, **options
+    family: str = "llama",
+    init: str = "pruned",
+    n_target_layers: int = 3,
+    biases: bool = False,
+    tied: bool = False,
+    **options,
 ) -> tuple[TargetModel, SpireDrafter]:
     """A tiny target of this family, which captures what the drafter needs, and a drafter with uneven feedback."""
     more = {"attention_bias": True, "mlp_bias": True} if biases else {}
-    model = tiny_model(family, num_hidden_layers=n_target_layers, **more)
+    model = tiny_model(family, num_hidden_layers=n_target_layers, tie_word_embeddings=tied, **more)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_()
     options = {"k": 4, "window_tokens": 8, "sink_tokens": 1, **options}
     config = SpireConfig(shape_of(model), last_layers(model, 2), **options)
-    drafter = new_drafter(model, config, init)
+    drafter = new_drafter(TargetModel(model), config, init)
     if config.feedback:
         with torch.no_grad():
             drafter.feedback_weight.copy_(torch.tensor([[0.7, -0.2, 0.4], [0.1, 0.9, -0.5]]))
-    return TargetModel(model, capture_layers=config.target_layers), drafter.eval().requires_grad_(False)
+    if config.input != "tied":  # as after a fit: of the size of a block's input
+        (drafter.input if config.input == "projected" else drafter.embed_tokens).weight.data.normal_()
+    return TargetModel(model, capture_layers=config.captured_layers), drafter.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +57,10 @@ def make(
         {"window_tokens": 100},
         {"family": "llama_gqa"},
         {"family": "qwen3"},
+        {"input": "projected", "head": "target"},
+        {"input": "trained", "head": "target"},
+        PREVIOUS,
+        {**PREVIOUS, "feedback": False, "sink_tokens": 3, "k": 3, "window_tokens": 5},
     ],
     ids=str,
 )
@@ -63,7 +77,9 @@ def test_batched_rollout_equals_the_definition(options):
 
 
 @pytest.mark.parametrize("first_root", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"feedback": False, "sink_tokens": 3}, {"window_tokens": 100}, PREVIOUS], ids=str
+)
 def test_blocks_may_begin_anywhere(options, first_root):
     target, drafter = make(**options)
     drafter.double()
@@ -73,7 +89,38 @@ def test_blocks_may_begin_anywhere(options, first_root):
     assert batched.shape[1] == 27
     for row in range(2):
         slow = slow_rollout(drafter, tokens[row], captured[row], first_root=first_root)
-        torch.testing.assert_close(batched[row, first_root:], slow[first_root:], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(batched[row], slow, atol=1e-6, rtol=1e-6)
+
+
+PACKED = [[6, 1, 2, 18], [22, 5]]  # tokens of the documents of each row
+PACKED_OPTIONS = [
+    {},
+    {"sink_tokens": 3, "k": 3, "window_tokens": 5},
+    {"sink_tokens": 0, "window_tokens": 4},
+    {"window_tokens": 100, "family": "llama_gqa"},
+    PREVIOUS,
+    {"feedback": False, "target_activations": False},
+]
+
+
+@pytest.mark.parametrize("options", PACKED_OPTIONS, ids=str)
+def test_packed_documents_are_rolled_out_as_each_alone(options):
+    """Documents of one token, within a block, across chunks and longer than the window; blocks lie as in the row."""
+    target, drafter = make(**options)
+    drafter.double()
+    first_root, tokens = 2, torch.randint(0, VOCAB_SIZE, (len(PACKED), 27))
+    starts = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in PACKED])
+    reads = drafter.config.target_activations
+    captured = target.features(tokens, starts).captured.double() if reads else None
+    batched = rollout(drafter, tokens, captured, first_root=first_root, starts=starts)
+    for row, lengths in enumerate(PACKED):
+        for i, n_tokens in enumerate(lengths):
+            start = sum(lengths[:i])
+            document = slice(start, start + n_tokens)
+            of_target = captured[row, document] if reads else None
+            k = drafter.config.k if reads else n_tokens
+            slow = slow_rollout(drafter, tokens[row, document], of_target, k, (first_root - start) % k if reads else 0)
+            torch.testing.assert_close(batched[row, document], slow, atol=1e-6, rtol=1e-6)
 
 
 def test_rollout_without_target_activations_is_a_sparse_transformer():
@@ -114,8 +161,9 @@ def test_first_step_of_a_pruned_drafter_equals_the_target_s_own_modules(biases):
     torch.testing.assert_close(drafter.lm_head(hidden[0, root]), expected, **TOLERANCE)
 
 
-def test_target_s_activation_of_the_root_does_not_leak():
-    target, drafter = make()
+@pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
+def test_target_s_activation_of_the_root_does_not_leak(options):
+    target, drafter = make(**options)
     tokens = torch.randint(0, VOCAB_SIZE, (1, 24))
     captured = target.features(tokens).captured
     changed = captured.clone()
@@ -126,7 +174,7 @@ def test_target_s_activation_of_the_root_does_not_leak():
 def test_feedback_starts_as_the_block_s_own_input():
     model = tiny_model("llama")
     config = SpireConfig(shape_of(model), last_layers(model, 2))
-    weights = new_drafter(model, config, "pruned").feedback_weight.softmax(-1)
+    weights = new_drafter(TargetModel(model), config, "pruned").feedback_weight.softmax(-1)
     assert torch.equal(weights.argmax(-1), torch.tensor([0, 1]))
     assert (weights.diagonal() > 0.95).all()
 
@@ -161,11 +209,14 @@ def test_a_cast_to_bfloat16_leaves_the_rotary_frequencies_alone():
     torch.testing.assert_close(found, expected)
 
 
-def test_gradient_reaches_every_parameter():
-    target, drafter = make()
+@pytest.mark.parametrize(
+    "options", [{}, {"input": "projected", "head": "target"}, {"input": "trained"}, PREVIOUS], ids=str
+)
+def test_gradient_reaches_every_parameter(options):
+    target, drafter = make(**options)
     drafter.requires_grad_(True)
     tokens = torch.randint(0, VOCAB_SIZE, (1, 24))
-    drafter.lm_head(rollout(drafter, tokens, target.features(tokens).captured)).log_softmax(-1)[..., 5].sum().backward()
+    drafter.logits(rollout(drafter, tokens, target.features(tokens).captured)).log_softmax(-1)[..., 5].sum().backward()
     without = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
 
@@ -183,6 +234,10 @@ def test_targets_that_are_not_llama_like_are_named():
         ({"k": 9}, "k=9 is larger than window_tokens=8"),
         ({"target_activations": False}, "target_activations=false needs feedback=false"),
         ({"k": 0}, "k=0"),
+        ({"previous_state": True}, "previous_state=true needs input=projected or trained, and target_activations=true"),
+        ({**PREVIOUS, "feedback": False, "target_activations": False}, "and target_activations=true"),
+        ({"input": "raw"}, "input=raw must be one of projected, tied, trained"),
+        ({"head": "target"}, "input=tied trains its own unembedding; give head=trained, or input=projected"),
     ],
 )
 def test_impossible_configs_are_refused(options, message):
@@ -199,4 +254,17 @@ def test_random_init_shares_nothing_with_the_target():
     target, drafter = make(init="random")
     assert not torch.equal(drafter.embed_tokens.weight, target.model.model.embed_tokens.weight)
     with pytest.raises(UserError, match="init=warm"):
-        new_drafter(target.model, drafter.config, "warm")
+        new_drafter(target, drafter.config, "warm")
+
+
+def test_the_target_s_tables_are_no_part_of_a_drafter():
+    target, drafter = make(input="projected", head="target")
+    assert {name.split(".")[0] for name in drafter.state_dict()} == {"input", "blocks", "norm", "feedback_weight"}
+    assert copy.deepcopy(drafter).unembedding.data_ptr() == target.unembedding.data_ptr()
+
+
+def test_a_drafter_of_version_1_keeps_its_fingerprint():
+    """An acceptance head knows its drafter by it."""
+    fields = ("shape", "target_layers", "k", "window_tokens", "sink_tokens", "feedback", "target_activations")
+    assert tuple(make()[1].config.described()) == fields
+    assert tuple(make(**PREVIOUS)[1].config.described()) == (*fields, "input", "head", "previous_state")

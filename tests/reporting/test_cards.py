@@ -25,6 +25,7 @@ ODD_NAMES = ["no", "1.0", "- a: b", "it's", 'a "b" c', "<script>alert(1)</script
             {"path": "texts.jsonl", "max_documents": 8000},
             "- trained on up to 8,000 documents of `texts.jsonl`",
         ),
+        ({"path": "responses:/home/me/a:b/c"}, "- trained on documents of `responses:a:b/c`"),
         ({"path": None, "max_documents": None}, "- trained on documents of the Python standard library, in rows"),
     ],
 )
@@ -35,6 +36,20 @@ def test_a_card_names_its_corpus_and_how_much_of_it_was_read_but_not_where_it_la
     assert "/home/me" not in card
     assert "- 384 tokens in 3 optimizer steps" in card
     assert "5.0% of the documents" in card
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, None),
+        ({"input": "tied", "head": "target"}, None),
+        ({"input": "trained", "head": "target"}, "The target's unembedding is not in this folder"),
+        ({"input": "projected", "head": "target"}, "The target's embedding and unembedding are not in this folder"),
+    ],
+)
+def test_a_card_says_what_a_drafter_reads_of_the_target(options, said):
+    card = trained_card("spire", "out", ("org/model", "f" * 16), CONFIG | options, TRAINED, ())
+    assert said in card if said else "this folder" not in card
 
 
 def commands(card: str) -> list[list[str]]:

@@ -12,6 +12,7 @@ import pytest
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores import tables
+from spectrain.stores.packing import pack
 from spectrain.stores.prompts import read_prompts
 from spectrain.stores.texts import (
     Document,
@@ -19,7 +20,6 @@ from spectrain.stores.texts import (
     corpus_bytes,
     is_held_out,
     is_remote,
-    pack,
     read_documents,
     train_tokenizer,
 )
@@ -56,9 +56,9 @@ def test_tokenizer_reads_back_any_text(tokenizer):
 def test_held_out_documents_are_whole_and_the_same_in_any_order(tokenizer):
     forwards, backwards = documents(60), documents(60)[::-1]
     a, b = (pack(d, tokenizer, 16, held_out_share=0.2) for d in (forwards, backwards))
-    assert a.train.tolist() == b.train.tolist()
-    assert a.held_out.tolist() == b.held_out.tolist()
-    held_out_text = tokenizer.decode(a.held_out.flatten())
+    assert a.train.tokens.tolist() == b.train.tokens.tolist()
+    assert a.held_out.tokens.tolist() == b.held_out.tokens.tolist()
+    held_out_text = tokenizer.decode(a.held_out.tokens.flatten())
     for i in range(60):
         inside = f"def f{i}(" in held_out_text
         assert inside <= is_held_out(f"module_{i}.py", 0.2)
@@ -66,7 +66,7 @@ def test_held_out_documents_are_whole_and_the_same_in_any_order(tokenizer):
 
 def test_documents_are_closed_by_the_end_of_text(tokenizer):
     rows = pack(documents(40), tokenizer, 16, held_out_share=0.2)
-    text = tokenizer.decode(rows.train.flatten())
+    text = tokenizer.decode(rows.train.tokens.flatten())
     assert text.count("<|endoftext|>") > 20
     assert "<|endoftext|>def f" in text
 
@@ -180,9 +180,9 @@ def test_what_is_a_hub_dataset_and_what_a_wrong_path(tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_conversations_are_texts(tmp_path):
+def test_lists_of_texts_are_texts(tmp_path):
     file = tmp_path / "a.jsonl"
-    rows = [{"m": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, {"m": ["a", "b"]}]
+    rows = [{"m": [{"content": "Hi"}, {"content": "Ho"}]}, {"m": ["a", "b"]}]
     file.write_text("\n".join(json.dumps(row) for row in rows))
     assert texts(file, ["m"]) == ["Hi\n\nHo", "a\n\nb"]
     file.write_text(json.dumps({"m": [1]}))

@@ -16,8 +16,9 @@ from spectrain.training.callbacks import KeepBest
 from spectrain.training.checkpoints import BestFolder
 from spectrain.training.curves import read_csv
 from spectrain.training.data import RowData, TokenRows, held_out_batches
-from spectrain.training.modules import LanguageModelTraining, ValidationSums
+from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 
 
@@ -177,7 +178,7 @@ def test_validation_says_the_same_on_any_number_of_ranks(llama_target):
     module = LanguageModelTraining(model, OptimizerSettings(), llama_target)
     with torch.no_grad():
         one, four = (sums_of_ranks(module, rows, world) for world in (1, 4))
-        whole = module.alpha(rows.long(), model(rows.long()).logits)
+        whole = module.alpha(TokenRows(rows)[[*range(5)]], model(rows.long()).logits)
     assert one == pytest.approx(four, abs=1e-6)
     assert one["eval/alpha"] == pytest.approx(float(whole.mean()), abs=1e-6)
     assert 0.05 < one["eval/alpha"] < 0.95

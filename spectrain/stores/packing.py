@@ -1,0 +1,173 @@
+"""Documents as tokens, and how they are packed into rows of equal length.
+
+    packed = pack(read_documents("chats.jsonl"), target.tokenizer, row_tokens=1024, held_out_share=0.05)
+    packed.train.tokens, packed.train.is_response, packed.train.starts
+
+Letters: n tokens of a document, L of a row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from spectrain.decoding.errors import UserError
+from spectrain.stores.conversations import chat_tokens
+from spectrain.stores.texts import Document, unit_hash
+
+log = logging.getLogger(__name__)
+
+TOKENISED_TOGETHER = 256  # documents
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """A document as tokens, without the end of text that closes it in a row."""
+
+    id: str
+    tokens: np.ndarray  # [n] int32
+    is_response: np.ndarray | None  # [n] bool: written by the target, or by the assistant; None: it is no answer
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Token rows of equal length: documents one after the other, each closed by the end of text, cut into rows."""
+
+    tokens: Tensor  # [rows, L] int32
+    is_response: Tensor | None = None  # [rows, L] bool, tokens that are learned; None: all are
+    starts: Tensor | None = None  # [rows, L] int32, where in the row each token's document begins; None: not known
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, kept: slice | Tensor) -> PackedRows:
+        return PackedRows(
+            **{name: None if all_rows is None else all_rows[kept] for name, all_rows in vars(self).items()}
+        )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Training and held-out rows. A document is in one of them as a whole."""
+
+    train: PackedRows
+    held_out: PackedRows
+
+
+def token_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenDocument]:
+    """Yield documents as tokens: responses as they are, conversations by the chat template, texts tokenized.
+
+    Without a chat template a conversation is one text, its turns joined by blank lines.
+    """
+    remaining, n_untemplated = iter(documents), 0
+    while group := list(islice(remaining, TOKENISED_TOGETHER)):
+        is_text = [d.tokens is None and (d.messages is None or tokenizer.chat_template is None) for d in group]
+        n_untemplated += sum(of_text and d.messages is not None for of_text, d in zip(is_text, group, strict=True))
+        texts = [d.text for of_text, d in zip(is_text, group, strict=True) if of_text]
+        encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+        for of_text, document in zip(is_text, group, strict=True):
+            if of_text:
+                ids, is_response = next(encoded), None
+            elif document.tokens is not None:
+                ids, is_response = document.tokens, np.arange(len(document.tokens)) >= document.n_prompt
+            else:
+                ids, is_response = chat_tokens(tokenizer, document.messages, document.id)
+            mask = None if is_response is None else np.asarray(is_response, bool)
+            yield TokenDocument(document.id, np.asarray(ids, np.int32), mask)
+    if n_untemplated:
+        log.warning("the tokenizer has no chat template: %d conversations are read as plain texts", n_untemplated)
+
+
+def pack(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    row_tokens: int,
+    held_out_share: float,
+    max_documents: int | None = None,
+    loss_on: str = "response",
+    document_mask: bool = False,
+    vocab_size: int | None = None,
+) -> Packed:
+    """Tokenise documents and pack them into rows, training and held-out documents apart.
+
+    Args:
+        documents: the corpus. Their ids decide the split and the order, so both are the same everywhere.
+        tokenizer: of the target; its end-of-text token closes each document that does not end with it.
+        row_tokens: length L of a row.
+        held_out_share: of the documents, 0 to 1; no training sees these.
+        max_documents: keep only the first so many documents in hashed order; None: all.
+        loss_on: "response": rows say which tokens are responses, where there are any. "all": they do not.
+        document_mask: whether rows say where documents begin.
+        vocab_size: of the target; None: not compared.
+
+    Raises:
+        UserError: a side has too little text for one row, the tokenizer has no end of text, a chat template fails, or a
+            token is none of the target's.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the target's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json")
+    ordered = sorted(documents, key=lambda document: unit_hash(document.id))[:max_documents]
+    held_out = [document.is_held_out(held_out_share) for document in ordered]
+    sides: dict[bool, list[TokenDocument]] = {False: [], True: []}
+    for document, side in zip(token_documents(ordered, tokenizer), held_out, strict=True):
+        sides[side].append(document if loss_on == "response" else replace(document, is_response=None))
+    rows = {}
+    for side, name in {False: "training", True: "held-out"}.items():
+        rows[side] = rows_of(sides[side], tokenizer.eos_token_id, row_tokens, document_mask)
+        if not len(rows[side]):
+            with_response = "" if rows[side].is_response is None else " with a response"
+            raise UserError(
+                f"corpus too small: the {len(sides[side])} {name} documents make no {name} row of {row_tokens} tokens"
+                f"{with_response}; use a larger corpus, a shorter data.row_tokens or another corpus.held_out_share"
+            )
+        if vocab_size is not None and (most := int(rows[side].tokens.max())) >= vocab_size:
+            raise UserError(
+                f"the corpus has the token {most}, but the target knows {vocab_size}; give a target whose tokenizer is "
+                "its own"
+            )
+    return Packed(train=rows[False], held_out=rows[True])
+
+
+def rows_of(
+    documents: Sequence[TokenDocument], eos_id: int, row_tokens: int, document_mask: bool = False
+) -> PackedRows:
+    """Pack documents in their order into rows; see `pack`.
+
+    The incomplete last row is dropped, and so are rows with no token of a response to learn where documents have some.
+    """
+    closed = [_closed(document, eos_id) for document in documents]
+    lengths = np.array([len(document.tokens) for document in closed], np.int64)
+    n_rows = int(lengths.sum()) // row_tokens
+
+    def cut(values: Sequence[np.ndarray], dtype: type) -> Tensor:
+        flat = np.concatenate([np.zeros(0, dtype), *values])[: n_rows * row_tokens]
+        return torch.from_numpy(flat.reshape(n_rows, row_tokens))
+
+    rows = PackedRows(cut([document.tokens for document in closed], np.int32))
+    if document_mask:
+        begins = cut([np.repeat(np.cumsum(lengths) - lengths, lengths)], np.int64)  # in the text of all rows
+        first = torch.arange(n_rows)[:, None] * row_tokens
+        rows = replace(rows, starts=(begins - first).clamp_min(0).int())
+    if all(document.is_response is None for document in closed):
+        return rows
+    masks = [np.ones(len(d.tokens), bool) if d.is_response is None else d.is_response for d in closed]
+    rows = replace(rows, is_response=cut(masks, bool))
+    learned = rows.is_response[:, 1:]
+    if rows.starts is not None:
+        learned = learned & (rows.starts[:, 1:] == rows.starts[:, :-1])
+    return rows[learned.any(dim=1)]
+
+
+def _closed(document: TokenDocument, eos_id: int) -> TokenDocument:
+    """Return a document that ends with the end of text; where it was not part of a response, it is not learned."""
+    if len(document.tokens) and document.tokens[-1] == eos_id:
+        return document
+    tokens, is_response = np.append(document.tokens, np.int32(eos_id)), document.is_response
+    return replace(document, tokens=tokens, is_response=None if is_response is None else np.append(is_response, False))

@@ -1,0 +1,63 @@
+"""The fitted input of a SPIRe drafter: the regression by hand, and what it is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spectrain.models import input_fit
+from spectrain.models.input_fit import InputFit, RidgeRegression
+from tests.conftest import VOCAB_SIZE
+from tests.models.test_spire import make
+
+
+def test_the_regression_is_the_direct_solution():
+    """Least squares over the samples and one more for each input, whose weight is to be 0."""
+    inputs, outputs = torch.randn(50, 4, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64)
+    inputs[:, 2] *= 100  # a penalty is relative to its input
+    regression = RidgeRegression(4, 3, inputs.device)
+    for part in (slice(0, 20), slice(20, 50)):
+        regression.add(inputs[part], outputs[part])
+    penalties = (input_fit.RIDGE * inputs.square().sum(0)).sqrt().diag()
+    whole = torch.cat([inputs, penalties]), torch.cat([outputs, torch.zeros(4, 3, dtype=torch.float64)])
+    torch.testing.assert_close(regression.solve(), torch.linalg.lstsq(*whole).solution.T)
+
+
+def test_inputs_that_never_occur_get_no_weight():
+    regression = RidgeRegression(3, 2, torch.device("cpu"))
+    regression.add(torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[3.0, 4.0]]))
+    found = regression.solve()
+    assert found.isfinite().all()
+    assert (found[:, 1] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["projected", "trained"])
+def test_a_map_of_the_embedding_is_found_again_without_the_first_positions(kind):
+    target, drafter = make(input=kind, head="target")
+    embedding = target.model.model.embed_tokens.weight
+    wanted = torch.randn(32, 32)
+    fit = InputFit(drafter)
+    for _ in range(20):
+        tokens = torch.randint(0, VOCAB_SIZE, (2, 30))
+        inputs = embedding[tokens] @ wanted.T
+        inputs[:, 0] = 1e6
+        fit.add(tokens, inputs, torch.zeros_like(inputs))
+    fit.finish()
+    found = drafter.embed(torch.arange(VOCAB_SIZE))
+    error = (found - embedding @ wanted.T).square().mean() / found.square().mean()
+    assert error < 1e-3  # of the ridge
+
+
+def test_a_map_of_the_token_and_of_the_state_before_it_are_found_together():
+    target, drafter = make(input="projected", head="target", previous_state=True)
+    embedding = target.model.model.embed_tokens.weight
+    of_token, of_state = torch.randn(32, 32), torch.randn(32, 32)
+    fit = InputFit(drafter)
+    for _ in range(20):
+        tokens, states = torch.randint(0, VOCAB_SIZE, (2, 30)), torch.randn(2, 30, 32)
+        inputs = embedding[tokens] @ of_token.T
+        inputs[:, 1:] += states[:, :-1] @ of_state.T
+        fit.add(tokens, inputs, states)
+    fit.finish()
+    found = drafter.joined(drafter.embed(tokens)[:, 1:], states[:, :-1])
+    assert (found - inputs[:, 1:]).square().mean() < 2e-3 * inputs.square().mean()

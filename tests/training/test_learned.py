@@ -1,0 +1,125 @@
+"""Which positions are learned, and from where rollouts begin: masks of responses and of packed documents, offsets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning import Trainer
+
+from spectrain.decoding import TargetModel
+from spectrain.models.rollout import root_of_epoch
+from spectrain.training.data import RowData, TokenRows
+from spectrain.training.losses import LossSettings, next_token_loss
+from spectrain.training.modules import LanguageModelTraining
+from spectrain.training.optim import OptimizerSettings
+from spectrain.training.sums import ValidationSums
+from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
+from tests.training.test_offline import spire_training
+
+RESPONSE = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
+STARTS = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4], [0, 1, 1, 1, 1, 1, 6, 6]], dtype=torch.int32)
+
+
+def rows_of(is_response: bool = True, starts: bool = True) -> TokenRows:
+    tokens = torch.randint(4, VOCAB_SIZE, (2, 8), dtype=torch.int32)
+    return TokenRows(tokens, RESPONSE if is_response else None, STARTS if starts else None)
+
+
+@pytest.fixture
+def target() -> TargetModel:
+    return TargetModel(tiny_model("llama", initializer_range=0.1))
+
+
+@pytest.mark.parametrize(
+    ("is_response", "starts", "expected"),
+    [
+        (False, False, ["11111111", "11111111"]),
+        (True, False, ["01100110", "00010000"]),  # the token before each of a response
+        (False, True, ["11101110", "01111010"]),  # not the last of a document
+        (True, True, ["01100110", "00010000"]),
+    ],
+)
+def test_learned_positions_by_hand(is_response, starts, expected):
+    batch = rows_of(is_response, starts)[[0, 1]]
+    assert ["".join(str(int(one)) for one in row) for row in batch.learned()] == expected
+    assert torch.equal(rows_of(is_response, starts)[[-1]].counted(), torch.zeros(1, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", ["mixed", "hard"])
+def test_the_loss_of_a_drafter_is_that_of_its_learned_positions(target, kind):
+    """Every other position of the row may change its prediction: neither loss nor gradient notice."""
+    module = spire_training(target)
+    module.loss_settings = LossSettings(kind)
+    rows = rows_of()
+    parts = module.parts(rows[[0, 1]])
+    learned = rows[[0, 1]].learned()
+    assert torch.equal(parts.alpha > 0, learned)
+    whole = module.parts(TokenRows(rows.tokens, None, rows.starts)[[0, 1]])
+    torch.testing.assert_close(parts.alpha[learned], whole.alpha[learned])
+    if kind == "mixed":
+        expected = 0.5 * parts.cross_entropy - 0.5 * whole.alpha[learned].mean()
+        torch.testing.assert_close(parts.loss, expected)
+    assert not torch.isclose(parts.loss, whole.loss)
+
+
+def test_the_loss_of_a_language_model_is_that_of_its_learned_positions(target):
+    batch = rows_of(starts=False)[[0, 1]]
+    logits = torch.randn(2, 8, VOCAB_SIZE)
+    log_q = logits.log_softmax(-1)
+    expected = [-log_q[row, i, batch.tokens[row, i + 1]] for row, i in batch.learned().nonzero().tolist()]
+    torch.testing.assert_close(next_token_loss(logits, batch.tokens, batch.learned()), torch.stack(expected).mean())
+
+
+def test_documents_of_a_packed_row_are_trained_as_each_alone(target):
+    """A vanilla drafter and the target beside it; the drafter of SPIRe is compared in tests/models/test_spire.py."""
+    module = LanguageModelTraining(noisy_copy(target.model, 0.3), OptimizerSettings(), target)
+    packed = rows_of(is_response=False)[[0, 1]]
+    logits = module.logits(packed)
+    alpha = module.alpha(packed, logits)
+    for row, document in ((0, slice(0, 4)), (0, slice(4, 8)), (1, slice(1, 6))):
+        alone = TokenRows(packed.tokens[row : row + 1, document].int())[[0]]
+        torch.testing.assert_close(logits[row, document], module.logits(alone)[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(alpha[row, document], module.alpha(alone, module.logits(alone))[0])
+
+
+def test_validation_counts_a_document_inside_a_block_as_a_new_rollout():
+    """By hand: k = 3, documents begin at 0 and 4; step numbers 0 1 2 0 | 0 1 0 1."""
+    sums = ValidationSums(3)
+    alpha = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]])
+    sums.update(torch.tensor(1.0), torch.ones(1, 8, dtype=torch.bool), alpha, STARTS[:1].long())
+    found = [sums.compute()[f"eval/alpha_step_{step}"] for step in (1, 2, 3)]
+    assert found == pytest.approx([(0.1 + 0.4 + 0.5 + 0.7) / 4, (0.2 + 0.6 + 0.8) / 3, 0.3])
+
+
+def test_in_k_epochs_a_token_has_every_depth_once():
+    roots = [root_of_epoch(4, 7, epoch) for epoch in range(12)]
+    assert roots[0] == 0
+    assert roots[:4] == roots[4:8] == roots[8:]
+    assert sorted(roots[:4]) == [0, 1, 2, 3]
+    assert len({tuple(root_of_epoch(4, seed, epoch) for epoch in range(4)) for seed in range(30)}) > 3
+
+
+def test_a_token_changes_its_depth_from_epoch_to_epoch_and_not_in_validations(target, monkeypatch):
+    module, seen = spire_training(target), []
+    parts = module.parts
+    monkeypatch.setattr(
+        module, "parts", lambda batch, root=0: seen.append((module.training, root)) or parts(batch, root)
+    )
+    rows = TokenRows(torch.randint(4, VOCAB_SIZE, (4, 16), dtype=torch.int32))
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=6,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        check_val_every_n_epoch=None,
+        val_check_interval=2,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=RowData(rows, rows, batch_size=2, seed=3))
+    in_training = [root for training, root in seen if training]
+    assert in_training == [root_of_epoch(3, 0, epoch) for epoch in (0, 0, 1, 1, 2, 2)]
+    assert len(set(in_training)) == 3
+    assert {root for training, root in seen if not training} == {0}
