@@ -75,9 +75,7 @@ class Context:
         """
         if self.sampling.greedy:
             return self.sampling.draw(logits, None)
-        tokens, q = self.sampling.draw(logits, self.uniforms.take(1, active)[:, 0])
-        # A drafter's logits may be NaN. No draw comes of them, and verification rejects whatever token stands here.
-        return tokens.clamp_max(logits.shape[-1] - 1), q
+        return self.sampling.draw(logits, self.uniforms.take(1, active)[:, 0])
 
     def draw_roots(self, rows: range, logits: Tensor) -> Tensor:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""

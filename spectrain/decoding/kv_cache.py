@@ -84,7 +84,7 @@ class KVCache(Cache):
         if self._used > self.capacity:
             missing = -(-self._used // self.block_tokens) * self.block_tokens - self.capacity
             self.capacity += missing
-            self.storage = unique()
+            self.storage, self.programs = unique(), None
             for buffers in (self.keys, self.values):
                 for i, states in enumerate(buffers):  # one by one, so that the old ones are freed on the way
                     buffers[i] = torch.nn.functional.pad(states, (0, 0, 0, missing))

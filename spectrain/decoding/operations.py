@@ -7,10 +7,13 @@ Letters: M tokens, n tokens of a row, D hidden size, F width of the MLP, V vocab
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import cache
+from pathlib import Path
 
 from numba import cfunc, types
+from numba.core.ccallback import CFunc
 
 from spectrain.decoding.attention import attend, combine, rotate
 from spectrain.decoding.intrinsics import (
@@ -44,6 +47,8 @@ from spectrain.decoding.program import (
     SILU,
     WINDOW,
 )
+
+HERE, SOURCES = Path(__file__).parent, ("operations.py", "attention.py", "intrinsics.py", "program.py")
 
 
 @fast
@@ -117,10 +122,11 @@ def _window(op, thread, n_threads):
 
 @fast
 def _embed(op, thread, n_threads):
-    tokens, table, bits, x, size, n_rows = wholes(op[1]), op[2], op[3], op[4], op[5], op[6]
+    tokens, table, bits, x, size, n_rows, n_lines = wholes(op[1]), op[2], op[3], op[4], op[5], op[6], op[7]
     first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
     for row in range(n_rows):
-        y, line = floats(x + 4 * row * size), table + bits // 8 * tokens[row] * size
+        token = min(max(tokens[row], 0), n_lines - 1)  # a table may be smaller than another model's vocabulary
+        y, line = floats(x + 4 * row * size), table + bits // 8 * token * size
         if bits == 32:
             full = floats(line)
             for d in range(first, stop):
@@ -178,10 +184,9 @@ def _keep(op, thread, n_threads):
 
 
 @cache
-def compiled() -> int:
-    """Compile `run`, once for a machine. Return its address."""
+def compiled() -> CFunc:
+    """Compile `run`, once for a machine and these sources, where numba can keep it."""
 
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def run(address):
         given = wholes(address)
         thread, n_threads = types.int64(omp_get_thread_num()), types.int64(omp_get_num_threads())
@@ -220,4 +225,10 @@ def compiled() -> int:
             if op[FIELDS - 1] == 0:
                 barrier()
 
-    return run.address
+    # numba compares only this file with what it has kept, so the others are in the name.
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+    run.__qualname__ = f"run_{digest}"
+    try:
+        return cfunc(types.void(types.int64), cache=True, error_model="numpy")(run)
+    except RuntimeError:  # there is no folder that it may write to
+        return cfunc(types.void(types.int64), error_model="numpy")(run)

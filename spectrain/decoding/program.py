@@ -36,10 +36,11 @@ def runner() -> int | None:
         library = kernels.openmp()
         llvm.add_symbol("GOMP_barrier", ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value)
         from spectrain.decoding.operations import compiled
-    except (OSError, AttributeError, ImportError) as error:
+
+        return compiled().address
+    except (OSError, AttributeError, ImportError, RuntimeError) as error:
         log.warning("steps take torch's own operations, which are slower (%s)", str(error).splitlines()[0])
         return None
-    return compiled()
 
 
 def can_fuse(module: nn.Module, shape: LlamaShape) -> bool:
@@ -51,6 +52,8 @@ def can_fuse(module: nn.Module, shape: LlamaShape) -> bool:
         and module.norm.weight.dtype == torch.float32
         and shape.hidden_act == "silu"
         and not (shape.output_bias or shape.mlp_bias)
+        and module.embed_tokens.weight.dtype in (torch.float32, torch.bfloat16)
+        and 2 * shape.n_kv_head * shape.head_dim >= kernels.LEAST_OUTPUTS  # what memories are projected to
         and shape.head_dim % 2 == 0
         and runner() is not None
     )
@@ -78,14 +81,14 @@ class Program:
         self.positions, self.slots = (self.hold(torch.zeros(n_rows, n_tokens, dtype=torch.int64)) for _ in range(2))
         self.lengths = self.hold(torch.zeros(n_rows, dtype=torch.int64))
         self.tokens = self.hold(torch.zeros(n_rows, n_tokens, dtype=torch.int64))
-        self.scalars = self.hold(torch.tensor([shape.rms_norm_eps, e**-0.5, 1.0]))
+        self.scalars = self.hold(torch.tensor([shape.rms_norm_eps, e**-0.5, 1.0], dtype=torch.float32))
 
     def hold(self, values: Tensor) -> Tensor:
         self.kept.append(values)
         return values
 
     def floats(self, *shape: int) -> Tensor:
-        return self.hold(torch.zeros(shape))
+        return self.hold(torch.zeros(shape, dtype=torch.float32, device="cpu"))
 
     def scalar(self, i: int) -> int:
         return self.scalars.data_ptr() + 4 * i
@@ -94,7 +97,7 @@ class Program:
         """Append an operation. Return its index."""
         for value in arguments:
             if isinstance(value, Tensor):
-                self.hold(value)
+                self.hold(value.detach())  # the memory itself: a parameter may get another
         numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
         self.operations.append([kind, *numbers, *[0] * (FIELDS - 1 - len(numbers))])
         return len(self.operations) - 1
@@ -110,7 +113,7 @@ class Program:
 
     def embed(self, table: Tensor, x: Tensor) -> int:
         """Write the rows of a table, float32 or bfloat16, of `tokens` to x."""
-        return self.add(EMBED, self.tokens, table, 8 * table.element_size(), x, table.shape[1], len(x))
+        return self.add(EMBED, self.tokens, table, 8 * table.element_size(), x, table.shape[1], len(x), len(table))
 
     def angles(self, rope: Rope) -> int:
         self.scalars[2] = rope.scaling
@@ -225,12 +228,13 @@ class Forward(Program):
         if self.seen != seen.data_ptr():
             self.seen = seen.data_ptr()
             table[self.attends, 6], table[self.attends, 7] = self.seen, stride
-        logits, best = torch.empty(*shape, self.n_vocabulary), torch.empty(shape, dtype=torch.int64)
+        logits = torch.empty(*shape, self.n_vocabulary, dtype=torch.float32)
+        best = torch.empty(shape, dtype=torch.int64)
         table[self.logits_at, 4] = table[self.argmax_at, 1] = logits.data_ptr()
         table[self.best_at, 4] = best.data_ptr()
         captured = None
         if self.captures:
-            captured = torch.empty(len(self.capture_layers), *shape, self.x.shape[1])
+            captured = torch.empty(len(self.capture_layers), *shape, self.x.shape[1], dtype=torch.float32)
             for place, c in self.captures:
                 table[place, 2] = captured[c].data_ptr()
             captured = captured.movedim(0, 2)

@@ -118,7 +118,8 @@ def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = weights.double().cumsum(-1)  # a parallel float32 scan is not monotonic, and would draw zero weights
     threshold = uniforms.double()[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    # Of weights that are NaN no draw comes: any token does, since verification rejects it where it was drafted.
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(weights.shape[-1] - 1)
 
 
 def row_generator(seed: int, prompt_index: int) -> torch.Generator:

@@ -115,7 +115,7 @@ class _TextContext(Context):
         # Greedy for those who ask: the tree needs no q, as nobody verifies it.
         super().__init__(Sampling(), known.tokens.device, len(roots))
         self.known, prompt = known, known.text.prompt
-        self.append([prompt + known.text.response[:t] for t in roots], 0, [None] * len(roots))
+        self.append([prompt + known.text.response[:t] for t in roots], 0, [torch.Generator()] * len(roots))
         tokens = known.tokens[len(prompt) + roots.start : len(prompt) + roots.stop]
         self.root(range(len(roots)), tokens, self.last_logits)
         self.room = [max(max_new_tokens - t - 1, 2) for t in roots]  # the oracle asks about the last token, too

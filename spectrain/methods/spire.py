@@ -90,7 +90,8 @@ class Spire(Drafter):
 
     def fitted(self, target: TargetModel) -> SpireDrafter:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
-        made_for = target.device, target.dtype, version(self.trained)
+        weights = self.trained.norm.weight.data_ptr(), version(self.trained)
+        made_for = target.device, target.dtype, *weights
         if made_for != self._made_for:
             self.drafter, self._made_for = self._made(target), made_for
         return self.drafter

@@ -123,26 +123,26 @@ class DraftProgram(Program):
     def __init__(self, slots: SlotStore, n_rows: int, n_steps: int | None = None) -> None:
         drafter, shape = slots.drafter, slots.config.shape
         super().__init__(shape, n_rows, 1)
-        self.slot_store, self.final = slots, self.floats(n_rows, shape.hidden_size)
+        self.final = self.floats(n_rows, shape.hidden_size)
         self.states = self.floats(len(drafter.blocks) + 1, n_rows, shape.hidden_size)
         self.logits = self.floats(n_rows, shape.vocab_size)
         self.drafted = self.hold(torch.zeros(n_rows, n_steps or 1, dtype=torch.int64))
         if n_steps is None:
-            self.step(is_last=False)
+            self.step(slots, is_last=False)
         else:
             self.embed(drafter.embed_tokens.weight, self.states[0])
             best = self.floats(n_rows, self.n_threads)
             places = self.hold(torch.zeros(n_rows, self.n_threads, dtype=torch.int64))
             for i in range(n_steps):
-                self.step(is_last=i == n_steps - 1)
+                self.step(slots, is_last=i == n_steps - 1)
                 self.add(ARGMAX, self.logits, best, places, shape.vocab_size, n_rows)
                 self.add(PICK, best, places, self.tokens, self.drafted[:, i:], self.positions, n_steps, n_rows)
                 self.embed(drafter.embed_tokens.weight, self.states[0])
         self.finish()
 
-    def step(self, is_last: bool) -> None:
+    def step(self, slots: SlotStore, is_last: bool) -> None:
         """Append a step. The memories of the last token of a chain are never read."""
-        slots, drafter, config, n_rows = self.slot_store, self.slot_store.drafter, self.slot_store.config, self.n_rows
+        drafter, config, n_rows = slots.drafter, slots.config, self.n_rows
         d, n_slots = config.shape.hidden_size, slots.positions.shape[1]
         seen = self.hold(torch.zeros(n_rows, 1, n_slots, dtype=torch.bool))
         window = config.window_tokens, config.sink_tokens, slots.ring_tokens, n_slots, n_rows

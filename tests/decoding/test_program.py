@@ -12,7 +12,7 @@ from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
 from spectrain.decoding import program as module
 from spectrain.decoding.program import CHUNK, runner
 from spectrain.methods.autoregressive import Autoregressive
-from tests.conftest import random_prompts, tiny_model
+from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 
 SIZES = {  # heads whose width the kernels of attention take, and others; one key/value head; queries without groups
@@ -98,3 +98,50 @@ def test_a_machine_that_cannot_compile_them_says_so_once(monkeypatch, caplog):
     finally:
         monkeypatch.undo()
         runner.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_programs_compute_in_float32_whatever_torch_has_by_default(dtype):
+    target, prompt = TargetModel(tiny_model("llama_gqa")), random_prompts([9])
+    expected = generate(target, Autoregressive(), prompt, 8, stop_token_ids=())[0].tokens
+    torch.set_default_dtype(dtype)
+    try:
+        assert generate(target, Autoregressive(), prompt, 8, stop_token_ids=())[0].tokens == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_heads_of_too_few_outputs_and_half_tables_take_torch():
+    narrow = TargetModel(tiny_model("llama_gqa", num_attention_heads=8, num_key_value_heads=1, head_dim=2))
+    assert not narrow._engine._fuses
+    half = TargetModel(tiny_model("llama_gqa").half(), dtype=torch.float32).in_8_bits()
+    assert not half._engine._fuses
+
+
+def test_a_token_beyond_the_table_reads_nothing_outside_of_it():
+    target, cache = TargetModel(tiny_model("llama_gqa")), KVCache(1)
+    with torch.inference_mode():
+        target.prefill(torch.tensor([[5, 6]]), [2], cache, range(1))
+        found = [target.score(DraftTree.root_only(torch.tensor([t])), cache).logits for t in (10**6, VOCAB_SIZE - 1)]
+    assert torch.equal(*found)
+
+
+def test_a_change_of_any_source_is_compiled_anew_and_no_cache_is_needed(monkeypatch):
+    operations = pytest.importorskip("spectrain.decoding.operations")
+    names = []
+
+    def cfunc(signature, cache=False, **options):
+        def compiled(function):
+            names.append((function.__qualname__, cache))
+            if cache:
+                raise RuntimeError("cannot cache function: no locator available")
+            return function
+
+        return compiled
+
+    monkeypatch.setattr(operations, "cfunc", cfunc)
+    operations.compiled.__wrapped__()
+    monkeypatch.setattr(operations, "SOURCES", operations.SOURCES[:-1])
+    operations.compiled.__wrapped__()
+    assert [cache for _, cache in names] == [True, False, True, False]
+    assert names[0][0] != names[2][0]
