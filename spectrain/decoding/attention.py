@@ -55,7 +55,7 @@ def rotate(op, thread, n_threads):
 def attend(op, thread, n_threads):
     """Each thread attends to its share of each row's slots: to all before `lengths`, then as the flags say.
 
-    It leaves for each query the weighted sum of values, the largest score, and the sum of weights; see `_combine`.
+    It leaves for each query the weighted sum of values, the largest score, and the sum of weights; see `combine`.
     """
     queries, keys, values, parts, lengths, seen = op[1], op[2], op[3], op[4], wholes(op[5]), op[6]
     seen_stride, n_seen, n, n_query, n_kv, size = op[7], op[8], op[9], op[10], op[11], op[12]
@@ -80,8 +80,8 @@ def attend(op, thread, n_threads):
         for start in range(first, stop, CHUNK):
             end = min(start + CHUNK, stop)
             count, those = end - start, queries + 4 * unit * n_queries * size
-            fast = kernels if count >= 8 else 0
-            _scores(those, keys + base + 4 * start * size, scores, n_queries, count, size, fast, given)
+            usable = kernels if count >= 8 else 0
+            _scores(those, keys + base + 4 * start * size, scores, n_queries, count, size, usable, given)
             for query in range(n_queries):
                 score = floats(scores + 4 * query * count)
                 for s in range(count):
@@ -93,7 +93,7 @@ def attend(op, thread, n_threads):
                             score[s - start] = types.float32(-1e30)
                 _weigh(floats(parts + 4 * (unit * n_queries + query) * (size + 2)), score, count, size)
             parts_here = parts + 4 * unit * n_queries * (size + 2)
-            _add_values(parts_here, scores, values + base + 4 * start * size, n_queries, count, size, fast, given)
+            _add_values(parts_here, scores, values + base + 4 * start * size, n_queries, count, size, usable, given)
 
 
 @fast

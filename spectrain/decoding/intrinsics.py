@@ -1,4 +1,4 @@
-"""What numba lacks for programs: memory by its address, and functions of float32 that loops vectorize.
+"""Functions that programs need and numba lacks: access to memory by its address, and float32 functions in vectors.
 
 Everything here is compiled into the operations of `operations.py` and `attention.py`.
 """

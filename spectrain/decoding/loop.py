@@ -297,26 +297,23 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
     n_depths = 1 + tree.deepest
     ends, asked = torch.stack([verified.accepted, verified.bonus], dim=1), [] if asked is None else [asked]
     if tree.is_chain:  # the host can count it
-        parts = [ends, tree.drafted.sum(1, keepdim=True), tree.tokens, tree.source]
+        parts, width = [ends, tree.drafted.sum(1, keepdim=True), tree.tokens, tree.source], n_nodes
     else:
         path = verified.path[:, :n_depths].clamp_min(0)
         drafted = tree.drafted.to(tree.tokens.dtype)
         zeros = drafted.new_zeros(n_rows, len(Source) + n_depths)
         counts = zeros.scatter_add(1, tree.source, drafted).scatter_add(1, len(Source) + tree.depth, drafted)
-        parts = [ends, counts, tree.tokens.gather(1, path), tree.source.gather(1, path)]
-    step = _Step([], [], [], [], [])
+        parts, width = [ends, counts, tree.tokens.gather(1, path), tree.source.gather(1, path)], n_depths
+    n_counts, step = parts[1].shape[1], _Step([], [], [], [], [])
     for accepted, bonus, *rest in torch.cat([*parts, *asked], dim=1).tolist():
+        counted, rest = rest[:n_counts], rest[n_counts:]
+        tokens, origins = rest[:width], rest[width : 2 * width]
         if tree.is_chain:
-            (n_drafted, *rest), width = rest, n_nodes
-            origins = rest[n_nodes + 1 : n_nodes + n_drafted + 1]
-            by_source = [origins.count(source) for source in range(len(Source))]
-            by_depth = [0] + [1] * n_drafted
-        else:
-            by_source, by_depth = rest[: len(Source)], rest[len(Source) : len(Source) + n_depths]
-            rest, width = rest[len(Source) + n_depths :], n_depths
-        step.emitted.append([*rest[1 : accepted + 1], bonus])
-        step.sources.append([*rest[width + 1 : width + accepted + 1], int(Source.ROOT)])
-        step.by_source.append(by_source)
-        step.by_depth.append(by_depth)
+            drafted_from = origins[1 : counted[0] + 1]
+            counted = [drafted_from.count(source) for source in range(len(Source))] + [0] + [1] * counted[0]
+        step.emitted.append([*tokens[1 : accepted + 1], bonus])
+        step.sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
+        step.by_source.append(counted[: len(Source)])
+        step.by_depth.append(counted[len(Source) :])
         step.asked.append(rest[2 * width :])
     return step

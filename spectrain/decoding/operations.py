@@ -107,13 +107,19 @@ def _mix(op, thread, n_threads):
 
 
 @fast
+def _slot(t, n_sinks, n_ring):
+    """The slot of position t in a ring behind sinks."""
+    return t if t < n_sinks else n_sinks + t % n_ring
+
+
+@fast
 def _window(op, thread, n_threads):
     """Where rows write the K/V of position t in a ring behind sinks, and which of its slots they see; see `Spire`."""
     stored, now, slots, seen = op[1], wholes(op[2]), wholes(op[3]), op[4]
     window, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
     for row in range(thread, n_rows, n_threads):
         t, positions, flag = now[row], wholes(stored + 8 * row * n_slots), flags(seen + row * n_slots)
-        slots[row] = t if t < n_sinks else n_sinks + t % n_ring
+        slots[row] = _slot(t, n_sinks, n_ring)
         positions[slots[row]] = t
         for slot in range(n_slots):
             p = positions[slot]
@@ -175,7 +181,7 @@ def _keep(op, thread, n_threads):
         kept = wholes(stored + 8 * row * n_slots)
         for i in range(n):
             t = positions[row * n + i]
-            slot = t if t < n_sinks else n_sinks + t % n_ring
+            slot = _slot(t, n_sinks, n_ring)
             if i > accepted[row]:
                 slot = n_slots - 1
             else:

@@ -163,6 +163,21 @@ class Program:
         self.add(SILU, self.gate_up, self.inner, self.inner.shape[1], len(self.x))
         self.product(self.inner, block.down, self.added)
 
+    def likeliest(
+        self, logits: Tensor, size: int, chosen: Tensor | int, stride: int = 1, following: tuple[Tensor, Tensor] = ()
+    ) -> tuple[int, int]:
+        """Write the likeliest of `size` tokens of each row to `chosen`, whose rows are `stride` apart.
+
+        `following` are tokens and positions of the next step, which the tokens become. Return the indices of the
+        two operations.
+        """
+        n_rows = len(self.x)
+        best = self.floats(n_rows, self.n_threads)
+        places = self.hold(torch.zeros(n_rows, self.n_threads, dtype=torch.int64))
+        tokens, positions = following or (0, 0)
+        search = self.add(ARGMAX, logits, best, places, size, n_rows)
+        return search, self.add(PICK, best, places, tokens, chosen, positions, stride, n_rows)
+
     def goes_on(self, operation: int) -> int:
         """Let threads begin the next operation, which reads nothing of this one, before all have ended it."""
         self.operations[operation][-1] = 1
@@ -184,7 +199,7 @@ class Forward(Program):
         self, decoder: LlamaDecoder, cache: KVCache, n_rows: int, n_tokens: int, capture_layers: Sequence[int]
     ) -> None:
         super().__init__(decoder.shape, n_rows, n_tokens)
-        self.decoder, d, m = decoder, decoder.shape.hidden_size, len(self.x)
+        d, m = decoder.shape.hidden_size, len(self.x)
         self.chain = self.hold(torch.ones(1, n_tokens, n_tokens, dtype=torch.bool).tril())
         self.capture_layers, self.captures, self.attends = capture_layers, [], []
         self.final, self.n_vocabulary = self.floats(m, d), decoder.lm_head.weight.shape[0]
@@ -206,9 +221,7 @@ class Forward(Program):
             if layer < 0:
                 self.captures.append((self.goes_on(self.add(COPY, self.final, 0, d, m)), c))
         self.logits_at = self.product(self.final, decoder.lm_head, self.final)
-        best, places = self.floats(m, self.n_threads), self.hold(torch.zeros(m, self.n_threads, dtype=torch.int64))
-        self.argmax_at = self.add(ARGMAX, self.final, best, places, self.n_vocabulary, m)
-        self.best_at = self.add(PICK, best, places, 0, 0, 0, 1, m)
+        self.argmax_at, self.best_at = self.likeliest(self.final, self.n_vocabulary, 0)
         self.seen = 0
         self.finish()
 

@@ -69,15 +69,25 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
     Raises:
         UserError: the template is broken, or refuses the messages.
     """
+    advice = "give role and content, mend the template, or do without it (chat=false)"
+    asked = {"add_generation_prompt": True, "return_dict": True}
+    return list(rendered(tokenizer, messages, "these messages", advice, **asked)["input_ids"])
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping], name: str, advice: str, **asked: object
+) -> object:
+    """Return what `apply_chat_template` makes of messages, `asked` for by its options.
+
+    Raises:
+        UserError: the template is broken, or refuses them; it says their `name`, and the `advice`.
+    """
     try:
-        return list(
-            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)["input_ids"]
-        )
+        return tokenizer.apply_chat_template(list(messages), **asked)
     except Exception as error:  # jinja and templates each raise their own types here
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"the chat template of {tokenizer.name_or_path} cannot render these messages ({why}); give role and "
-            "content, mend the template, or do without it (chat=false)"
+            f"the chat template of {tokenizer.name_or_path} cannot render {name} ({why}); {advice}"
         ) from error
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spectrain.decoding.graphs import unique
 from spectrain.decoding.llama import KeysValues
-from spectrain.decoding.program import ARGMAX, COPY, KEEP, MIX, PICK, WINDOW, Program, Programs, can_fuse
+from spectrain.decoding.program import COPY, KEEP, MIX, WINDOW, Program, Programs, can_fuse
 from spectrain.models.spire import SpireDrafter
 
 
@@ -130,14 +130,11 @@ class DraftProgram(Program):
         if n_steps is None:
             self.step(slots, is_last=False)
         else:
-            self.embed(drafter.embed_tokens.weight, self.states[0])
-            best = self.floats(n_rows, self.n_threads)
-            places = self.hold(torch.zeros(n_rows, self.n_threads, dtype=torch.int64))
+            following = self.tokens, self.positions
             for i in range(n_steps):
-                self.step(slots, is_last=i == n_steps - 1)
-                self.add(ARGMAX, self.logits, best, places, shape.vocab_size, n_rows)
-                self.add(PICK, best, places, self.tokens, self.drafted[:, i:], self.positions, n_steps, n_rows)
                 self.embed(drafter.embed_tokens.weight, self.states[0])
+                self.step(slots, is_last=i == n_steps - 1)
+                self.likeliest(self.logits, shape.vocab_size, self.drafted[:, i:], n_steps, following)
         self.finish()
 
     def step(self, slots: SlotStore, is_last: bool) -> None:

@@ -86,7 +86,7 @@ def rollout(
 def root_of_epoch(k: int, seed: int, epoch: int) -> int:
     """Return the `first_root` of a rollout in an epoch of training, 0 .. k - 1.
 
-    In k epochs in a row a token has every depth of a block once, in an order that the seed decides. The first epoch
+    Over k epochs each token stands once at every depth of a block. The seed decides the order. The first epoch
     begins at 0.
     """
     order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))

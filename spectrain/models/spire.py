@@ -83,7 +83,7 @@ class SpireConfig:
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
-        """What the drafter reads of the target, as `TargetModel` captures it: block inputs, and FINAL states last."""
+        """The layers that `TargetModel` captures: the inputs of the blocks, and FINAL states at the end if needed."""
         return self.block_layers + (FINAL,) * self.previous_state
 
     @property

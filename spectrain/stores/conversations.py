@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.text import rendered
 from spectrain.stores.prompts import SURROGATE
 
 COLUMNS = ("messages", "conversations")  # of OpenAI's shape and of ShareGPT's, as corpora name them
@@ -119,11 +120,5 @@ def _n_shared(a: str, b: str) -> int:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, name: str, **asked: object) -> object:
-    try:
-        return tokenizer.apply_chat_template(messages, **asked)
-    except Exception as error:  # jinja and templates each raise their own types here
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"the chat template of {tokenizer.name_or_path} cannot render the conversation {name} ({why}); mend or "
-            "remove the conversation, or mend the template"
-        ) from error
+    advice = "mend or remove the conversation, or mend the template"
+    return rendered(tokenizer, messages, f"the conversation {name}", advice, **asked)

@@ -106,8 +106,6 @@ def trained_drafter(
 def export_dtype(config: Mapping, given: str | None = None) -> torch.dtype:
     """The dtype of a SPIRe drafter's exported weights, where another one is `given` that one."""
     name = given or config.get("export_dtype", "float32")  # which runs of older versions do not have
-    if not isinstance(name, str):
-        raise UserError(f"export_dtype={name} of the run is no dtype; give export_dtype=float32")
     check_choice("export_dtype", name, DTYPES)
     return DTYPES[name]
 

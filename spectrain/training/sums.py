@@ -1,4 +1,4 @@
-"""What a validation adds up: loss and acceptance of drafters, predictions and labels of acceptance heads.
+"""Sums over a validation: the loss and acceptance of drafters, and the predictions and labels of acceptance heads.
 
 Letters: B rows, L tokens per row, M positions with a prediction.
 """

@@ -37,7 +37,7 @@ MOST_READS = {  # of a step, where it is not one: stop rules are asked token by 
 
 @lru_cache
 def artifacts() -> Artifacts:
-    """What the target would write, with gaps, so that what is retrieved is sometimes right."""
+    """Datastores hold the target's own continuations with gaps, so retrieved drafts are sometimes right."""
     model = tiny_model("llama_gqa", num_hidden_layers=2)
     texts = [greedy_by_full_forwards(model, prompt, 30) for prompt in random_prompts(LENGTHS)]
     documents = [[token for place, token in enumerate(text) if place % 6] for text in texts]
@@ -60,7 +60,7 @@ def decoded_on_the_cpu(name: str, how: str) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step copied and the host had to wait for."""
+    """The copies of one step that the host had to wait for."""
 
     reads: list[Copy]
     writes: list[Copy]

@@ -37,7 +37,7 @@ def slow_rollout(
 
 
 def slow_input(drafter: SpireDrafter, token: Tensor) -> Tensor:
-    """What the first block reads of a token: x = W e, or a row of a table."""
+    """Return the input of the first block for each token: x = W e, or a row of a table."""
     if drafter.config.input == "projected":
         return drafter.input.weight @ drafter.tables.target.model.model.embed_tokens.weight[token].to(
             drafter.input.weight

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from spectrain.decoding import TargetModel
@@ -20,6 +19,7 @@ from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
+from tests.training.trainers import quiet_trainer
 
 
 def tau(value: float) -> tuple[float, float, float]:
@@ -71,19 +71,12 @@ def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3):
     rows = torch.randint(4, VOCAB_SIZE, (11, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     model = tiny_model("llama", initializer_range=0.02).train().requires_grad_(True)
     module = LanguageModelTraining(model, OptimizerSettings(lr=1e-2, warmup_steps=2), target)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=max_steps,
         callbacks=list(callbacks),
         logger=CSVLogger(tmp_path, name="metrics", version=0),
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        check_val_every_n_epoch=None,
         val_check_interval=2,
-        num_sanity_val_steps=0,
     )
     trainer.fit(module, datamodule=RowData(TokenRows(rows), TokenRows(rows[:val_rows]), batch_size=2, seed=3))
     return trainer, module, rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning import Trainer
 
 from spectrain.decoding import TargetModel
 from spectrain.models.rollout import root_of_epoch
@@ -15,6 +14,7 @@ from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.training.test_offline import spire_training
+from tests.training.trainers import quiet_trainer
 
 RESPONSE = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
 STARTS = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4], [0, 1, 1, 1, 1, 1, 6, 6]], dtype=torch.int32)
@@ -106,17 +106,10 @@ def test_a_token_changes_its_depth_from_epoch_to_epoch_and_not_in_validations(ta
         module, "parts", lambda batch, root=0: seen.append((module.training, root)) or parts(batch, root)
     )
     rows = TokenRows(torch.randint(4, VOCAB_SIZE, (4, 16), dtype=torch.int32))
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=6,
         logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        check_val_every_n_epoch=None,
         val_check_interval=2,
-        num_sanity_val_steps=0,
     )
     trainer.fit(module, datamodule=RowData(rows, rows, batch_size=2, seed=3))
     in_training = [root for training, root in seen if training]

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback
 
 from data_prep.capture import ShardParts, TokenRows, autocast
 from spectrain.decoding import TargetModel, fingerprint
@@ -27,6 +27,7 @@ from spectrain.training.modules import SpireTraining
 from spectrain.training.optim import OptimizerSettings
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.stores.test_features import write_store
+from tests.training.trainers import quiet_trainer
 
 LAYERS = (1, 2)
 EQUAL = [16] * 14
@@ -217,19 +218,12 @@ def train(tmp_path, lengths, *callbacks, ckpt_path=None, **options):
         captured_store(tmp_path / "store", target, lengths, "32-true")
     data = feature_data(all_rows(open_features(tmp_path / "store")), 2, seed=3, val_rows=2, context_tokens=4)
     module, losses = spire_training(target, **options), Losses()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=13,
         callbacks=[losses, *callbacks],
         logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         default_root_dir=tmp_path,
-        check_val_every_n_epoch=None,
         val_check_interval=4,
-        num_sanity_val_steps=0,
     )
     if not ckpt_path:
         module.begin(data.train)

@@ -10,7 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback
 
 from spectrain.decoding.errors import UserError
 from spectrain.training.callbacks import TAU_METRICS, Checkpoints, KeepBest, StopOnBadLoss
@@ -21,6 +21,7 @@ from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests.conftest import VOCAB_SIZE, tiny_model
+from tests.training.trainers import quiet_trainer
 
 
 class Signal(Callback):
@@ -49,21 +50,14 @@ def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, 
     model = tiny_model("llama", initializer_range=0.02).train().requires_grad_(True)
     module = LanguageModelTraining(model, OptimizerSettings(name=optimizer, lr=1e-2, warmup_steps=2))
     losses = Losses()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=max_steps,
         accumulate_grad_batches=accumulate,
         callbacks=[losses, *callbacks],
         logger=logger,
         log_every_n_steps=every,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         default_root_dir=tmp_path,
-        check_val_every_n_epoch=None,
         val_check_interval=4,
-        num_sanity_val_steps=0,
     )
     data = RowData(TokenRows(rows), TokenRows(rows[:2]), batch_size=2, seed=3)
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)

@@ -1,0 +1,19 @@
+"""The trainer of tests: one rank on the CPU, validated every few steps, without bars and without Lightning's files."""
+
+from __future__ import annotations
+
+from lightning import Trainer
+
+
+def quiet_trainer(**options: object) -> Trainer:
+    """Return a trainer with these options beside the usual ones."""
+    return Trainer(
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        **options,
+    )
