@@ -200,7 +200,9 @@ class LeanEngine:
         self._storage = unique()
         self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)
 
-    def forward_of(self, cache: KVCache, n_rows: int, n_nodes: int, capture_layers: Sequence[int]) -> Forward | None:
+    def forward_of(
+        self, cache: KVCache, n_rows: int, n_nodes: int, capture_layers: Sequence[int], n_silent: int = 0
+    ) -> Forward | None:
         """Return what scores n_rows trees of n_nodes against a cache as one program; None where torch has to."""
         storage = self.storage
         if not (self._fuses and cache.keys and n_rows * n_nodes <= MOST_TOKENS):
@@ -208,8 +210,9 @@ class LeanEngine:
         if cache.keys[0].dtype != torch.float32 or torch.is_grad_enabled():
             return None
         cache.programs = cache.programs or Programs()
-        key = storage, cache.storage, n_rows, n_nodes, tuple(capture_layers)
-        return cache.programs.get(key, lambda: Forward(self._decoder, cache, n_rows, n_nodes, capture_layers))
+        shape = n_rows, n_nodes, tuple(capture_layers), n_silent
+        key = storage, cache.storage, *shape
+        return cache.programs.get(key, lambda: Forward(self._decoder, cache, *shape))
 
     def run(
         self,

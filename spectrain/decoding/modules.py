@@ -49,7 +49,7 @@ class TransformersEngine:
         """See `LlamaDecoder.run`. The final states are returned only if `keeps_final` or `kept` is given."""
         inputs = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
         inputs["use_cache"] = cache is not None
-        if keeps_final and not capture_layers and self._is_body_and_unembedding:
+        if keeps_final and kept is None and not capture_layers and self._is_body_and_unembedding:
             # Without a hook, which would cost a draft step a few per cent.
             final = self.model.base_model(input_ids=tokens, **inputs).last_hidden_state
             return self.logits_of(final), [], final

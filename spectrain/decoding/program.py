@@ -193,10 +193,16 @@ class Program:
 
 
 class Forward(Program):
-    """Forwards of B rows of n nodes of a whole decoder, against one cache."""
+    """Forwards of B rows of n nodes of a whole decoder, against one cache. See `DraftTree` for `n_silent`."""
 
     def __init__(
-        self, decoder: LlamaDecoder, cache: KVCache, n_rows: int, n_tokens: int, capture_layers: Sequence[int]
+        self,
+        decoder: LlamaDecoder,
+        cache: KVCache,
+        n_rows: int,
+        n_tokens: int,
+        capture_layers: Sequence[int],
+        n_silent: int = 0,
     ) -> None:
         super().__init__(decoder.shape, n_rows, n_tokens)
         d, m = decoder.shape.hidden_size, len(self.x)
@@ -220,7 +226,10 @@ class Forward(Program):
         for c, layer in enumerate(capture_layers):
             if layer < 0:
                 self.captures.append((self.goes_on(self.add(COPY, self.final, 0, d, m)), c))
-        self.logits_at = self.product(self.final, decoder.lm_head, self.final)
+        self.silent = slice(1, 1 + n_silent)
+        parts = [slice(0, 1), slice(1 + n_silent, m)] if n_rows == 1 and n_silent else [slice(0, m)]
+        here = self.final  # of the logits, whose place each call says
+        self.logits_at = [(self.product(here[part], decoder.lm_head, here), part.start) for part in parts]
         self.argmax_at, self.best_at = self.likeliest(self.final, self.n_vocabulary, 0)
         self.seen = 0
         self.finish()
@@ -243,7 +252,11 @@ class Forward(Program):
             table[self.attends, 6], table[self.attends, 7] = self.seen, stride
         logits = torch.empty(*shape, self.n_vocabulary, dtype=torch.float32)
         best = torch.empty(shape, dtype=torch.int64)
-        table[self.logits_at, 4] = table[self.argmax_at, 1] = logits.data_ptr()
+        if len(self.logits_at) > 1:
+            logits[:, self.silent] = 0
+        table[self.argmax_at, 1] = logits.data_ptr()
+        for place, row in self.logits_at:
+            table[place, 4] = logits.data_ptr() + 4 * row * self.n_vocabulary
         table[self.best_at, 4] = best.data_ptr()
         captured = None
         if self.captures:

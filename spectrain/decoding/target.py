@@ -36,7 +36,7 @@ FINAL = -1  # among captured layers: the final states, the inputs of the unembed
 class TargetOutput:
     """The result of one forward, or of a prefill (shapes in parentheses), in the model's dtype."""
 
-    logits: Tensor  # [B, N, V] ([R, 1, V], of each prompt's last token)
+    logits: Tensor  # [B, N, V] ([R, 1, V], of each prompt's last token); meaningless at silent probes
     captured: Tensor | None  # [B, N, C, D] ([R, P, C, D]) inputs of the blocks `capture_layers`
     positions: Tensor  # [B, N] ([R, P]) int64 position ids
     hidden: Tensor | None = None  # [B, N, D] inputs of the unembedding, if the model keeps them; None after a prefill
@@ -251,15 +251,26 @@ class TargetModel:
             if used > self.max_positions or not tree.is_chain:
                 # A drafter that ignores `room` may draft past the context; such tokens are never emitted.
                 positions = (lengths + tree.depth).clamp_max(self.max_positions - 1)
-        if (forward := self._engine.forward_of(cache, n_rows, n_nodes, self.capture_layers)) is not None:
+        forward = self._engine.forward_of(cache, n_rows, n_nodes, self.capture_layers, tree.n_silent)
+        if forward is not None:
             ancestors = None if tree.is_chain else tree.ancestors
             logits, best, captured, hidden = forward(tree.tokens, positions, slots, lengths[:, 0], ancestors)
             return TargetOutput(logits, captured, positions, hidden.clone() if self.keeps_hidden else None, best)
         mask = None if n_nodes == 1 and min(starts) == max(starts) else tree_mask(tree, starts, slots, used)
-        logits, captured, hidden = self._engine.run(
-            tree.tokens, positions, cache, mask, self.capture_layers, keeps_final=self.keeps_hidden
-        )
+        logits, captured, hidden = self._run_tree(tree.tokens, positions, cache, mask, tree.n_silent)
         return TargetOutput(logits, _stacked(captured), positions, hidden)
+
+    def _run_tree(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, mask: Tensor | None, n_silent: int
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        kept = partial(_around, n_silent) if n_silent else None
+        logits, captured, hidden = self._engine.run(
+            tokens, positions, cache, mask, self.capture_layers, kept, self.keeps_hidden
+        )
+        if n_silent:
+            silent = logits.new_zeros(len(logits), n_silent, logits.shape[2])
+            logits = torch.cat([logits[:, :1], silent, logits[:, 1:]], dim=1)
+        return logits, captured, hidden if self.keeps_hidden else None
 
     def _replayed(self, tree: DraftTree, cache: KVCache, positions: Tensor | None) -> TargetOutput:
         """`score` by a CUDA graph, of trees that are padded to one of a few sizes."""
@@ -273,10 +284,9 @@ class TargetModel:
         def forward(tokens: Tensor, positions: Tensor, lengths: Tensor, ancestors: Tensor) -> tuple:
             slots = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
             cache.place(slots, used)
-            mask = nodes_mask(slots, ancestors, used)
-            return self._engine.run(tokens, positions, cache, mask, self.capture_layers, keeps_final=self.keeps_hidden)
+            return self._run_tree(tokens, positions, cache, nodes_mask(slots, ancestors, used), tree.n_silent)
 
-        key = "score", self._engine.storage, cache.storage, used, self.capture_layers, self.keeps_hidden
+        key = "score", self._engine.storage, cache.storage, used, self.capture_layers, self.keeps_hidden, tree.n_silent
         inputs = padded.tokens, positions, lengths, padded.ancestors
         logits, captured, hidden = self.graphs.run(key, forward, *inputs)
         captured = [states[:, :n_nodes] for states in captured]
@@ -322,6 +332,10 @@ def _stacked(captured: list[Tensor]) -> Tensor | None:  # [B, n, C, D]
 def _at_positions(positions: Tensor, hidden: Tensor) -> Tensor:  # [R, P], [R, T, D] -> [R, P, D]
     index = positions.clamp(0, hidden.shape[1] - 1).to(hidden.device)
     return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+
+def _around(n_silent: int, hidden: Tensor) -> Tensor:  # [B, N, D] -> [B, N - n_silent, D]
+    return torch.cat([hidden[:, :1], hidden[:, 1 + n_silent :]], dim=1)
 
 
 def _at_position(position: Tensor, hidden: Tensor) -> Tensor:  # [R], [R, T, D] -> [R, 1, D]

@@ -44,6 +44,7 @@ class DraftTree:
     probe: Tensor | None = None  # [B, N] bool: scored, never accepted; None: no probes
     is_chain: bool = False  # every node's parent is the node before it, padding only at the end
     max_depth: int | None = None  # no node is deeper; None: not known. Saves rounds of pointer doubling
+    n_silent: int = 0  # nodes 1..n_silent are probes whose logits nobody reads
 
     @classmethod
     def root_only(cls, roots: Tensor) -> DraftTree:
@@ -92,7 +93,8 @@ class DraftTree:
             return self
         tokens, source = (F.pad(values, (0, missing)) for values in (self.tokens, self.source))
         parents = F.pad(self.parents, (0, missing), value=PADDING_PARENT)
-        return DraftTree(tokens, parents, source, is_chain=self.is_chain, max_depth=self.deepest or None)
+        depth = self.deepest or None
+        return DraftTree(tokens, parents, source, is_chain=self.is_chain, max_depth=depth, n_silent=self.n_silent)
 
     @cached_property
     def valid(self) -> Tensor:

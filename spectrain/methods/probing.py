@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from torch import Tensor
@@ -65,7 +66,8 @@ class ProbingDrafter(CandidateDrafter):
                     f"ngram_tokens={self.levels + 1}; raise max_nodes or lower ngram_tokens"
                 )
             self.n_columns = min(self.most_columns, (n_probes + 1 - self.first_node) // self.levels)
-        self.probe_shape = self.shape_of(self.n_columns)
+        shape = self.shape_of(self.n_columns)
+        self.probe_shape = replace(shape, n_silent=shape.n_probes - self.n_columns)  # only the last level is read
 
     @abstractmethod
     def shape_of(self, n_columns: int) -> ProbeShape:

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
 from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.registry import find_artifact
 from spectrain.methods.speculative import Speculative, load_draft_model
@@ -45,9 +47,16 @@ class OpenDrafter:
         return Speculative(self.states.model, gamma, stop=stop, draft_dtype=self.draft_dtype)
 
     def open_head(self, folder: Path, facts: HeadFacts) -> AcceptanceHead:
-        """Load a head for decoding with this drafter, where the drafter stands; see `load_head`."""
+        """Load a head for decoding with this drafter, where the drafter stands; see `load_head`.
+
+        It computes in float32. Its blocks have 8 bits where `draft_dtype` gives them to the drafter.
+        """
         head = load_head(folder, facts, self.facts, self.states.hidden_size)
-        return head.to(next(self.states.module.parameters()).device).eval().requires_grad_(False)
+        device = next(self.states.module.parameters()).device
+        dtype = draft_dtype_of(self.draft_dtype, device, torch.float32)
+        if device.type == "cpu":
+            head.blocks = on_cpu(head.blocks, Int8Linear if dtype == torch.int8 else RowsLinear)
+        return head.to(device).eval().requires_grad_(False)
 
 
 def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: int = 10) -> OpenDrafter:

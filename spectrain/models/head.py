@@ -58,8 +58,8 @@ class AcceptanceHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:  # [..., D] any dtype -> [...] float32, log odds
         h = hidden.float()
         for block in self.blocks:
-            h = h + F.silu(F.linear(h, block.weight, block.bias))
-        return F.linear(h, self.output.weight, self.output.bias)[..., 0]
+            h = h + F.silu(block(h))
+        return self.output(h)[..., 0]
 
     def probability(self, hidden: Tensor) -> Tensor:
         """Return f, the predicted acceptance probability, [...] float32 for hidden [..., D]."""

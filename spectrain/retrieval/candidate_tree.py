@@ -25,6 +25,7 @@ class ProbeShape:
     """The shape of the probes, nodes 1..P of every row's tree."""
 
     parents: tuple[int, ...] = ()  # of each probe: 0 the root, i the i-th probe (from 1); parents come before children
+    n_silent: int = 0  # the first of them, whose logits nobody reads
 
     @property
     def n_probes(self) -> int:
@@ -56,7 +57,7 @@ class CandidateTree:
     def __init__(
         self, root: int, max_nodes: int, max_depth: int, probes: Sequence[int] = (), shape: ProbeShape = NO_PROBES
     ):
-        self.max_nodes, self.max_depth, self.n_probes = max_nodes, max_depth, shape.n_probes
+        self.max_nodes, self.max_depth, self.shape = max_nodes, max_depth, shape
         self.tokens, self.parents = [root, *probes], [ROOT_PARENT, *shape.parents]
         self.sources = [int(Source.ROOT)] * len(self.tokens)
         self.depth = shape.depth  # of the deepest node
@@ -122,7 +123,7 @@ class CandidateTree:
 
 def draft_tree(rows: Sequence[CandidateTree], device: torch.device) -> DraftTree:
     """Return the trees of a batch, padded to the largest, where the target reads them."""
-    width, n_probes = max(len(row.tokens) for row in rows), rows[0].n_probes
+    width, shape = max(len(row.tokens) for row in rows), rows[0].shape
     padded: tuple[list, list, list] = ([], [], [])
     for row in rows:
         n_missing = width - len(row.tokens)
@@ -132,9 +133,9 @@ def draft_tree(rows: Sequence[CandidateTree], device: torch.device) -> DraftTree
     # NumPy reads nested lists five times as fast as torch. One transfer to the device.
     tokens, parents, sources = to_device(torch.from_numpy(np.array(padded, dtype=np.int64)), device)
     probe = None
-    if n_probes:
+    if shape.n_probes:
         probe = torch.zeros(len(rows), width, dtype=torch.bool, device=device)
-        probe[:, 1 : n_probes + 1] = True
+        probe[:, 1 : shape.n_probes + 1] = True
     return DraftTree(
         tokens,
         parents,
@@ -142,4 +143,5 @@ def draft_tree(rows: Sequence[CandidateTree], device: torch.device) -> DraftTree
         probe=probe,
         is_chain=all(row.is_chain for row in rows),
         max_depth=max(*(row.depth for row in rows), 1),
+        n_silent=shape.n_silent,
     )

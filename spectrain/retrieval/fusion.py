@@ -216,7 +216,7 @@ class Retriever:
     def add_to(self, tree: CandidateTree, context: Sequence[int], max_leaves: int | None = None) -> None:
         """Add what `draft` finds, up to max_leaves branches (None: no limit), to a tree that may hold other guesses."""
         if tree.n_free and max_leaves != 0:
-            tokens, parents = self.draft(context, tree.max_nodes - tree.n_probes, tree.max_depth, max_leaves)
+            tokens, parents = self.draft(context, tree.max_nodes - tree.shape.n_probes, tree.max_depth, max_leaves)
             tree.add_tree(tokens, parents, Source.DATASTORE)
 
     def chain(self, context: Sequence[int], limit: int) -> list[int]:

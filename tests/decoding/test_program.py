@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,28 @@ def test_a_machine_that_cannot_compile_them_says_so_once(monkeypatch, caplog):
     finally:
         monkeypatch.undo()
         runner.cache_clear()
+
+
+@pytest.mark.parametrize("engine", ["lean", "transformers"])
+@pytest.mark.parametrize("lengths", [[20], [20, 7]], ids=str)
+@pytest.mark.parametrize("n_nodes", [11, 80])  # programs are for 64 tokens at most
+@torch.inference_mode()
+def test_logits_of_silent_probes_are_left_out_and_all_others_are_the_same(engine, lengths, n_nodes):
+    target = target_of("llama_gqa", {}, engine)
+    parents = [random_parents(n_nodes, torch.Generator().manual_seed(row)) for row in range(len(lengths))]
+    loud = tree_of(random_prompts([n_nodes] * len(lengths), seed=1), parents)
+    silent, found = replace(loud, n_silent=6), []
+    for tree in (loud, silent):
+        cache = KVCache(len(lengths), block_tokens=4)
+        prompts = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in random_prompts(lengths)]
+        target.prefill(torch.tensor(prompts), lengths, cache, range(len(lengths)))
+        found.append(target.score(tree, cache))
+    read = [0, *range(7, n_nodes)]
+    for a, b in zip(*((one.logits[:, read], one.captured, one.hidden) for one in found), strict=True):
+        torch.testing.assert_close(a, b)
+    if len(lengths) == 1 or n_nodes > 64 or engine == "transformers":
+        assert found[0].logits[:, 1:7].ne(0).any()
+        assert found[1].logits[:, 1:7].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

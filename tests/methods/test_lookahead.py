@@ -69,6 +69,7 @@ def test_default_sizes_are_those_of_the_paper():
     drafter = build(None)
     assert (drafter.n_columns, drafter.levels, drafter.max_guesses) == (15, 4, 15)
     assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (120, 59)
+    assert drafter.probe_shape.n_silent == 44  # all but the last level's
 
 
 def test_window_starts_with_tokens_of_the_prompt(llama_target):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.weights import DRAFT_DTYPES
 from spectrain.methods.specdecpp import build, open_drafter
 from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.models.head import (
@@ -54,6 +56,21 @@ def test_a_saved_head_is_read_back_whole(tmp_path, target, kind):
     states = torch.randn(5, opened.states.hidden_size)
     assert torch.equal(head(states), again(states))
     assert build(target, str(folder), str(drafter)).gamma == 20
+
+
+@pytest.mark.parametrize(("draft_dtype", "nearly"), [("int8", 0.02), ("float32", 1e-6)])
+def test_a_head_drafts_with_the_weights_of_its_drafter(tmp_path, target, draft_dtype, nearly):
+    folder = export_head(tmp_path / "head", target, export_vanilla(tmp_path / "drafter", target))
+    opened = open_drafter(target, "vanilla", str(tmp_path / "drafter"))
+    facts = read_head_facts(folder, fingerprint(target.model, target.tokenizer))
+    exact = load_head(folder, facts, opened.facts, opened.states.hidden_size)
+    for block in exact.blocks:
+        torch.nn.init.normal_(block.weight, std=0.2)
+    save_head(folder, exact, facts)
+    head = replace(opened, draft_dtype=draft_dtype).open_head(folder, facts)
+    assert {block.weight.dtype for block in head.blocks} == {DRAFT_DTYPES[draft_dtype]}
+    states = torch.randn(5, opened.states.hidden_size)
+    torch.testing.assert_close(head.probability(states), exact.probability(states), rtol=0, atol=nearly)
 
 
 def test_another_drafter_is_refused(tmp_path, target):
