@@ -130,6 +130,11 @@ def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logg
 
     Raise UserError where Lightning does not take the `trainer` node, or ranks cannot share a batch or a sweep.
     """
+    precision = str(config["trainer"].get("precision"))
+    if precision.startswith("16"):  # the gradients of `losses.py` are computed with the loss
+        raise UserError(
+            f"trainer.precision={precision} would round gradients before they are scaled; give bf16-mixed or 32-true"
+        )
     options = {name: value for name, value in config["trainer"].items() if name not in OURS} | ranks_of_torchrun()
     try:
         trainer = Trainer(

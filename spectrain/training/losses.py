@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_POSITIONS = 1024
+MOST_LOGITS = {"cpu": 1 << 22}  # of a chunk: 16 MB, for which a CPU's allocator need not ask the system each time
+MOST_LOGITS_ELSEWHERE = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LossParts:
 def drafter_loss(
     settings: LossSettings, hidden: Tensor, unembedding: Tensor, teacher: Teacher, next_tokens: Tensor
 ) -> LossParts:
-    """Compute the training loss of a drafter, averaged over positions.
+    """Compute the training loss of a drafter, averaged over positions; 0 where there is none.
 
     Args:
         settings: which loss.
@@ -70,37 +71,61 @@ def drafter_loss(
     return LossParts(loss, cross_entropy, alpha)
 
 
+def next_token_loss(hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
+    """Compute the cross-entropy on the data, nats per token, averaged over the learned positions.
+
+    Args:
+        hidden: [B, L, D] the model's final hidden states.
+        unembedding: [V, D].
+        tokens: [B, L] int64.
+        learned: [B, L] bool, the positions whose next token is learned. The last of a row has none.
+    """
+    places = F.pad(learned[:, :-1], (0, 1)).flatten().nonzero()[:, 0]
+    labels = F.pad(tokens[:, 1:], (0, 1)).flatten()[places]
+    states = hidden.flatten(0, 1)[places]
+    return _ChunkedLoss.apply(states, unembedding, None, None, labels, (1.0, 0.0), torch.is_grad_enabled())[0]
+
+
 class _ChunkedLoss(torch.autograd.Function):
-    """Computes the gradient with the loss, chunk by chunk; backward only scales it."""
+    """Computes the gradient with the loss, chunk by chunk; backward only scales it.
+
+    Without a teacher alpha is 0.
+    """
 
     @staticmethod
     def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights, grad_enabled):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         trains_unembedding = grad_enabled and unembedding.requires_grad
-        n_positions = hidden.shape[0]
-        n_hard = int((hard >= 0).sum()) if hard is not None else n_positions
+        n_positions = max(1, hidden.shape[0])
+        n_hard = n_positions if hard is None else (hard >= 0).sum().clamp_min(1)
+        cast, cast_teacher = _as_computed(unembedding), None
+        if teacher_unembedding is not None:
+            cast_teacher = cast if teacher_unembedding is unembedding else _as_computed(teacher_unembedding)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_unembedding = torch.zeros_like(unembedding, dtype=torch.float32) if trains_unembedding else None
         cross_entropy = hidden.new_zeros((), dtype=torch.float32)
-        alphas = []
-        for start in range(0, n_positions, CHUNK_POSITIONS):
-            part = slice(start, start + CHUNK_POSITIONS)
-            logits = hidden[part] @ unembedding.T
-            p = (teacher_hidden[part] @ teacher_unembedding.T).float().softmax(dim=-1)  # [n, V]
+        alphas = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        most = MOST_LOGITS.get(hidden.device.type, MOST_LOGITS_ELSEWHERE)
+        size = max(1, most // len(unembedding))
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            logits, p = hidden[part] @ cast.T, None
+            if cast_teacher is not None:
+                p = (teacher_hidden[part] @ cast_teacher.T).float().softmax(dim=-1)  # [n, V]
             labels = None if hard is None else hard[part]
             ce, alpha, grad_logits = _chunk(logits.float(), p, labels, weights, needs_grad)
             cross_entropy += ce.sum() / n_hard
-            alphas.append(alpha)
+            if p is not None:
+                alphas[part] = alpha
             if needs_grad:
                 grad_logits = (grad_logits / n_hard).to(logits.dtype)
-                grad_hidden[part] = grad_logits @ unembedding
+                grad_hidden[part] = grad_logits @ cast
                 if trains_unembedding:
                     grad_unembedding += grad_logits.T @ hidden[part].to(logits.dtype)
-        alpha = torch.cat(alphas)
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_unembedding.to(unembedding.dtype) if trains_unembedding else None)
-        ctx.mark_non_differentiable(cross_entropy, alpha)
-        return weights[0] * cross_entropy - weights[1] * alpha.mean(), cross_entropy, alpha
+        ctx.mark_non_differentiable(cross_entropy, alphas)
+        return weights[0] * cross_entropy - weights[1] * (alphas.sum() / n_positions), cross_entropy, alphas
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
@@ -109,13 +134,19 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_hidden * grad_loss, by_unembedding, None, None, None, None, None
 
 
+def _as_computed(weight: Tensor) -> Tensor:
+    """Return a weight in the dtype that products run in: autocast would cast it anew for each chunk."""
+    kind = weight.device.type
+    return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
+
+
 def _chunk(
-    logits: Tensor, p: Tensor, labels: Tensor | None, weights: tuple[float, float], needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    logits: Tensor, p: Tensor | None, labels: Tensor | None, weights: tuple[float, float], needs_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Cross-entropy [n], alpha [n] and, per position, the gradient of the weighted loss by the logits [n, V]."""
     log_q = logits.log_softmax(dim=-1)
     q = log_q.exp()
-    alpha = torch.minimum(p, q).sum(dim=-1)
+    alpha = None if p is None else torch.minimum(p, q).sum(dim=-1)
     if labels is None:
         cross_entropy = -(p * log_q).sum(dim=-1)
     else:
@@ -131,12 +162,6 @@ def _chunk(
         mass = q * (q < p)  # q_v m_v
         grad -= weights[1] * (mass - q * mass.sum(dim=-1, keepdim=True))
     return cross_entropy, alpha, grad
-
-
-def next_token_loss(logits: Tensor, tokens: Tensor, learned: Tensor) -> Tensor:
-    """Cross-entropy, nats per token, of logits [B, L, V] at `learned` [B, L] positions with the tokens that follow."""
-    next_tokens = tokens[:, 1:].masked_fill(~learned[:, :-1], -100)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), next_tokens.flatten())
 
 
 def weighted_bce(log_odds: Tensor, labels: Tensor, w_rej: float, w_acc: float = 1.0) -> Tensor:

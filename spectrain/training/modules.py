@@ -139,15 +139,18 @@ class SpireTraining(Training):
             captured = torch.cat([captured, batch.final_hidden[:, :, None]], dim=2)
         final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
         hidden = rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)  # [B, L, D]
-        teacher = Teacher(final_hidden[kept], self.target.unembedding.to(self.device))
+        places = kept.flatten().nonzero()[:, 0]  # where the host learns how many there are, and waits; nowhere else
+        of_target = self.target.unembedding.to(self.device)
+        teacher = Teacher(final_hidden.flatten(0, 1)[places], of_target)
         has_next = F.pad(batch.is_token[:, 1:], (0, 1))
-        next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100)
+        next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100).flatten()
         unembedding = self.drafter.unembedding
         if self.drafter.config.head == "target":  # DeepSpeed computes in bfloat16, whatever the target's dtype
-            unembedding = unembedding.to(self.device, hidden.dtype)
-        parts = drafter_loss(self.loss_settings, hidden[kept], unembedding, teacher, next_tokens[kept])
-        alpha = parts.alpha.new_zeros(kept.shape).masked_scatter(kept, parts.alpha)
-        return LossParts(parts.loss, parts.cross_entropy, alpha)
+            unembedding = of_target.to(hidden.dtype)
+        states = hidden.flatten(0, 1)[places]
+        parts = drafter_loss(self.loss_settings, states, unembedding, teacher, next_tokens[places])
+        alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)
+        return LossParts(parts.loss, parts.cross_entropy, alpha.view_as(kept))
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
         parts = self.parts(batch, root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch))
@@ -155,7 +158,8 @@ class SpireTraining(Training):
         loss = self.of_all_ranks(parts.loss, learned)
         self.log("train/loss", loss, prog_bar=True, **mean)
         self.log("train/cross_entropy", self.of_all_ranks(parts.cross_entropy, learned), **mean)
-        self.log("train/alpha", self.of_all_ranks(parts.alpha.sum() / learned.sum(), learned), prog_bar=True, **mean)
+        alpha = parts.alpha.sum() / learned.sum().clamp_min(1)
+        self.log("train/alpha", self.of_all_ranks(alpha, learned), prog_bar=True, **mean)
         return loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
@@ -168,7 +172,7 @@ class SpireTraining(Training):
 
 
 class LanguageModelTraining(Training):
-    """Next-token training of any Hugging Face causal LM: the bundled target and the vanilla drafter.
+    """Next-token training of a Llama of Hugging Face: the bundled target and the vanilla drafter.
 
     Where a target is given, validation says how often it would accept the model's tokens, and which tau is expected
     for drafts of GAMMA tokens.
@@ -179,29 +183,33 @@ class LanguageModelTraining(Training):
         self.model = model
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        learned = batch.learned()
-        loss = self.of_all_ranks(next_token_loss(self.logits(batch), batch.tokens, learned), learned)
+        loss = self.of_all_ranks(self.loss(self.states(batch), batch), batch.learned())
         self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
         return loss
 
     def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
-        logits = self.logits(batch)
-        alpha = self.alpha(batch, logits) if self.target else None
-        loss = next_token_loss(logits, batch.tokens, batch.learned())
-        self.sums.update(loss, batch.counted(), alpha, batch.starts)
+        states = self.states(batch)
+        alpha = self.alpha(batch, states) if self.target else None
+        self.sums.update(self.loss(states, batch), batch.counted(), alpha, batch.starts)
 
-    def logits(self, batch: RowBatch) -> Tensor:  # [B, L, V]
+    def loss(self, states: Tensor, batch: RowBatch) -> Tensor:
+        unembedding = self.model.get_output_embeddings().weight
+        return next_token_loss(states, unembedding, batch.tokens, batch.learned())
+
+    def states(self, batch: RowBatch) -> Tensor:
+        """The final states [B, L, D] of the model, whose products with the unembedding are its logits."""
         positions, mask = (None, None) if batch.starts is None else packed_mask(batch.starts)
         inputs = {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": mask}
-        return self.model(**inputs, use_cache=False).logits
+        return self.model.base_model(**inputs, use_cache=False).last_hidden_state
 
-    def alpha(self, batch: RowBatch, logits: Tensor) -> Tensor:
-        """Probability [B, L] float32 that the target accepts what these logits [B, L, V] draw, teacher forced."""
-        found = []
-        for i in range(len(logits)):  # row by row: the probabilities of a batch may not fit beside its logits
+    def alpha(self, batch: RowBatch, states: Tensor) -> Tensor:
+        """Probability [B, L] float32 that the target accepts what is drawn after final states [B, L, D]."""
+        found, unembedding = [], self.model.get_output_embeddings().weight
+        for i in range(len(states)):  # row by row: the probabilities of a batch may not fit into memory
             starts = None if batch.starts is None else batch.starts[i : i + 1]
             p = self.target.forward(batch.tokens[i : i + 1], starts).logits.float().softmax(-1)
-            found.append(torch.minimum(p, logits[i : i + 1].float().softmax(-1)).sum(-1))
+            q = F.linear(states[i : i + 1], unembedding.to(states.dtype)).float().softmax(-1)
+            found.append(torch.minimum(p, q).sum(-1))
         return torch.cat(found)
 
     def recompute_activations(self) -> None:

@@ -40,7 +40,7 @@ class MuonAdamW(Optimizer):
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], settings: OptimizerSettings) -> None:
         self._muon = Muon(matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = AdamW(others, lr=settings.lr, weight_decay=0.0, betas=tuple(settings.betas))
+        self._adamw = AdamW(others, lr=settings.lr, weight_decay=0.0, betas=tuple(settings.betas), fused=True)
         super().__init__(self._muon.param_groups + self._adamw.param_groups, {})
         self._share()
 
@@ -73,7 +73,8 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settin
     if settings.name == "muon":
         return MuonAdamW(matrices, others, settings)
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=settings.lr, betas=tuple(settings.betas))
+    groups = [group for group in groups if group["params"]]
+    return AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), fused=True)
 
 
 def _is_lookup(name: str) -> bool:

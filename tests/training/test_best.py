@@ -171,7 +171,8 @@ def test_validation_says_the_same_on_any_number_of_ranks(llama_target):
     module = LanguageModelTraining(model, OptimizerSettings(), llama_target)
     with torch.no_grad():
         one, four = (sums_of_ranks(module, rows, world) for world in (1, 4))
-        whole = module.alpha(TokenRows(rows)[[*range(5)]], model(rows.long()).logits)
+        batch = TokenRows(rows)[[*range(5)]]
+        whole = module.alpha(batch, module.states(batch))
     assert one == pytest.approx(four, abs=1e-6)
     assert one["eval/alpha"] == pytest.approx(float(whole.mean()), abs=1e-6)
     assert 0.05 < one["eval/alpha"] < 0.95

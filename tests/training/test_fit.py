@@ -37,6 +37,13 @@ def checkpoints(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "16"])
+def test_float16_is_refused(precision):
+    config = composed("train", "+exp=spire", f"trainer.precision={precision}")
+    with pytest.raises(UserError, match="would round gradients before they are scaled; give bf16-mixed"):
+        build_trainer(config, [], [])
+
+
 def test_a_plain_checkpoint_goes_on_at_any_number_of_ranks(checkpoints):
     for ranks in (1, 2, 4):
         prepare_resume(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=None, world_size=ranks))

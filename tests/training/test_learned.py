@@ -7,12 +7,14 @@ import torch
 
 from spectrain.decoding import TargetModel
 from spectrain.models.rollout import root_of_epoch
+from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
 from spectrain.training.losses import LossSettings, next_token_loss
 from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
+from tests.support.pretend import pretend_device
 from tests.training.test_offline import spire_training
 from tests.training.trainers import quiet_trainer
 
@@ -64,22 +66,42 @@ def test_the_loss_of_a_drafter_is_that_of_its_learned_positions(target, kind):
 
 def test_the_loss_of_a_language_model_is_that_of_its_learned_positions(target):
     batch = rows_of(starts=False)[[0, 1]]
-    logits = torch.randn(2, 8, VOCAB_SIZE)
-    log_q = logits.log_softmax(-1)
+    hidden, unembedding = torch.randn(2, 8, 6), torch.randn(VOCAB_SIZE, 6)
+    log_q = (hidden @ unembedding.T).log_softmax(-1)
     expected = [-log_q[row, i, batch.tokens[row, i + 1]] for row, i in batch.learned().nonzero().tolist()]
-    torch.testing.assert_close(next_token_loss(logits, batch.tokens, batch.learned()), torch.stack(expected).mean())
+    found = next_token_loss(hidden, unembedding, batch.tokens, batch.learned())
+    torch.testing.assert_close(found, torch.stack(expected).mean())
+    assert next_token_loss(hidden, unembedding, batch.tokens, torch.zeros(2, 8, dtype=torch.bool)) == 0
+
+
+@pytest.mark.parametrize("kind", ["mixed", "hard"])
+@pytest.mark.parametrize("options", [{}, {"input": "projected", "head": "target", "previous_state": True}], ids=str)
+def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
+    monkeypatch.setattr(losses, "_as_computed", lambda weight: weight)  # torch knows no autocast of a pretended device
+    rows = rows_of()
+    with pretend_device() as device, torch.no_grad():
+        module = spire_training(device.target(tiny_model("llama")), **options)
+        module.to(device.device)
+        module.loss_settings = LossSettings(kind)
+        batch = rows[[0, 1]]
+        batch.tokens, batch.is_token = batch.tokens.to(device.device), batch.is_token.to(device.device)
+        batch.is_response, batch.starts = batch.is_response.to(device.device), batch.starts.to(device.device)
+        device.reads.clear()
+        module.parts(batch, 1)
+    assert [copy.site for copy in device.reads if "modules.py" not in copy.site] == []
+    assert len(device.reads) == 1
 
 
 def test_documents_of_a_packed_row_are_trained_as_each_alone(target):
     """A vanilla drafter and the target beside it; the drafter of SPIRe is compared in tests/models/test_spire.py."""
     module = LanguageModelTraining(noisy_copy(target.model, 0.3), OptimizerSettings(), target)
     packed = rows_of(is_response=False)[[0, 1]]
-    logits = module.logits(packed)
-    alpha = module.alpha(packed, logits)
+    states = module.states(packed)
+    alpha = module.alpha(packed, states)
     for row, document in ((0, slice(0, 4)), (0, slice(4, 8)), (1, slice(1, 6))):
         alone = TokenRows(packed.tokens[row : row + 1, document].int())[[0]]
-        torch.testing.assert_close(logits[row, document], module.logits(alone)[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(alpha[row, document], module.alpha(alone, module.logits(alone))[0])
+        torch.testing.assert_close(states[row, document], module.states(alone)[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(alpha[row, document], module.alpha(alone, module.states(alone))[0])
 
 
 def test_validation_counts_a_document_inside_a_block_as_a_new_rollout():

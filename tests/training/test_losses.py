@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spectrain.training import losses
-from spectrain.training.losses import LossSettings, Teacher, drafter_loss
+from spectrain.training.losses import LossSettings, Teacher, drafter_loss, next_token_loss
 
 
 def plain_loss(kind, omega, hidden, unembedding, teacher, labels):
@@ -32,7 +32,7 @@ def make_batch(n: int = 7, d: int = 5, v: int = 11):
 )
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_value_and_gradient_equal_autograd_s(kind, omega, chunk, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(losses, "MOST_LOGITS", {"cpu": chunk * 11})
     hidden, unembedding, teacher, labels = make_batch()
     expected = plain_loss(kind, omega, hidden, unembedding, teacher, labels)
     expected_grads = torch.autograd.grad(expected, [hidden, unembedding])
@@ -65,3 +65,32 @@ def test_equal_distributions_are_always_accepted():
     hidden, unembedding = torch.randn(4, 5), torch.randn(9, 5)
     parts = drafter_loss(LossSettings(), hidden, unembedding, Teacher(hidden, unembedding), torch.zeros(4).long())
     torch.testing.assert_close(parts.alpha, torch.ones(4))
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_the_next_token_loss_has_the_gradient_of_autograd_s(chunk, monkeypatch):
+    monkeypatch.setattr(losses, "MOST_LOGITS", {"cpu": chunk * 11})
+    hidden, unembedding = torch.randn(2, 5, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    tokens, learned = torch.randint(0, 11, (2, 5)), torch.rand(2, 5) < 0.7
+    labels = tokens[:, 1:].masked_fill(~learned[:, :-1], -100)
+    expected = torch.nn.functional.cross_entropy((hidden @ unembedding.T)[:, :-1].flatten(0, 1), labels.flatten())
+    found = next_token_loss(hidden, unembedding, tokens, learned)
+    torch.testing.assert_close(found, expected)
+    both = (torch.autograd.grad(loss, [hidden, unembedding]) for loss in (found, expected))
+    torch.testing.assert_close(*both)
+
+
+def test_autocast_casts_an_unembedding_once_and_keeps_its_gradient_s_dtype(monkeypatch):
+    monkeypatch.setattr(losses, "MOST_LOGITS", {"cpu": 11})
+    hidden, unembedding, teacher, labels = make_batch()
+    casts = []
+    cast = losses._as_computed
+    monkeypatch.setattr(losses, "_as_computed", lambda weight: casts.append(weight) or cast(weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = drafter_loss(LossSettings(), hidden, unembedding, teacher, labels)
+    assert len(casts) == 2
+    assert cast(unembedding).dtype == torch.float32
+    grads = torch.autograd.grad(parts.loss, [hidden, unembedding])
+    assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
+    plain = drafter_loss(LossSettings(), hidden, unembedding, teacher, labels)
+    torch.testing.assert_close(parts.loss, plain.loss, rtol=0.05, atol=0.05)
