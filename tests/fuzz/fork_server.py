@@ -69,11 +69,14 @@ class Running:
     log: Path
     started_s: float
 
-    def wait(self, limit_s: float) -> Outcome:
-        """Wait for its end; kill it with all that it started where it is still running after `limit_s` seconds."""
+    def wait(self, limit_s: float, exact: bool = False) -> Outcome:
+        """Wait for its end; kill it with all that it started where it is still running after `limit_s` seconds.
+
+        Unless `exact`, seconds in which it waited for a core that other processes had do not count.
+        """
         code, deadline = None, time.monotonic() + limit_s
         try:
-            while code is None and time.monotonic() < deadline:
+            while code is None and time.monotonic() < deadline + (0 if exact else self.starved_s):
                 done, status = os.waitpid(self.pid, os.WNOHANG)
                 if done:
                     code = os.waitstatus_to_exitcode(status)
@@ -84,6 +87,13 @@ class Running:
                 self.kill()
         elapsed_s = time.monotonic() - self.started_s
         return Outcome(self.arguments, code, self.log.read_text(errors="replace"), elapsed_s)
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds in which it could have run and had no core; 0 where the system does not say."""
+        with suppress(OSError):
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) / 1e9
+        return 0.0
 
     def kill(self) -> None:
         """Kill -9 of the command and all that it started, and wait for its end."""

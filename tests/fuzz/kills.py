@@ -78,7 +78,7 @@ def kill_trial(reference: Reference, folder: Path, seed: str) -> Trial:
             running.append(_start(trial, reference.job, folder, "-second"))
             chance.shuffle(running)
         victim, *others = running
-        outcome = victim.wait(max(0.0, first.started_s + moment_s - time.monotonic()))
+        outcome = victim.wait(max(0.0, first.started_s + moment_s - time.monotonic()), exact=True)
         if killed := outcome.code is None and dies:
             trial.kills += 1
             trial.outcomes.append(outcome)
