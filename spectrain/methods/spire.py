@@ -129,7 +129,7 @@ class Spire(Drafter):
             first=lambda: self._step(context.roots, roots),
             step=lambda tokens, i: self._step(tokens, roots + i),
             stop=self.stop,
-            greedy=self._greedy_chain if self.slots.fuses and not self.drafter.config.previous_state else None,
+            greedy=self._greedy_chain if self.slots.fuses else None,
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
@@ -152,7 +152,7 @@ class Spire(Drafter):
         self.slots.free(row)
 
     def _greedy_chain(self, context: Context, n_steps: int) -> Tensor:
-        return self.slots.chain(context.n_rows, n_steps).draft(context.roots, context.lengths - 1)
+        return self.slots.chain(context.n_rows, n_steps).draft(context.roots, context.lengths - 1, self.state)
 
     def _memories(self, output: TargetOutput) -> list[Tensor]:
         """The target's inputs [n, P, D] of the blocks that the draft blocks were copied from."""

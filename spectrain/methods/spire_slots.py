@@ -128,24 +128,34 @@ class DraftProgram(Program):
         self.logits = self.floats(n_rows, shape.vocab_size)
         self.drafted = self.hold(torch.zeros(n_rows, n_steps or 1, dtype=torch.int64))
         if n_steps is None:
-            self.step(slots, is_last=False)
+            self.step(slots, None, is_last=False)
         else:
             following = self.tokens, self.positions
+            previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
             for i in range(n_steps):
                 self.embed(drafter.embed_tokens.weight, self.states[0])
-                self.step(slots, is_last=i == n_steps - 1)
+                self.step(slots, previous, is_last=i == n_steps - 1)
+                previous = None if previous is None else self.final
                 self.likeliest(self.logits, shape.vocab_size, self.drafted[:, i:], n_steps, following)
         self.finish()
 
-    def step(self, slots: SlotStore, is_last: bool) -> None:
-        """Append a step. The memories of the last token of a chain are never read."""
-        drafter, config, n_rows = slots.drafter, slots.config, self.n_rows
+    def step(self, slots: SlotStore, previous: Tensor | None, is_last: bool) -> None:
+        """Append a step.
+
+        Args:
+            slots: the store.
+            previous: [B, D] final states one token earlier, which the input does not hold yet.
+            is_last: of a chain, whose last token has memories that are never read.
+        """
+        drafter, config, n_rows, added = slots.drafter, slots.config, self.n_rows, None
+        if previous is not None:
+            self.product(previous, drafter.previous, self.added)
+            added = self.added
         d, n_slots = config.shape.hidden_size, slots.positions.shape[1]
         seen = self.hold(torch.zeros(n_rows, 1, n_slots, dtype=torch.bool))
         window = config.window_tokens, config.sink_tokens, slots.ring_tokens, n_slots, n_rows
         self.goes_on(self.add(WINDOW, slots.positions, self.positions, self.slots, seen, *window))
         self.angles(drafter.rope)
-        added = None
         for i, (block, store) in enumerate(zip(drafter.blocks, slots.stores, strict=True)):
             self.norm(self.states[i], added, block.input_norm, self.normed)
             self.goes_on(self.add(COPY, self.states[i], self.states[i + 1], d, n_rows))
@@ -172,10 +182,15 @@ class DraftProgram(Program):
         self.run()
         return self.logits.clone(), self.final.clone()
 
-    def draft(self, roots: Tensor, positions: Tensor) -> Tensor:
-        """Return the likeliest tokens [B, n_steps] behind roots [B] at positions [B], one after the other."""
+    def draft(self, roots: Tensor, positions: Tensor, previous: Tensor) -> Tensor:
+        """Return the likeliest tokens [B, n_steps] behind roots [B] at positions [B], one after the other.
+
+        `previous` [B, D] are the target's final states before the roots, which not every drafter reads.
+        """
         self.tokens.copy_(roots[:, None])
         self.positions.copy_(positions[:, None])
+        if self.previous is not None:
+            self.previous.copy_(previous)
         self.run()
         return self.drafted.clone()
 

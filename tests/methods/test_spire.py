@@ -75,7 +75,9 @@ def test_decoding_equals_the_training_rollout(options, tied):
         method.follow(context, tree, output, verified, output.logits[:, 3], emitted)
 
 
-@pytest.mark.parametrize("options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-2:]], ids=str
+)
 def test_a_greedy_chain_in_one_program_is_that_of_step_by_step(options, monkeypatch):
     """Three rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
     target, drafter = make(**options)
