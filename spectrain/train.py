@@ -25,14 +25,14 @@ from rich.console import Console
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter
 from spectrain.decoding.errors import UserError
-from spectrain.measure.tau import decoding_with, measure_tau, measuring, tau_settings
+from spectrain.measure.tau import decoding_with, measure_gammas, measure_tau, measuring, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.artifacts import KINDS
 from spectrain.reporting.cards import trained_card
-from spectrain.reporting.comparisons import tau_table
+from spectrain.reporting.comparisons import gamma_table, tau_table
 from spectrain.reporting.drawing import COLOURS, write_png
 from spectrain.reporting.head_summary import head_table, next_command
 from spectrain.reporting.plots import calibration, training_pictures
@@ -80,12 +80,14 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
-    drafters[KINDS[cfg.kind].method] = decoding_with(drafter_of(weights), target)  # in the target's dtype
-    tau = measure_tau(target, drafters, contexts, after, cfg.seed)
+    drafters[KINDS[cfg.kind].method] = own = decoding_with(drafter_of(weights), target)  # in the target's dtype
+    reported = contexts[within.contexts :] or contexts  # others than those that select
+    tau = measure_tau(target, drafters, reported, after, cfg.seed)
+    tau |= measure_gammas(target, own, reported, after, cfg.seed)
     metrics = final_metrics(trainer) if best.step == steps else run.metrics_at(best.step)
     trained = {"steps": steps, "tokens": tokens_of(run.config, steps)}
     result = {**trained, "selected": best.facts(), "metrics": metrics, **tau}
-    show([tau_table(tau)], columns=100)
+    show([tau_table(tau), gamma_table(tau)], columns=100)
     finish(cfg, trainer, export_of(run, weights, result, target), result)
 
 

@@ -81,6 +81,8 @@ def test_the_page_holds_the_numbers_of_all_runs(runs, reported, shared):
         rates = result["tokens_per_s"]
         speedup = rates[method]["value"] / rates["autoregressive"]["value"]
         assert f"{name} {' '.join(taus)} 3 {interval(rates[method], 1)} {fixed(speedup, 2)}" in page.text
+        fastest, greedy = result["fastest_gamma"], result["gammas"]["greedy"]
+        assert f"{fastest} (fastest) {interval(greedy[str(fastest)]['tau'], 2)}" in page.text
         assert json.loads((runs / name / "run.json").read_text())["target_fingerprint"] in page.text
     assert "hard SPIRe drafter target loss=hard 6 768" in page.text
     for kind in ("spire", "vanilla"):

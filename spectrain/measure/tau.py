@@ -9,7 +9,7 @@ Letters: R rows, each with one context per length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 import numpy as np
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.decoding.errors import UserError
-from spectrain.measure.statistics import Estimate, acceptance_length, decode_s, difference_of_ratios, ratio_of_sums
+from spectrain.measure.statistics import Estimate, acceptance_length, difference_of_ratios, ratio_of_sums, speedup
+from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.models.spire import SpireDrafter
@@ -163,26 +164,81 @@ def measure_tau(
 ) -> dict[str, dict]:
     """Decode the same held-out rows [R, L] with every method.
 
-    Returns `tau` by method and name of the setting, `tokens_per_s` by method (batch 1, greedy), and `settings`, as
-    results of a training hold them.
+    Returns `tau` by method and name of the setting, `tokens_per_s` by method (batch 1, greedy, without prefill), and
+    `settings`, as results of a training hold them.
     """
     tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
     for setting in (Setting(length, t) for length in settings.context_tokens for t in settings.temperatures):
         for name, drafter in drafters.items():
             tau[name][setting.name] = tau_of(target, drafter, rows, settings, setting, seed).as_json()
-    # Greedy, one context at a time. Methods take turns, so that a drifting machine hurts all alike.
-    timed: dict[str, list[Generation]] = {name: [] for name in drafters}
-    greedy = Setting(settings.context_tokens[0], 0.0)
-    for number, row in enumerate(rows[: settings.timed_contexts + 1]):
-        for name, drafter in drafters.items():
-            generations = continue_rows(target, drafter, [row], greedy, settings.new_tokens, 1)
-            timed[name] += generations if number > 0 else []  # the first is the warm-up
-    rates = {
-        name: ratio_of_sums([len(g.tokens) for g in generations], [decode_s(g) for g in generations]).as_json()
-        for name, generations in timed.items()
-    }
+    timed = _in_turns(target, {name: (drafter, None) for name, drafter in drafters.items()}, rows, settings, 0.0, seed)
+    rates = {name: ratio_of_sums(*_tokens_and_seconds(own)).as_json() for name, own in timed.items()}
     n_contexts = len(rows[: settings.contexts])
     return {"tau": tau, "tokens_per_s": rates, "settings": asdict(settings) | {"contexts": n_contexts}}
+
+
+def measure_gammas(
+    target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]], settings: TauSettings, seed: int = 0
+) -> dict[str, dict]:
+    """Decode the same held-out rows [R, L] one at a time, plainly and with drafts of 1 to `drafter.gamma` tokens.
+
+    Returns `gammas`, by name of the sampling and gamma: `tau`, `acceptance` (accepted / drafted), `tokens_per_s`
+    without prefill, and `speedup` over plain decoding. And `fastest_gamma`, by tokens/s at the first temperature; None:
+    nothing was timed.
+    """
+    longest, found = drafter.gamma, {}
+    turns = {0: (Autoregressive(), None)} | {gamma: (drafter, gamma) for gamma in range(1, longest + 1)}
+    try:
+        for temperature in settings.temperatures:
+            timed = _in_turns(target, turns, rows, settings, temperature, seed)
+            plain = _tokens_and_seconds(timed.pop(0))
+            name = Setting(None, temperature).sampling
+            found[name] = {str(gamma): _gamma_row(generations, plain) for gamma, generations in timed.items()}
+    finally:
+        drafter.gamma = longest
+    rates = {int(gamma): row["tokens_per_s"]["value"] for gamma, row in next(iter(found.values())).items()}
+    rates = {gamma: rate for gamma, rate in rates.items() if rate is not None}
+    return {"gammas": found, "fastest_gamma": max(rates, key=rates.get, default=None)}
+
+
+def _gamma_row(generations: Sequence[Generation], plain: tuple[list[float], list[float]]) -> dict:
+    tokens, seconds = _tokens_and_seconds(generations)
+    accepted, drafted = [sum(g.accepted) for g in generations], [sum(g.drafted) for g in generations]
+    return {
+        "tau": tau_estimate(counts_of(generations)).as_json(),
+        "acceptance": ratio_of_sums(accepted, drafted).as_json(),
+        "tokens_per_s": ratio_of_sums(tokens, seconds).as_json(),
+        "speedup": speedup(tokens, seconds, *plain).as_json(),
+    }
+
+
+def _in_turns(
+    target: TargetModel,
+    turns: Mapping[Hashable, tuple[Drafter, int | None]],
+    rows: Sequence[Sequence[int]],
+    settings: TauSettings,
+    temperature: float,
+    seed: int,
+) -> dict[Hashable, list[Generation]]:
+    """Continue one context at a time. Methods take turns, so that a drifting machine hurts all alike.
+
+    `turns` are drafters by any name, each with the gamma that it drafts with; None: as it is.
+    """
+    timed: dict[Hashable, list[Generation]] = {name: [] for name in turns}
+    setting = Setting(settings.context_tokens[0], temperature)
+    for number, row in enumerate(rows[: settings.timed_contexts + 1]):
+        for name, (drafter, gamma) in turns.items():
+            if gamma is not None:
+                drafter.gamma = gamma
+            numbered = {"seed": seed, "first_number": number}
+            generations = continue_rows(target, drafter, [row], setting, settings.new_tokens, 1, **numbered)
+            timed[name] += generations if number > 0 else []  # the first is the warm-up
+    return timed
+
+
+def _tokens_and_seconds(generations: Sequence[Generation]) -> tuple[list[float], list[float]]:
+    """Return the tokens of each continuation and the seconds of its steps, both without those of the prefill."""
+    return [len(g.tokens) - 1 for g in generations], [sum(g.time_s.values()) for g in generations]
 
 
 def compare(counts: Mapping[str, Mapping[Setting, np.ndarray]]) -> dict[str, dict[str, dict]]:

@@ -5,6 +5,8 @@ Letters: n active rows, R new rows, T tokens fed, gamma draft length, V vocabula
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from spectrain.decoding.drafter import Context, Drafter
@@ -18,14 +20,25 @@ from spectrain.decoding.verify import Verified
 from spectrain.decoding.weights import draft_dtype_of
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.stopping import StopRule
+from spectrain.models.artifacts import fastest_gamma
 from spectrain.models.draft_states import in_vocabulary
+
+GAMMA = 4  # drafted tokens per step
 
 
 def build(
-    target: TargetModel, drafter: str, gamma: int = 4, max_nodes: int | None = None, draft_dtype: str = "auto"
+    target: TargetModel,
+    drafter: str,
+    gamma: int | None = None,
+    max_nodes: int | None = None,
+    draft_dtype: str = "auto",
 ) -> Speculative:
-    """The method from a Hugging Face folder or id; see `load_draft_model`."""
-    return Speculative(load_draft_model(target, drafter, draft_dtype), gamma, max_nodes, draft_dtype=draft_dtype)
+    """The method from a Hugging Face folder or id; see `load_draft_model`.
+
+    gamma: None takes the fastest that training measured, if the folder is an export that says so, else GAMMA.
+    """
+    model = load_draft_model(target, drafter, draft_dtype)
+    return Speculative(model, gamma or fastest_gamma(Path(drafter)) or GAMMA, max_nodes, draft_dtype=draft_dtype)
 
 
 def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:
@@ -56,7 +69,7 @@ class Speculative(Drafter):
     def __init__(
         self,
         draft_model: TargetModel,
-        gamma: int = 4,
+        gamma: int = GAMMA,
         max_nodes: int | None = None,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",

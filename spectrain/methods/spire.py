@@ -24,7 +24,7 @@ from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
-from spectrain.models.artifacts import load_spire
+from spectrain.models.artifacts import fastest_gamma, load_spire
 from spectrain.models.rollout import chunk_tokens, windowed_states
 from spectrain.models.spire import SpireDrafter
 
@@ -36,8 +36,12 @@ def build(
     max_nodes: int | None = None,
     draft_dtype: str = "auto",
 ) -> Spire:
-    """The method from an exported drafter; raises UserError where it was trained for another target."""
-    return Spire(load_spire(Path(drafter), target), gamma, max_nodes, draft_dtype=draft_dtype)
+    """The method from an exported drafter; raises UserError where it was trained for another target.
+
+    gamma: None takes the fastest that training measured, which is in the export.
+    """
+    folder = Path(drafter)
+    return Spire(load_spire(folder, target), gamma or fastest_gamma(folder), max_nodes, draft_dtype=draft_dtype)
 
 
 class Spire(Drafter):
@@ -81,7 +85,7 @@ class Spire(Drafter):
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
         drafter, self.graphs = self.fitted(target), target.graphs
-        if self.slots is not None and self.slots.fits(drafter, cache.max_rows):
+        if self.slots is not None and self.slots.fits(drafter, self.gamma, cache.max_rows):
             self.slots.clear()
         else:
             self.slots = SlotStore(drafter, self.gamma, cache.max_rows)

@@ -86,8 +86,9 @@ class SlotStore:
         seen = torch.nn.functional.pad(seen, (0, 1), value=True)[:, None, None]
         return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores], seen
 
-    def fits(self, drafter: SpireDrafter, max_rows: int) -> bool:
-        return self.drafter is drafter and len(self.positions) == max_rows
+    def fits(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> bool:
+        ring_tokens = self.config.window_tokens + gamma
+        return self.drafter is drafter and (self.ring_tokens, len(self.positions)) == (ring_tokens, max_rows)
 
     def clear(self) -> None:
         """Forget all rows."""

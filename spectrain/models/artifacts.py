@@ -142,6 +142,20 @@ def damage_of(what: str, where: str = "") -> Iterator[None]:
         raise UserError(f"{what} is damaged ({where}{type(error).__name__}); export it again") from error
 
 
+def fastest_gamma(folder: Path) -> int | None:
+    """Return the draft length that was the fastest after a drafter's training; None: an export that does not say.
+
+    Raises:
+        UserError: the export is damaged.
+    """
+    if not (folder / MANIFEST).is_file():
+        return None
+    gamma = read_manifest(folder).trained.get("fastest_gamma")
+    if gamma is not None and not (type(gamma) is int and gamma >= 1):
+        raise UserError(f"drafter={folder} is damaged (fastest_gamma={gamma!r}); export it again")
+    return gamma
+
+
 def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     """Return the newest folder of this kind below `root` for this target. Raise UserError if there is none."""
     for file in sorted(root.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime, reverse=True):

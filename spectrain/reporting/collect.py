@@ -22,7 +22,7 @@ from spectrain.training.runs import RunFolder
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")  # parts of runs; and big
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
 # Results as commands write them: part -> how many mappings lie within one another there.
-RESULT = {"metrics": 1, "selected": 1, "settings": 1, "tokens_per_s": 2, "tau": 3, "reliability": [{}]}
+RESULT = {"metrics": 1, "selected": 1, "settings": 1, "tokens_per_s": 2, "tau": 3, "gammas": 4, "reliability": [{}]}
 
 
 class Collection:

@@ -10,7 +10,7 @@ from functools import partial
 
 from pandas import DataFrame
 
-from spectrain.reporting.formats import MISSING, estimate_of, fixed, interval, number, plus_minus
+from spectrain.reporting.formats import MISSING, estimate_of, fixed, interval, number, percent, plus_minus
 from spectrain.reporting.tables import table_of
 
 TWO_DIGITS, THREE_DIGITS = partial(interval, digits=2), partial(interval, digits=3)
@@ -81,7 +81,8 @@ def tau_table(content: Mapping) -> tuple[str, DataFrame]:
     rows = [{"context, sampling": s} | {name: plus_minus(row[s], 2) for name, row in tau.items()} for s in tau[first]]
     rates = {name: one["value"] for name, one in content["tokens_per_s"].items()}
     rows += [
-        {"context, sampling": "tokens/s, batch 1, greedy"} | {name: fixed(rate, 0) for name, rate in rates.items()},
+        {"context, sampling": "tokens/s after prefill, batch 1, greedy"}
+        | {name: fixed(rate, 0) for name, rate in rates.items()},
         {"context, sampling": f"relative to {first}"}
         | {n: f"{rate / rates[first]:.2f}x" if rate and rates[first] else MISSING for n, rate in rates.items()},
     ]
@@ -90,3 +91,18 @@ def tau_table(content: Mapping) -> tuple[str, DataFrame]:
         f"{settings['new_tokens']} new tokens, 95 % intervals over contexts)"
     )
     return title, table_of(rows)
+
+
+def gamma_table(content: Mapping) -> tuple[str, DataFrame]:
+    """What drafts of each length gave after a training, as `measure_gammas` has it; the title names the fastest."""
+    rows = [
+        {"sampling": sampling, "gamma": gamma, "tau": plus_minus(one["tau"], 2)}
+        | {"accepted": percent(one["acceptance"]["value"], 0), "tokens/s": fixed(one["tokens_per_s"]["value"], 0)}
+        | {"speedup": plus_minus(one["speedup"], 2)}
+        for sampling, by_gamma in content["gammas"].items()
+        for gamma, one in by_gamma.items()
+    ]
+    fastest = content["fastest_gamma"]
+    return f"drafts of gamma tokens, one context at a time; the fastest, exported as the default: {fastest}", table_of(
+        rows
+    )

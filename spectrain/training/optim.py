@@ -74,7 +74,9 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settin
         return MuonAdamW(matrices, others, settings)
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), fused=True)
+    optimizer = AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), fused=True)
+    optimizer._step_supports_amp_scaling = False  # Lightning would not clip; in bfloat16 nothing is scaled
+    return optimizer
 
 
 def _is_lookup(name: str) -> bool:

@@ -16,7 +16,7 @@ LOST, DOUBLED, DIFFERENT, LEFT = KINDS = ("lost", "doubled", "different", "left 
 METRICS_BY_THE_CLOCK = ("train/tokens_per_s", "train/wait_share")  # metrics that differ between equal runs
 # Keys of JSON files and rows that differ between equal runs.
 BY_THE_CLOCK = re.compile(
-    "date|started|attempts|out|seconds|time_s|time_share|prefill_s|outside_s|peak_memory_bytes|speedup.*|tokens_per_s.*"
+    "date|started|attempts|out|seconds|time_s|time_share|prefill_s|outside_s|peak_memory_bytes|speedup.*|tokens_per_s.*|gammas|fastest_gamma"
 )
 ROW_KEYS = (("question_id", "method"), ("id",))  # what is there once in a file of rows
 UNCOMPARED = (".ckpt", ".txt")  # checkpoints hold clocks

@@ -15,6 +15,7 @@ from spectrain.measure.tau import (
     compare,
     continue_rows,
     counts_of,
+    measure_gammas,
     measure_tau,
     tau_estimate,
     tau_of,
@@ -22,6 +23,7 @@ from spectrain.measure.tau import (
 )
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.reporting.comparisons import gamma_table
 from tests.conftest import random_prompts
 
 SHORT, LONG, SAMPLED = Setting(256, 0.0), Setting(512, 0.0), Setting(256, 1.0)
@@ -145,3 +147,32 @@ def test_a_table_of_tau_is_strict_json_and_agrees_with_tau_of_one_drafter(llama_
     assert content["settings"]["contexts"] == 3
     alone = tau_of(llama_target, drafter, rows, settings)
     assert content["tau"]["magicdec"]["12 tokens, greedy"] == alone.as_json()
+
+
+def test_every_draft_length_is_measured_on_the_same_contexts_and_the_fastest_is_named(llama_target):
+    settings = TauSettings((12,), 3, 8, (0.0, 1.0), 2, 2)
+    drafter = magicdec.build(llama_target, gamma=3, window_tokens=4)
+    found = measure_gammas(llama_target, drafter, random_prompts([14] * 4), settings)
+    content = json.loads(json.dumps(found, allow_nan=False))
+    assert drafter.gamma == 3
+    assert {name: list(rows) for name, rows in content["gammas"].items()} == {
+        "greedy": ["1", "2", "3"],
+        "T=1": ["1", "2", "3"],
+    }
+    for rows in content["gammas"].values():
+        taus = [row["tau"]["value"] for row in rows.values()]
+        assert all(1 <= tau <= 1 + gamma for gamma, tau in enumerate(taus, 1))
+        assert all(0 <= row["acceptance"]["value"] <= 1 for row in rows.values())
+    rates = {gamma: row["tokens_per_s"]["value"] for gamma, row in content["gammas"]["greedy"].items()}
+    assert str(content["fastest_gamma"]) == max(rates, key=rates.get)
+    title, table = gamma_table(content)
+    assert title.endswith(f": {content['fastest_gamma']}")
+    assert len(table) == 6
+
+
+def test_without_a_timed_context_no_draft_length_is_the_fastest(llama_target):
+    drafter = magicdec.build(llama_target, gamma=2, window_tokens=4)
+    found = measure_gammas(llama_target, drafter, random_prompts([14]), TauSettings((12,), 1, 8, (0.0,), 1, 1))
+    json.dumps(found, allow_nan=False)
+    assert found["fastest_gamma"] is None
+    assert gamma_table(found)[0].endswith("None")

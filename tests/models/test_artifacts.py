@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import shape_of
-from spectrain.models.artifacts import Artifact, load_spire, newest_artifact, save_spire, write_manifest
+from spectrain.methods import speculative, spire
+from spectrain.models.artifacts import MANIFEST, Artifact, load_spire, newest_artifact, save_spire, write_manifest
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.models.vanilla import new_vanilla
@@ -145,6 +146,21 @@ def test_damaged_exports_are_refused(tmp_path, target, damage):
         (folder / "spectrain.json").write_text(json.dumps({**values, "version": 99}))
     with pytest.raises(UserError, match=r"damaged|version 99"):
         load_spire(folder, target)
+
+
+@pytest.mark.parametrize(("kind", "default"), [("spire", 4), ("vanilla", 4)])
+def test_the_fastest_draft_length_is_the_default_of_an_export(tmp_path, target, kind, default):
+    folder = {"spire": export_spire, "vanilla": export_vanilla}[kind](tmp_path / "one", target)
+    build = {"spire": spire.build, "vanilla": speculative.build}[kind]
+    assert build(target, str(folder)).gamma == default
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for gamma in (2, 0, 2.5, "2", True):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"fastest_gamma": gamma}}))
+        if gamma == 2:
+            assert (build(target, str(folder)).gamma, build(target, str(folder), gamma=3).gamma) == (2, 3)
+        else:
+            with pytest.raises(UserError, match="is damaged .fastest_gamma="):
+                build(target, str(folder))
 
 
 def test_the_newest_fitting_export_is_found(tmp_path, target):
