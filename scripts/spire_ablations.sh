@@ -28,7 +28,7 @@ if [ ! -f "$OUT/activations/manifest.json" ]; then
     $PYTHON -m data_prep.activations "${data[@]}" out="$OUT/activations"
 fi
 if [ -n "$ABLATIONS" ]; then
-    $PYTHON -m spectrain.train -m +exp=spire "+ablation=$ABLATIONS" data=offline data.path="$OUT/activations" "${data[@]}" "${equal[@]}" \
+    $PYTHON -m spectrain.train -m +exp=spire previous_state=false "+ablation=$ABLATIONS" data=offline data.path="$OUT/activations" "${data[@]}" "${equal[@]}" \
         run_dir="$OUT/runs/\${hydra:runtime.choices.ablation}" out="$OUT/drafters/\${hydra:runtime.choices.ablation}"
 fi
 if [ -n "$VANILLA" ]; then

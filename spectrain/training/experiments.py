@@ -85,7 +85,10 @@ def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
     options = {name: config[name] for name in names}
     if "input" in config:  # which runs of older versions do not have
-        options |= {"input": config["input"], "previous_state": config["previous_state"]}
+        reads_previous = config["previous_state"]
+        if reads_previous is None:
+            reads_previous = config["input"] != "tied" and config["target_activations"]
+        options |= {"input": config["input"], "previous_state": reads_previous}
         options["head"] = "trained" if config["input"] == "tied" else config["head"]
     return SpireConfig(shape_of(target.model), last_layers(target.model, config["n_layer"]), **options)
 

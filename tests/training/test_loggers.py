@@ -166,4 +166,4 @@ def test_the_sweep_of_ablations_knows_every_ablation_and_each_changes_one_thing(
     for name in names:
         cfg = composed("train", "+exp=spire", f"+ablation={name}")
         changed = {key for key in plain if cfg[key] != plain[key]}
-        assert len(changed) == {"none": 0, "no_target_activations": 2}.get(name, 1), (name, changed)
+        assert len(changed) == {"none": 0, "no_target_activations": 2, "tied_input": 2}.get(name, 1), (name, changed)
