@@ -213,7 +213,8 @@ class _Batch:
         clock.lap("draft", n_rows)
         output = self.target.score(tree, self.cache)
         clock.lap("forward", n_rows)
-        verified = verify(tree, output.logits, context.sampling, context.uniforms, self.verification, output.best)
+        rule = context.sampling, context.uniforms, self.verification
+        verified = verify(tree, output.logits, *rule, output.best, self.target.graphs)
         clock.lap("verify", n_rows)
         self.cache.commit(_moving(tree, verified), verified.accepted)
         context.advance(verified, partial(verified.last_logits, output.logits))

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.errors import check_choice
+from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, likeliest
 from spectrain.decoding.tree import DraftTree
 
 VERIFICATIONS = ("token", "block")
+MOST_REPLAYED = 1 << 24  # logits of a step; a graph has its own memory for several times as many numbers
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ def verify(
     uniforms: Uniforms | None = None,
     verification: str = "token",
     best: Tensor | None = None,
+    graphs: Graphs | None = None,
 ) -> Verified:
     """Accept a path of each row's tree and draw its bonus token. On a GPU the host waits for nothing here.
 
@@ -58,17 +61,47 @@ def verify(
         verification: "token" or "block", the rule for chains that were drawn from a q. Both give the same distribution;
             block accepts at least as many tokens on average. Greedy and deterministic drafts have one rule.
         best: [B, N] int64 the likeliest token of each node; None: not known. Only greedy decoding reads it.
+        graphs: replay the verification of chains whose logits are few; None: none do.
 
     Raises:
         UserError: `verification` is neither.
     """
     check_choice("verification", verification, VERIFICATIONS)
+    has_rule = sampling.greedy or tree.probs is not None or tree.shape[1] == 1
+    if graphs is not None and tree.is_chain and has_rule and logits.numel() <= MOST_REPLAYED:
+        return _replayed(graphs, tree, logits, sampling, uniforms, verification)
     if sampling.greedy:
         return _verify_greedy(tree, likeliest(logits) if best is None else best)
     if tree.probs is None:
         return _verify_deterministic(tree, logits, sampling, uniforms)
     assert tree.is_chain, "drafts that were drawn from q are verified as chains; a branching tree must be deterministic"
-    return _verify_chain(tree, logits, sampling, uniforms, verification)
+    numbers = uniforms.take(tree.shape[1], tree.drafted.sum(-1) + 1)
+    return _verify_chain(tree, logits, sampling, numbers, verification)
+
+
+def _replayed(
+    graphs: Graphs, tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms, verification: str
+) -> Verified:
+    """Verify a chain by a CUDA graph: it is some fifty small kernels, which the host would launch one by one."""
+    inputs = [tree.tokens, tree.parents, logits]
+    if not sampling.greedy:
+        inputs.append(uniforms.take(tree.shape[1], tree.drafted.sum(-1) + 1))
+        inputs += [] if tree.probs is None else [tree.probs]
+
+    def verified(
+        tokens: Tensor, parents: Tensor, logits: Tensor, numbers: Tensor | None = None, probs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chain = DraftTree(tokens, parents, source=parents, probs=probs, is_chain=True)
+        if sampling.greedy:
+            found = _verify_greedy(chain, likeliest(logits))
+        elif probs is None:  # there is no draft
+            zeros = torch.zeros_like(tokens)
+            found = Verified(zeros, zeros[:, 0], sampling.draw(logits[:, 0], numbers[:, 0])[0])
+        else:
+            found = _verify_chain(chain, logits, sampling, numbers, verification)
+        return found.path, found.accepted, found.bonus
+
+    return Verified(*graphs.run(("verify", sampling, verification), verified, *inputs))
 
 
 def _verify_greedy(tree: DraftTree, best: Tensor) -> Verified:
@@ -125,16 +158,15 @@ def _verify_deterministic(tree: DraftTree, logits: Tensor, sampling: Sampling, u
     return _ending_at(tree, last, bonus)
 
 
-def _verify_chain(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms, verification: str
-) -> Verified:
-    """Accept x_1..x_last by either rule. A rejected rest is made up for by a bonus from the residual."""
+def _verify_chain(tree: DraftTree, logits: Tensor, sampling: Sampling, numbers: Tensor, verification: str) -> Verified:
+    """Accept x_1..x_last by either rule. A rejected rest is made up for by a bonus from the residual.
+
+    `numbers` [B, N] float32 are random: one for each drafted token, then the bonus's.
+    """
     n_nodes = tree.shape[1]
     lengths = tree.drafted.sum(-1)  # [B]
     p = sampling.warp(logits)  # [B, N, V]
     q = tree.probs
-    numbers = uniforms.take(n_nodes, lengths + 1)  # one for each drafted token, then the bonus's
-
     rule = _accept_block if verification == "block" else _accept_tokens
     last, mass = rule(tree, p, numbers[:, :-1])
     p_last = _at(p, last)

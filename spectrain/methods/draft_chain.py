@@ -50,7 +50,7 @@ def draft_chain(
     first: Callable[[], DraftStep],
     step: Callable[[Tensor, int], DraftStep],
     stop: StopRule | None = None,
-    greedy: Callable[[Context, int], Tensor] | None = None,
+    whole: Callable[[Context, int, Tensor | None], tuple[Tensor, list[Tensor] | None]] | None = None,
 ) -> DraftTree:
     """Draft up to gamma tokens per row, fewer where a row may emit fewer or a rule ends its draft.
 
@@ -65,15 +65,17 @@ def draft_chain(
         step: what it says after draft tokens [n], which are the i-th (from 1) of their chains. Not called on the last
             token drafted.
         stop: ends rows one by one; None: all draft as long as they may.
-        greedy: the likeliest tokens [n, i] of i steps at once, where the drafter has a shorter way to them.
+        whole: draws chains of i tokens at once, where the drafter has a shorter way and no rule ends them. It is given
+            the lengths [n] int64 of the rows' chains (None: all i), and returns tokens [n, i] and the i distributions
+            [n, V] that they were drawn from (None: they are the likeliest).
     """
     left = [min(gamma, room - 1) for room in context.room]  # tokens that each row may still draft
     if max(left) < 1:
         return DraftTree.root_only(context.roots)
-    if greedy is not None and context.sampling.greedy and stop is None:
-        tokens = greedy(context, max(left))
+    if whole is not None and stop is None:
         ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < max(left) else None
-        return DraftTree.chain(context.roots, tokens, _until_the_end(context, tokens, ragged))
+        tokens, probs = whole(context, max(left), ragged)
+        return DraftTree.chain(context.roots, tokens, _until_the_end(context, tokens, ragged), probs)
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     stop.begin(context)

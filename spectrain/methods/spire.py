@@ -11,6 +11,7 @@ Letters: n rows, R new rows, C draft blocks, D hidden size, S slots, W window, g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
+from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
 from spectrain.methods.spire_slots import SlotStore
@@ -117,7 +119,7 @@ class Spire(Drafter):
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         if self.capture_layers:
-            self.slots.fill(self._memories(output), output.positions, rows)
+            self.slots.fill(self._memories(output.captured), output.positions, rows)
         if self.drafter.config.previous_state:
             last = (output.positions == (context.lengths[rows.start : rows.stop, None] - 2)).long().argmax(1)
             self.finals[rows.start : rows.stop] = _at(output.captured[:, :, -1], last)
@@ -133,7 +135,7 @@ class Spire(Drafter):
             first=lambda: self._step(context.roots, roots),
             step=lambda tokens, i: self._step(tokens, roots + i),
             stop=self.stop,
-            greedy=self._greedy_chain if self.slots.fuses else None,
+            whole=self._shortest_way(context),
         )
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
@@ -141,13 +143,11 @@ class Spire(Drafter):
             return
         if self.slots.fuses:
             self.slots.memory(*tree.shape).write(output.captured, output.positions, verified.accepted)
+        elif self.graphs is None:
+            self._keep(output.captured, output.positions, verified.path[:, : self.gamma + 1])
         else:
-            path = verified.path[:, : self.gamma + 1]  # [n, A]
-            nodes = path.clamp_min(0)
-            positions = output.positions.gather(1, nodes).masked_fill(path < 0, -1)
-            index = nodes[:, :, None].expand(-1, -1, output.captured.shape[-1])
-            memories = [memory.gather(1, index) for memory in self._memories(output)]
-            self.slots.write_memories(memories, positions, slice(0, context.n_rows))
+            inputs = output.captured, output.positions, verified.path[:, : self.gamma + 1]
+            self.graphs.run(("memories", self.slots.storage), self._keep, *inputs)
         if self.drafter.config.previous_state:
             self.finals[: context.n_rows] = _at(output.captured[:, :, -1], verified.last)
 
@@ -155,12 +155,48 @@ class Spire(Drafter):
         self.finals[row] = self.finals[self.slots.n_rows - 1]
         self.slots.free(row)
 
-    def _greedy_chain(self, context: Context, n_steps: int) -> Tensor:
-        return self.slots.chain(context.n_rows, n_steps).draft(context.roots, context.lengths - 1, self.state)
+    def _keep(self, captured: Tensor, positions: Tensor, path: Tensor) -> None:
+        """Write the memories of the nodes on the accepted path [n, A] from states [n, N, C, D] at positions [n, N]."""
+        nodes = path.clamp_min(0)
+        positions = positions.gather(1, nodes).masked_fill(path < 0, -1)
+        index = nodes[:, :, None].expand(-1, -1, captured.shape[-1])
+        memories = [memory.gather(1, index) for memory in self._memories(captured)]
+        self.slots.write_memories(memories, positions, slice(0, len(path)))
 
-    def _memories(self, output: TargetOutput) -> list[Tensor]:
-        """The target's inputs [n, P, D] of the blocks that the draft blocks were copied from."""
-        return [output.captured[:, :, i] for i in range(self.drafter.config.n_layer)]
+    def _shortest_way(self, context: Context) -> Callable | None:
+        """Return what drafts whole chains, see `draft_chain`: a program or a CUDA graph; None: neither does."""
+        if self.slots.fuses:
+            return self._program_chain if context.sampling.greedy else None
+        few = context.n_rows * self.gamma * self.drafter.config.shape.vocab_size <= MOST_REPLAYED
+        return self._graph_chain if self.graphs is not None and few else None
+
+    def _program_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> tuple[Tensor, None]:
+        program = self.slots.chain(context.n_rows, n_steps)
+        return program.draft(context.roots, context.lengths - 1, self.state), None
+
+    def _graph_chain(
+        self, context: Context, n_steps: int, lengths: Tensor | None
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        sampling = context.sampling
+        inputs = [context.roots, context.lengths - 1, self.state]
+        if not sampling.greedy:
+            inputs.append(context.uniforms.take(n_steps, lengths))
+
+        def chain(token: Tensor, positions: Tensor, state: Tensor, numbers: Tensor | None = None) -> list[Tensor]:
+            tokens, probs = [], []
+            for i in range(n_steps):
+                logits, state = self._read(token, positions + i, state)
+                token, q = sampling.draw(logits, None if numbers is None else numbers[:, i])
+                tokens.append(token)
+                probs.append(q)
+            return [torch.stack(tokens, dim=1), *(probs if numbers is not None else ())]
+
+        tokens, *probs = self.graphs.run(("chain", self.slots.storage, n_steps, sampling), chain, *inputs)
+        return tokens, probs or None
+
+    def _memories(self, captured: Tensor) -> list[Tensor]:
+        """Of captured [n, P, C, D] the inputs [n, P, D] of the blocks that the draft blocks were copied from."""
+        return [captured[:, :, i] for i in range(self.drafter.config.n_layer)]
 
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""

@@ -84,7 +84,7 @@ def test_a_greedy_chain_in_one_program_is_that_of_step_by_step(options, monkeypa
     for draft_dtype in ("float32", "int8"):
         found = []
         for fuses in (True, False):
-            monkeypatch.setattr(Spire, "_greedy_chain", Spire._greedy_chain if fuses else None)
+            monkeypatch.setattr(Spire, "_program_chain", Spire._program_chain if fuses else None)
             method = Spire(drafter, 3, draft_dtype=draft_dtype)
             found.append(generate(target, method, random_prompts([9, 30, 4]), 21, batch_size=3, stop_token_ids=()))
         for whole, steps in zip(*found, strict=True):
