@@ -35,11 +35,13 @@ from tests.fuzz import checks, fork_server, known, world
 
 EXAMPLES = 200  # drawn with one seed
 KEPT_OUTPUT = 3000  # characters of a faulty case
-DEFAULTS = {"minutes": 60, "cases": None, "jobs": 1, "seed": 0, "of": "known,options,files,pairs", "out": "runs/fuzz"}
+DEFAULTS = {"minutes": None, "cases": None, "jobs": 1, "seed": 0, "of": "known,options,files,pairs", "out": "runs/fuzz"}
 
 
 def main() -> None:
     options = OmegaConf.merge(DEFAULTS, OmegaConf.from_cli())
+    if options.minutes is None:
+        options.minutes = 60 if options.cases is None else float("inf")
     out = Path(options.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     for file in out.glob("*.jsonl"):
