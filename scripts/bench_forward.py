@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from itertools import product
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--nodes", default="1,5,16", help="new tokens of a forward, a chain")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--draft-vocab", type=int, help="measure draft steps over so few tokens, too")
     parser.add_argument("--operations", action="store_true", help="say what takes the time")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -79,8 +81,9 @@ def main() -> None:
             forward = targets[0]._engine.forward_of(caches[0], 1, n_nodes, ())
             if options.operations and forward is not None:
                 print("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in by_operation(forward).items()), flush=True)
-        for draft_dtype in ("int8", "float32"):
-            print(draft_step(targets[0], caches[0], prompt, draft_dtype, options.turns), flush=True)
+        vocabularies = [None, options.draft_vocab] if options.draft_vocab else [None]
+        for draft_dtype, draft_vocab in product(("int8", "float32"), vocabularies):
+            print(draft_step(targets[0], caches[0], prompt, draft_dtype, draft_vocab, options.turns), flush=True)
 
 
 def by_operation(forward: Forward) -> dict[str, float]:
@@ -102,10 +105,13 @@ def by_operation(forward: Forward) -> dict[str, float]:
     return taken
 
 
-def draft_step(target: TargetModel, cache: KVCache, prompt: Tensor, draft_dtype: str, n_turns: int) -> str:
+def draft_step(
+    target: TargetModel, cache: KVCache, prompt: Tensor, draft_dtype: str, draft_vocab: int | None, n_turns: int
+) -> str:
     """Compare a draft step with a forward of five nodes."""
     layers = (target.n_layer - 2, target.n_layer - 1)
-    method = Spire(SpireDrafter(SpireConfig(shape_of(target.model), layers)), draft_dtype=draft_dtype)
+    config = SpireConfig(shape_of(target.model), layers, input="trained", draft_vocab=draft_vocab)
+    method = Spire(SpireDrafter(config), draft_dtype=draft_dtype)
     target = target.with_capture(method.capture_layers)
     method.start(target, KVCache(1))
     method.state = method.finals[:1]
@@ -120,7 +126,8 @@ def draft_step(target: TargetModel, cache: KVCache, prompt: Tensor, draft_dtype:
         pairs.append((statistics.median(seconds), forward_s(target, cache, tree)))
     step, forward = (1e3 * statistics.median(column) for column in zip(*pairs[1:], strict=True))
     share = median([step_s / forward_s for step_s, forward_s in pairs[1:]])
-    return f"SPIRe draft step, {draft_dtype}: {step:.3f}, forward of 5 nodes {forward:.2f}, ratio {share}"
+    tokens = f"{draft_vocab or target.vocab_size} tokens"
+    return f"SPIRe draft step, {draft_dtype}, {tokens}: {step:.3f}, forward of 5 nodes {forward:.2f}, ratio {share}"
 
 
 def forward_s(target: TargetModel, cache: KVCache, tree: DraftTree) -> float:

@@ -235,6 +235,8 @@ BAD_TRAINING = {
     "layers": (["n_layer=9"], "n_layer=9 must be 1..4"),
     "feedback": (["target_activations=false"], "needs feedback=false"),
     "previous state of a tied input": (["previous_state=true", "input=tied"], "needs input=projected or trained"),
+    "more drafted tokens than there are": (["draft_vocab=99999"], "draft_vocab=99999 is more than the target's"),
+    "drafted tokens of a tied input": (["draft_vocab=9", "input=tied"], "draft_vocab needs input=projected or trained"),
     "row longer than context": (["data.row_tokens=512"], "data.row_tokens=512 is longer than the target's context"),
     "vanilla": (["vanilla=/no/such/drafter"], "/no/such/drafter does not exist"),
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),

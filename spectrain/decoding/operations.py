@@ -166,9 +166,10 @@ def _pick(op, thread, n_threads):
         for t in range(row * n_threads + 1, (row + 1) * n_threads):
             if values[t] > values[best]:
                 best = t
-        chosen[row * stride] = places[best]
+        token = places[best] if op[8] == 0 else wholes(op[8])[places[best]]
+        chosen[row * stride] = token
         if op[3] != 0:
-            tokens[row] = places[best]
+            tokens[row] = token
             positions[row] += 1
 
 

@@ -164,19 +164,26 @@ class Program:
         self.product(self.inner, block.down, self.added)
 
     def likeliest(
-        self, logits: Tensor, size: int, chosen: Tensor | int, stride: int = 1, following: tuple[Tensor, Tensor] = ()
+        self,
+        logits: Tensor,
+        size: int,
+        chosen: Tensor | int,
+        stride: int = 1,
+        following: tuple[Tensor, Tensor] = (),
+        names: Tensor | None = None,
     ) -> tuple[int, int]:
         """Write the likeliest of `size` tokens of each row to `chosen`, whose rows are `stride` apart.
 
-        `following` are tokens and positions of the next step, which the tokens become. Return the indices of the
-        two operations.
+        `following` are tokens and positions of the next step, which the tokens become. `names` [size] int64 are the
+        tokens that the logits stand for; None: 0, 1, ... Return the indices of the two operations.
         """
         n_rows = len(self.x)
         best = self.floats(n_rows, self.n_threads)
         places = self.hold(torch.zeros(n_rows, self.n_threads, dtype=torch.int64))
         tokens, positions = following or (0, 0)
         search = self.add(ARGMAX, logits, best, places, size, n_rows)
-        return search, self.add(PICK, best, places, tokens, chosen, positions, stride, n_rows)
+        names = 0 if names is None else names
+        return search, self.add(PICK, best, places, tokens, chosen, positions, stride, n_rows, names)
 
     def goes_on(self, operation: int) -> int:
         """Let threads begin the next operation, which reads nothing of this one, before all have ended it."""

@@ -110,7 +110,7 @@ class Spire(Drafter):
             table = self.trained.input_table().to(own.norm.weight.dtype)
             ready["embed_tokens"] = nn.Embedding.from_pretrained(table)
         if config.head == "target":
-            head = self.trained.tables.head()
+            head = self.trained.tables.head(self.trained.kept)
             ready["lm_head"] = for_drafting(head, self.draft_dtype, target.device, head.weight.dtype)
         return own.with_modules(ready)
 

@@ -124,9 +124,12 @@ class DraftProgram(Program):
     def __init__(self, slots: SlotStore, n_rows: int, n_steps: int | None = None) -> None:
         drafter, shape = slots.drafter, slots.config.shape
         super().__init__(shape, n_rows, 1)
+        self.spread = drafter.spread
         self.final = self.floats(n_rows, shape.hidden_size)
         self.states = self.floats(len(drafter.blocks) + 1, n_rows, shape.hidden_size)
-        self.logits = self.floats(n_rows, shape.vocab_size)
+        self.n_draft = slots.config.draft_vocab or shape.vocab_size
+        names = None if drafter.kept is None else self.hold(drafter.kept.contiguous())
+        self.logits = self.floats(n_rows, self.n_draft)
         self.drafted = self.hold(torch.zeros(n_rows, n_steps or 1, dtype=torch.int64))
         if n_steps is None:
             self.step(slots, None, is_last=False)
@@ -137,7 +140,7 @@ class DraftProgram(Program):
                 self.embed(drafter.embed_tokens.weight, self.states[0])
                 self.step(slots, previous, is_last=i == n_steps - 1)
                 previous = None if previous is None else self.final
-                self.likeliest(self.logits, shape.vocab_size, self.drafted[:, i:], n_steps, following)
+                self.likeliest(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
         self.finish()
 
     def step(self, slots: SlotStore, previous: Tensor | None, is_last: bool) -> None:
@@ -181,7 +184,7 @@ class DraftProgram(Program):
         self.states[0].copy_(embedded)
         self.positions.copy_(positions[:, None])
         self.run()
-        return self.logits.clone(), self.final.clone()
+        return self.spread(self.logits.clone()), self.final.clone()
 
     def draft(self, roots: Tensor, positions: Tensor, previous: Tensor) -> Tensor:
         """Return the likeliest tokens [B, n_steps] behind roots [B] at positions [B], one after the other.

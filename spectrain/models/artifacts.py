@@ -175,7 +175,8 @@ def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
 
 def save_spire(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.float32) -> None:
     """Write weights (tied ones once) and config into an existing folder. The target's tables are left out."""
-    state = {name: tensor.to(dtype).contiguous() for name, tensor in drafter.state_dict().items()}
+    state = drafter.state_dict()
+    state = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in state.items()}
     if drafter.config.has_one_table:
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors")
@@ -197,6 +198,8 @@ def load_spire(folder: Path, target: TargetModel) -> SpireDrafter:
         if config.has_one_table:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         drafter.load_state_dict(state)
+        if drafter.kept is not None and not 0 <= int(drafter.kept.min()) <= int(drafter.kept.max()) < target.vocab_size:
+            raise ValueError("tokens outside of the vocabulary")
     check_finite(drafter, f"drafter={folder}")
     return drafter
 

@@ -7,7 +7,7 @@ Inputs other than `tied` are fitted later (`spectrain.models.input_fit`).
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError, check_whole
@@ -25,15 +25,18 @@ def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
     return tuple(range(n_target - n_layer, n_target))
 
 
-def new_drafter(target: TargetModel, config: SpireConfig, init: str) -> SpireDrafter:
+def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tensor | None = None) -> SpireDrafter:
     """Return a new drafter to train, in float32, whose config was made with `shape_of(target.model)`.
 
+    `kept` [K] int64 are the tokens that it can draft, where the config has a `draft_vocab` K; None: the first ones.
     `init` is "pruned", which copies the target's modules, or "random", which draws weights with the std of the target's
     family (0.02).
     """
     if init not in ("pruned", "random"):
         raise UserError(f"init={init} is unknown; choose pruned or random")
     drafter, model = SpireDrafter(config, target), target.model
+    if kept is not None:
+        drafter.kept.copy_(kept)
     if init == "random":
         drafter.apply(lambda module: _draw(module, model.config.initializer_range))
         return drafter
@@ -43,7 +46,7 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str) -> SpireDra
         block.load_state_dict(block_state(model.model.layers[layer].state_dict()))
     drafter.norm.load_state_dict(model.model.norm.state_dict())
     if config.head == "trained":
-        drafter.lm_head.load_state_dict(model.get_output_embeddings().state_dict())
+        drafter.lm_head.load_state_dict(drafter.tables.head(drafter.kept).state_dict())
     return drafter
 
 

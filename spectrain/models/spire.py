@@ -57,6 +57,8 @@ class SpireConfig:
     # Whether the first block's input also holds W2 h, h being the target's final state one token earlier, for drafted
     # tokens the drafter's own. Not in the paper; EAGLE does so.
     previous_state: bool = False
+    # Tokens that it can draft: fewer than the target has, whose probability is 0 for all others. None: all.
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("input", self.input, INPUTS)
@@ -65,6 +67,14 @@ class SpireConfig:
             raise UserError("input=tied trains its own unembedding; give head=trained, or input=projected")
         if self.previous_state and (self.input == "tied" or not self.target_activations):
             raise UserError("previous_state=true needs input=projected or trained, and target_activations=true")
+        if self.draft_vocab is not None:
+            check_whole("draft_vocab", self.draft_vocab, 1)
+            if self.draft_vocab > self.shape.vocab_size:
+                raise UserError(
+                    f"draft_vocab={self.draft_vocab} is more than the target's {self.shape.vocab_size} tokens; lower it"
+                )
+            if self.input == "tied":
+                raise UserError("draft_vocab needs input=projected or trained: a tied table has all tokens")
         for name, least in (("k", 1), ("window_tokens", 1), ("sink_tokens", 0)):
             check_whole(name, getattr(self, name), least)
         if self.k > self.window_tokens:
@@ -101,6 +111,7 @@ ADDED_SINCE_1 = {
     "input": "tied",
     "head": "trained",
     "previous_state": False,
+    "draft_vocab": None,
 }  # fields -> what a drafter of version 1 has
 
 
@@ -120,9 +131,13 @@ class TargetTables:
         """[V, D], in the dtype that the target computes in."""
         return self.target.unembedding
 
-    def head(self) -> nn.Linear:
-        """Return the unembedding as a layer over the same memory, in the dtype that the target keeps it in."""
+    def head(self, kept: Tensor | None) -> nn.Linear:
+        """Return the unembedding as a layer, in the dtype that the target keeps it in.
+
+        It is over the same memory, but for the rows `kept` [K] int64 alone, where these are given.
+        """
         weight = self.target.model.get_output_embeddings().weight
+        weight = weight if kept is None else weight[kept.to(weight.device)]
         layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
         layer.weight = nn.Parameter(weight.detach(), requires_grad=False)  # of its own: to move it moves no target
         return layer
@@ -156,7 +171,9 @@ class SpireDrafter(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if config.head == "trained":
-            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+            self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)
+        self.kept: Tensor | None  # [K] int64, the tokens that it can draft; None: all
+        self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
         if config.has_one_table:
             self.lm_head.weight = self.embed_tokens.weight
         if config.feedback:  # w [n_layer, n_layer + 1]; w[i, i] weighs block i's own input
@@ -187,14 +204,24 @@ class SpireDrafter(nn.Module):
 
     @property
     def unembedding(self) -> Tensor:
-        """[V, D]."""
-        return self.lm_head.weight if hasattr(self, "lm_head") else self.tables.unembedding
+        """[V, D], or the K rows of the tokens `kept`."""
+        if hasattr(self, "lm_head"):
+            return self.lm_head.weight
+        whole = self.tables.unembedding
+        return whole if self.kept is None else whole[self.kept.to(whole.device)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [.., V] of final hidden states [.., D]."""
+        """Return the logits [.., V] of final hidden states [.., D], -inf for tokens that it cannot draft."""
         if hasattr(self, "lm_head"):
-            return self.lm_head(hidden)
-        return F.linear(hidden, self.tables.unembedding.to(hidden.dtype))
+            return self.spread(self.lm_head(hidden))
+        return self.spread(F.linear(hidden, self.unembedding.to(hidden.dtype)))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Put logits [.., K] of the tokens `kept` at their places among all, [.., V]."""
+        if self.kept is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.shape.vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self.kept, logits)
 
     def input_table(self) -> Tensor:
         """[V, D]: the inputs of all tokens."""

@@ -91,6 +91,11 @@ class TokenRows:
             batch.starts = self.starts[places].long()
         return batch
 
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """Count each token, [V] int64; of rows with responses only those of responses."""
+        tokens = self.tokens if self.is_response is None else self.tokens[self.is_response]
+        return torch.bincount(tokens.flatten(), minlength=vocab_size)
+
 
 @dataclass(frozen=True)
 class FeatureRows:
@@ -116,6 +121,16 @@ class FeatureRows:
             return np.ones(len(self), bool)
         masks = (self.store.is_response(int(number), self.row_tokens) for number in self.numbers)
         return np.array([mask is None or bool(mask[1:].any()) for mask in masks])
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """Count each token, [V] int64; of rows with responses only those of responses."""
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for number in map(int, self.numbers):
+            tokens, mask = self.store.tokens(number)[: self.row_tokens], None
+            if self.loss_on == "response":
+                mask = self.store.is_response(number, self.row_tokens)
+            counts += torch.bincount(torch.as_tensor(tokens if mask is None else tokens[mask]), minlength=vocab_size)
+        return counts
 
     def __getitem__(self, places: list[int]) -> RowBatch:
         numbers = [int(self.numbers[place]) for place in places]

@@ -41,7 +41,7 @@ from spectrain.stores.rows import (
 )
 from spectrain.stores.texts import MAX_DOCUMENT_BYTES, Document, is_held_out, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
-from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows
+from spectrain.training.data import FeatureRows, RowData, Rows, TextRows, TokenRows, text_rows
 from spectrain.training.losses import LossSettings
 from spectrain.training.modules import HeadTraining, LanguageModelTraining, SpireTraining, Training
 from spectrain.training.optim import OptimizerSettings
@@ -50,6 +50,7 @@ from spectrain.training.strategies import uses_gpu
 
 log = logging.getLogger(__name__)
 
+AUTO_SHARE = 0.995  # of a text's tokens that `draft_vocab=auto` keeps
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 
@@ -65,23 +66,52 @@ class Experiment:
 def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     """A SPIRe drafter for a Llama-like target, or a small Llama for any."""
     optimizer = OptimizerSettings(**config["optimizer"])
+    data, source = drafter_rows(config, target), {}
     if config["kind"] == "spire":
-        drafter = new_drafter(target, spire_config(config, target), config["init"])
+        kept = drafted_tokens(config.get("draft_vocab"), data.train, target)
+        drafter = new_drafter(target, spire_config(config, target, kept), config["init"], kept)
         module = SpireTraining(
             drafter, target, LossSettings(config["loss"], config["omega"]), optimizer, config["seed"]
         )
     else:
         model = new_vanilla(target.model, config["n_layer"], config["hidden_size"])
         module = LanguageModelTraining(model, optimizer, target)
-    data, source = drafter_rows(config, target), {}
     if isinstance(data.train, FeatureRows):
         store = data.train.store
         source["activations"] = [str(store.folder), digest(store.manifest.files)]
     return Experiment(module, data, source)
 
 
-def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
-    """The shape of the SPIRe drafter for this target."""
+def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetModel) -> Tensor | None:
+    """The tokens that a drafter can draft, [K] int64 ascending: those that are the most frequent in its training text.
+
+    Args:
+        draft_vocab: K, or "auto" for as many as make AUTO_SHARE of the text. None: all tokens, and None is returned.
+        rows: for training. Where responses are marked, these count alone.
+        target: whose special tokens are always kept.
+    """
+    if draft_vocab is None:
+        return None
+    if draft_vocab != "auto" and draft_vocab > target.vocab_size:
+        raise UserError(f"draft_vocab={draft_vocab} is more than the target's {target.vocab_size} tokens; lower it")
+    counts = rows.token_counts(target.vocab_size)
+    n_text, special = int(counts.sum()), set(target.eos_ids)
+    if target.tokenizer is not None:
+        special |= {*target.tokenizer.all_special_ids, *target.tokenizer.get_added_vocab().values()}
+    weights = counts.clone()
+    weights[[token for token in special if token < target.vocab_size]] = n_text + 1
+    order = weights.argsort(descending=True, stable=True)
+    if draft_vocab == "auto":
+        shares = counts[order].cumsum(0) / max(1, n_text)
+        draft_vocab = min(target.vocab_size, 1 + int((shares < AUTO_SHARE).sum()))
+    kept = order[:draft_vocab].sort().values
+    share = float(counts[kept].sum()) / max(1, n_text)
+    log.info("draft_vocab: %d of %d tokens, %.2f %% of the text", len(kept), target.vocab_size, 100 * share)
+    return kept
+
+
+def spire_config(config: Mapping, target: TargetModel, kept: Tensor | None = None) -> SpireConfig:
+    """The shape of the SPIRe drafter for this target, which can draft the tokens `kept` [K]; None: all."""
     names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations")
     options = {name: config[name] for name in names}
     if "input" in config:  # which runs of older versions do not have
@@ -90,6 +120,7 @@ def spire_config(config: Mapping, target: TargetModel) -> SpireConfig:
             reads_previous = config["input"] != "tied" and config["target_activations"]
         options |= {"input": config["input"], "previous_state": reads_previous}
         options["head"] = "trained" if config["input"] == "tied" else config["head"]
+    options["draft_vocab"] = None if kept is None else len(kept)
     return SpireConfig(shape_of(target.model), last_layers(target.model, config["n_layer"]), **options)
 
 
@@ -101,7 +132,8 @@ def trained_drafter(
     `dtype` is that of a SPIRe drafter's export; None: as its config says.
     """
     if config["kind"] == "spire":
-        drafter = filled(SpireDrafter(spire_config(config, target), target), weights, "drafter")
+        shape = spire_config(config, target, weights.get("drafter.kept"))
+        drafter = filled(SpireDrafter(shape, target), weights, "drafter")
         return drafter.to(export_dtype(config, dtype)).float()
     return filled(new_vanilla(target.model, config["n_layer"], config["hidden_size"]), weights, "model")
 

@@ -41,6 +41,7 @@ class Teacher:
 
     hidden: Tensor  # [N, D_target]
     unembedding: Tensor  # [V, D_target]
+    kept: Tensor | None = None  # [K] int64: of its probabilities these are compared with the drafter's; None: all
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,14 @@ def drafter_loss(
     """
     hard = next_tokens if settings.kind == "hard" else None
     loss, cross_entropy, alpha = _ChunkedLoss.apply(
-        hidden, unembedding, teacher.hidden, teacher.unembedding, hard, settings.weights, torch.is_grad_enabled()
+        hidden,
+        unembedding,
+        teacher.hidden,
+        teacher.unembedding,
+        teacher.kept,
+        hard,
+        settings.weights,
+        torch.is_grad_enabled(),
     )
     return LossParts(loss, cross_entropy, alpha)
 
@@ -83,7 +91,7 @@ def next_token_loss(hidden: Tensor, unembedding: Tensor, tokens: Tensor, learned
     places = F.pad(learned[:, :-1], (0, 1)).flatten().nonzero()[:, 0]
     labels = F.pad(tokens[:, 1:], (0, 1)).flatten()[places]
     states = hidden.flatten(0, 1)[places]
-    return _ChunkedLoss.apply(states, unembedding, None, None, labels, (1.0, 0.0), torch.is_grad_enabled())[0]
+    return _ChunkedLoss.apply(states, unembedding, None, None, None, labels, (1.0, 0.0), torch.is_grad_enabled())[0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -93,7 +101,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, hard, weights, grad_enabled):
+    def forward(ctx, hidden, unembedding, teacher_hidden, teacher_unembedding, kept, hard, weights, grad_enabled):
         needs_grad = grad_enabled and (hidden.requires_grad or unembedding.requires_grad)
         trains_unembedding = grad_enabled and unembedding.requires_grad
         n_positions = max(1, hidden.shape[0])
@@ -112,6 +120,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits, p = hidden[part] @ cast.T, None
             if cast_teacher is not None:
                 p = (teacher_hidden[part] @ cast_teacher.T).float().softmax(dim=-1)  # [n, V]
+                p = p if kept is None else p[:, kept]
             labels = None if hard is None else hard[part]
             ce, alpha, grad_logits = _chunk(logits.float(), p, labels, weights, needs_grad)
             cross_entropy += ce.sum() / n_hard
@@ -131,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         grad_hidden, grad_unembedding = ctx.saved_tensors
         by_unembedding = None if grad_unembedding is None else grad_unembedding * grad_loss
-        return grad_hidden * grad_loss, by_unembedding, None, None, None, None, None
+        return grad_hidden * grad_loss, by_unembedding, None, None, None, None, None, None
 
 
 def _as_computed(weight: Tensor) -> Tensor:

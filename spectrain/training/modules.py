@@ -8,6 +8,7 @@ Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -127,8 +128,12 @@ class SpireTraining(Training):
                 break
         fit.finish()
 
-    def parts(self, batch: RowBatch, first_root: int = 0) -> LossParts:
-        """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others."""
+    def parts(self, batch: RowBatch, first_root: int = 0, is_exact: bool = True) -> LossParts:
+        """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others.
+
+        Where the drafter has a vocabulary of its own, the target's distribution is cut to it, which saves most of its
+        logits; unless `is_exact`, as acceptance in decoding.
+        """
         features, kept = Features(batch.captured, batch.final_hidden), batch.learned()
         if batch.final_hidden is None:  # nothing was stored
             with torch.no_grad():
@@ -140,20 +145,27 @@ class SpireTraining(Training):
         final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
         hidden = rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)  # [B, L, D]
         places = kept.flatten().nonzero()[:, 0]  # where the host learns how many there are, and waits; nowhere else
-        of_target = self.target.unembedding.to(self.device)
-        teacher = Teacher(final_hidden.flatten(0, 1)[places], of_target)
+        of_target, kept_tokens = self.target.unembedding.to(self.device), self.drafter.kept
+        rows = of_target if kept_tokens is None else of_target[kept_tokens]
+        teacher = Teacher(final_hidden.flatten(0, 1)[places], of_target if is_exact else rows, kept_tokens)
+        teacher = teacher if is_exact else replace(teacher, kept=None)
         has_next = F.pad(batch.is_token[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100).flatten()
+        if kept_tokens is not None:  # labels count within the drafter's vocabulary; those outside are none
+            places_of = torch.full((len(of_target),), -100, device=self.device)
+            places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)
+            next_tokens = torch.where(next_tokens >= 0, places_of[next_tokens.clamp_min(0)], -100)
         unembedding = self.drafter.unembedding
         if self.drafter.config.head == "target":  # DeepSpeed computes in bfloat16, whatever the target's dtype
-            unembedding = of_target.to(hidden.dtype)
+            unembedding = rows.to(hidden.dtype)
         states = hidden.flatten(0, 1)[places]
         parts = drafter_loss(self.loss_settings, states, unembedding, teacher, next_tokens[places])
         alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)
         return LossParts(parts.loss, parts.cross_entropy, alpha.view_as(kept))
 
     def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
-        parts = self.parts(batch, root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch))
+        first_root = root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch)
+        parts = self.parts(batch, first_root, is_exact=False)
         learned, mean = batch.learned(), {"batch_size": len(batch.numbers), "sync_dist": True}
         loss = self.of_all_ranks(parts.loss, learned)
         self.log("train/loss", loss, prog_bar=True, **mean)

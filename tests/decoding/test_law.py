@@ -81,19 +81,36 @@ def drafter_of(name: str, **options) -> Drafter:
 
 MORE = {  # drafters that no yaml describes alone
     "spire, pruned": lambda: spire("pruned"),
+    "spire, half of the vocabulary": lambda: half_vocabulary(),
     "specdecpp, previous": lambda: drafter_of("specdecpp", judge="previous"),
     "specdecpp on spire": lambda: spire("random", HeadStop(random_head(), 0.6)),
     "tree": lambda: ScriptedDrafter(same_tree_always),
 }
 DRAFTERS = {**{name: partial(drafter_of, name) for name in method_names()}, **MORE}
 ADAPTIVE = ("specdecpp", "specdecpp on spire", "confidence_stop", "entropy_stop")
-DRAWING = ("speculative", "spire", "magicdec", *ADAPTIVE)  # their drafts are drawn from a q
+DRAWING = (
+    "speculative",
+    "spire",
+    "spire, half of the vocabulary",
+    "magicdec",
+    *ADAPTIVE,
+)  # their drafts are drawn from a q
 
 
 def spire(init: str, stop: StopRule | None = None) -> Spire:
     model = target().model
     config = SpireConfig(shape_of(model), last_layers(model, 1), k=3, window_tokens=4)
     return Spire(new_drafter(target(), config, init), stop=stop)
+
+
+def half_vocabulary() -> Spire:
+    model, kept = target().model, torch.arange(VOCAB_SIZE)[1::2]
+    options = {"input": "projected", "head": "target", "draft_vocab": len(kept)}
+    config = SpireConfig(shape_of(model), last_layers(model, 1), k=3, window_tokens=4, **options)
+    drafter = new_drafter(target(), config, "random", kept)
+    for weight in drafter.parameters():
+        weight.data.mul_(20)  # it is sure, and often wrong
+    return Spire(drafter)
 
 
 def random_head() -> AcceptanceHead:

@@ -22,6 +22,8 @@ INPUTS = [
     {"input": "trained", "head": "trained"},
     {"input": "projected", "head": "target", "previous_state": True},
     {"input": "trained", "head": "trained", "previous_state": True, "sink_tokens": 30},
+    {"input": "projected", "head": "target", "draft_vocab": 30},
+    {"input": "trained", "head": "trained", "previous_state": True, "draft_vocab": 30},
 ]
 
 
@@ -76,7 +78,7 @@ def test_decoding_equals_the_training_rollout(options, tied):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-2:]], ids=str
+    "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str
 )
 def test_a_greedy_chain_in_one_program_is_that_of_step_by_step(options, monkeypatch):
     """Three rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""

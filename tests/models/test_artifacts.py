@@ -96,6 +96,26 @@ def test_a_drafter_shares_the_tables_that_its_folder_lacks(tmp_path, target, inp
     torch.testing.assert_close(drafter.embed(tokens), expected)
 
 
+@pytest.mark.parametrize("head", ["target", "trained"])
+def test_an_export_holds_the_tokens_that_it_can_draft(tmp_path, target, head):
+    kept = torch.tensor([3, 5, 8, VOCAB_SIZE - 1])
+    options = {"input": "projected", "head": head, "draft_vocab": 4}
+    config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), **options)
+    made, folder = new_drafter(target, config, "pruned", kept), tmp_path / "spire"
+    folder.mkdir()
+    save_spire(folder, made, torch.bfloat16)
+    write_manifest(folder, Artifact("spire", "tiny", fingerprint(target.model, target.tokenizer), {}, 2))
+    drafter = load_spire(folder, target)
+    assert torch.equal(drafter.kept, kept)
+    logits = drafter.logits(torch.randn(2, 32))
+    assert logits.shape == (2, VOCAB_SIZE)
+    assert (logits > -torch.inf).nonzero()[:, 1].tolist() == 2 * kept.tolist()
+    made.kept[0] = VOCAB_SIZE
+    save_spire(folder, made)
+    with pytest.raises(UserError, match="is damaged"):
+        load_spire(folder, target)
+
+
 def test_a_drafter_of_another_target_is_refused(tmp_path, target):
     folder = export_spire(tmp_path / "spire", target)
     other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)

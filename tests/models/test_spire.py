@@ -37,7 +37,12 @@ def make(
             parameter.normal_()
     options = {"k": 4, "window_tokens": 8, "sink_tokens": 1, **options}
     config = SpireConfig(shape_of(model), last_layers(model, 2), **options)
-    drafter = new_drafter(TargetModel(model), config, init)
+    kept = None
+    if config.draft_vocab:
+        kept = (
+            torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(3))[: config.draft_vocab].sort().values
+        )
+    drafter = new_drafter(TargetModel(model), config, init, kept)
     if config.feedback:
         with torch.no_grad():
             drafter.feedback_weight.copy_(torch.tensor([[0.7, -0.2, 0.4], [0.1, 0.9, -0.5]]))

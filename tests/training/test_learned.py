@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from spectrain.decoding import TargetModel
-from spectrain.models.rollout import root_of_epoch
+from spectrain.decoding.errors import UserError
+from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
+from spectrain.training.experiments import drafted_tokens
 from spectrain.training.losses import LossSettings, next_token_loss
 from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
@@ -74,6 +76,52 @@ def test_the_loss_of_a_language_model_is_that_of_its_learned_positions(target):
     assert next_token_loss(hidden, unembedding, batch.tokens, torch.zeros(2, 8, dtype=torch.bool)) == 0
 
 
+@pytest.mark.parametrize("head", ["target", "trained"])
+@pytest.mark.parametrize("kind", ["mixed", "distill", "hard"])
+def test_losses_over_a_pruned_vocabulary(target, kind, head):
+    """Training compares with the target's distribution cut to it; validation with the whole one, as decoding does."""
+    kept, batch = torch.arange(VOCAB_SIZE)[1::2], rows_of()[[0, 1]]
+    module = spire_training(target, input="projected", head=head, draft_vocab=len(kept))
+    module.drafter.kept.copy_(kept)
+    module.loss_settings = LossSettings(kind)
+    features = module.target.features(batch.tokens, batch.starts)
+    hidden = rollout(module.drafter, batch.tokens, features.captured, starts=batch.starts)
+    p = (features.final_hidden.bfloat16().float() @ module.target.unembedding.T).softmax(-1)
+    q, learned = module.drafter.logits(hidden).softmax(-1), batch.learned()
+    exact = module.parts(batch)
+    torch.testing.assert_close(exact.alpha, torch.minimum(p, q).sum(-1) * learned, rtol=1e-2, atol=1e-3)
+    cut = p[..., kept] / p[..., kept].sum(-1, keepdim=True)
+    parts = module.parts(batch, is_exact=False)
+    torch.testing.assert_close(parts.alpha, torch.minimum(cut, q[..., kept]).sum(-1) * learned, rtol=1e-2, atol=1e-3)
+    following = torch.roll(batch.tokens, -1, 1)[learned]
+    if kind == "hard":
+        following, q = following[following % 2 == 1], q[learned][following % 2 == 1]
+        expected = -q[torch.arange(len(q)), following].log().mean()
+        torch.testing.assert_close(exact.cross_entropy, expected, rtol=1e-2, atol=1e-3)
+    else:
+        expected = -(cut * q[..., kept].log()).sum(-1)[learned].mean()
+        assert exact.cross_entropy < parts.cross_entropy
+    torch.testing.assert_close(parts.cross_entropy, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_the_most_frequent_tokens_of_responses_are_kept_and_special_ones_always(target):
+    tokens = torch.tensor([[5, 5, 5, 9], [9, 9, 7, 5]], dtype=torch.int32)
+    ends = set(target.eos_ids)
+    assert not ends & {5, 7, 9}
+
+    def kept(draft_vocab, is_response=None):
+        return drafted_tokens(draft_vocab, TokenRows(tokens, is_response), target).tolist()
+
+    assert kept(len(ends) + 1) == sorted([5, *ends])
+    assert kept(len(ends) + 2) == sorted([5, 9, *ends])
+    assert kept("auto") == sorted([5, 7, 9, *ends])
+    of_response = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
+    assert kept("auto", of_response) == sorted([9, *ends])
+    assert drafted_tokens(None, TokenRows(tokens), target) is None
+    with pytest.raises(UserError, match="draft_vocab=62 is more than the target's 61 tokens"):
+        kept(62)
+
+
 @pytest.mark.parametrize("kind", ["mixed", "hard"])
 @pytest.mark.parametrize("options", [{}, {"input": "projected", "head": "target", "previous_state": True}], ids=str)
 def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
@@ -125,7 +173,9 @@ def test_a_token_changes_its_depth_from_epoch_to_epoch_and_not_in_validations(ta
     module, seen = spire_training(target), []
     parts = module.parts
     monkeypatch.setattr(
-        module, "parts", lambda batch, root=0: seen.append((module.training, root)) or parts(batch, root)
+        module,
+        "parts",
+        lambda batch, root=0, **more: seen.append((module.training, root)) or parts(batch, root, **more),
     )
     rows = TokenRows(torch.randint(4, VOCAB_SIZE, (4, 16), dtype=torch.int32))
     trainer = quiet_trainer(

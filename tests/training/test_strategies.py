@@ -39,6 +39,7 @@ SPIRE = ("+exp=spire", "export_dtype=float32")  # exports are compared
 VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "untied": ["+exp=spire", "k=1", "init=random"],
     "ablated": ["+exp=spire", "feedback=false", "target_activations=false", "trainer.activation_checkpointing=true"],
+    "few tokens": ["+exp=spire", "draft_vocab=100", "head=trained"],
     "vanilla": ["+exp=vanilla", "trainer.activation_checkpointing=true"],
 }
 
@@ -93,6 +94,7 @@ def runs(small, shared, tmp_path_factory) -> Path:
     jobs += [job("offload", *SPIRE, "trainer=deepspeed_zero2_offload", "max_steps=2")]
     save_responses(folder / "answers", load_target(shared / "target", device="cpu"), 90)
     own = ["+exp=spire", f"target={shared / 'target'}", "corpus=responses:answers", "data.document_mask=true"]
+    own.append("draft_vocab=auto")
     jobs += [job("own_cut", *own, "trainer=ddp", interrupt=2), job("own_cut", *own, "trainer=ddp")]
     variants = VARIANTS | {"untied": [*VARIANTS["untied"], f"target={shared / 'target'}"]}
     for name, arguments in variants.items():
