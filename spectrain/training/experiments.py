@@ -41,7 +41,8 @@ from spectrain.stores.rows import (
 )
 from spectrain.stores.texts import MAX_DOCUMENT_BYTES, Document, is_held_out, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
-from spectrain.training.data import FeatureRows, RowData, Rows, TextRows, TokenRows, text_rows
+from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows
+from spectrain.training.draft_vocab import drafted_tokens
 from spectrain.training.losses import LossSettings
 from spectrain.training.modules import HeadTraining, LanguageModelTraining, SpireTraining, Training
 from spectrain.training.optim import OptimizerSettings
@@ -50,7 +51,6 @@ from spectrain.training.strategies import uses_gpu
 
 log = logging.getLogger(__name__)
 
-AUTO_SHARE = 0.995  # of a text's tokens that `draft_vocab=auto` keeps
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 
@@ -80,34 +80,6 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
         store = data.train.store
         source["activations"] = [str(store.folder), digest(store.manifest.files)]
     return Experiment(module, data, source)
-
-
-def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetModel) -> Tensor | None:
-    """The tokens that a drafter can draft, [K] int64 ascending: those that are the most frequent in its training text.
-
-    Args:
-        draft_vocab: K, or "auto" for as many as make AUTO_SHARE of the text. None: all tokens, and None is returned.
-        rows: for training. Where responses are marked, these count alone.
-        target: whose special tokens are always kept.
-    """
-    if draft_vocab is None:
-        return None
-    if draft_vocab != "auto" and draft_vocab > target.vocab_size:
-        raise UserError(f"draft_vocab={draft_vocab} is more than the target's {target.vocab_size} tokens; lower it")
-    counts = rows.token_counts(target.vocab_size)
-    n_text, special = int(counts.sum()), set(target.eos_ids)
-    if target.tokenizer is not None:
-        special |= {*target.tokenizer.all_special_ids, *target.tokenizer.get_added_vocab().values()}
-    weights = counts.clone()
-    weights[[token for token in special if token < target.vocab_size]] = n_text + 1
-    order = weights.argsort(descending=True, stable=True)
-    if draft_vocab == "auto":
-        shares = counts[order].cumsum(0) / max(1, n_text)
-        draft_vocab = min(target.vocab_size, 1 + int((shares < AUTO_SHARE).sum()))
-    kept = order[:draft_vocab].sort().values
-    share = float(counts[kept].sum()) / max(1, n_text)
-    log.info("draft_vocab: %d of %d tokens, %.2f %% of the text", len(kept), target.vocab_size, 100 * share)
-    return kept
 
 
 def spire_config(config: Mapping, target: TargetModel, kept: Tensor | None = None) -> SpireConfig:

@@ -10,7 +10,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
-from spectrain.training.experiments import drafted_tokens
+from spectrain.training.draft_vocab import drafted_tokens
 from spectrain.training.losses import LossSettings, next_token_loss
 from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
