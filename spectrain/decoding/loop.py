@@ -7,6 +7,7 @@ Batching is continuous: `batch_size` slots are kept filled from the list of prom
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -297,25 +298,35 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
         roots, none_drafted = [[int(Source.ROOT)]] * n_rows, [[0] * len(Source)] * n_rows
         return _Step([row[:1] for row in found], roots, none_drafted, [[0]] * n_rows, [row[1:] for row in found])
     n_depths = 1 + tree.deepest
-    ends, asked = torch.stack([verified.accepted, verified.bonus], dim=1), [] if asked is None else [asked]
-    if tree.is_chain:  # the host can count it
-        parts, width = [ends, tree.drafted.sum(1, keepdim=True), tree.tokens, tree.source], n_nodes
+    parts, asked = [verified.accepted[:, None], verified.bonus[:, None]], [] if asked is None else [asked]
+    if tree.is_chain:  # the host counts what is drafted
+        n_counts, width = n_nodes, n_nodes
+        parts += [tree.parents, tree.tokens, tree.source]
     else:
         path = verified.path[:, :n_depths].clamp_min(0)
         drafted = tree.drafted.to(tree.tokens.dtype)
         zeros = drafted.new_zeros(n_rows, len(Source) + n_depths)
         counts = zeros.scatter_add(1, tree.source, drafted).scatter_add(1, len(Source) + tree.depth, drafted)
-        parts, width = [ends, counts, tree.tokens.gather(1, path), tree.source.gather(1, path)], n_depths
-    n_counts, step = parts[1].shape[1], _Step([], [], [], [], [])
-    for accepted, bonus, *rest in torch.cat([*parts, *asked], dim=1).tolist():
+        n_counts, width = counts.shape[1], n_depths
+        parts += [counts, tree.tokens.gather(1, path), tree.source.gather(1, path)]
+    step = _Step([], [], [], [], [])
+    for accepted, bonus, *rest in _joined([*parts, *asked]):
         counted, rest = rest[:n_counts], rest[n_counts:]
         tokens, origins = rest[:width], rest[width : 2 * width]
         if tree.is_chain:
-            drafted_from = origins[1 : counted[0] + 1]
-            counted = [drafted_from.count(source) for source in range(len(Source))] + [0] + [1] * counted[0]
+            n_drafted = sum(parent >= 0 for parent in counted)
+            drafted_from = origins[1 : n_drafted + 1]
+            counted = [drafted_from.count(source) for source in range(len(Source))] + [0] + [1] * n_drafted
         step.emitted.append([*tokens[1 : accepted + 1], bonus])
         step.sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
         step.by_source.append(counted[: len(Source)])
         step.by_depth.append(counted[len(Source) :])
         step.asked.append(rest[2 * width :])
     return step
+
+
+def _joined(parts: list[Tensor]) -> list[list[int]]:
+    """Return the rows of tensors [n, .] side by side, in one transfer from a device."""
+    if parts[0].device.type == "cpu":
+        return [[*itertools.chain(*rows)] for rows in zip(*(part.tolist() for part in parts), strict=True)]
+    return torch.cat(parts, dim=1).tolist()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ class TargetModel:
     def vocab_size(self) -> int:
         return self.config.get_text_config().vocab_size
 
-    @property
+    @cached_property  # each step asks, and transformers takes its time to answer
     def max_positions(self) -> int:
         """Tokens of the longest sequence; a very large number for models without a limit."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31
@@ -244,7 +244,7 @@ class TargetModel:
             return self._replayed(tree, cache, positions)
         n_rows, n_nodes = tree.shape
         starts, lengths = cache.lengths, cache.lengths_on(tree.tokens.device)[:, None]
-        slots = lengths + torch.arange(n_nodes, device=lengths.device) if n_nodes > 1 else lengths
+        slots = lengths + _places(n_nodes, lengths.device) if n_nodes > 1 else lengths
         used = cache.begin(range(n_rows), starts, n_nodes, slots)
         if positions is None:
             positions = slots  # as in a chain
@@ -311,6 +311,12 @@ class TargetModel:
         if self.graphs is not None:
             cache.clear()
             self._kept.append(cache)
+
+
+@lru_cache(maxsize=64)
+def _places(n_nodes: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(n_nodes, device=device)
 
 
 def _engine(model: PreTrainedModel, name: str, dtype: torch.dtype | None) -> LeanEngine | TransformersEngine:

@@ -149,7 +149,8 @@ class Spire(Drafter):
             inputs = output.captured, output.positions, verified.path[:, : self.gamma + 1]
             self.graphs.run(("memories", self.slots.storage), self._keep, *inputs)
         if self.drafter.config.previous_state:
-            self.finals[: context.n_rows] = _at(output.captured[:, :, -1], verified.last)
+            last = verified.accepted  # of a chain
+            self.finals[: context.n_rows] = _at(output.captured[:, :, -1], last)
 
     def free(self, row: int) -> None:
         self.finals[row] = self.finals[self.slots.n_rows - 1]
@@ -241,4 +242,6 @@ class Spire(Drafter):
 
 
 def _at(states: Tensor, places: Tensor) -> Tensor:  # [n, P, D], [n] -> [n, D]
+    if len(places) == 1 and places.device.type == "cpu":
+        return states[:, int(places[0])]
     return states.gather(1, places[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
