@@ -235,6 +235,10 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
     OmegaConf.save(OmegaConf.merge(config, {"n_layer": 1}), run / "config.yaml")
     assert "does not hold what the run's config.yaml describes (differs in drafter.blocks.1" in refused(run)
     OmegaConf.save(config, run / "config.yaml")
+    whole = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(whole[:-2])
+    assert "has a damaged config.yaml (it is cut off)" in refused(run)
+    (run / "config.yaml").write_text(whole)
 
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(facts | {"target_fingerprint": "0" * 16}))

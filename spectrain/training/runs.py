@@ -35,6 +35,7 @@ from spectrain.stores.folder import (
     digest,
     locked,
     read_object,
+    read_text,
     refuse_existing,
     remove_leftovers,
     strict,
@@ -43,7 +44,7 @@ from spectrain.stores.folder import (
 )
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import check_options, without_limits
-from spectrain.stores.yaml_files import read_yaml
+from spectrain.stores.yaml_files import LARGEST_YAML_BYTES, read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
 from spectrain.training.curves import Curve, merged
 from spectrain.training.run_facts import Attempt, Facts, Metrics, TrainingResult
@@ -60,6 +61,14 @@ NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activatio
 
 class MissingOption(UserError, LookupError):
     """A run's config.yaml lacks an option. Templates ask for options that a run need not have."""
+
+
+def _written_config(path: Path) -> dict:
+    """Read the config of a run. Raise ValueError where it is damaged, or cut off inside a line."""
+    config = dict(read_yaml(path / CONFIG))
+    if not read_text(path / CONFIG, LARGEST_YAML_BYTES).endswith("\n"):
+        raise ValueError("it is cut off")
+    return config
 
 
 class RunConfig(dict):
@@ -144,7 +153,7 @@ class RunFolder:
     def read_config(path: Path) -> dict:
         """The config of the run that stands there. Raises UserError where it cannot be read."""
         try:
-            return dict(read_yaml(path / CONFIG))
+            return _written_config(path)
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{path} has a damaged {CONFIG} ({error}); remove the folder or give fresh=true") from error
 
@@ -156,7 +165,7 @@ class RunFolder:
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
         try:
-            config = RunConfig(dict(read_yaml(path / CONFIG)))
+            config = RunConfig(_written_config(path))
             check_options({"kind": config["kind"]}, "train")
         except (ValueError, TypeError) as error:
             raise UserError(f"run={path} has a damaged {CONFIG} ({error}); restore it") from error

@@ -84,6 +84,7 @@ FAILED: tuple[Case, ...] = (
     OptionCase("export", ("++target.device=''",), True),
     OptionCase("cost", ("++hardware.source=''",), True),
     FileCase("drafter of spire", "config.json", "number", 4069),
+    FileCase("run", "config.yaml", "cut off", 1712),
 )
 CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
