@@ -30,7 +30,6 @@ class Context:
     def __init__(self, sampling: Sampling, device: torch.device | str = "cpu", max_rows: int = 1):
         self.sampling = sampling
         self.device = torch.device(device)
-        self.ends: Tensor | None = None  # [E] int64 tokens that end a text, behind which a draft is wasted; None: none
         # On the host.
         self.n_tokens: list[int] = []  # tokens of each row: prompt and output, the root (the last one) included
         self.room: list[int] = []  # tokens that each row may still emit; a draft deeper than room - 1 is wasted

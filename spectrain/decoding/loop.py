@@ -114,7 +114,6 @@ def stream(
     longest = max(map(len, prompts)) + max_new_tokens
     cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
     context = Context(sampling or Sampling(), target.device, n_slots)
-    context.ends = torch.tensor(sorted(stop_ids), device=target.device) if stop_ids else None
     batch = _Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
     waiting = 0

@@ -101,7 +101,8 @@ def _replayed(
             found = _verify_chain(chain, logits, sampling, numbers, verification)
         return found.path, found.accepted, found.bonus
 
-    return Verified(*graphs.run(("verify", sampling, verification), verified, *inputs))
+    outputs = graphs.run(("verify", sampling, verification), verified, *inputs)
+    return Verified(*(output.clone() for output in outputs))  # another generation may replay it before the next step
 
 
 def _verify_greedy(tree: DraftTree, best: Tensor) -> Verified:

@@ -75,7 +75,7 @@ def draft_chain(
     if whole is not None and stop is None:
         ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < max(left) else None
         tokens, probs = whole(context, max(left), ragged)
-        return DraftTree.chain(context.roots, tokens, _until_the_end(context, tokens, ragged), probs)
+        return DraftTree.chain(context.roots, tokens, ragged, probs)
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     stop.begin(context)
@@ -103,24 +103,9 @@ def draft_chain(
     if not tokens:
         return DraftTree.root_only(context.roots)
     ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
-    drafted = torch.stack(tokens, dim=1)
-    ragged = _until_the_end(context, drafted, ragged)
-    return DraftTree.chain(context.roots, drafted, ragged, None if context.sampling.greedy else probs)
-
-
-def _until_the_end(context: Context, tokens: Tensor, lengths: Tensor | None) -> Tensor | None:
-    """Return the lengths [n] of drafts [n, g] that end with a token that ends a text; None: all have g tokens.
-
-    As the reference of SpecDec++ does (its footnote 1). What comes behind could never be emitted.
-    """
-    if context.ends is None:
-        return lengths
-    if tokens.device.type == "cpu" and not (tokens.numpy()[:, :, None] == context.ends.numpy()).any():
-        return lengths  # nearly always; looking costs a tenth of what follows
-    at_end = (tokens[:, :, None] == context.ends).any(-1)
-    before = (at_end.cumsum(1) - at_end.long()) == 0  # nothing has ended before this token
-    cut = before.sum(1)
-    return cut if lengths is None else torch.minimum(lengths, cut)
+    return DraftTree.chain(
+        context.roots, torch.stack(tokens, dim=1), ragged, None if context.sampling.greedy else probs
+    )
 
 
 def _without(drafting: list[bool], stopped: list[bool] | None) -> list[bool]:

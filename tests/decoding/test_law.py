@@ -174,7 +174,7 @@ def test_block_verification_samples_from_the_same_distribution(method):
     assert p_value(DRAFTERS[method](), WARPED, "block") > ALPHA
 
 
-def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best) -> Verified:
+def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best, graphs) -> Verified:
     """Draws the bonus anew from p: not from the residual of a chain, and not the token that left a deterministic tree
     (as REST's reference does)."""
     verified = verify(tree, logits, sampling, uniforms, verification)
@@ -182,7 +182,7 @@ def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best) -> V
     return Verified(verified.path, verified.accepted, torch.multinomial(p_last, 1)[:, 0])
 
 
-def accepts_too_readily(tree, logits, sampling, uniforms, verification, best) -> Verified:
+def accepts_too_readily(tree, logits, sampling, uniforms, verification, best, graphs) -> Verified:
     halved = None if tree.probs is None else tree.probs / 2
     return verify(dataclasses.replace(tree, probs=halved), logits, sampling, uniforms, verification)
 

@@ -128,18 +128,6 @@ def test_every_draft_is_accepted_when_the_drafter_is_the_target():
     assert len(generation.tokens) == 61
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_ends_with_the_token_that_ends_the_text(temperature):
-    target, drafter = whole_target_drafter()  # all of whose drafts are accepted
-    sampling, prompts = Sampling(temperature=temperature), random_prompts([12])
-    (whole,) = generate(target, Spire(drafter), prompts, 60, sampling, stop_token_ids=())
-    new = [i for i, token in enumerate(whole.tokens) if token not in whole.tokens[:i]]
-    for place in new[1:]:
-        (found,) = generate(target, Spire(drafter), prompts, 60, sampling, stop_token_ids=[whole.tokens[place]])
-        assert found.tokens == whole.tokens[: place + 1]
-        assert sum(found.drafted) == sum(found.accepted)
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, batch_size):
