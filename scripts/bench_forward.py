@@ -90,7 +90,8 @@ def by_operation(forward: Forward) -> dict[str, float]:
     """Return the ms of each kind of operation of a forward, run alone."""
     table, taken = forward.table, {}
     logits = torch.empty(len(forward.x), forward.n_vocabulary)  # those of the last forward are gone
-    table[forward.logits_at, 4] = table[forward.argmax_at, 1] = logits.data_ptr()
+    places = [place for place, _ in forward.logits_at]
+    table[places, 4] = table[forward.argmax_at, 1] = logits.data_ptr()
     table[forward.best_at, 4] = forward.tokens.data_ptr()
     for kind, name in enumerate(OPERATIONS):
         rows = np.ascontiguousarray(table[table[:, 0] == kind])

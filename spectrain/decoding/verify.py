@@ -75,8 +75,12 @@ def verify(
     if tree.probs is None:
         return _verify_deterministic(tree, logits, sampling, uniforms)
     assert tree.is_chain, "drafts that were drawn from q are verified as chains; a branching tree must be deterministic"
-    numbers = uniforms.take(tree.shape[1], tree.drafted.sum(-1) + 1)
-    return _verify_chain(tree, logits, sampling, numbers, verification)
+    return _verify_chain(tree, logits, sampling, _numbers(tree, uniforms), verification)
+
+
+def _numbers(tree: DraftTree, uniforms: Uniforms) -> Tensor:
+    """Take the random numbers [B, N] of chains: one for each drafted token, then the bonus's."""
+    return uniforms.take(tree.shape[1], tree.drafted.sum(-1) + 1)
 
 
 def _replayed(
@@ -85,7 +89,7 @@ def _replayed(
     """Verify a chain by a CUDA graph: it is some fifty small kernels, which the host would launch one by one."""
     inputs = [tree.tokens, tree.parents, logits]
     if not sampling.greedy:
-        inputs.append(uniforms.take(tree.shape[1], tree.drafted.sum(-1) + 1))
+        inputs.append(_numbers(tree, uniforms))
         inputs += [] if tree.probs is None else [tree.probs]
 
     def verified(
@@ -164,7 +168,7 @@ def _verify_deterministic(tree: DraftTree, logits: Tensor, sampling: Sampling, u
 def _verify_chain(tree: DraftTree, logits: Tensor, sampling: Sampling, numbers: Tensor, verification: str) -> Verified:
     """Accept x_1..x_last by either rule. A rejected rest is made up for by a bonus from the residual.
 
-    `numbers` [B, N] float32 are random: one for each drafted token, then the bonus's.
+    `numbers` [B, N] float32 are those of `_numbers`.
     """
     n_nodes = tree.shape[1]
     lengths = tree.drafted.sum(-1)  # [B]

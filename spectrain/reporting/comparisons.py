@@ -94,7 +94,7 @@ def tau_table(content: Mapping) -> tuple[str, DataFrame]:
 
 
 def gamma_table(content: Mapping) -> tuple[str, DataFrame]:
-    """What drafts of each length gave after a training, as `measure_gammas` has it; the title names the fastest."""
+    """One row per draft length of `measure_gammas`: tau, acceptance and speed. The title names the fastest length."""
     rows = [
         {"sampling": sampling, "gamma": gamma, "tau": plus_minus(one["tau"], 2)}
         | {"accepted": percent(one["acceptance"]["value"], 0), "tokens/s": fixed(one["tokens_per_s"]["value"], 0)}

@@ -8,7 +8,6 @@ Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -147,8 +146,8 @@ class SpireTraining(Training):
         places = kept.flatten().nonzero()[:, 0]  # where the host learns how many there are, and waits; nowhere else
         of_target, kept_tokens = self.target.unembedding.to(self.device), self.drafter.kept
         rows = of_target if kept_tokens is None else of_target[kept_tokens]
-        teacher = Teacher(final_hidden.flatten(0, 1)[places], of_target if is_exact else rows, kept_tokens)
-        teacher = teacher if is_exact else replace(teacher, kept=None)
+        seen = (of_target, kept_tokens) if is_exact else (rows, None)
+        teacher = Teacher(final_hidden.flatten(0, 1)[places], *seen)
         has_next = F.pad(batch.is_token[:, 1:], (0, 1))
         next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100).flatten()
         if kept_tokens is not None:  # labels count within the drafter's vocabulary; those outside are none
