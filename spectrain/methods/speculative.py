@@ -37,8 +37,8 @@ def build(
 
     gamma: None takes the fastest that training measured, if the folder is an export that says so, else GAMMA.
     """
-    model = load_draft_model(target, drafter, draft_dtype)
-    return Speculative(model, gamma or fastest_gamma(Path(drafter)) or GAMMA, max_nodes, draft_dtype=draft_dtype)
+    gamma = (fastest_gamma(Path(drafter)) or GAMMA) if gamma is None else gamma
+    return Speculative(load_draft_model(target, drafter, draft_dtype), gamma, max_nodes, draft_dtype=draft_dtype)
 
 
 def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:

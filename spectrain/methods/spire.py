@@ -43,7 +43,8 @@ def build(
     gamma: None takes the fastest that training measured, which is in the export.
     """
     folder = Path(drafter)
-    return Spire(load_spire(folder, target), gamma or fastest_gamma(folder), max_nodes, draft_dtype=draft_dtype)
+    gamma = fastest_gamma(folder) if gamma is None else gamma
+    return Spire(load_spire(folder, target), gamma, max_nodes, draft_dtype=draft_dtype)
 
 
 class Spire(Drafter):
