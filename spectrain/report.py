@@ -35,7 +35,7 @@ def main(cfg: DictConfig) -> None:
 
 def make_page(cfg: DictConfig, roots: list[Path], out: Path) -> None:
     """Write the page, and say what it shows and what is left out."""
-    collection = find(roots)
+    collection = find(roots, cfg.max_folders)
     others = {1: "", 2: f" and {roots[-1]}"}.get(len(roots), f" and {len(roots) - 1} other folders")
     title = str(cfg.title or f"Runs in {roots[0]}{others}")
     html = render_page(collection, title, [str(root) for root in roots], date_of(), TYPED_COMMAND.get())
@@ -45,12 +45,15 @@ def make_page(cfg: DictConfig, roots: list[Path], out: Path) -> None:
         print(f"left out: {path}: {reason}", file=sys.stderr)
 
 
-def find(roots: list[Path]) -> Collection:
-    """Find everything that can be shown. Raises UserError where a folder is missing or holds nothing to show."""
+def find(roots: list[Path], max_folders: int) -> Collection:
+    """Find everything that can be shown.
+
+    Raises UserError where a folder is missing, holds nothing to show, or the folders hold more than max_folders others.
+    """
     for root in roots:
         if not root.is_dir():
             raise UserError(f"runs={root} is no folder; give the folder that holds runs")
-    collection = Collection.of(roots)
+    collection = Collection.of(roots, max_folders)
     if not collection.runs:
         damaged = [f"; {path} cannot be read: {reason}" for path, reason in collection.unreadable.items()]
         nothing = f"runs={', '.join(map(str, roots))} holds no run or measurement that could be shown"

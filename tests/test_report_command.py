@@ -204,6 +204,7 @@ def test_a_report_is_replaced_and_nothing_else(runs, reported):
         (["runs=nowhere"], "runs=nowhere is no folder; give the folder that holds runs"),
         (["runs=empty"], "runs=empty holds no run or measurement that could be shown; give another folder"),
         (["runs=[]"], "runs=[] must be a path, or a list, with each value a path"),
+        (["runs=/", "max_folders=50"], "runs=/ holds more than 50 folders; give the folder that holds runs, or raise"),
         (["runs=asked.jsonl"], "runs=asked.jsonl is no folder; give the folder that holds runs"),
         (["runs=broken"], "broken/config.yaml cannot be read: it holds no names with values"),
         (["runs=runs", "out=runs"], "out=runs is a folder; give the name of a file, such as out=runs/report.html"),

@@ -43,7 +43,7 @@ TYPED: dict[str, tuple[str, ...]] = {
         "tuned=a_file/below",
         *("out=a_file/below", "out=/dev/null", "out=a_file", f"out={LONG_NAME}"),
     ),
-    "report": ("out=/dev/null", "out=a_file", "out=a_folder", f"out={LONG_NAME}", "out=a_file/below"),
+    "report": ("runs=/", "out=/dev/null", "out=a_file", "out=a_folder", f"out={LONG_NAME}", "out=a_file/below"),
     "parity": ("out=/dev/null", "out=a_file"),
     "responses": ("out=/dev/null", "out=a_file", "out=a_file/below", f"out={LONG_NAME}", "stop_strings=[5]"),
     "acceptance": ("responses=5", "out=a_file"),
