@@ -51,6 +51,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
 FAILED: tuple[Case, ...] = (
+    FileCase("datastore of export", "manifest.json", "number", 50444),
     OptionCase("cost", ("operational_intensity=1e300",), True),
     OptionCase("parity", ("new_tokens=1",), True),
     FileCase("inspect", "manifest.json", "another value", 3518),

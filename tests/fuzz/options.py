@@ -52,6 +52,7 @@ TAKES = {
     "investment.decoding": ("1e26", "1.5", "1e3"),  # in units of the target's training
     "investment.magicdec": ("1e26", "1.5", "1e3"),
     "logger.wandb": ("true",),
+    "previous_state": ("true",),
 }
 # What rightly takes minutes: the sources of Python's standard library.
 LONG = (("corpus.path", "null"),)
