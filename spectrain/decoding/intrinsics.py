@@ -32,7 +32,7 @@ def _pointer_to(kind: types.Type):
 
 
 floats, wholes, flags = _pointer_to(types.float32), _pointer_to(types.int64), _pointer_to(types.uint8)
-halves = _pointer_to(types.uint16)
+halves, words, doubles = _pointer_to(types.uint16), _pointer_to(types.int32), _pointer_to(types.float64)
 
 
 @intrinsic
@@ -55,6 +55,26 @@ def widened(typing, upper):
         return builder.bitcast(builder.shl(builder.zext(given[0], int32_t), int32_t(16)), ir.FloatType())
 
     return types.float32(types.uint16), build
+
+
+@intrinsic
+def bits_of(typing, value):
+    """The bits of a float32 as int32."""
+
+    def build(context, builder, signature, given):
+        return builder.bitcast(given[0], int32_t)
+
+    return types.int32(types.float32), build
+
+
+@intrinsic
+def float_of(typing, bits):
+    """The float32 that has these bits, an int32."""
+
+    def build(context, builder, signature, given):
+        return builder.bitcast(given[0], ir.FloatType())
+
+    return types.float32(types.int32), build
 
 
 @intrinsic

@@ -36,6 +36,7 @@ from spectrain.decoding.program import (
     ATTEND,
     COMBINE,
     COPY,
+    DRAW,
     EMBED,
     FIELDS,
     KEEP,
@@ -45,10 +46,12 @@ from spectrain.decoding.program import (
     PRODUCT,
     ROTATE,
     SILU,
+    WARP,
     WINDOW,
 )
+from spectrain.decoding.warping import BLOCK, draw, largest, warp
 
-HERE, SOURCES = Path(__file__).parent, ("operations.py", "attention.py", "intrinsics.py", "program.py")
+HERE, SOURCES = Path(__file__).parent, ("operations.py", "attention.py", "intrinsics.py", "program.py", "warping.py")
 
 
 @fast
@@ -148,12 +151,16 @@ def _argmax(op, thread, n_threads):
     """Each thread finds the largest of its share of each row's logits."""
     logits, values, places, size, n_rows = op[1], floats(op[2]), wholes(op[3]), op[4], op[5]
     for row in range(n_rows):
-        x, first = floats(logits + 4 * row * size), size * thread // n_threads
-        best = first
-        for v in range(first, size * (thread + 1) // n_threads):
-            if x[v] > x[best]:
-                best = v
-        values[row * n_threads + thread], places[row * n_threads + thread] = x[best], best
+        here, first, stop = logits + 4 * row * size, size * thread // n_threads, size * (thread + 1) // n_threads
+        most, block = largest(here, first, min(first + BLOCK, stop)), first
+        for start in range(first + BLOCK, stop, BLOCK):
+            found = largest(here, start, min(start + BLOCK, stop))
+            if found > most:
+                most, block = found, start
+        x, best = floats(here), block
+        while best + 1 < stop and x[best] < most:
+            best += 1
+        values[row * n_threads + thread], places[row * n_threads + thread] = most, best
 
 
 @fast
@@ -229,6 +236,10 @@ def compiled() -> CFunc:
                 _pick(op, thread, n_threads)
             elif kind == KEEP:
                 _keep(op, thread, n_threads)
+            elif kind == WARP:
+                warp(op, thread, n_threads)
+            elif kind == DRAW:
+                draw(op, thread, n_threads)
             if op[FIELDS - 1] == 0:
                 barrier()
 

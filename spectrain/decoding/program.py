@@ -10,6 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,12 +22,18 @@ from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaBlock, LlamaDecoder, LlamaShape, Rope
 from spectrain.decoding.weights import RowsLinear
 
+if TYPE_CHECKING:
+    from spectrain.decoding.sampling import Sampling
+
 log = logging.getLogger(__name__)
 FIELDS = 20  # int64 numbers of an operation: its kind, then addresses and sizes
-PRODUCT, NORM, ANGLES, ROTATE, ATTEND, COMBINE, SILU, COPY, MIX, WINDOW, EMBED, ARGMAX, PICK, KEEP = range(14)
+PRODUCT, NORM, ANGLES, ROTATE, ATTEND, COMBINE, SILU, COPY, MIX, WINDOW, EMBED, ARGMAX, PICK, KEEP, WARP, DRAW = range(
+    16
+)
 CHUNK = 256  # slots that a thread attends to at a time
 MOST_TOKENS = 64  # of a forward; torch is as fast with more
 MOST_PROGRAMS = 32  # kept
+BUCKETS = 2048  # of 64 bits that a thread sorts weights into, see `warping.py`
 
 
 @cache
@@ -41,6 +48,18 @@ def runner() -> int | None:
     except (OSError, AttributeError, ImportError, RuntimeError) as error:
         log.warning("steps take torch's own operations, which are slower (%s)", str(error).splitlines()[0])
         return None
+
+
+def run_alone(kind: int, n_threads: int, *arguments: int) -> None:
+    """Run one operation by itself. `runner` has said that it can be."""
+    operation = (ctypes.c_int64 * FIELDS)(kind, *arguments)  # the rest is 0
+    header = (ctypes.c_int64 * 2)(1, ctypes.addressof(operation))
+    kernels.openmp().GOMP_parallel(runner(), header, n_threads, 0)
+
+
+def warping_bytes(size: int) -> int:
+    """Return the bytes that a thread needs to warp rows of `size` logits."""
+    return 8 * BUCKETS + -(-4 * size // 64) * 64
 
 
 def can_fuse(module: nn.Module, shape: LlamaShape) -> bool:
@@ -184,6 +203,28 @@ class Program:
         search = self.add(ARGMAX, logits, best, places, size, n_rows)
         names = 0 if names is None else names
         return search, self.add(PICK, best, places, tokens, chosen, positions, stride, n_rows, names)
+
+    def drawn(
+        self,
+        logits: Tensor,
+        sampling: Sampling,
+        numbers: Tensor,
+        chosen: Tensor,
+        following: tuple[Tensor, Tensor],
+        names: Tensor | None = None,
+    ) -> tuple[int, int]:
+        """Draw a token of each row from logits [B, K] by numbers [B], and write it to `chosen` [B].
+
+        For `following` and `names` see `likeliest`. Return the indices of the operations that write the probabilities
+        [B, K], whose place each call says in fields 3 and 4 of the one and 1 and 2 of the other, and draw from them.
+        """
+        n_rows, size = logits.shape
+        n_bytes = warping_bytes(size)
+        work = self.floats(self.n_threads * n_bytes // 4)
+        arguments = sampling.options, min(sampling.top_k, size), work, n_bytes
+        warped = self.add(WARP, logits, size, 0, 0, n_rows, size, *arguments)
+        drawing = numbers, numbers.stride(0), following[0], chosen, following[1], chosen.stride(0), n_rows, size
+        return warped, self.add(DRAW, 0, 0, *drawing, 0 if names is None else names)
 
     def goes_on(self, operation: int) -> int:
         """Let threads begin the next operation, which reads nothing of this one, before all have ended it."""

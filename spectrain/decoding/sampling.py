@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.program import DRAW, WARP, run_alone, runner, warping_bytes
 from spectrain.decoding.transfer import to_device, without
 
 
@@ -53,6 +55,12 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @cached_property
+    def options(self) -> Tensor:
+        """[3] float64: temperature, top_p and min_p, as compiled operations read them."""
+        with torch.inference_mode(False):
+            return torch.tensor([self.temperature, self.top_p, self.min_p], dtype=torch.float64)
+
     def same_distribution(self, other: Sampling) -> bool:
         """Whether both choose alike: greedy decoding reads no other option."""
         return self == other or (self.greedy and other.greedy)
@@ -72,6 +80,8 @@ class Sampling:
         logits = logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        if (self.top_k or self.top_p < 1 or self.min_p) and _runs_compiled(logits):
+            return self._warped(logits.contiguous())
         logits = logits / self.temperature
         top_k = min(self.top_k, logits.shape[-1])
         if top_k:
@@ -85,6 +95,17 @@ class Sampling:
             probs = _renormalised(probs, probs >= ordered.gather(-1, last_kept))
         if self.min_p:
             probs = _renormalised(probs, probs >= self.min_p * probs.amax(-1, keepdim=True))
+        return probs
+
+    def _warped(self, logits: Tensor) -> Tensor:
+        """The same on a CPU, by a compiled operation: torch would sort the vocabulary for top_p."""
+        probs, size = torch.empty_like(logits), logits.shape[-1]
+        n_rows = logits.numel() // size
+        n_threads = min(n_rows, torch.get_num_threads())
+        n_bytes = warping_bytes(size)
+        work = torch.empty(n_threads * n_bytes, dtype=torch.uint8)
+        rows = logits.data_ptr(), size, probs.data_ptr(), size, n_rows, size
+        run_alone(WARP, n_threads, *rows, self.options.data_ptr(), min(self.top_k, size), work.data_ptr(), n_bytes)
         return probs
 
     def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -116,10 +137,26 @@ def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
     A token of weight 0 is never drawn: the first index whose cumulative sum is *above* the threshold has weight, and
     the threshold stays below the total, since float32 uniforms end at 1 - 2^-24.
     """
+    if _runs_compiled(weights):
+        return _drawn(weights.contiguous(), uniforms.float().contiguous())
     cumulative = weights.double().cumsum(-1)  # a parallel float32 scan is not monotonic, and would draw zero weights
     threshold = uniforms.double()[:, None] * cumulative[:, -1:]
     # Of weights that are NaN no draw comes: any token does, since verification rejects it where it was drafted.
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(weights.shape[-1] - 1)
+
+
+def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
+    n_rows, size = weights.shape
+    tokens = torch.empty(n_rows, dtype=torch.int64)
+    arguments = weights.data_ptr(), size, uniforms.data_ptr(), 1, 0, tokens.data_ptr(), 0, 1, n_rows, size, 0
+    run_alone(DRAW, min(n_rows, torch.get_num_threads()), *arguments)
+    return tokens
+
+
+def _runs_compiled(values: Tensor) -> bool:
+    """Whether compiled operations can read this float32 tensor."""
+    on_a_cpu = values.device.type == "cpu" and values.numel() > 0 and not values.requires_grad
+    return on_a_cpu and runner() is not None
 
 
 def row_generator(seed: int, prompt_index: int) -> torch.Generator:

@@ -58,7 +58,7 @@ class DraftTree:
         roots: Tensor,
         tokens: Tensor,
         lengths: Tensor | None = None,
-        probs: Sequence[Tensor] | None = None,
+        probs: Sequence[Tensor] | Tensor | None = None,
         source: Source = Source.DRAFT,
     ) -> DraftTree:
         """A chain under each root.
@@ -67,14 +67,16 @@ class DraftTree:
             roots: [B] int64.
             tokens: [B, gamma] int64; what stands after a row's length is ignored.
             lengths: [B] int64 drafted tokens of each row; None: all gamma.
-            probs: gamma tensors [B, V] float32, the q that each column was drawn from; None: deterministic.
+            probs: gamma tensors [B, V] float32, the q that each column was drawn from, or all of them behind the root's
+                entry, [B, N, V]; None: deterministic.
             source: of the drafted tokens.
         """
         parents, sources = _chains(*tokens.shape, int(source), tokens.device)
         if lengths is not None:
             parents = parents.masked_fill(parents >= lengths[:, None], PADDING_PARENT)
-        q = torch.stack([probs[0], *probs], dim=1) if probs else None  # the root's entry is never read
-        return cls(torch.cat([roots[:, None], tokens], dim=1), parents, sources, probs=q, is_chain=True)
+        if not isinstance(probs, Tensor):
+            probs = torch.stack([probs[0], *probs], dim=1) if probs else None  # the root's entry is never read
+        return cls(torch.cat([roots[:, None], tokens], dim=1), parents, sources, probs=probs, is_chain=True)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ Letters: n active rows, g draft length, V vocabulary, D hidden size of the draft
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,7 @@ def draft_chain(
     first: Callable[[], DraftStep],
     step: Callable[[Tensor, int], DraftStep],
     stop: StopRule | None = None,
-    whole: Callable[[Context, int, Tensor | None], tuple[Tensor, list[Tensor] | None]] | None = None,
+    whole: Callable[[Context, int, Tensor | None], tuple[Tensor, Sequence[Tensor] | Tensor | None]] | None = None,
 ) -> DraftTree:
     """Draft up to gamma tokens per row, fewer where a row may emit fewer or a rule ends its draft.
 
@@ -66,8 +66,8 @@ def draft_chain(
             token drafted.
         stop: ends rows one by one; None: all draft as long as they may.
         whole: draws chains of i tokens at once, where the drafter has a shorter way and no rule ends them. It is given
-            the lengths [n] int64 of the rows' chains (None: all i), and returns tokens [n, i] and the i distributions
-            [n, V] that they were drawn from (None: they are the likeliest).
+            the lengths [n] int64 of the rows' chains (None: all i), and returns tokens [n, i] and what they were drawn
+            from, as `DraftTree.chain` takes it (None: they are the likeliest).
     """
     left = [min(gamma, room - 1) for room in context.room]  # tokens that each row may still draft
     if max(left) < 1:

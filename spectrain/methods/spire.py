@@ -168,13 +168,14 @@ class Spire(Drafter):
     def _shortest_way(self, context: Context) -> Callable | None:
         """Return what drafts whole chains, see `draft_chain`: a program or a CUDA graph; None: neither does."""
         if self.slots.fuses:
-            return self._program_chain if context.sampling.greedy else None
+            return self._program_chain
         few = context.n_rows * self.gamma * self.drafter.config.shape.vocab_size <= MOST_REPLAYED
         return self._graph_chain if self.graphs is not None and few else None
 
-    def _program_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> tuple[Tensor, None]:
-        program = self.slots.chain(context.n_rows, n_steps)
-        return program.draft(context.roots, context.lengths - 1, self.state), None
+    def _program_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        program = self.slots.chain(context.n_rows, n_steps, context.sampling)
+        numbers = None if context.sampling.greedy else context.uniforms.take(n_steps, lengths)
+        return program.draft(context.roots, context.lengths - 1, self.state, numbers)
 
     def _graph_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None

@@ -11,6 +11,7 @@ from torch import Tensor
 from spectrain.decoding.graphs import unique
 from spectrain.decoding.llama import KeysValues
 from spectrain.decoding.program import COPY, KEEP, MIX, WINDOW, Program, Programs, can_fuse
+from spectrain.decoding.sampling import Sampling
 from spectrain.models.spire import SpireDrafter
 
 
@@ -37,8 +38,9 @@ class SlotStore:
     def reader(self, n_rows: int) -> DraftProgram:
         return self._programs.get(n_rows, lambda: DraftProgram(self, n_rows))
 
-    def chain(self, n_rows: int, n_steps: int) -> DraftProgram:
-        return self._programs.get((n_rows, n_steps), lambda: DraftProgram(self, n_rows, n_steps))
+    def chain(self, n_rows: int, n_steps: int, sampling: Sampling) -> DraftProgram:
+        key = n_rows, n_steps, None if sampling.greedy else sampling
+        return self._programs.get(key, lambda: DraftProgram(self, *key))
 
     def memory(self, n_rows: int, n_nodes: int) -> MemoryProgram:
         return self._programs.get(("memory", n_rows, n_nodes), lambda: MemoryProgram(self, n_rows, n_nodes))
@@ -118,13 +120,16 @@ class DraftProgram(Program):
     Args:
         slots: the store.
         n_rows: B.
-        n_steps: greedy ones, each of which reads what the one before it drafted; None: one, whose tokens are given.
+        n_steps: each reads what the one before it drafted; None: one, whose tokens are given.
+        sampling: how the steps draw their tokens; None: greedily.
     """
 
-    def __init__(self, slots: SlotStore, n_rows: int, n_steps: int | None = None) -> None:
+    def __init__(
+        self, slots: SlotStore, n_rows: int, n_steps: int | None = None, sampling: Sampling | None = None
+    ) -> None:
         drafter, shape = slots.drafter, slots.config.shape
         super().__init__(shape, n_rows, 1)
-        self.spread = drafter.spread
+        self.spread, self.draws = drafter.spread, []
         self.final = self.floats(n_rows, shape.hidden_size)
         self.states = self.floats(len(drafter.blocks) + 1, n_rows, shape.hidden_size)
         self.n_draft = slots.config.draft_vocab or shape.vocab_size
@@ -135,12 +140,17 @@ class DraftProgram(Program):
             self.step(slots, None, is_last=False)
         else:
             following = self.tokens, self.positions
+            self.numbers = self.floats(n_rows, n_steps)
             previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
             for i in range(n_steps):
                 self.embed(drafter.embed_tokens.weight, self.states[0])
                 self.step(slots, previous, is_last=i == n_steps - 1)
                 previous = None if previous is None else self.final
-                self.likeliest(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
+                if sampling is None:
+                    self.likeliest(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
+                    continue
+                drawing = self.numbers[:, i], self.drafted[:, i], following, names
+                self.draws.append(self.drawn(self.logits, sampling, *drawing))
         self.finish()
 
     def step(self, slots: SlotStore, previous: Tensor | None, is_last: bool) -> None:
@@ -186,17 +196,35 @@ class DraftProgram(Program):
         self.run()
         return self.spread(self.logits.clone()), self.final.clone()
 
-    def draft(self, roots: Tensor, positions: Tensor, previous: Tensor) -> Tensor:
-        """Return the likeliest tokens [B, n_steps] behind roots [B] at positions [B], one after the other.
+    def draft(
+        self, roots: Tensor, positions: Tensor, previous: Tensor, numbers: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens [B, n_steps] behind roots [B] at positions [B], one after the other.
 
-        `previous` [B, D] are the target's final states before the roots, which not every drafter reads.
+        Args:
+            roots: int64.
+            positions: int64.
+            previous: [B, D] the target's final states before the roots, which not every drafter reads.
+            numbers: [B, n_steps] that tokens are drawn by; None: they are the likeliest.
+
+        Returns:
+            The tokens, and what they were drawn from behind an entry for the roots, [B, 1 + n_steps, V] (greedy: None).
         """
         self.tokens.copy_(roots[:, None])
         self.positions.copy_(positions[:, None])
         if self.previous is not None:
             self.previous.copy_(previous)
+        if numbers is None:
+            self.run()
+            return self.drafted.clone(), None
+        self.numbers.copy_(numbers)
+        n_rows, n_steps = numbers.shape
+        q = torch.empty(n_rows, 1 + n_steps, self.n_draft, dtype=torch.float32)
+        for i, (warped, drawn) in enumerate(self.draws):
+            place = q.data_ptr() + 4 * (1 + i) * self.n_draft, (1 + n_steps) * self.n_draft
+            self.table[warped, 3:5] = self.table[drawn, 1:3] = place
         self.run()
-        return self.drafted.clone()
+        return self.drafted.clone(), self.spread(q, 0.0)
 
 
 class MemoryProgram(Program):

@@ -216,11 +216,11 @@ class SpireDrafter(nn.Module):
             return self.spread(self.lm_head(hidden))
         return self.spread(F.linear(hidden, self.unembedding.to(hidden.dtype)))
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """Put logits [.., K] of the tokens `kept` at their places among all, [.., V]."""
+    def spread(self, logits: Tensor, others: float = -torch.inf) -> Tensor:
+        """Put logits [.., K] of the tokens `kept` at their places among all, [.., V], where the others have a value."""
         if self.kept is None:
             return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.shape.vocab_size), -torch.inf)
+        whole = logits.new_full((*logits.shape[:-1], self.config.shape.vocab_size), others)
         return whole.index_copy_(-1, self.kept, logits)
 
     def input_table(self) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from spectrain.decoding import sampling as module
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, row_generator
 
@@ -43,6 +44,46 @@ def test_greedy_warp_is_one_hot_at_the_argmax():
 def test_tokens_that_tie_with_the_last_one_kept_are_kept():
     probs = Sampling(temperature=1.0, top_k=2).warp(torch.tensor([[2.0, 1.0, 1.0, 0.0]]))
     assert (probs[0] > 0).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 30.0])
+@pytest.mark.parametrize("size", [1, 7, 64, 5000])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 1},
+        {"top_k": 50},
+        {"temperature": 0.1, "top_k": 200},
+        {"top_p": 0.9},
+        {"temperature": 20.0, "top_p": 0.5},
+        {"temperature": 0.6, "top_p": 1e-6},
+        {"min_p": 0.3},
+        {"temperature": 0.8, "top_k": 30, "top_p": 0.7, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_compiled_operations_are_those_of_torch(options, size, scale, monkeypatch):
+    generator, sampling = torch.Generator().manual_seed(1), Sampling(**{"temperature": 1.0, **options})
+    logits = scale * torch.randn(3, 4, size, generator=generator)
+    logits[0] = logits[0].round()  # many are equal
+    logits[1, :, ::3] = -torch.inf if size > 1 else 0
+    uniforms = torch.rand(12, generator=generator)
+    probs = sampling.warp(logits)
+    tokens = draw_token(probs.view(12, size), uniforms)
+    monkeypatch.setattr(module, "_runs_compiled", lambda values: False)
+    torch.testing.assert_close(probs, sampling.warp(logits), rtol=3e-5, atol=1e-7)
+    assert tokens.tolist() == draw_token(probs.view(12, size), uniforms).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_give_no_probabilities(options, value):
+    logits = torch.randn(2, 300)
+    logits[1, 17] = value
+    probs = Sampling(temperature=1.0, **options).warp(logits)
+    assert probs[0].isfinite().all()
+    assert not probs[1].isfinite().any()
+    assert draw_token(probs, torch.tensor([0.5, 0.5]))[1] == 299
 
 
 def test_draw_inverts_the_cumulative_distribution():

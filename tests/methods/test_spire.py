@@ -11,6 +11,7 @@ from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified
 from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
+from spectrain.methods.stopping import StopRule
 from spectrain.models.rollout import rollout
 from tests.conftest import EOS_ID, VOCAB_SIZE, random_prompts, tiny_model
 from tests.models.test_spire import make
@@ -53,7 +54,7 @@ def test_decoding_equals_the_training_rollout(options, tied):
     k, lengths = 4, [24, 12]  # both roots begin a block; longer than the window of 8
     sequences = torch.randint(4, VOCAB_SIZE, (2, 40))
     expected = drafter.logits(rollout(drafter, sequences, target.features(sequences).captured))
-    method, cache = Spire(drafter), KVCache(max_rows=2, block_tokens=16)
+    method, cache = Spire(drafter, stop=StopRule()), KVCache(max_rows=2, block_tokens=16)  # a rule: step by step
     context = ForcedContext(sequences, lengths)
     method.start(target, cache)
     padded = sequences[:, : max(lengths)]
@@ -80,18 +81,37 @@ def test_decoding_equals_the_training_rollout(options, tied):
 @pytest.mark.parametrize(
     "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str
 )
-def test_a_greedy_chain_in_one_program_is_that_of_step_by_step(options, monkeypatch):
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
+def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, monkeypatch):
     """Three rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
     target, drafter = make(**options)
     for draft_dtype in ("float32", "int8"):
-        found = []
+        found, drawn_from = [], []
         for fuses in (True, False):
+            method = Noted(drafter, 3, draft_dtype=draft_dtype)
             monkeypatch.setattr(Spire, "_program_chain", Spire._program_chain if fuses else None)
-            method = Spire(drafter, 3, draft_dtype=draft_dtype)
-            found.append(generate(target, method, random_prompts([9, 30, 4]), 21, batch_size=3, stop_token_ids=()))
+            options = {"batch_size": 3, "stop_token_ids": ()}
+            found.append(generate(target, method, random_prompts([9, 30, 4]), 21, sampling, **options))
+            drawn_from.append(method.drawn_from)
         for whole, steps in zip(*found, strict=True):
             assert (whole.tokens, whole.accepted, whole.drafted) == (steps.tokens, steps.accepted, steps.drafted)
+        for whole, steps in zip(*drawn_from, strict=True):
+            torch.testing.assert_close(whole, steps, rtol=1e-3, atol=1e-5)
         monkeypatch.undo()
+
+
+class Noted(Spire):
+    """Keeps what its drafts were drawn from."""
+
+    def start(self, *arguments):
+        super().start(*arguments)
+        self.drawn_from = []
+
+    def propose(self, context):
+        tree = super().propose(context)
+        if tree.probs is not None:
+            self.drawn_from.append(tree.probs[tree.drafted].clone())
+        return tree
 
 
 @pytest.mark.parametrize(

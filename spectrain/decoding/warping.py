@@ -1,0 +1,181 @@
+"""How logits become probabilities, and a draw from them, as operations of a program: see `operations.py`.
+
+What `Sampling.warp` and `draw_token` compute with torch, without sorting: tokens are kept from a least weight on, and
+that weight is found bit by bit.
+
+Letters: V vocabulary, w = e ** ((x - max x) / temperature), the weight of a token, in 0 .. 1.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from spectrain.decoding.intrinsics import bits_of, doubles, exp, fast, float_of, floats, wholes, words
+from spectrain.decoding.program import BUCKETS
+
+BLOCK = 64  # weights that are added up together
+LEVELS = ((20, 11), (10, 10), (0, 10))  # bits of a weight that are looked at together: from which on, and how many
+LEAST_EXPONENT = -87.0  # of a weight that is not 0
+
+
+@fast
+def _ordered(bits):
+    """Bits of a float32 so that whole numbers are in the order of the floats; its own inverse."""
+    return bits ^ ((bits >> types.int32(31)) & types.int32(0x7FFFFFFF))
+
+
+@fast
+def largest(address, first, stop):
+    """The largest of the float32 first .. stop - 1 at an address, by whole numbers, which go into vectors."""
+    bits = words(address)
+    best = types.int32(-0x80000000)
+    for v in range(first, stop):
+        best = max(best, _ordered(bits[v]))
+    return float_of(_ordered(best))
+
+
+@fast
+def _least_kept(w, size, limit, counts_tokens, sums):
+    """The largest weight t such that the weights from t on sum up to `limit`, or so many tokens have them.
+
+    Where the limit is not reached, all that are not 0 are kept.
+    """
+    prefix, total = types.int32(0), 0.0
+    for level in range(len(LEVELS)):
+        shift, n_bits = LEVELS[level]
+        above, mask = types.int32(shift + n_bits), types.int32((1 << n_bits) - 1)
+        for i in range(mask + 1):
+            sums[i] = 0.0
+        for v in range(size):
+            bits = bits_of(w[v])
+            if level == 0 or bits >> above == prefix:
+                one = 1.0 if counts_tokens and bits > 0 else w[v]
+                sums[(bits >> types.int32(shift)) & mask] += one
+        found, reached = types.int32(0), False
+        for i in range(mask, -1, -1):
+            if sums[i] > 0.0:
+                found = types.int32(i)
+                reached = total + sums[i] >= limit
+                if reached:
+                    break
+                total += sums[i]
+        if not reached:
+            total -= sums[found]
+        prefix = (prefix << types.int32(n_bits)) | found
+    return float_of(prefix)
+
+
+@fast
+def _from(w, size, least, found):
+    """Copy the weights that are at least `least` to `found`. Return how many there are."""
+    n = 0
+    for v in range(size):
+        found[n] = w[v]
+        n += 1 if w[v] >= least else 0
+    return n
+
+
+@fast
+def _least_of_top(w, size, top_k, found, sums):
+    """The top_k-th largest weight."""
+    least, n_blocks = types.float32(0.0), (size + BLOCK - 1) // BLOCK
+    if top_k <= n_blocks:  # so many blocks have a weight of at least the top_k-th of their largest ones
+        for block in range(n_blocks):
+            most = types.float32(0.0)
+            for v in range(block * BLOCK, min(size, block * BLOCK + BLOCK)):
+                most = max(most, w[v])
+            found[block] = most
+        least = _least_kept(found, n_blocks, float(top_k), True, sums)
+    return _least_kept(found, _from(w, size, least, found), float(top_k), True, sums)
+
+
+@fast
+def warp(op, thread, n_threads):
+    """Probabilities [M, V] of logits [M, V], whose rows are apart as the strides say; see `Sampling.warp`."""
+    n_rows, size, options, top_k = op[5], op[6], doubles(op[7]), op[8]
+    temperature, top_p, min_p = types.float32(options[0]), options[1], types.float32(options[2])
+    place = op[9] + thread * op[10]
+    sums, found = doubles(place), floats(place + 8 * BUCKETS)
+    for row in range(thread, n_rows, n_threads):
+        given = op[1] + 4 * op[2] * row
+        x, w = floats(given), floats(op[3] + 4 * op[4] * row)
+        most, total = largest(given, 0, size), types.float32(0.0)
+        for v in range(size):
+            power = (x[v] - most) / temperature
+            weight = exp(power)
+            if power < types.float32(LEAST_EXPONENT):
+                weight = types.float32(0.0)
+            w[v] = weight
+            total += weight
+        if not total > types.float32(0.0):  # a logit that is no number makes all probabilities such
+            for v in range(size):
+                w[v] = total
+            continue
+        least = types.float32(0.0)
+        if 0 < top_k < size:
+            least = _least_of_top(w, size, top_k, found, sums)
+            total = _sum_from(w, size, least)
+        if top_p < 1.0:
+            # The tokens that are each rarer than this hold less than 1 - top_p together, so none of them is kept.
+            rare = types.float32(0.5 * (1.0 - top_p) * total / size)
+            n = _from(w, size, max(least, rare), found)
+            least = max(least, _least_kept(found, n, top_p * total, False, sums))
+        least = max(least, min_p)  # the likeliest token has weight 1
+        if least > types.float32(0.0):
+            total = _sum_from(w, size, least)
+        scale = types.float32(1.0) / total
+        for v in range(size):
+            w[v] = w[v] * scale if w[v] >= least else types.float32(0.0)
+
+
+@fast
+def _sum_from(w, size, least):
+    total = types.float32(0.0)
+    for v in range(size):
+        total += w[v] if w[v] >= least else types.float32(0.0)
+    return total
+
+
+@fast
+def _block(w, first, stop):
+    """Sum of w[first:stop] as float64, always in the same order."""
+    total = 0.0
+    for v in range(first, stop):
+        total += w[v]
+    return total
+
+
+@fast
+def _drawn(w, size, uniform):
+    """The first token whose cumulative weight is above uniform * total; one of weight 0 never is. See `draw_token`."""
+    total = 0.0
+    for first in range(0, size, BLOCK):
+        total += _block(w, first, min(first + BLOCK, size))
+    threshold, before, last = uniform * total, 0.0, size - 1
+    for first in range(0, size, BLOCK):
+        stop = min(first + BLOCK, size)
+        after = before + _block(w, first, stop)
+        if after > threshold:
+            for v in range(first, stop):
+                before += w[v]
+                if w[v] > types.float32(0.0):
+                    last = v
+                if before > threshold:
+                    break
+            return last
+        before = after
+    return last
+
+
+@fast
+def draw(op, thread, n_threads):
+    """The token of each row of weights [M, V] is drawn by a number; it may become the next input, see `_pick`."""
+    numbers, tokens, chosen, positions = floats(op[3]), wholes(op[5]), wholes(op[6]), wholes(op[7])
+    n_rows, size = op[9], op[10]
+    for row in range(thread, n_rows, n_threads):
+        token = _drawn(floats(op[1] + 4 * op[2] * row), size, float(numbers[row * op[4]]))
+        token = token if op[11] == 0 else wholes(op[11])[token]
+        chosen[row * op[8]] = token
+        if op[5] != 0:
+            tokens[row] = token
+            positions[row] += 1
