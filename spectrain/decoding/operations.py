@@ -30,6 +30,7 @@ from spectrain.decoding.intrinsics import (
     wholes,
     widened,
 )
+from spectrain.decoding.judge import judge
 from spectrain.decoding.program import (
     ANGLES,
     ARGMAX,
@@ -39,6 +40,7 @@ from spectrain.decoding.program import (
     DRAW,
     EMBED,
     FIELDS,
+    JUDGE,
     KEEP,
     MIX,
     NORM,
@@ -51,7 +53,10 @@ from spectrain.decoding.program import (
 )
 from spectrain.decoding.warping import BLOCK, draw, largest, warp
 
-HERE, SOURCES = Path(__file__).parent, ("operations.py", "attention.py", "intrinsics.py", "program.py", "warping.py")
+HERE, SOURCES = (
+    Path(__file__).parent,
+    ("operations.py", "attention.py", "intrinsics.py", "judge.py", "program.py", "warping.py"),
+)
 
 
 @fast
@@ -240,6 +245,8 @@ def compiled() -> CFunc:
                 warp(op, thread, n_threads)
             elif kind == DRAW:
                 draw(op, thread, n_threads)
+            elif kind == JUDGE:
+                judge(op, thread, n_threads)
             if op[FIELDS - 1] == 0:
                 barrier()
 

@@ -27,9 +27,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 FIELDS = 20  # int64 numbers of an operation: its kind, then addresses and sizes
-PRODUCT, NORM, ANGLES, ROTATE, ATTEND, COMBINE, SILU, COPY, MIX, WINDOW, EMBED, ARGMAX, PICK, KEEP, WARP, DRAW = range(
-    16
-)
+(
+    PRODUCT,
+    NORM,
+    ANGLES,
+    ROTATE,
+    ATTEND,
+    COMBINE,
+    SILU,
+    COPY,
+    MIX,
+    WINDOW,
+    EMBED,
+    ARGMAX,
+    PICK,
+    KEEP,
+    WARP,
+    DRAW,
+    JUDGE,
+) = range(17)
 CHUNK = 256  # slots that a thread attends to at a time
 MOST_TOKENS = 64  # of a forward; torch is as fast with more
 MOST_PROGRAMS = 32  # kept
@@ -50,16 +66,16 @@ def runner() -> int | None:
         return None
 
 
-def run_alone(kind: int, n_threads: int, *arguments: int) -> None:
-    """Run one operation by itself. `runner` has said that it can be."""
-    operation = (ctypes.c_int64 * FIELDS)(kind, *arguments)  # the rest is 0
-    header = (ctypes.c_int64 * 2)(1, ctypes.addressof(operation))
+def run_alone(n_threads: int, *operations: tuple[int, ...]) -> None:
+    """Run operations, of a kind and arguments each, by themselves. `runner` has said that they can be."""
+    table = (ctypes.c_int64 * FIELDS * len(operations))(*operations)  # the rest of each is 0
+    header = (ctypes.c_int64 * 2)(len(operations), ctypes.addressof(table))
     kernels.openmp().GOMP_parallel(runner(), header, n_threads, 0)
 
 
 def warping_bytes(size: int) -> int:
-    """Return the bytes that a thread needs to warp rows of `size` logits."""
-    return 8 * BUCKETS + -(-4 * size // 64) * 64
+    """Return the bytes that a thread needs to warp a row of `size` logits, and to judge by it."""
+    return 8 * BUCKETS + 2 * 64 * -(-4 * size // 64)
 
 
 def can_fuse(module: nn.Module, shape: LlamaShape) -> bool:

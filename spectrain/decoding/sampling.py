@@ -80,7 +80,7 @@ class Sampling:
         logits = logits.float()
         if self.greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        if (self.top_k or self.top_p < 1 or self.min_p) and _runs_compiled(logits):
+        if (self.top_k or self.top_p < 1 or self.min_p) and runs_compiled(logits):
             return self._warped(logits.contiguous())
         logits = logits / self.temperature
         top_k = min(self.top_k, logits.shape[-1])
@@ -99,14 +99,21 @@ class Sampling:
 
     def _warped(self, logits: Tensor) -> Tensor:
         """The same on a CPU, by a compiled operation: torch would sort the vocabulary for top_p."""
-        probs, size = torch.empty_like(logits), logits.shape[-1]
-        n_rows = logits.numel() // size
-        n_threads = min(n_rows, torch.get_num_threads())
-        n_bytes = warping_bytes(size)
-        work = torch.empty(n_threads * n_bytes, dtype=torch.uint8)
-        rows = logits.data_ptr(), size, probs.data_ptr(), size, n_rows, size
-        run_alone(WARP, n_threads, *rows, self.options.data_ptr(), min(self.top_k, size), work.data_ptr(), n_bytes)
+        probs, work, n_threads = self._room_for(logits)
+        run_alone(n_threads, self._warping(logits, probs, work))
         return probs
+
+    def _room_for(self, logits: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return where the probabilities of logits [..., V] go, and memory for so many threads to compute them."""
+        size = logits.shape[-1]
+        n_threads = min(logits.numel() // size, torch.get_num_threads())
+        work = torch.empty(n_threads, warping_bytes(size), dtype=torch.uint8)
+        return torch.empty_like(logits), work, n_threads
+
+    def _warping(self, logits: Tensor, probs: Tensor, work: Tensor) -> tuple[int, ...]:
+        size = logits.shape[-1]
+        rows = logits.data_ptr(), size, probs.data_ptr(), size, logits.numel() // size, size
+        return WARP, *rows, self.options.data_ptr(), min(self.top_k, size), work.data_ptr(), work.shape[-1]
 
     def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row from logits [B, V], by uniforms [B] float32 in [0, 1), which greedy does not read.
@@ -115,6 +122,12 @@ class Sampling:
         """
         if self.greedy:
             return likeliest(logits), None
+        if logits.dtype == torch.float32 and runs_compiled(logits):
+            logits, uniforms = logits.contiguous(), uniforms.float().contiguous()
+            probs, work, n_threads = self._room_for(logits)
+            tokens = torch.empty(len(logits), dtype=torch.int64)
+            run_alone(n_threads, self._warping(logits, probs, work), _drawing(probs, uniforms, tokens))
+            return tokens, probs
         probs = self.warp(logits)
         return draw_token(probs, uniforms), probs
 
@@ -137,23 +150,23 @@ def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
     A token of weight 0 is never drawn: the first index whose cumulative sum is *above* the threshold has weight, and
     the threshold stays below the total, since float32 uniforms end at 1 - 2^-24.
     """
-    if _runs_compiled(weights):
-        return _drawn(weights.contiguous(), uniforms.float().contiguous())
+    if runs_compiled(weights):
+        weights, uniforms = weights.contiguous(), uniforms.float().contiguous()
+        tokens = torch.empty(len(weights), dtype=torch.int64)
+        run_alone(min(len(weights), torch.get_num_threads()), _drawing(weights, uniforms, tokens))
+        return tokens
     cumulative = weights.double().cumsum(-1)  # a parallel float32 scan is not monotonic, and would draw zero weights
     threshold = uniforms.double()[:, None] * cumulative[:, -1:]
     # Of weights that are NaN no draw comes: any token does, since verification rejects it where it was drafted.
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(weights.shape[-1] - 1)
 
 
-def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _drawing(weights: Tensor, uniforms: Tensor, tokens: Tensor) -> tuple[int, ...]:
     n_rows, size = weights.shape
-    tokens = torch.empty(n_rows, dtype=torch.int64)
-    arguments = weights.data_ptr(), size, uniforms.data_ptr(), 1, 0, tokens.data_ptr(), 0, 1, n_rows, size, 0
-    run_alone(DRAW, min(n_rows, torch.get_num_threads()), *arguments)
-    return tokens
+    return DRAW, weights.data_ptr(), size, uniforms.data_ptr(), 1, 0, tokens.data_ptr(), 0, 1, n_rows, size
 
 
-def _runs_compiled(values: Tensor) -> bool:
+def runs_compiled(values: Tensor) -> bool:
     """Whether compiled operations can read this float32 tensor."""
     on_a_cpu = values.device.type == "cpu" and values.numel() > 0 and not values.requires_grad
     return on_a_cpu and runner() is not None
@@ -210,12 +223,23 @@ class Uniforms:
 
         Only the first used[b] count as read, [B] int64; None: all of them.
         """
-        self.reserve(count)
-        self._most_read += count
-        steps = torch.arange(count, device=self.device)
-        numbers = self._numbers.gather(1, self.places[:, None] + steps)
-        self.places += count if used is None else used
+        numbers = self.next(count)
+        self.skip(count if used is None else used, count)
         return numbers
+
+    def next(self, count: int) -> Tensor:
+        """Return the next `count` numbers of each row without reading them."""
+        self.reserve(count)
+        if len(self.generators) == 1 and self.device.type == "cpu":
+            place = int(self.places)
+            return self._numbers[:, place : place + count]
+        steps = torch.arange(count, device=self.device)
+        return self._numbers.gather(1, self.places[:, None] + steps)
+
+    def skip(self, used: int | Tensor, most: int) -> None:
+        """Count numbers as read: `used` of each row, or [B] int64, none of which is above `most`."""
+        self._most_read += most
+        self.places += used
 
     def reserve(self, count: int) -> None:
         """Draw more numbers where fewer than `count` may be left. Only then the host asks how many were read."""

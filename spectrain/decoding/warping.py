@@ -90,42 +90,48 @@ def _least_of_top(w, size, top_k, found, sums):
 
 
 @fast
-def warp(op, thread, n_threads):
-    """Probabilities [M, V] of logits [M, V], whose rows are apart as the strides say; see `Sampling.warp`."""
-    n_rows, size, options, top_k = op[5], op[6], doubles(op[7]), op[8]
+def warp_row(given, w, size, options, top_k, work):
+    """Write the probabilities w [V] of logits [V] at an address; see `Sampling.warp`.
+
+    `options` are temperature, top_p and min_p; `work` is the address of memory of the thread, see `warping_bytes`.
+    """
     temperature, top_p, min_p = types.float32(options[0]), options[1], types.float32(options[2])
-    place = op[9] + thread * op[10]
-    sums, found = doubles(place), floats(place + 8 * BUCKETS)
+    sums, found = doubles(work), floats(work + 8 * BUCKETS)
+    x, most, total = floats(given), largest(given, 0, size), types.float32(0.0)
+    for v in range(size):
+        power = (x[v] - most) / temperature
+        weight = exp(power)
+        if power < types.float32(LEAST_EXPONENT):
+            weight = types.float32(0.0)
+        w[v] = weight
+        total += weight
+    if not total > types.float32(0.0):  # a logit that is no number makes all probabilities such
+        for v in range(size):
+            w[v] = total
+        return
+    least = types.float32(0.0)
+    if 0 < top_k < size:
+        least = _least_of_top(w, size, top_k, found, sums)
+        total = _sum_from(w, size, least)
+    if top_p < 1.0:
+        # The tokens that are each rarer than this hold less than 1 - top_p together, so none of them is kept.
+        rare = types.float32(0.5 * (1.0 - top_p) * total / size)
+        n = _from(w, size, max(least, rare), found)
+        least = max(least, _least_kept(found, n, top_p * total, False, sums))
+    least = max(least, min_p)  # the likeliest token has weight 1
+    if least > types.float32(0.0):
+        total = _sum_from(w, size, least)
+    scale = types.float32(1.0) / total
+    for v in range(size):
+        w[v] = w[v] * scale if w[v] >= least else types.float32(0.0)
+
+
+@fast
+def warp(op, thread, n_threads):
+    """Probabilities [M, V] of logits [M, V], whose rows are apart as the strides say."""
+    n_rows, size, options, work = op[5], op[6], doubles(op[7]), op[9] + thread * op[10]
     for row in range(thread, n_rows, n_threads):
-        given = op[1] + 4 * op[2] * row
-        x, w = floats(given), floats(op[3] + 4 * op[4] * row)
-        most, total = largest(given, 0, size), types.float32(0.0)
-        for v in range(size):
-            power = (x[v] - most) / temperature
-            weight = exp(power)
-            if power < types.float32(LEAST_EXPONENT):
-                weight = types.float32(0.0)
-            w[v] = weight
-            total += weight
-        if not total > types.float32(0.0):  # a logit that is no number makes all probabilities such
-            for v in range(size):
-                w[v] = total
-            continue
-        least = types.float32(0.0)
-        if 0 < top_k < size:
-            least = _least_of_top(w, size, top_k, found, sums)
-            total = _sum_from(w, size, least)
-        if top_p < 1.0:
-            # The tokens that are each rarer than this hold less than 1 - top_p together, so none of them is kept.
-            rare = types.float32(0.5 * (1.0 - top_p) * total / size)
-            n = _from(w, size, max(least, rare), found)
-            least = max(least, _least_kept(found, n, top_p * total, False, sums))
-        least = max(least, min_p)  # the likeliest token has weight 1
-        if least > types.float32(0.0):
-            total = _sum_from(w, size, least)
-        scale = types.float32(1.0) / total
-        for v in range(size):
-            w[v] = w[v] * scale if w[v] >= least else types.float32(0.0)
+        warp_row(op[1] + 4 * op[2] * row, floats(op[3] + 4 * op[4] * row), size, options, op[8], work)
 
 
 @fast
@@ -146,7 +152,7 @@ def _block(w, first, stop):
 
 
 @fast
-def _drawn(w, size, uniform):
+def drawn(w, size, uniform):
     """The first token whose cumulative weight is above uniform * total; one of weight 0 never is. See `draw_token`."""
     total = 0.0
     for first in range(0, size, BLOCK):
@@ -173,7 +179,7 @@ def draw(op, thread, n_threads):
     numbers, tokens, chosen, positions = floats(op[3]), wholes(op[5]), wholes(op[6]), wholes(op[7])
     n_rows, size = op[9], op[10]
     for row in range(thread, n_rows, n_threads):
-        token = _drawn(floats(op[1] + 4 * op[2] * row), size, float(numbers[row * op[4]]))
+        token = drawn(floats(op[1] + 4 * op[2] * row), size, float(numbers[row * op[4]]))
         token = token if op[11] == 0 else wholes(op[11])[token]
         chosen[row * op[8]] = token
         if op[5] != 0:

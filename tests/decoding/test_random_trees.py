@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +14,8 @@ from spectrain.decoding.sampling import Uniforms, row_generator
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import cached_states, slow_ancestors, tree_of
 
+sampling_module = importlib.import_module("spectrain.decoding.sampling")
+verify_module = importlib.import_module("spectrain.decoding.verify")  # the package has a function of this name
 VOCAB_SIZE = 5  # so small that siblings and whole paths repeat
 PADDING = -2
 MODEL = tiny_model("llama_gqa", seed=2)
@@ -82,6 +87,42 @@ def test_greedy_walk_equals_the_slow_walk(tree, seed):
         assert tree.tokens[row][path].tolist() == accepted
         assert int(verified.bonus[row]) == bonus
         assert not tree.probe[row][path].any()
+
+
+SAMPLINGS = st.sampled_from(
+    [
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=1.5, top_p=0.8),
+        Sampling(temperature=1.0, min_p=0.2),
+    ]
+)
+
+
+def chain_of(tree: DraftTree, generator: torch.Generator) -> DraftTree:
+    """A ragged chain over the tree's tokens, drawn from some q."""
+    n_rows, n_nodes = tree.shape
+    lengths = torch.randint(0, n_nodes, (n_rows,), generator=generator)
+    probs = torch.rand(n_rows, n_nodes, VOCAB_SIZE, generator=generator).softmax(-1)
+    return DraftTree.chain(tree.tokens[:, 0], tree.tokens[:, 1:], lengths, probs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.integers(0, 1000), SAMPLINGS, st.booleans())
+def test_the_compiled_rules_are_those_of_torch(tree, seed, sampling, drawn):
+    """The same path, bonus and random numbers, also where a draft is rejected and the residual is drawn from."""
+    logits, found = logits_of_paths(tree, seed), []
+    if drawn:
+        tree = chain_of(tree, torch.Generator().manual_seed(seed))
+    for compiled in (True, False):
+        uniforms = Uniforms([row_generator(seed, row) for row in range(tree.shape[0])])
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (sampling_module, verify_module):
+                patch.setattr(module, "runs_compiled", lambda values: compiled)  # noqa: B023 read at once
+            verified = verify(tree, logits, sampling, uniforms)
+        found.append((verified.path, verified.accepted, verified.bonus, uniforms.places))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.tolist() == theirs.tolist()
 
 
 @settings(max_examples=100, deadline=None)

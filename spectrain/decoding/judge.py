@@ -1,0 +1,99 @@
+"""How sampled drafts are accepted on a CPU, as an operation of a program: the rules of `verify.py`, row by row.
+
+A node's logits are warped when it is reached, so a row pays for its path only. torch's own operations cost more than
+the arithmetic here: a step has some thirty of them.
+
+Letters: N nodes, V vocabulary; p target, q draft.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from spectrain.decoding.intrinsics import doubles, fast, flags, floats, wholes
+from spectrain.decoding.warping import drawn, warp_row
+
+
+@fast
+def judge(op, thread, n_threads):
+    """Accept a path of each row's tree, and draw the token behind it; see `verify`.
+
+    Written are the path [N], and how many nodes of it are accepted, the bonus, and how many numbers were read.
+    """
+    size, n, n_rows, options, top_k = op[1], op[2], op[3], doubles(op[4]), op[5]
+    work = op[6] + thread * op[7]
+    frontier = work + op[7] - 8 * n
+    weights, rule = frontier - 4 * size, (options, top_k, work)
+    n_accepted, bonus, used = wholes(op[16]), wholes(op[16] + 8 * n_rows), wholes(op[16] + 16 * n_rows)
+    for row in range(thread, n_rows, n_threads):
+        logits, numbers = op[8] + 4 * row * n * size, floats(op[9] + 4 * row * op[10])
+        tokens, parents, path = wholes(op[11] + 8 * row * n), wholes(op[12] + 8 * row * n), wholes(op[15] + 8 * row * n)
+        probe = 0 if op[13] == 0 else op[13] + row * n
+        if op[14] != 0:
+            q = op[14] + 4 * row * n * size
+            last, bonus[row], n_drafted = _chain(logits, q, size, n, tokens, parents, numbers, weights, rule)
+        else:
+            last, bonus[row] = _tree(logits, size, n, tokens, parents, probe, frontier, numbers, weights, rule)
+        count, node = 0, last
+        while node > 0:
+            node = parents[node]
+            count += 1
+        for i in range(n):
+            path[i] = -1
+        for i in range(count, -1, -1):
+            path[i] = last
+            last = parents[last]
+        n_accepted[row], used[row] = count, 1 + (n_drafted if op[14] != 0 else count)
+
+
+@fast
+def _chain(logits, q, size, n, tokens, parents, numbers, weights, rule):
+    """Leviathan 2023, Algorithm 1: return the last accepted node, the token behind it, and how many were drafted.
+
+    q [N, V] is given by its address. The last number that a row reads is its bonus's.
+    """
+    options, top_k, work = rule
+    p, n_drafted, last = floats(weights), 0, 0
+    while n_drafted + 1 < n and parents[n_drafted + 1] >= 0:
+        n_drafted += 1
+    while True:
+        warp_row(logits + 4 * last * size, p, size, options, top_k, work)
+        if last == n_drafted:
+            break
+        drafted, token = floats(q + 4 * (last + 1) * size), tokens[last + 1]
+        if not numbers[last] * drafted[token] < p[token]:  # u < p / q
+            total = types.float32(0.0)
+            for v in range(size):
+                total += max(p[v] - drafted[v], types.float32(0.0))
+            if total > types.float32(0.0):  # a residual of 0 falls back to p
+                for v in range(size):
+                    p[v] = max(p[v] - drafted[v], types.float32(0.0))
+            break
+        last += 1
+    return last, drawn(p, size, float(numbers[n_drafted])), n_drafted
+
+
+@fast
+def _tree(logits, size, n, tokens, parents, probe, reached, numbers, weights, rule):
+    """Draw a token from p at each node of the path, and follow the child that equals it; else it is the bonus.
+
+    `reached` is where N flags are kept of all nodes that spell the path so far: more than one where siblings are equal.
+    """
+    options, top_k, work = rule
+    p, frontier, last, level = floats(weights), flags(reached), 0, 0
+    for i in range(n):
+        frontier[i] = i == 0
+    while True:
+        warp_row(logits + 4 * last * size, p, size, options, top_k, work)
+        token, found = drawn(p, size, float(numbers[level])), -1
+        for i in range(n - 1, 0, -1):  # parents stand before their children
+            follows = parents[i] >= 0 and tokens[i] == token and frontier[parents[i]] != 0
+            if follows and probe != 0:
+                follows = flags(probe)[i] == 0
+            frontier[i] = follows
+            if follows:
+                found = i
+        frontier[0] = 0
+        if found < 0:
+            return last, token
+        last, level = found, level + 1
