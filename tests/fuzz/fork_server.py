@@ -26,6 +26,7 @@ COMMANDS = {
     **{name: f"data_prep.{name}" for name in ("responses", "activations", "acceptance", "datastore")},
 }
 POLL_S = 0.005
+MOST_BETWEEN_S = 0.5  # of waiting that count between two looks: more means that this process was stopped as well
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,16 @@ class Running:
 
         Unless `exact`, seconds in which it waited for a core that other processes had do not count.
         """
-        code, deadline = None, time.monotonic() + limit_s
+        code, waited_s, looked = None, 0.0, time.monotonic()
         try:
-            while code is None and time.monotonic() < deadline + (0 if exact else self.starved_s):
+            while code is None and waited_s < limit_s + (0 if exact else self.starved_s):
                 done, status = os.waitpid(self.pid, os.WNOHANG)
                 if done:
                     code = os.waitstatus_to_exitcode(status)
                 else:
                     time.sleep(POLL_S)
+                now = time.monotonic()
+                waited_s, looked = waited_s + min(now - looked, MOST_BETWEEN_S), now
         finally:  # also where Ctrl-C ends the waiting
             if code is None:
                 self.kill()
