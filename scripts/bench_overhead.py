@@ -5,7 +5,7 @@
 
 `random-100m` is a Llama of 12 layers, width 768 and 114 M parameters with random weights. Its texts mean nothing, but
 its forwards cost as much as those of a trained model. Prompts are read as by `spectrain.bench`. Decoding is at batch 1,
-greedy and at T=0.8 with top-k 50. Methods take turns, and the first prompt is the warm-up.
+greedy, and sampled at T=0.8, with top-k 50 and with top-p 0.9. Methods take turns, and the first prompt is the warm-up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from spectrain.methods.registry import build_method, method_config
 from spectrain.stores.locations import bundled_folder
 from spectrain.stores.prompts import conversation_ids, read_prompts
 
-SAMPLINGS = {"greedy": Sampling(), "T=0.8": Sampling(temperature=0.8, top_k=50)}
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "T=0.8": Sampling(temperature=0.8),
+    "T=0.8, top-k 50": Sampling(temperature=0.8, top_k=50),
+    "T=0.8, top-p 0.9": Sampling(temperature=0.8, top_p=0.9),
+}
 RANDOM = "random-100m"
 
 
@@ -52,7 +57,7 @@ def main() -> None:
                 generations = generate(target, drafter, [prompt], options.new, sampling, prompt_numbers=[number])
                 if number > 0:
                     found.setdefault((setting, name), []).extend(generations)
-    Console().print(table_of(found))
+    Console(width=max(110, Console().width)).print(table_of(found))  # a pipe has 80 columns
 
 
 def open_target(name: str, tokenizer: str) -> TargetModel:

@@ -29,8 +29,7 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
     """Return a new drafter to train, in float32, whose config was made with `shape_of(target.model)`.
 
     `kept` [K] int64 are the tokens that it can draft, where the config has a `draft_vocab` K; None: the first ones.
-    `init` is "pruned", which copies the target's modules, or "random", which draws weights with the std of the target's
-    family (0.02).
+    `init` is "pruned", which copies the target's modules, or "random", see `draw_weights`.
     """
     if init not in ("pruned", "random"):
         raise UserError(f"init={init} is unknown; choose pruned or random")
@@ -38,7 +37,7 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
     if kept is not None:
         drafter.kept.copy_(kept)
     if init == "random":
-        drafter.apply(lambda module: _draw(module, model.config.initializer_range))
+        drafter.apply(draw_weights)
         return drafter
     if config.input != "projected":
         drafter.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
@@ -50,8 +49,13 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
     return drafter
 
 
-def _draw(module: nn.Module, std: float) -> None:
+def draw_weights(module: nn.Module) -> None:
+    """Draw the weights of a layer or table anew, from a normal distribution of std 1 / sqrt(its width, what it reads).
+
+    The usual std of 0.02 is far too small for narrow models: in the few steps that a drafter is trained for, they spend
+    many on growing.
+    """
     if isinstance(module, nn.Linear | nn.Embedding):
-        torch.nn.init.normal_(module.weight, std=std)
+        torch.nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
         if getattr(module, "bias", None) is not None:
             torch.nn.init.zeros_(module.bias)

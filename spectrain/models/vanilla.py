@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.decoding.errors import UserError
+from spectrain.models.pruned_init import draw_weights
 
 DRAFT_TOKENS = 5  # drafted per step by other engines; vLLM's own example has 5
 
@@ -41,6 +42,7 @@ def new_vanilla(
             attn_implementation="sdpa",
         )
     )
+    model.apply(draw_weights)
     # For transformers' `generate(assistant_model=...)`: the target's ends of text, and no sampling options. By default
     # transformers drafts 20 tokens per step, for drafters that agree with the target far longer.
     known = target.generation_config
