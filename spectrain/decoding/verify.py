@@ -87,9 +87,8 @@ def _judged(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Unifo
     tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
     q = None if tree.probs is None else tree.probs.contiguous()
     probe = None if tree.probe is None else tree.probe.contiguous()
-    assert logits.shape[:2] == tree.shape and (
-        q is None or q.shape == logits.shape
-    )  # compiled code reads what it is told
+    assert logits.shape[:2] == tree.shape  # compiled code reads what it is told
+    assert q is None or q.shape == logits.shape
     numbers = uniforms.next(1 + tree.deepest)
     path, ends = torch.empty_like(tokens), torch.empty(3, n_rows, dtype=torch.int64)
     n_threads = min(n_rows, torch.get_num_threads())
