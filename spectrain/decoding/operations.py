@@ -53,10 +53,8 @@ from spectrain.decoding.program import (
 )
 from spectrain.decoding.warping import BLOCK, draw, largest, warp
 
-HERE, SOURCES = (
-    Path(__file__).parent,
-    ("operations.py", "attention.py", "intrinsics.py", "judge.py", "program.py", "warping.py"),
-)
+HERE = Path(__file__).parent
+SOURCES = ("operations.py", "attention.py", "intrinsics.py", "judge.py", "program.py", "warping.py")
 
 
 @fast
@@ -165,6 +163,8 @@ def _argmax(op, thread, n_threads):
         x, best = floats(here), block
         while best + 1 < stop and x[best] < most:
             best += 1
+        if first == stop:  # there are more threads than logits
+            most = types.float32(-math.inf)
         values[row * n_threads + thread], places[row * n_threads + thread] = most, best
 
 

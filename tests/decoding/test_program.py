@@ -14,7 +14,7 @@ from spectrain.decoding import program as module
 from spectrain.decoding.program import CHUNK, runner
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
-from tests.decoding.reference import random_parents, tree_of
+from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 
 SIZES = {  # heads whose width the kernels of attention take, and others; one key/value head; queries without groups
     "wide heads": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
@@ -65,6 +65,23 @@ def test_outputs_are_those_of_transformers(family, options, lengths, n_threads):
         torch.set_num_threads(before)
     for ours, theirs in zip(found, scored(target_of(family, options, "transformers"), lengths), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [16, 130])
+def test_the_likeliest_token_is_found_by_any_number_of_threads(vocab_size):
+    """Also by more threads than there are tokens, some of which have no share."""
+    target, before = (
+        TargetModel(tiny_model("llama", vocab_size=vocab_size, initializer_range=0.2)),
+        torch.get_num_threads(),
+    )
+    expected = greedy_by_full_forwards(target.model, [1, 3, 0, 2], 30)
+    try:
+        for n_threads in (1, 2, 3, 19):
+            torch.set_num_threads(n_threads)
+            (found,) = generate(target, Autoregressive(), [[1, 3, 0, 2]], 30, stop_token_ids=())
+            assert found.tokens == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_steps_run_as_programs_which_live_as_long_as_their_cache(monkeypatch):
