@@ -97,6 +97,8 @@ def test_draw_never_takes_a_token_without_weight():
     weights[:, 200:] = 0
     largest = torch.full((2000,), 1 - 2**-24)
     assert int(draw_token(weights, largest).max()) < 200
+    weights[:, :150] = 0
+    assert draw_token(weights, torch.zeros(2000)).tolist() == [150] * 2000
 
 
 def test_neighbouring_prompts_draw_independently():
