@@ -18,7 +18,8 @@ from spectrain.decoding.warping import drawn, warp_row
 def judge(op, thread, n_threads):
     """Accept a path of each row's tree, and draw the token behind it; see `verify`.
 
-    Written are the path [N], and how many nodes of it are accepted, the bonus, and how many numbers were read.
+    Writes the path [N], the number of its accepted nodes, the bonus, and how many numbers were read. `warping_bytes`
+    says what the memory of a thread holds.
     """
     size, n, n_rows, options, top_k = op[1], op[2], op[3], doubles(op[4]), op[5]
     work = op[6] + thread * op[7]

@@ -74,7 +74,11 @@ def run_alone(n_threads: int, *operations: tuple[int, ...]) -> None:
 
 
 def warping_bytes(size: int) -> int:
-    """Return the bytes that a thread needs to warp a row of `size` logits, and to judge by it."""
+    """Return the bytes that a thread needs to warp a row of `size` logits, and to judge by it.
+
+    They hold BUCKETS sums, then the weights that may be kept, and at the end the probabilities that `judge` compares;
+    behind these it has 8 bytes more for each node.
+    """
     return 8 * BUCKETS + 2 * 64 * -(-4 * size // 64)
 
 
@@ -102,6 +106,7 @@ class Program:
         self.n_threads = torch.get_num_threads()
         self.operations: list[list[int]] = []
         self.kept: list[object] = []  # whose addresses the operations hold
+        self.work: Tensor | None = None  # of `drawn`
         m, d, e = n_rows * n_tokens, shape.hidden_size, shape.head_dim
         heads, half = shape.n_head + 2 * shape.n_kv_head, e // 2
         self.x, self.normed, self.added = self.floats(m, d), self.floats(m, d), self.floats(m, d)
@@ -231,13 +236,15 @@ class Program:
     ) -> tuple[int, int]:
         """Draw a token of each row from logits [B, K] by numbers [B], and write it to `chosen` [B].
 
-        For `following` and `names` see `likeliest`. Return the indices of the operations that write the probabilities
-        [B, K], whose place each call says in fields 3 and 4 of the one and 1 and 2 of the other, and draw from them.
+        For `following` and `names` see `likeliest`. Return the indices of two operations: one writes the probabilities
+        [B, K], the other draws from them. Each call says where they stand, and how far apart their rows are: in fields
+        3 and 4 of the first, 1 and 2 of the second.
         """
         n_rows, size = logits.shape
         n_bytes = warping_bytes(size)
-        work = self.floats(self.n_threads * n_bytes // 4)
-        arguments = sampling.options, min(sampling.top_k, size), work, n_bytes
+        if self.work is None:
+            self.work = self.floats(min(self.n_threads, n_rows) * n_bytes // 4)
+        arguments = sampling.options, min(sampling.top_k, size), self.work, n_bytes
         warped = self.add(WARP, logits, size, 0, 0, n_rows, size, *arguments)
         drawing = numbers, numbers.stride(0), following[0], chosen, following[1], chosen.stride(0), n_rows, size
         return warped, self.add(DRAW, 0, 0, *drawing, 0 if names is None else names)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,6 +33,9 @@ class Sampling:
         for name, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]"), ("min_p", "[0, 1)")):
             check_number(f"sampling.{name}", getattr(self, name), interval)
         check_whole("sampling.top_k", self.top_k, 0)
+        with torch.inference_mode(False):  # [3] float64, as compiled operations read them
+            options = torch.tensor([self.temperature, self.top_p, self.min_p], dtype=torch.float64, device="cpu")
+        object.__setattr__(self, "options", options)
 
     @classmethod
     def from_options(cls, options: Mapping[str, float]) -> Sampling:
@@ -54,12 +56,6 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
-
-    @cached_property
-    def options(self) -> Tensor:
-        """[3] float64: temperature, top_p and min_p, as compiled operations read them."""
-        with torch.inference_mode(False):
-            return torch.tensor([self.temperature, self.top_p, self.min_p], dtype=torch.float64)
 
     def same_distribution(self, other: Sampling) -> bool:
         """Whether both choose alike: greedy decoding reads no other option."""
@@ -122,7 +118,7 @@ class Sampling:
         """
         if self.greedy:
             return likeliest(logits), None
-        if logits.dtype == torch.float32 and runs_compiled(logits):
+        if runs_compiled(logits):
             logits, uniforms = logits.contiguous(), uniforms.float().contiguous()
             probs, work, n_threads = self._room_for(logits)
             tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -167,9 +163,9 @@ def _drawing(weights: Tensor, uniforms: Tensor, tokens: Tensor) -> tuple[int, ..
 
 
 def runs_compiled(values: Tensor) -> bool:
-    """Whether compiled operations can read this float32 tensor."""
-    on_a_cpu = values.device.type == "cpu" and values.numel() > 0 and not values.requires_grad
-    return on_a_cpu and runner() is not None
+    """Whether compiled operations can read this tensor."""
+    readable = values.device.type == "cpu" and values.dtype == torch.float32 and values.numel() > 0
+    return readable and not values.requires_grad and runner() is not None
 
 
 def row_generator(seed: int, prompt_index: int) -> torch.Generator:
@@ -199,7 +195,7 @@ class Uniforms:
         self.device, self.ahead = torch.device(device), ahead
         self.generators: list[torch.Generator] = []
         self.places = torch.zeros(0, dtype=torch.int64, device=device)  # [B] numbers of a row's block that were read
-        self._drawn = torch.zeros(0, ahead)  # [B, ahead] the blocks, on the host
+        self._drawn = torch.zeros(0, ahead, dtype=torch.float32)  # [B, ahead] the blocks, on the host
         self._numbers = self._drawn.to(device)
         self._most_read = 0  # no row has read more of its block
         self.append(generators)
@@ -208,7 +204,7 @@ class Uniforms:
         """Add rows at the end."""
         if not generators:
             return
-        blocks = [torch.rand(self.ahead, generator=generator) for generator in generators]
+        blocks = [torch.rand(self.ahead, generator=generator, dtype=torch.float32) for generator in generators]
         self.generators += generators
         self._set(torch.cat([self._drawn, torch.stack(blocks)]), torch.nn.functional.pad(self.places, (0, len(blocks))))
 
@@ -228,7 +224,10 @@ class Uniforms:
         return numbers
 
     def next(self, count: int) -> Tensor:
-        """Return the next `count` numbers of each row without reading them."""
+        """Return the next `count` numbers of each row, [B, count] float32, without counting them as read.
+
+        Nobody may write to them. `skip` follows, with at most as many.
+        """
         self.reserve(count)
         if len(self.generators) == 1 and self.device.type == "cpu":
             place = int(self.places)
@@ -249,7 +248,8 @@ class Uniforms:
         blocks = []
         for row, place in enumerate(self.places.tolist()):
             left = self._drawn[row, place:]
-            blocks.append(torch.cat([left, torch.rand(self.ahead - len(left), generator=self.generators[row])]))
+            more = torch.rand(self.ahead - len(left), generator=self.generators[row], dtype=torch.float32)
+            blocks.append(torch.cat([left, more]))
         self._set(torch.stack(blocks), torch.zeros_like(self.places))
         self._most_read = 0
 

@@ -74,7 +74,7 @@ def verify(
     if sampling.greedy:
         return _verify_greedy(tree, likeliest(logits) if best is None else best)
     assert tree.probs is None or tree.is_chain, "drafts that were drawn from q are chains; branching is deterministic"
-    if logits.dtype == torch.float32 and runs_compiled(logits) and (verification == "token" or tree.probs is None):
+    if runs_compiled(logits) and (verification == "token" or tree.probs is None):
         return _judged(tree, logits.contiguous(), sampling, uniforms)
     if tree.probs is None:
         return _verify_deterministic(tree, logits, sampling, uniforms)
@@ -88,7 +88,7 @@ def _judged(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Unifo
     q = None if tree.probs is None else tree.probs.contiguous()
     probe = None if tree.probe is None else tree.probe.contiguous()
     assert logits.shape[:2] == tree.shape  # compiled code reads what it is told
-    assert q is None or q.shape == logits.shape
+    assert q is None or (q.shape == logits.shape and q.dtype == torch.float32 and probe is None)
     numbers = uniforms.next(1 + tree.deepest)
     path, ends = torch.empty_like(tokens), torch.empty(3, n_rows, dtype=torch.int64)
     n_threads = min(n_rows, torch.get_num_threads())

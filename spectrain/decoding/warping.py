@@ -15,7 +15,7 @@ from spectrain.decoding.program import BUCKETS
 
 BLOCK = 64  # weights that are added up together
 LEVELS = ((20, 11), (10, 10), (0, 10))  # bits of a weight that are looked at together: from which on, and how many
-LEAST_EXPONENT = -87.0  # of a weight that is not 0
+LEAST_EXPONENT = -87.0  # smaller weights become 0
 
 
 @fast
@@ -36,7 +36,8 @@ def largest(address, first, stop):
 
 @fast
 def _least_kept(w, size, limit, counts_tokens, sums):
-    """The largest weight t such that the weights from t on sum up to `limit`, or so many tokens have them.
+    """The largest weight t such that the weights from t on sum up to `limit`; if `counts_tokens`, such that as many
+    tokens have them.
 
     Where the limit is not reached, all that are not 0 are kept.
     """
@@ -51,42 +52,45 @@ def _least_kept(w, size, limit, counts_tokens, sums):
             if level == 0 or bits >> above == prefix:
                 one = 1.0 if counts_tokens and bits > 0 else w[v]
                 sums[(bits >> types.int32(shift)) & mask] += one
-        found, reached = types.int32(0), False
+        bucket, reached = types.int32(0), False
         for i in range(mask, -1, -1):
             if sums[i] > 0.0:
-                found = types.int32(i)
+                bucket = types.int32(i)
                 reached = total + sums[i] >= limit
                 if reached:
                     break
                 total += sums[i]
         if not reached:
-            total -= sums[found]
-        prefix = (prefix << types.int32(n_bits)) | found
+            total -= sums[bucket]
+        prefix = (prefix << types.int32(n_bits)) | bucket
     return float_of(prefix)
 
 
 @fast
-def _from(w, size, least, found):
-    """Copy the weights that are at least `least` to `found`. Return how many there are."""
+def _at_least(w, size, least, candidates):
+    """Copy the weights that are at least `least`. Return how many there are."""
     n = 0
     for v in range(size):
-        found[n] = w[v]
+        candidates[n] = w[v]
         n += 1 if w[v] >= least else 0
     return n
 
 
 @fast
-def _least_of_top(w, size, top_k, found, sums):
+def _least_of_top(w, size, top_k, candidates, sums):
     """The top_k-th largest weight."""
-    least, n_blocks = types.float32(0.0), (size + BLOCK - 1) // BLOCK
-    if top_k <= n_blocks:  # so many blocks have a weight of at least the top_k-th of their largest ones
-        for block in range(n_blocks):
-            most = types.float32(0.0)
-            for v in range(block * BLOCK, min(size, block * BLOCK + BLOCK)):
-                most = max(most, w[v])
-            found[block] = most
-        least = _least_kept(found, n_blocks, float(top_k), True, sums)
-    return _least_kept(found, _from(w, size, least, found), float(top_k), True, sums)
+    least, n_blocks, n_filled = types.float32(0.0), (size + BLOCK - 1) // BLOCK, 0
+    for block in range(n_blocks):
+        most = types.float32(0.0)
+        for v in range(block * BLOCK, min(size, block * BLOCK + BLOCK)):
+            most = max(most, w[v])
+        candidates[block] = most
+        n_filled += 1 if most > types.float32(0.0) else 0
+    if (
+        top_k <= n_filled
+    ):  # then top_k tokens, of as many blocks, have at least the top_k-th of the blocks' largest weights
+        least = _least_kept(candidates, n_blocks, float(top_k), True, sums)
+    return _least_kept(candidates, _at_least(w, size, least, candidates), float(top_k), True, sums)
 
 
 @fast
@@ -96,7 +100,7 @@ def warp_row(given, w, size, options, top_k, work):
     `options` are temperature, top_p and min_p; `work` is the address of memory of the thread, see `warping_bytes`.
     """
     temperature, top_p, min_p = types.float32(options[0]), options[1], types.float32(options[2])
-    sums, found = doubles(work), floats(work + 8 * BUCKETS)
+    sums, candidates = doubles(work), floats(work + 8 * BUCKETS)
     x, most, total = floats(given), largest(given, 0, size), types.float32(0.0)
     for v in range(size):
         power = (x[v] - most) / temperature
@@ -111,13 +115,13 @@ def warp_row(given, w, size, options, top_k, work):
         return
     least = types.float32(0.0)
     if 0 < top_k < size:
-        least = _least_of_top(w, size, top_k, found, sums)
+        least = _least_of_top(w, size, top_k, candidates, sums)
         total = _sum_from(w, size, least)
     if top_p < 1.0:
         # The tokens that are each rarer than this hold less than 1 - top_p together, so none of them is kept.
         rare = types.float32(0.5 * (1.0 - top_p) * total / size)
-        n = _from(w, size, max(least, rare), found)
-        least = max(least, _least_kept(found, n, top_p * total, False, sums))
+        n = _at_least(w, size, max(least, rare), candidates)
+        least = max(least, _least_kept(candidates, n, top_p * total, False, sums))
     least = max(least, min_p)  # the likeliest token has weight 1
     if least > types.float32(0.0):
         total = _sum_from(w, size, least)

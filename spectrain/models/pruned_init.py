@@ -50,7 +50,7 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
 
 
 def draw_weights(module: nn.Module) -> None:
-    """Draw the weights of a layer or table anew, from a normal distribution of std 1 / sqrt(its width, what it reads).
+    """Draw the weights of a layer or table anew, from a normal distribution of std 1 / sqrt(columns of the weight).
 
     The usual std of 0.02 is far too small for narrow models: in the few steps that a drafter is trained for, they spend
     many on growing.

@@ -5,7 +5,6 @@ What cannot be read is noted with the reason and left out; nothing is written.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,16 +34,14 @@ class Collection:
     @classmethod
     def of(cls, roots: Sequence[Path], max_folders: int) -> Collection:
         """Read everything below the roots. Raises UserError where they hold more than max_folders folders."""
-        found, below = (
-            cls(),
-            [folder for root in roots for folder in itertools.islice(folders_below(root), max_folders + 1)],
-        )
-        if len(below) > max_folders:
-            raise UserError(
-                f"runs={', '.join(map(str, roots))} holds more than {max_folders} folders; give the folder that holds "
-                "runs, or raise max_folders"
-            )
-        folders = list({folder.resolve(): folder for folder in below}.values())
+        found, folders = cls(), {}
+        for root in roots:
+            for folder in folders_below(root):
+                folders[folder.resolve()] = folder
+                if len(folders) > max_folders:
+                    where = f"runs={', '.join(map(str, roots))} holds more than {max_folders} folders"
+                    raise UserError(f"{where}; give the folder that holds runs, or raise max_folders")
+        folders = list(folders.values())
         names = names_of([folder for folder in folders if (folder / "config.yaml").is_file()])
         for folder in folders:
             found.add_folder(folder, names.get(folder, ""))

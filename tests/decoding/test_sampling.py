@@ -75,6 +75,27 @@ def test_compiled_operations_are_those_of_torch(options, size, scale, monkeypatc
     assert tokens.tolist() == draw_token(probs.view(12, size), uniforms).tolist()
 
 
+def test_top_k_where_whole_stretches_of_the_vocabulary_have_no_weight():
+    """Fewer stretches with weight than tokens to be kept."""
+    logits = torch.full((1, 128), -torch.inf)
+    logits[0, :64] = -0.1 * torch.arange(64)
+    assert int((Sampling(temperature=1.0, top_k=2).warp(logits) > 0).sum()) == 2
+    wide = 3 * torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
+    wide[0, 640:] = -40.0
+    assert int((Sampling(temperature=0.3, top_k=50).warp(wide) > 0).sum()) == 50
+
+
+def test_random_numbers_are_float32_whatever_torch_has_by_default():
+    before, expected = torch.get_default_dtype(), Uniforms([row_generator(0, 0)], ahead=4).take(10)
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = Uniforms([row_generator(0, 0)], ahead=4).take(10)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32
+    assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_give_no_probabilities(options, value):
