@@ -68,6 +68,7 @@ def test_compiled_operations_are_those_of_torch(options, size, scale, monkeypatc
     logits[0] = logits[0].round()  # many are equal
     logits[1, :, ::3] = -torch.inf if size > 1 else 0
     uniforms = torch.rand(12, generator=generator)
+    uniforms[4] = 0.0  # where the first token has no weight
     probs = sampling.warp(logits)
     tokens = draw_token(probs.view(12, size), uniforms)
     monkeypatch.setattr(module, "runs_compiled", lambda values: False)
