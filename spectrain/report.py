@@ -48,7 +48,7 @@ def make_page(cfg: DictConfig, roots: list[Path], out: Path) -> None:
 def find(roots: list[Path], max_folders: int) -> Collection:
     """Find everything that can be shown.
 
-    Raises UserError where a folder is missing, holds nothing to show, or the folders hold more than max_folders others.
+    Raises UserError where a folder is missing, there is nothing to show, or there are more than max_folders folders.
     """
     for root in roots:
         if not root.is_dir():

@@ -1,7 +1,7 @@
 """How sampled drafts are accepted on a CPU, as an operation of a program: the rules of `verify.py`, row by row.
 
-A node's logits are warped when it is reached, so a row pays for its path only. torch's own operations cost more than
-the arithmetic here: a step has some thirty of them.
+A node's logits are warped when it is reached, so a row pays for its path only. The same step takes some thirty
+operations of torch, and calling them costs more than the arithmetic.
 
 Letters: N nodes, V vocabulary; p target, q draft.
 """

@@ -90,8 +90,8 @@ def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, monke
         for fuses in (True, False):
             method = Noted(drafter, 3, draft_dtype=draft_dtype)
             monkeypatch.setattr(Spire, "_program_chain", Spire._program_chain if fuses else None)
-            options = {"batch_size": 3, "stop_token_ids": ()}
-            found.append(generate(target, method, random_prompts([9, 30, 4]), 21, sampling, **options))
+            rows = {"batch_size": 3, "stop_token_ids": ()}
+            found.append(generate(target, method, random_prompts([9, 30, 4]), 21, sampling, **rows))
             drawn_from.append(method.drawn_from)
         for whole, steps in zip(*found, strict=True):
             assert (whole.tokens, whole.accepted, whole.drafted) == (steps.tokens, steps.accepted, steps.drafted)
