@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from hydra.core.plugins import Plugins
 
 from spectrain.cli import command
+from spectrain.decoding import kernels, program
 from spectrain.stores.options import schema
 
 COMMANDS = {
@@ -25,6 +28,7 @@ COMMANDS = {
     },
     **{name: f"data_prep.{name}" for name in ("responses", "activations", "acceptance", "datastore")},
 }
+IMPORTED_LATE = ("antlr4.LL1Analyzer", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg")
 POLL_S = 0.005
 MOST_BETWEEN_S = 0.5  # of waiting that count between two looks: more means that this process was stopped as well
 
@@ -54,11 +58,18 @@ class Outcome:
 
 
 def load_commands() -> None:
-    """Import what commands import, once, before the first fork."""
+    """Import and compile what commands need, once, before the first fork."""
     torch.set_num_threads(1)  # a fork of a process with threads of its own may hang
-    for name, module in COMMANDS.items():
+    for module in (*COMMANDS.values(), *IMPORTED_LATE):
         importlib.import_module(module)
+    for name in COMMANDS:
         schema(name)
+    Plugins.instance()  # Hydra looks through all packages for them
+    for dtype in kernels.BITS:
+        kernels.works(dtype)
+    program.runner()
+    gc.collect()
+    gc.freeze()  # or each fork goes through all these objects, and copies their pages
 
 
 @dataclass(frozen=True)
