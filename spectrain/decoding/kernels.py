@@ -5,6 +5,9 @@ A decoding step multiplies a few rows by every matrix of the model, so it should
 here reads each weight once for up to eight rows, from the model's own memory, and computes in float32 from weights of
 float32, bfloat16 or 8 bits: a checkpoint in bfloat16 is decoded in float32 at the price of reading bfloat16.
 
+Rows of x that meet weights of 8 bits are rounded to 16 bits first: sums of products of whole numbers are exact, and
+processors multiply and add pairs of them at once, where they would have to widen each weight to a float before.
+
 One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K, and fetches the
 next R rows of the matrix meanwhile. Threads are those of torch's own OpenMP, since two pools would wait for each other.
 
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,7 +34,8 @@ BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
 MOST_T = 8
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
-INT, WORD, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType()
+ROUNDED_BYTES = 512 * 1024  # of rounded rows that a thread keeps on its stack
+INT, WORD, SHORT, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8), ir.FloatType()
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -92,7 +96,8 @@ def works(dtype: torch.dtype) -> bool:
             scale = torch.rand(37, **exact) if dtype == torch.int8 else None
             with torch.autocast("cpu", enabled=False):
                 expected = x @ weight.float().T * (1 if scale is None else scale)
-            if not torch.allclose(product(x, weight, scale), expected, rtol=1e-4, atol=1e-3):
+                size = x.norm(dim=1)[:, None] * weight.float().norm(dim=1)  # what rounding is compared with
+            if ((product(x, weight, scale) - expected).abs() > 1e-4 * size).any():
                 raise ValueError(f"{n_rows} rows are multiplied wrongly")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         why = f"no kernels for weights of {dtype} on this machine ({str(error).splitlines()[0]})"
@@ -129,6 +134,13 @@ def _width() -> int:
     """Return the floats of a vector register."""
     found = _features()
     return 16 if found.get("avx512f") else 8 if found.get("avx2") else 4
+
+
+def _pair_sums() -> str | None:
+    """Return the name of what multiplies neighbours of 16 bits and adds each two, of two full registers."""
+    if _width() == 16 and _features().get("avx512bw"):
+        return "llvm.x86.avx512.pmaddw.d.512"
+    return "llvm.x86.avx2.pmadd.wd" if _width() == 8 else None
 
 
 def _matrix_rows(t: int) -> int:
@@ -195,17 +207,31 @@ class _Kernel:
             thread, n_threads = (self.openmp(name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
         n_parts = b.sdiv(b.add(n_out, INT(r - 1)), INT(r))
         first, end = (b.sdiv(b.mul(n_parts, one), n_threads) for one in (thread, b.add(thread, INT(1))))
-        with self.loop(first, end, INT(1)) as (part, _):
-            row = self.at_most(b.mul(part, INT(r)), b.sub(n_out, INT(r)))
-            with self.loop(INT(0), n_rows, INT(t)) as (start, _):
-                column = self.at_most(start, b.sub(n_rows, INT(t)))
-                sums = self.sums(x, weight, row, column, n_in)
-                for i in range(r):
-                    factor = b.load(b.gep(scale, [b.add(row, INT(i))])) if self.dtype == torch.int8 else None
+        in_8_bits = self.dtype == torch.int8
+        chunk, chunk_x = n_rows, x
+        if in_8_bits:
+            room = b.udiv(INT(ROUNDED_BYTES // 2), n_in)
+            chunk = self.at_most(n_rows, b.select(b.icmp_signed("<", room, INT(t)), INT(t), room))
+            chunk_x, units = b.alloca(SHORT, b.mul(chunk, n_in)), b.alloca(FLOAT, chunk)
+        with self.loop(INT(0), n_rows, chunk) as (begin, _):
+            begin = self.at_most(begin, b.sub(n_rows, chunk))
+            if in_8_bits:
+                with self.loop(INT(0), chunk, INT(1)) as (one, _):
+                    to = b.gep(chunk_x, [b.mul(one, n_in)])
+                    unit = self.round(b.gep(x, [b.mul(b.add(begin, one), n_in)]), to, n_in)
+                    b.store(unit, b.gep(units, [one]))
+            with self.loop(first, end, INT(1)) as (part, _):
+                row = self.at_most(b.mul(part, INT(r)), b.sub(n_out, INT(r)))
+                with self.loop(INT(0), chunk, INT(t)) as (start, _):
+                    column = self.at_most(start, b.sub(chunk, INT(t)))
+                    sums = self.sums(chunk_x, weight, row, column, n_in)
                     for j in range(t):
-                        total = sums[i * t + j] if factor is None else b.fmul(sums[i * t + j], factor)
-                        place = b.add(b.mul(b.add(column, INT(j)), n_out), b.add(row, INT(i)))
-                        b.store(total, b.gep(y, [place]))
+                        total = self.reduced(sums[j::t])
+                        if in_8_bits:
+                            unit = self.spread(b.load(b.gep(units, [b.add(column, INT(j))])), r)
+                            total = b.fmul(total, b.fmul(self.load(b.gep(scale, [row]), FLOAT, r), unit))
+                        at = b.add(b.add(begin, column), INT(j))
+                        self.store(total, b.gep(y, [b.add(b.mul(at, n_out), row)]))
         b.ret_void()
 
     def build_mix(self) -> None:
@@ -226,8 +252,7 @@ class _Kernel:
             for j in range(t):
                 for i in range(n_vectors):
                     place = b.gep(y, [b.add(b.add(b.mul(INT(j), stride), column), INT(i * self.width))])
-                    total = b.fadd(self.load(place, FLOAT), carried[j * n_vectors + i])
-                    b.store(total, b.bitcast(place, self.vector.as_pointer())).align = 1
+                    self.store(b.fadd(self.load(place, FLOAT), carried[j * n_vectors + i]), place)
         b.ret_void()
 
     def arguments(self) -> list[ir.Value]:
@@ -237,17 +262,46 @@ class _Kernel:
         addresses = [b.inttoptr(one, kind.as_pointer()) for one, kind in zip(given, types, strict=False)]
         return [*addresses, *given[len(types) :]]
 
-    def spread(self, value: ir.Value) -> ir.Value:
-        """Return a vector of equal numbers."""
-        b, undefined = self.b, ir.Constant(self.vector, ir.Undefined)
-        single = b.insert_element(undefined, value, WORD(0))
-        return b.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(WORD, self.width), [0] * self.width))
+    def spread(self, value: ir.Value, n: int | None = None) -> ir.Value:
+        """Return a vector of n equal numbers."""
+        vector = ir.VectorType(FLOAT, n or self.width)
+        single = self.b.insert_element(ir.Constant(vector, ir.Undefined), value, WORD(0))
+        return self.shuffled(single, single, [0] * vector.count)
+
+    def shuffled(self, one: ir.Value, other: ir.Value, places: Sequence[int]) -> ir.Value:
+        """Return the vector of these places, which count on from one vector to the other."""
+        return self.b.shuffle_vector(one, other, ir.Constant(ir.VectorType(WORD, len(places)), list(places)))
+
+    def reduced(self, sums: Sequence[ir.Value]) -> ir.Value:
+        """Add up the numbers of each of n vectors. Return the n sums as one vector.
+
+        Neighbours are added until a sum is left, of two vectors at a time, which take the place of one.
+        """
+        vectors, n = list(sums), len(sums)
+        if n > self.width:
+            parts = self.reduced(vectors[: self.width]), self.reduced([*vectors[self.width :], *vectors][: self.width])
+            return self.shuffled(*parts, range(n))
+        n_lanes = 1 << (n - 1).bit_length()
+        while len(vectors) > 1:
+            vectors += vectors[-1:] * (len(vectors) % 2)
+            vectors = [self.neighbours(one, other) for one, other in zip(vectors[::2], vectors[1::2], strict=True)]
+        vector = vectors[0]
+        while vector.type.count > n_lanes:
+            vector = self.neighbours(vector)
+        return vector if n == n_lanes else self.shuffled(vector, vector, range(n))
+
+    def neighbours(self, one: ir.Value, other: ir.Value | None = None) -> ir.Value:
+        """Add each two neighbours of a vector, or of two, whose sums then stand side by side."""
+        places = range(one.type.count * (1 if other is None else 2))
+        return self.b.fadd(*(self.shuffled(one, one if other is None else other, places[i::2]) for i in (0, 1)))
 
     def sums(self, x: ir.Value, weight: ir.Value, row: ir.Value, column: ir.Value, n_in: ir.Value) -> list[ir.Value]:
-        """Multiply R rows of the matrix with T of x. Return the R T sums."""
+        """Multiply R rows of the matrix with T of x, rounded for weights of 8 bits. Return R T vectors to add up."""
         b, r, t = self.b, self.r, self.t
         rows = [b.gep(weight, [b.mul(b.add(row, INT(i)), n_in)]) for i in range(r)]
         inputs = [b.gep(x, [b.mul(b.add(column, INT(j)), n_in)]) for j in range(t)]
+        if self.dtype == torch.int8:
+            return [b.sitofp(one, self.vector) for one in self.whole_sums(rows, inputs, n_in)]
         fma = self.declared("llvm.fma", self.vector, [self.vector] * 3)
         zero = ir.Constant(self.vector, [0.0] * self.width)
         with self.loop(INT(0), n_in, INT(self.width), [zero] * (r * t)) as (k, carried):
@@ -259,8 +313,71 @@ class _Kernel:
                 weights = self.widened(self.load(b.gep(one, [k]), self.weight_type))
                 for j, value in enumerate(values):
                     carried[i * t + j] = b.call(fma, [weights, value, added[i * t + j]])
-        reduce = self.declared("llvm.vector.reduce.fadd", FLOAT, [FLOAT, self.vector])
-        return [b.call(reduce, [FLOAT(0.0), one], fastmath=("reassoc",)) for one in carried]
+        return carried
+
+    def whole_sums(self, rows: Sequence[ir.Value], inputs: Sequence[ir.Value], n_in: ir.Value) -> list[ir.Value]:
+        """Multiply rows of 8 bits with inputs of 16 bits. Return the sums as vectors of 32 bits."""
+        b, words = self.b, ir.VectorType(WORD, self.width)
+        sums, done = [ir.Constant(words, None)] * (len(rows) * len(inputs)), INT(0)
+        if found := _pair_sums():
+            pairs = ir.VectorType(SHORT, 2 * self.width)
+            multiplied = self.declared(found, words, [pairs, pairs])
+            done = b.sub(n_in, b.urem(n_in, INT(2 * self.width)))
+            sums = self.added(rows, inputs, INT(0), done, pairs, lambda *both: b.call(multiplied, both), sums)
+        return self.added(rows, inputs, done, n_in, words, b.mul, sums)
+
+    def added(
+        self,
+        rows: Sequence[ir.Value],
+        inputs: Sequence[ir.Value],
+        first: ir.Value,
+        end: ir.Value,
+        wide: ir.VectorType,
+        multiply: Callable[[ir.Value, ir.Value], ir.Value],
+        sums: list[ir.Value],
+    ) -> list[ir.Value]:
+        """Add the products of rows of 8 bits with inputs of 16 bits to sums, from one place to another, as vectors."""
+        b = self.b
+        with self.loop(first, end, INT(wide.count), sums) as (k, carried):
+            for one in rows:
+                self.fetch(b.gep(one, [b.add(k, b.mul(INT(len(rows)), end))]))
+            values = [self.load(b.gep(one, [k]), SHORT, wide.count) for one in inputs]
+            if wide.element != SHORT:
+                values = [b.sext(value, wide) for value in values]
+            before = list(carried)
+            for i, one in enumerate(rows):
+                weights = b.sext(self.load(b.gep(one, [k]), BYTE, wide.count), wide)
+                for j, value in enumerate(values):
+                    place = i * len(inputs) + j
+                    carried[place] = b.add(before[place], multiply(weights, value))
+        return carried
+
+    def round(self, x: ir.Value, to: ir.Value, n_in: ir.Value) -> ir.Value:
+        """Round a row of x to 16 bits. Return the float that its unit stands for; NaN if the row is not finite.
+
+        The largest number becomes 32767, or less where sums of so many products would not fit in 32 bits.
+        """
+        b, zero = self.b, ir.Constant(self.vector, [0.0] * self.width)
+        most = self.declared("llvm.maxnum", self.vector, [self.vector] * 2)
+        size = self.declared("llvm.fabs", self.vector, [self.vector])
+        with self.loop(INT(0), n_in, INT(self.width), [zero, zero]) as (k, carried):
+            sizes = b.call(size, [self.load(b.gep(x, [k]), FLOAT)])
+            carried[0], carried[1] = b.call(most, [carried[0], sizes]), b.fadd(carried[1], sizes)
+        reduce = self.declared("llvm.vector.reduce.fmax", FLOAT, [self.vector])
+        add = self.declared("llvm.vector.reduce.fadd", FLOAT, [FLOAT, self.vector])
+        largest = b.call(reduce, [carried[0]])
+        total = b.call(add, [FLOAT(0.0), carried[1]], fastmath=("reassoc",))
+        limit = self.at_most(INT(2**15 - 1), b.udiv(INT(self.width * (2**31 // 127)), n_in))
+        limit = b.sitofp(limit, FLOAT)
+        least = FLOAT(torch.finfo(torch.float32).tiny * 2**16)
+        largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
+        factor = self.spread(b.fdiv(limit, largest))
+        nearest = self.declared("llvm.rint", self.vector, [self.vector])
+        with self.loop(INT(0), n_in, INT(self.width)) as (k, _):
+            scaled = b.call(nearest, [b.fmul(self.load(b.gep(x, [k]), FLOAT), factor)])
+            words = b.fptosi(scaled, ir.VectorType(WORD, self.width))
+            self.store(b.trunc(words, ir.VectorType(SHORT, self.width)), b.gep(to, [k]))
+        return b.fadd(b.fdiv(largest, limit), b.fmul(total, FLOAT(0.0)))
 
     @contextmanager
     def loop(
@@ -285,18 +402,19 @@ class _Kernel:
             carried[i].add_incoming(old, before)
             carried[i].add_incoming(new, last)
 
-    def load(self, address: ir.Value, kind: ir.Type) -> ir.Value:
-        vector = ir.VectorType(kind, self.width)
+    def load(self, address: ir.Value, kind: ir.Type, n: int | None = None) -> ir.Value:
+        vector = ir.VectorType(kind, n or self.width)
         loaded = self.b.load(self.b.bitcast(address, vector.as_pointer()))
         loaded.align = 1
         return loaded
+
+    def store(self, vector: ir.Value, address: ir.Value) -> None:
+        self.b.store(vector, self.b.bitcast(address, vector.type.as_pointer())).align = 1
 
     def widened(self, values: ir.Value) -> ir.Value:
         """Return weights as float32: a bfloat16 is the upper half of one."""
         if self.dtype == torch.float32:
             return values
-        if self.dtype == torch.int8:
-            return self.b.sitofp(values, self.vector)
         words = ir.VectorType(WORD, self.width)
         upper = self.b.shl(self.b.zext(values, words), ir.Constant(words, [16] * self.width))
         return self.b.bitcast(upper, self.vector)
@@ -314,7 +432,7 @@ class _Kernel:
 
     def declared(self, name: str, returned: ir.Type, arguments: list[ir.Type]) -> ir.Function:
         """Declare a function of OpenMP, or of LLVM, whose names end with the type that they work on."""
-        if name.startswith("llvm."):
+        if name.startswith("llvm.") and not name.startswith("llvm.x86."):
             name += ".p0" if name == "llvm.prefetch" else f".v{self.width}f32"
         found = self.module.globals.get(name)
         return found or ir.Function(self.module, ir.FunctionType(returned, arguments), name)

@@ -55,6 +55,11 @@ class KVCache(Cache):
     def n_rows(self) -> int:
         return len(self.lengths)
 
+    @property
+    def bytes(self) -> int:
+        """Memory that keys and values take."""
+        return sum(states.nbytes for states in (*self.keys, *self.values))
+
     def __len__(self) -> int:
         return len(self.keys)
 

@@ -29,6 +29,7 @@ from spectrain.decoding.weights import Int8Linear
 
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
+KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
 
@@ -294,9 +295,7 @@ class TargetModel:
         return TargetOutput(logits[:, :n_nodes], _stacked(captured), positions[:, :n_nodes], hidden)
 
     def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
-        """Return an empty cache. With CUDA graphs it may be one that was given back by `keep_cache`."""
-        if self.graphs is None:
-            return KVCache(max_rows, block_tokens, n_tokens)
+        """Return an empty cache. It may be one that was given back by `keep_cache`."""
         for i, kept in enumerate(self._kept):
             alike = (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens) and kept.capacity >= n_tokens
             if alike and (not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)):
@@ -307,8 +306,12 @@ class TargetModel:
         return cache
 
     def keep_cache(self, cache: KVCache) -> None:
-        """Keep the cache of a generation that ended for the next one, whose graphs then stay valid."""
-        if self.graphs is not None:
+        """Keep the cache of a generation that ended for the next one, whose graphs or programs then stay valid.
+
+        On a CPU only a small one of a single row: of several rows the shorter ones would see what the last texts left.
+        """
+        has_programs = cache.programs is not None and cache.max_rows == 1 and cache.bytes <= KEPT_BYTES
+        if self.graphs is not None or has_programs:
             cache.clear()
             self._kept.append(cache)
 

@@ -185,3 +185,23 @@ def test_a_change_of_any_source_is_compiled_anew_and_no_cache_is_needed(monkeypa
     operations.compiled.__wrapped__()
     assert [cache for _, cache in names] == [True, False, True, False]
     assert names[0][0] != names[2][0]
+
+
+def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen():
+    model = tiny_model(initializer_range=0.2, max_position_embeddings=1024)
+    target, before = TargetModel(model), torch.get_num_threads()
+    try:
+        for n_threads, length, n_new in ((1, 300, 40), (1, 9, 40), (2, 9, 40), (2, 700, 5), (1, 12, 30)):
+            torch.set_num_threads(n_threads)
+            prompts = random_prompts([length], seed=length)
+            found = generate(target, Autoregressive(), prompts, n_new, stop_token_ids=())[0].tokens
+            assert found == greedy_by_full_forwards(model, prompts[0], n_new)
+            (kept,) = target._kept
+            assert [threads for _, threads in kept.programs._programs][-1] == n_threads
+        again = generate(target, Autoregressive(), random_prompts([9]), 4, stop_token_ids=())
+        assert target._kept == [kept], "the longest was large enough for those after it"
+        assert len(again[0].tokens) == 4
+        generate(target, Autoregressive(), random_prompts([9, 5]), 4, batch_size=2)
+        assert target._kept == [], "shorter rows of a batch would see what it holds"
+    finally:
+        torch.set_num_threads(before)
