@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from typing_extensions import TypedDict
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
@@ -197,15 +198,33 @@ class CurveEntry:
         return [name for name in names if self.options.get(name) != options.get(name)]
 
 
+class Machine(TypedDict, total=False):
+    """What seconds depend on."""
+
+    device: str
+    dtype: str
+    threads: int | None
+
+
+class Facts(TypedDict, total=False):
+    """What is told to the reader."""
+
+    target: str
+    date: str
+    prompts: str
+    n_prompts: int
+    max_new_tokens: int
+
+
 @dataclass(frozen=True)
 class BudgetTable:
     """All that was measured of one target on one machine."""
 
     target_fingerprint: str
-    machine: dict
+    machine: Machine
     cost: ForwardCost
     entries: Sequence[CurveEntry] = ()
-    facts: dict = field(default_factory=dict)  # target, date, prompts: for the reader
+    facts: Facts = field(default_factory=dict)
 
     def save(self, folder: Path) -> Path:
         """Write the file whole. Curves of other methods and samplings that it holds already are kept.
@@ -238,7 +257,8 @@ class BudgetTable:
                 raise ValueError(f"schema {values['schema']}")
             entries = [from_json(CurveEntry, one) for one in values["curves"]]
             cost = from_json(ForwardCost, values["cost"])
-            return cls(values["target_fingerprint"], values["machine"], cost, entries, values["facts"])
+            machine, facts = from_json(Machine, values["machine"]), from_json(Facts, values["facts"])
+            return cls(str(values["target_fingerprint"]), machine, cost, entries, facts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{file} holds no budget table of schema {SCHEMA} ({error}); remove it and run {COMMAND}"
@@ -270,7 +290,7 @@ def _clipped(values: ArrayLike, grid: Sequence[int]) -> np.ndarray:
     return np.clip(values, grid[0], grid[-1])
 
 
-def machine_of(target: TargetModel) -> dict:
+def machine_of(target: TargetModel) -> Machine:
     """Return the device, dtype and number of threads, on which seconds depend."""
     device = target.device
     if device.type == "cuda":
@@ -281,7 +301,7 @@ def machine_of(target: TargetModel) -> dict:
     return {"device": name, "dtype": str(target.dtype).removeprefix("torch."), "threads": threads}
 
 
-def file_name(target_fingerprint: str, machine: dict) -> str:
+def file_name(target_fingerprint: str, machine: Machine) -> str:
     return f"budget-{target_fingerprint}-{digest(machine)}.json"
 
 

@@ -86,6 +86,7 @@ FAILED: tuple[Case, ...] = (
     OptionCase("cost", ("++hardware.source=''",), True),
     FileCase("drafter of spire", "config.json", "number", 4069),
     FileCase("run", "config.yaml", "cut off", 1712),
+    FileCase("runs of tune", "checkpoints/budget-*.json", "another value", 1530),
 )
 CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),

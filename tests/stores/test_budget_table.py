@@ -179,6 +179,17 @@ def test_a_table_that_another_process_is_about_to_write_is_left_alone(tmp_path):
     assert list(file.parent.iterdir()) == [file]
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"facts": 0.5}, {"facts": {"date": []}}, {"machine": "cpu"}, {"machine": {"threads": "2"}}]
+)
+def test_a_table_with_facts_of_other_types_is_refused(wrong, tmp_path):
+    file = BudgetTable("0" * 16, {"device": "cpu", "threads": 2}, cost_of(), facts={"date": "today"}).save(tmp_path)
+    assert BudgetTable.load(file).facts == {"date": "today"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    with pytest.raises(UserError, match="holds no budget table of schema 1"):
+        BudgetTable.load(file)
+
+
 def test_a_number_without_room_is_refused():
     for wrong in (0, 1, 2.5, "many", None):
         with pytest.raises(UserError, match="max_nodes"):
