@@ -193,9 +193,10 @@ class Best:
     tau: float | None = None  # None: not measured; these are the last step's
     low: float | None = None
     high: float | None = None
+    expected: float | None = None  # tau that validation lets expect, by which the best are chosen; None: not known
 
     def facts(self) -> dict[str, float | int | None]:
-        """Step, tau and interval."""
+        """Step, tau and interval, and the tau that was expected."""
         return {name: value for name, value in asdict(self).items() if name != "file"}
 
 
@@ -225,15 +226,28 @@ class BestFolder:
                 "weights=last"
             ) from error
 
-    def offer(self, step: int, weights: dict[str, Tensor], tau: tuple[float, float, float] | None = None) -> bool:
-        """Keep these weights of a step unless the kept ones have a higher tau; of equals the later ones are kept.
+    def offer(
+        self,
+        step: int,
+        weights: dict[str, Tensor],
+        tau: tuple[float, float, float] | None = None,
+        expected: float | None = None,
+    ) -> bool:
+        """Keep these weights of a step unless the kept ones are better; of equals the later ones are kept.
 
-        `tau` comes with the bounds of its 95 % interval; None: not measured.
+        Args:
+            step: of the training.
+            weights: whole.
+            tau: measured, with the bounds of its 95 % interval; None: not measured.
+            expected: the tau that validation lets expect, which decides; None: not known, `tau` decides.
         """
-        best = self.read()
-        if tau and best and best.tau is not None and best.tau > tau[0]:
-            return False
-        kept = Best(step, f"step-{step:08d}.safetensors", *(tau or ()))
+        best, measured = self.read() or Best(0, ""), tau[0] if tau else None
+        for before, now in ((best.expected, expected), (best.tau, measured)):
+            if before is not None and now is not None:
+                if before > now:
+                    return False
+                break
+        kept = Best(step, f"step-{step:08d}.safetensors", *(tau or (None,) * 3), expected)
         self.path.mkdir(parents=True, exist_ok=True)
         # Clones, because safetensors refuses tied weights, which share memory.
         untied = {name: t.clone(memory_format=torch.contiguous_format) for name, t in weights.items()}

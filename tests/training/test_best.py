@@ -1,4 +1,4 @@
-"""The best weights by tau are kept, whole, whatever kills the run; validation's numbers are those of all its rows."""
+"""The best weights are kept, whole, whatever kills the run; validation's numbers are those of all its rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_highest_tau_is_kept_and_of_equals_the_later(tmp_path):
     assert folder.read() is None
     kept = [folder.offer(step, weights(step), tau(value)) for step, value in ((1, 2.0), (2, 1.5), (3, 2.0), (4, 1.9))]
     assert kept == [True, False, True, False]
-    assert folder.read().facts() == {"step": 3, "tau": 2.0, "low": 1.9, "high": 2.1}
+    assert folder.read().facts() == {"step": 3, "tau": 2.0, "low": 1.9, "high": 2.1, "expected": None}
     assert {file.name for file in folder.path.iterdir()} == {"best.json", "step-00000003.safetensors"}
     assert folder.weights().keys() == {"model.a", "model.b", "sums.c"}
     assert folder.weights()["model.b"].tolist() == [3.0] * 3
@@ -45,7 +45,16 @@ def test_the_highest_tau_is_kept_and_of_equals_the_later(tmp_path):
 def test_without_tau_the_last_weights_are_kept(tmp_path):
     folder = BestFolder(tmp_path)
     assert [folder.offer(step, weights(step)) for step in (1, 2)] == [True, True]
-    assert folder.read().facts() == {"step": 2, "tau": None, "low": None, "high": None}
+    assert folder.read().facts() == {"step": 2, "tau": None, "low": None, "high": None, "expected": None}
+
+
+def test_the_expected_tau_decides_where_it_is_known(tmp_path):
+    folder = BestFolder(tmp_path)
+    offered = (1, 3.0, 2.5), (2, 2.0, 2.7), (3, 4.0, 2.6), (4, 1.0, 2.7), (5, 1.1, None), (6, 0.9, 9.0)
+    assert [folder.offer(step, weights(step), tau(value), expected) for step, value, expected in offered] == [
+        *(True, True, False, True, True),
+        False,  # nothing was expected of those that are kept
+    ]
 
 
 @pytest.mark.parametrize("dies_at", ["save_file", "write_json"])
@@ -92,12 +101,37 @@ def test_tau_is_measured_every_few_validations_and_at_the_end_and_logged(tmp_pat
     folder = BestFolder(tmp_path / "best")
     trainer, module, _ = fit(tmp_path, KeepBest(folder, measure, every=2), max_steps=7)  # validations after 2, 4 and 6
     assert len(measured) == 2
+    assert folder.read().expected is None  # without a target
     assert torch.equal(measured[1], module.model.lm_head.weight)
     curve = read_csv(tmp_path / "metrics/version_0/metrics.csv")
     assert {step: row["eval/tau"] for step, row in curve.items() if "eval/tau" in row} == {3: 3.0, 6: 1.0}
     assert folder.read().step == 4
     assert torch.equal(folder.weights()["model.lm_head.weight"], measured[0])
     assert not torch.equal(measured[0], measured[1])
+
+
+@pytest.mark.parametrize("measured", [(3.0, 1.0), (1.0, 3.0)])
+def test_weights_are_chosen_by_the_acceptance_that_validation_computes(measured, tmp_path):
+    """Whatever their measured tau: a few contexts tell two steps less well apart."""
+    folder, offered, left = BestFolder(tmp_path / "best"), [], list(measured)
+    offer = BestFolder.offer
+
+    def noted(self, step, weights, tau, expected):
+        offered.append((expected, step))
+        return offer(self, step, weights, tau, expected)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BestFolder, "offer", noted)
+        target = TargetModel(tiny_model("llama", seed=1, initializer_range=0.2))
+        trainer, module, rows = fit(
+            tmp_path, KeepBest(folder, lambda found: tau(left.pop(0)), every=2), max_steps=7, target=target
+        )
+    assert [step for _, step in offered] == [4, 7]
+    assert folder.read().step == max(offered)[1]
+    curve = read_csv(tmp_path / "metrics/version_0/metrics.csv")
+    assert offered[0][0] == pytest.approx(curve[3]["eval/tau_expected"], abs=1e-6)
+    trainer.validate(module, datamodule=trainer.datamodule, verbose=False)  # the last weights were validated, too
+    assert offered[1][0] == pytest.approx(float(trainer.callback_metrics["eval/tau_expected"]), abs=1e-6)
 
 
 def test_weights_that_a_last_validation_measured_are_not_measured_again(tmp_path):
