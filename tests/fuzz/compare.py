@@ -18,7 +18,7 @@ METRICS_BY_THE_CLOCK = ("train/tokens_per_s", "train/wait_share")  # metrics tha
 BY_THE_CLOCK = re.compile(
     "date|started|attempts|out|seconds|time_s|time_share|prefill_s|outside_s|peak_memory_bytes|speedup.*|tokens_per_s.*|gammas|fastest_gamma"
 )
-ROW_KEYS = (("question_id", "method"), ("id",))  # what is there once in a file of rows
+ROW_KEYS = (("question_id", "method"), ("group", "method", "nodes"), ("id",))  # what is there once in a file of rows
 UNCOMPARED = (".ckpt", ".txt")  # checkpoints hold clocks
 OUTPUT = ".output*"  # what commands printed
 Key = tuple[object, ...]
@@ -100,10 +100,14 @@ def _rows(file: Path) -> dict[Key, list[object]]:
             row = _timeless(json.loads(line))
         except ValueError:
             row = line
-        names = next((keys for keys in ROW_KEYS if isinstance(row, dict) and row.keys() >= set(keys)), None)
-        key = tuple(row[name] for name in names) if names else (json.dumps(row),)
-        found.setdefault(key, []).append(row)
+        found.setdefault(key_of(row), []).append(row)
     return found
+
+
+def key_of(row: object) -> Key:
+    """What names a row; a row of an unknown kind stands for itself."""
+    names = next((keys for keys in ROW_KEYS if isinstance(row, dict) and row.keys() >= set(keys)), None)
+    return tuple(row[name] for name in names) if names else (json.dumps(row),)
 
 
 def _run_facts(facts: dict) -> dict:

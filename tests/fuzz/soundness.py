@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from spectrain.stores.folder import MANIFEST, sha256
+from tests.fuzz.compare import key_of
 
 Snapshot = dict[str, tuple[int, int]]  # file or folder -> size and time of the last change; of folders neither counts
 
@@ -75,7 +76,7 @@ def _not_whole(file: Path) -> str | None:
                 _strict(file.read_text())
             case ".jsonl":
                 rows = [_strict(line) for line in file.read_text().splitlines()]
-                measured = Counter((row.get("id"), row.get("method")) for row in rows if "method" in row)
+                measured = Counter(key_of(row) for row in rows if "method" in row)
                 if measured and max(measured.values()) > 1:
                     return "a row is there twice"
             case ".safetensors":
