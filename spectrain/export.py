@@ -1,6 +1,6 @@
 """Exports a run, finished or not, or a lookup method with its datastore, as a folder that other engines load.
 
-    python -m spectrain.export run=runs/spire-1f0c93ab              # what training exports: the best weights by tau
+    python -m spectrain.export run=runs/spire-1f0c93ab              # what training exports: the best weights
     python -m spectrain.export run=runs/spire-1f0c93ab weights=last # the newest checkpoint, DeepSpeed's as well
     python -m spectrain.export method=sssd datastore=checkpoints/datastore-7c1b2f08
 

@@ -2,10 +2,10 @@
 
 A decoding step multiplies a few rows by every matrix of the model, so it should cost what reading the matrices costs.
 `F.linear` reads them several times as soon as there are two rows, and only in the dtype that it computes in. The kernel
-here reads each weight once for up to eight rows, from the model's own memory, and computes in float32 from weights of
-float32, bfloat16 or 8 bits: a checkpoint in bfloat16 is decoded in float32 at the price of reading bfloat16.
+here reads each weight once for up to eight rows, from the model's own memory. It computes in float32 from weights of
+float32 or bfloat16: a checkpoint in bfloat16 is decoded in float32 at the price of reading bfloat16.
 
-Rows of x that meet weights of 8 bits are rounded to 16 bits first: sums of products of whole numbers are exact, and
+Rows of x that meet weights of 8 bits are rounded to 16 bits first. Sums of products of whole numbers are exact, and
 processors multiply and add pairs of them at once, where they would have to widen each weight to a float before.
 
 One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K, and fetches the
@@ -34,12 +34,17 @@ BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
 MOST_T = 8
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
-ROUNDED_BYTES = 512 * 1024  # of rounded rows that a thread keeps on its stack
+ROUNDED_BYTES = 128 * 1024  # of rounded rows on a thread's stack, or MOST_T rows of up to MOST_ROUNDED inputs
+MOST_ROUNDED = 2**15  # inputs of a matrix of 8 bits
+LANE = (2**31 - 1) // 128  # the most that inputs of 16 bits may add up to in 32 bits, times weights of 8 bits
 INT, WORD, SHORT, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8), ir.FloatType()
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return x @ weight.T, float32 [M, N].
+
+    With weights of 8 bits each row of x is rounded to 16 bits of its largest number, or to fewer where more than 8,192
+    products are added up; a row that is not finite gives NaN.
 
     Args:
         x: [M, K] float32, contiguous; K as `fits` says.
@@ -79,6 +84,7 @@ def fits(weight: Tensor) -> bool:
         and weight.is_contiguous()
         and n_in % _width() == 0
         and n_out >= LEAST_OUTPUTS
+        and (weight.dtype != torch.int8 or n_in <= MOST_ROUNDED)
         and works(weight.dtype)
     )
 
@@ -361,13 +367,14 @@ class _Kernel:
         most = self.declared("llvm.maxnum", self.vector, [self.vector] * 2)
         size = self.declared("llvm.fabs", self.vector, [self.vector])
         with self.loop(INT(0), n_in, INT(self.width), [zero, zero]) as (k, carried):
-            sizes = b.call(size, [self.load(b.gep(x, [k]), FLOAT)])
-            carried[0], carried[1] = b.call(most, [carried[0], sizes]), b.fadd(carried[1], sizes)
+            values = self.load(b.gep(x, [k]), FLOAT)
+            carried[0] = b.call(most, [carried[0], b.call(size, [values])])
+            carried[1] = b.fadd(carried[1], b.fmul(values, zero))  # 0, or NaN
         reduce = self.declared("llvm.vector.reduce.fmax", FLOAT, [self.vector])
         add = self.declared("llvm.vector.reduce.fadd", FLOAT, [FLOAT, self.vector])
         largest = b.call(reduce, [carried[0]])
-        total = b.call(add, [FLOAT(0.0), carried[1]], fastmath=("reassoc",))
-        limit = self.at_most(INT(2**15 - 1), b.udiv(INT(self.width * (2**31 // 127)), n_in))
+        unfit = b.call(add, [FLOAT(0.0), carried[1]], fastmath=("reassoc",))
+        limit = self.at_most(INT(2**15 - 1), b.udiv(INT(self.width * LANE), n_in))
         limit = b.sitofp(limit, FLOAT)
         least = FLOAT(torch.finfo(torch.float32).tiny * 2**16)
         largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
@@ -377,7 +384,7 @@ class _Kernel:
             scaled = b.call(nearest, [b.fmul(self.load(b.gep(x, [k]), FLOAT), factor)])
             words = b.fptosi(scaled, ir.VectorType(WORD, self.width))
             self.store(b.trunc(words, ir.VectorType(SHORT, self.width)), b.gep(to, [k]))
-        return b.fadd(b.fdiv(largest, limit), b.fmul(total, FLOAT(0.0)))
+        return b.fadd(b.fdiv(largest, limit), unfit)
 
     @contextmanager
     def loop(

@@ -46,6 +46,7 @@ class KVCache(Cache):
         self.storage = unique()  # another number whenever keys and values have moved in memory
         self.graphs: Graphs | None = None  # that move accepted nodes
         self.programs: Programs | None = None  # that run forwards against it
+        self.weights: tuple[int, ...] = ()  # addresses of the model's, for which the cache was made
         # Where the current forward writes: rows, the first slot of each, the slot that all rows start at (if they do),
         # nodes per row, slots that attention reads, and the slots [R, N] of a scatter (computed when first needed).
         self._rows, self._starts, self._common_start = range(0), (), None

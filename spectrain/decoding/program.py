@@ -345,6 +345,14 @@ class Programs:
     def __init__(self) -> None:
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
 
+    def __deepcopy__(self, memo: dict) -> Programs:
+        return Programs()  # they hold addresses of what is copied
+
+    def forget(self, storage: int, n: int) -> None:
+        """Leave the latest n programs of the weights that this number stands for, the first of what they depend on."""
+        own = [(key, program) for key, program in self._programs.items() if key[0][0] == storage]
+        self._programs = OrderedDict(own[-n:])
+
     def get(self, key: Hashable, make: Callable[[], Program]) -> Program:
         key = key, torch.get_num_threads()
         if key not in self._programs:

@@ -30,6 +30,7 @@ from spectrain.decoding.weights import Int8Linear
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
 KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
+KEPT_PROGRAMS = 8  # that such a cache has
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
 
@@ -113,6 +114,7 @@ class TargetModel:
             return self
         other = copy.copy(self)
         other._engine = LeanEngine(self.model, self.dtype, Int8Linear)
+        other._kept = []  # whose programs are of other weights
         return other
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
@@ -296,21 +298,26 @@ class TargetModel:
 
     def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
         """Return an empty cache. It may be one that was given back by `keep_cache`."""
+        weights = tuple(weight.data_ptr() for weight in self.model.parameters())
         for i, kept in enumerate(self._kept):
             alike = (kept.max_rows, kept.block_tokens) == (max_rows, block_tokens) and kept.capacity >= n_tokens
-            if alike and (not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)):
+            fits = not kept.keys or (kept.keys[0].dtype, kept.keys[0].device) == (self.dtype, self.device)
+            if alike and fits and kept.weights == weights:
                 return self._kept.pop(i)
         self._kept.clear()
         cache = KVCache(max_rows, block_tokens, n_tokens)
-        cache.graphs = self.graphs
+        cache.graphs, cache.weights = self.graphs, weights
         return cache
 
     def keep_cache(self, cache: KVCache) -> None:
         """Keep the cache of a generation that ended for the next one, whose graphs or programs then stay valid.
 
-        On a CPU only a small one of a single row: of several rows the shorter ones would see what the last texts left.
+        On a CPU only a small one of a single row. In one of several rows, attention to a shorter row gives weight 0 to
+        what stands behind it, which would spread if it were not finite.
         """
         has_programs = cache.programs is not None and cache.max_rows == 1 and cache.bytes <= KEPT_BYTES
+        if has_programs:
+            cache.programs.forget(self._engine.storage, KEPT_PROGRAMS)
         if self.graphs is not None or has_programs:
             cache.clear()
             self._kept.append(cache)

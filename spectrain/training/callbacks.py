@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -141,13 +142,16 @@ def _validated(trainer: Trainer, module: LightningModule) -> float | None:
     """Validate the last weights, which are whole until the training ends. Return the tau to expect, if it is known."""
     if not trainer.enable_validation:
         return None
-    was_training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     module.on_validation_epoch_start()
+    (n_batches,) = trainer.num_val_batches  # infinite for a loader without a length
+    batches = trainer.datamodule.val_dataloader()
     with torch.no_grad():
-        for i, batch in enumerate(trainer.datamodule.val_dataloader()):
+        for i, batch in enumerate(batches if n_batches == float("inf") else islice(batches, int(n_batches))):
             trainer.strategy.validation_step(trainer.strategy.batch_to_device(batch), i)
-    module.train(was_training)
+    for part, was_training in modes:
+        part.training = was_training
     return module.expected_tau()
 
 

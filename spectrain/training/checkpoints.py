@@ -4,7 +4,7 @@ checkpoints/
     step-00000380.ckpt     the newest checkpoint: a file, or under DeepSpeed a folder
     .partial.ckpt          one that was being written; never read
     best/
-        best.json                    which step, its tau and interval, and the file below
+        best.json                    which step, its tau with interval, what was expected, the file below
         step-00000250.safetensors    the trained module's weights, float32, whole, from any strategy
 
 Each is written under another name, put on disk and renamed, and only then is the one before removed. So a kill leaves
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -241,6 +242,7 @@ class BestFolder:
             tau: measured, with the bounds of its 95 % interval; None: not measured.
             expected: the tau that validation lets expect, which decides; None: not known, `tau` decides.
         """
+        expected = expected if expected is not None and math.isfinite(expected) else None
         best, measured = self.read() or Best(0, ""), tau[0] if tau else None
         for before, now in ((best.expected, expected), (best.tau, measured)):
             if before is not None and now is not None:

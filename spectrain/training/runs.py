@@ -286,7 +286,7 @@ class RunFolder:
 
     @property
     def best(self) -> BestFolder:
-        """The weights that are exported: the best by tau, or the last."""
+        """The weights that are exported: those with the highest acceptance, or the last."""
         return BestFolder(self.path / "checkpoints" / "best")
 
     def weights(self, which: str) -> tuple[int, dict[str, Tensor]]:

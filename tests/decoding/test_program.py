@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from dataclasses import replace
@@ -9,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, generate
+from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, loop
 from spectrain.decoding import program as module
+from spectrain.decoding import target as target_module
 from spectrain.decoding.program import CHUNK, runner
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
@@ -187,7 +189,7 @@ def test_a_change_of_any_source_is_compiled_anew_and_no_cache_is_needed(monkeypa
     assert names[0][0] != names[2][0]
 
 
-def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen():
+def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen(monkeypatch):
     model = tiny_model(initializer_range=0.2, max_position_embeddings=1024)
     target, before = TargetModel(model), torch.get_num_threads()
     try:
@@ -201,7 +203,22 @@ def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen():
         again = generate(target, Autoregressive(), random_prompts([9]), 4, stop_token_ids=())
         assert target._kept == [kept], "the longest was large enough for those after it"
         assert len(again[0].tokens) == 4
+        stream = loop.stream(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())
+        next(stream)
+        stream.close()
+        found = generate(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())[0].tokens
+        assert found == greedy_by_full_forwards(model, random_prompts([9])[0], 30)
+        assert target._kept == [kept]
+        assert copy.deepcopy(target)._kept[0].programs._programs == {}, "a copy has other addresses"
+        assert target.in_8_bits()._kept == []
+        model.lm_head.weight.data = model.lm_head.weight.data.flip(0).contiguous()
+        found = generate(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())[0].tokens
+        assert found == greedy_by_full_forwards(model, random_prompts([9])[0], 30)
+        assert target._kept != [kept], "weights have other addresses"
         generate(target, Autoregressive(), random_prompts([9, 5]), 4, batch_size=2)
-        assert target._kept == [], "shorter rows of a batch would see what it holds"
+        assert target._kept == [], "of several rows"
+        monkeypatch.setattr(target_module, "KEPT_BYTES", 1000)
+        generate(target, Autoregressive(), random_prompts([9]), 4)
+        assert target._kept == [], "too large"
     finally:
         torch.set_num_threads(before)

@@ -76,7 +76,7 @@ def test_a_kill_while_better_weights_are_written_leaves_the_old_ones(tmp_path, m
     assert {file.name for file in tmp_path.iterdir()} == {"best.json", "step-00000002.safetensors"}
 
 
-def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3):
+def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3, **options):
     rows = torch.randint(4, VOCAB_SIZE, (11, 16), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     model = tiny_model("llama", initializer_range=0.02).train().requires_grad_(True)
     module = LanguageModelTraining(model, OptimizerSettings(lr=1e-2, warmup_steps=2), target)
@@ -86,6 +86,7 @@ def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3):
         logger=CSVLogger(tmp_path, name="metrics", version=0),
         log_every_n_steps=1,
         val_check_interval=2,
+        **options,
     )
     trainer.fit(module, datamodule=RowData(TokenRows(rows), TokenRows(rows[:val_rows]), batch_size=2, seed=3))
     return trainer, module, rows
@@ -110,8 +111,8 @@ def test_tau_is_measured_every_few_validations_and_at_the_end_and_logged(tmp_pat
     assert not torch.equal(measured[0], measured[1])
 
 
-@pytest.mark.parametrize("measured", [(3.0, 1.0), (1.0, 3.0)])
-def test_weights_are_chosen_by_the_acceptance_that_validation_computes(measured, tmp_path):
+@pytest.mark.parametrize(("measured", "n_batches"), [((3.0, 1.0), 1.0), ((1.0, 3.0), 1.0), ((3.0, 1.0), 1)])
+def test_weights_are_chosen_by_the_acceptance_that_validation_computes(measured, n_batches, tmp_path):
     """Whatever their measured tau: a few contexts tell two steps less well apart."""
     folder, offered, left = BestFolder(tmp_path / "best"), [], list(measured)
     offer = BestFolder.offer
@@ -124,7 +125,11 @@ def test_weights_are_chosen_by_the_acceptance_that_validation_computes(measured,
         patch.setattr(BestFolder, "offer", noted)
         target = TargetModel(tiny_model("llama", seed=1, initializer_range=0.2))
         trainer, module, rows = fit(
-            tmp_path, KeepBest(folder, lambda found: tau(left.pop(0)), every=2), max_steps=7, target=target
+            tmp_path,
+            KeepBest(folder, lambda found: tau(left.pop(0)), every=2),
+            max_steps=7,
+            target=target,
+            limit_val_batches=n_batches,
         )
     assert [step for _, step in offered] == [4, 7]
     assert folder.read().step == max(offered)[1]

@@ -36,11 +36,12 @@ ROOT = Path(__file__).parent.parent.parent
 STEPS, BATCH = 6, 4
 ZERO = ("deepspeed_zero2", "deepspeed_zero3")
 SPIRE = ("+exp=spire", "export_dtype=float32")  # exports are compared
+MEASURED = ("select.every=1", "select.contexts=1")
 VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "untied": ["+exp=spire", "k=1", "init=random"],
     "ablated": ["+exp=spire", "feedback=false", "target_activations=false", "trainer.activation_checkpointing=true"],
-    "few tokens": ["+exp=spire", "draft_vocab=100", "head=trained"],
-    "vanilla": ["+exp=vanilla", "optimizer.name=adamw", "trainer.activation_checkpointing=true"],
+    "few tokens": ["+exp=spire", "draft_vocab=100", "head=trained", *MEASURED],
+    "vanilla": ["+exp=vanilla", "optimizer.name=adamw", "trainer.activation_checkpointing=true", *MEASURED],
 }
 
 
@@ -111,6 +112,15 @@ def runs(small, shared, tmp_path_factory) -> Path:
     finally:
         os.chdir(before)
     return folder
+
+
+@pytest.mark.parametrize("name", ["few tokens", "vanilla"])
+def test_the_last_weights_are_validated_before_they_are_kept(runs, name):
+    best = json.loads((runs / name / "checkpoints" / "best" / "best.json").read_text())
+    result = json.loads((runs / name / "result.json").read_text())
+    assert best["step"] == result["selected"]["step"] == 2
+    assert best["expected"] == pytest.approx(result["metrics"]["eval/tau_expected"], abs=0.02)
+    assert best["expected"] > 1
 
 
 def on_ranks(n_ranks: int, folder: Path, jobs: list[dict]) -> None:
