@@ -25,6 +25,7 @@ from spectrain.measure.statistics import Estimate
 from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
 from spectrain.training.curves import read_csv
+from spectrain.training.modules import Training
 from spectrain.training.runs import RunFolder
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import export_spire, export_vanilla
@@ -84,15 +85,16 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
 
 
 @pytest.mark.parametrize("exp", ["spire", "vanilla"])
-def test_what_is_exported_and_measured_is_the_best_by_tau_not_the_last(run, small, exp, monkeypatch):
-    best = iter([Estimate(2.0, 1.9, 2.1), Estimate(1.5, 1.4, 1.6)])  # after the validation at step 4, and at the end
+def test_what_is_exported_and_measured_is_the_best_not_the_last(run, small, exp, monkeypatch):
+    expected, best = iter([2.5, 2.4]), iter([Estimate(2.0, 1.9, 2.1), Estimate(2.2, 2.1, 2.3)])  # at step 4, at the end
+    monkeypatch.setattr(Training, "expected_tau", lambda _: next(expected))
     after = tau.tau_of  # what is measured after training has a setting, too
     monkeypatch.setattr(tau, "tau_of", lambda *args: after(*args) if len(args) > 4 else next(best))
     code, _, err = run("train", f"+exp={exp}", *small, "run_dir=r", "out=made")
     assert code == 0, err
     result = json.loads(Path("r/result.json").read_text())
     assert result["steps"] == 6
-    assert result["selected"] == {"step": 4, "tau": 2.0, "low": 1.9, "high": 2.1}
+    assert result["selected"] == {"step": 4, "tau": 2.0, "low": 1.9, "high": 2.1, "expected": 2.5}
     curve = read_csv(Path("r/metrics/version_0/metrics.csv"))
     assert result["metrics"] == {name: value for name, value in curve[3].items() if name.startswith("eval/")}
     kept, made = (
