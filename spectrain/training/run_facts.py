@@ -32,8 +32,27 @@ class Facts:
 class Selected(TypedDict):
     """Which weights were exported."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # their tau
+    __pydantic_config__ = ConfigDict(extra="allow")
     step: int
+    tau: NotRequired[float | None]
+    low: NotRequired[float | None]
+    high: NotRequired[float | None]
+
+
+class Interval(TypedDict):
+    """A measured number with its 95 % interval."""
+
+    value: float | None
+    low: NotRequired[float | None]
+    high: NotRequired[float | None]
+
+
+class Settings(TypedDict):
+    """How tau was measured."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+    contexts: int
+    new_tokens: int
 
 
 class TrainingResult(TypedDict):
@@ -44,6 +63,9 @@ class TrainingResult(TypedDict):
     metrics: dict[str, float | None]
     tokens: NotRequired[int]
     selected: NotRequired[Selected | None]
+    tau: NotRequired[dict[str, dict[str, Interval]]]  # by method and setting
+    settings: NotRequired[Settings]
+    fastest_gamma: NotRequired[int | None]
 
 
 Metrics = dict[str, float | None]

@@ -91,6 +91,7 @@ FAILED: tuple[Case, ...] = (
 CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
     *FAILED,
+    FileCase("last weights of a run", "result.json", "value", 103192),
     OptionCase("tune", ("limit=null",), False),
     PairCase("bench", ("bench",), 0.2),
     PairCase("acceptance", ("cost", "out=labels"), 0.0),
