@@ -102,11 +102,14 @@ def refuse_what_hydra_fails_on(arguments: list[str], primary: str) -> None:
             raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
         if key not in FREE_TEXT and re.search(r"\d{4300}", value):  # Hydra fails on what Python does not read
             raise UserError(f"{key} has a number of thousands of digits; give a smaller one")
-        is_group = re.search(rf"^ *- (optional )?{re.escape(key)}:", primary, re.MULTILINE)
+        group = key.lstrip("+")
+        of_command = re.search(rf"^ *- (optional )?{re.escape(group)}:", primary, re.MULTILINE)
+        is_group = of_command or (group in os.listdir(conf_dir()) and (conf_dir() / group).is_dir())
         is_path = key in SHORTHANDS and value != "null"
-        if is_group and not is_path and (NO_NAME.fullmatch(value) or len(value) > LONGEST_NAME):
-            known = ", ".join(sorted(file.stem for file in (conf_dir() / key).glob("*.yaml")))
-            raise UserError(f"{key}={value[:LONGEST_NAME]} names nothing; choose among {known}")
+        if is_group and not is_path and (NO_NAME.fullmatch(value) or (of_command and len(value) > LONGEST_NAME)):
+            known = ", ".join(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))
+            hint = f"choose among {known}" if of_command or key != group else f"leave {key} out"
+            raise UserError(f"{key}={value[:LONGEST_NAME]} names nothing; {hint}")
 
 
 def flags_first(arguments: list[str]) -> list[str]:

@@ -124,7 +124,8 @@ class FileCase:
             return False
         if READERS[self.reader].source == "spire" and self.file == "tokenizer.json":  # the target's is read
             return False
-        behind_what_is_read = (self.file, self.damage) == ("prompts.jsonl", "cut off")
+        # What is cut off may be a line that is not read, or an empty one.
+        behind_what_is_read = self.file in ("prompts.jsonl", "tuned.yaml") and self.damage == "cut off"
         if READERS[self.reader].command == "cost" and self.file != "config.json":  # the rest is not read
             return False
         if behind_what_is_read or (self.reader.startswith("last weights") and "/best/" in self.file):

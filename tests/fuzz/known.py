@@ -92,7 +92,11 @@ CASES: tuple[Case, ...] = (
     *(OptionCase(command, tuple(typed.split(" ")), True) for command, texts in TYPED.items() for typed in texts),
     *FAILED,
     FileCase("last weights of a run", "result.json", "value", 103192),
+    FileCase("tuned", "tuned.yaml", "cut off", 1052602),
     OptionCase("tune", ("limit=null",), False),
+    OptionCase("cost", ("target=null",), True),
+    OptionCase("generate", ("+exp=null",), True),
+    OptionCase("bench", ("hardware=5",), True),
     PairCase("bench", ("bench",), 0.2),
     PairCase("acceptance", ("cost", "out=labels"), 0.0),
 )
