@@ -86,9 +86,8 @@ def _least_of_top(w, size, top_k, candidates, sums):
             most = max(most, w[v])
         candidates[block] = most
         n_filled += 1 if most > types.float32(0.0) else 0
-    if (
-        top_k <= n_filled
-    ):  # then top_k tokens, of as many blocks, have at least the top_k-th of the blocks' largest weights
+    if top_k <= n_filled:
+        # One token in each of top_k blocks has at least this weight, so the top_k-th of all tokens has it, too.
         least = _least_kept(candidates, n_blocks, float(top_k), True, sums)
     return _least_kept(candidates, _at_least(w, size, least, candidates), float(top_k), True, sums)
 

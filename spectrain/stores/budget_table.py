@@ -199,7 +199,7 @@ class CurveEntry:
 
 
 class Machine(TypedDict, total=False):
-    """What seconds depend on."""
+    """The machine, dtype and number of threads that the measured seconds hold for."""
 
     device: str
     dtype: str
@@ -207,7 +207,7 @@ class Machine(TypedDict, total=False):
 
 
 class Facts(TypedDict, total=False):
-    """What is told to the reader."""
+    """What was measured and when, which reports repeat."""
 
     target: str
     date: str

@@ -105,7 +105,7 @@ def _rows(file: Path) -> dict[Key, list[object]]:
 
 
 def key_of(row: object) -> Key:
-    """What names a row; a row of an unknown kind stands for itself."""
+    """Return the values that identify a row in its file; for a row of an unknown kind, the whole row."""
     names = next((keys for keys in ROW_KEYS if isinstance(row, dict) and row.keys() >= set(keys)), None)
     return tuple(row[name] for name in names) if names else (json.dumps(row),)
 
