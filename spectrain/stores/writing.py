@@ -82,12 +82,22 @@ def naming_a_full_disk(*folders: Path, need_bytes: int | None = None) -> Iterato
     except Exception as error:
         if not is_disk_full(error):
             raise
-        rooms = {str(folder): free_bytes(folder) for folder in folders} | stdout_room()
-        folder, free = min(rooms.items(), key=lambda one: one[1])
+        folder, free = _fullest(folders)
         need = "" if need_bytes is None else f" of the {decimal(need_bytes)} that its next file needs"
         raise UserError(
             f"the disk of {folder} is full; free some and run the same command again ({decimal(free)}{need} are free)"
         ) from error
+
+
+def _fullest(folders: tuple[Path, ...]) -> tuple[str, int]:
+    """Return the first of these folders, or stdout, on the disk with the least room, and this room in bytes."""
+    disks = {
+        _existing(folder).stat().st_dev: folder for folder in reversed(folders)
+    }  # each asked once: others write too
+    rooms = {str(folder): free_bytes(folder) for folder in reversed(disks.values())}
+    with suppress(OSError):  # stdout may be closed
+        rooms |= {} if os.fstat(1).st_dev in disks else stdout_room()
+    return min(rooms.items(), key=lambda one: one[1])
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -105,8 +115,13 @@ def is_disk_full(error: BaseException) -> bool:
 
 def free_bytes(path: Path) -> int:
     """Return the room on the disk of a path, which need not exist yet."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest folder that exists, from the path itself upwards."""
     path = path.absolute()
-    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def stdout_room() -> dict[str, int]:
