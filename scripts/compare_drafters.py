@@ -11,6 +11,9 @@ drafters.png show the drafters that the command names.
 
 tau is the number of tokens produced per target forward pass. Intervals are 95 % bootstraps over rows. For a difference
 the rows of both drafters are drawn together. A difference whose interval contains 0 is unresolved.
+
+--computed draws no draft tokens. The target alone continues each context once, and the tau that is expected of a draft
+at each position of this text is computed for every drafter. Intervals of differences are several times smaller.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ import torch
 from pandas import DataFrame
 
 from spectrain.cli import quiet_libraries
-from spectrain.decoding import Drafter, TargetModel, fingerprint, load_target
+from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, load_target
 from spectrain.decoding.errors import UserError, check_whole
+from spectrain.measure.parity import Steps, computed, draft_logits, logits_of
 from spectrain.measure.spire_paper import in_paper, modelled, options, paper_tau
 from spectrain.measure.tau import POOLED, Setting, compare, continue_rows, counts_of
 from spectrain.methods import magicdec
+from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.loading import load_method
 from spectrain.models.artifacts import check_weights, read_manifest
 from spectrain.reporting.comparisons import NARROW, drafters_table, settings_of
@@ -45,7 +50,7 @@ from spectrain.stores.environment import date_of, environment
 from spectrain.stores.folder import write_json
 from spectrain.stores.locations import bundled_folder
 from spectrain.stores.packing import pack, rows_of, token_documents
-from spectrain.stores.texts import STDLIB_HELD_OUT, read_documents
+from spectrain.stores.texts import STDLIB_HELD_OUT, read_documents, unit_hash
 
 PART_ROWS = 32  # decoded between two writes
 MAGICDEC = "magicdec"
@@ -79,6 +84,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--corpus", default=None, help="file or folder; None: the standard library")
     parser.add_argument("--held-out-share", type=float, default=STDLIB_HELD_OUT, help="as in training")
     parser.add_argument("--also", nargs="*", default=[], help="files or folders that no training saw, all of them")
+    parser.add_argument("--documents", action="store_true", help="a context begins a held-out document, not a row")
+    parser.add_argument("--computed", action="store_true", help="expected on text that the target writes alone")
     parser.add_argument("--row-tokens", type=int, default=1024, help="as in training; a context begins a row")
     parser.add_argument("--context-tokens", nargs="+", type=int, default=[256])
     parser.add_argument("--rows", type=int, default=128)
@@ -105,7 +112,12 @@ def checked(args: argparse.Namespace) -> dict[str, Path | None]:
     for name, folder in map(named, args.drafters):
         if name in folders:
             raise UserError(f"two drafters are called {name}; give one another name, as other={folder}")
-        if folder is not None and read_manifest(folder).kind != "lookup":
+        kind = MAGICDEC if folder is None else read_manifest(folder).kind
+        if args.computed and kind not in ("spire", "vanilla"):
+            raise UserError(
+                f"--computed knows drafters of kind spire and vanilla, and {name} is of kind {kind}; leave it out"
+            )
+        if kind not in (MAGICDEC, "lookup"):
             check_weights(folder, "drafter")
         folders[name] = folder
     return folders
@@ -131,6 +143,7 @@ def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str
         "rows": len(rows),
         "new_tokens": args.new_tokens,
         "gamma": args.gamma,
+        "computed": args.computed,
         "contexts": {str(length): len(rows) for length in dict.fromkeys(args.context_tokens)},
         "first": next(iter(found)),
         "drafters": found,
@@ -142,7 +155,8 @@ def terminal_table(content: Mapping) -> tuple[str, DataFrame]:
     """tau pooled over context lengths, with a title."""
     lengths = ", ".join(content["contexts"])
     pools = [name for name in settings_of(content) if name.startswith(f"{POOLED}, ")]
-    title = f"tau on {content['rows']} held-out contexts of {lengths} tokens each, in pairs with {content['first']}"
+    kind = "tau, computed," if content.get("computed") else "tau"
+    title = f"{kind} on {content['rows']} held-out contexts of {lengths} tokens each, in pairs with {content['first']}"
     return title, drafters_table(content, pools, NARROW)
 
 
@@ -159,7 +173,8 @@ def caption(content: Mapping) -> str:
     return (
         f"tau, the tokens produced per target forward pass, of each drafter with {content['gamma']} draft tokens per "
         f"step, by setting and pooled over settings ({content['rows']} held-out contexts of each length, "
-        f"{content['new_tokens']} new tokens), with 95 % bootstrap intervals; higher is better.{text}"
+        f"{content['new_tokens']} new tokens{', computed' if content.get('computed') else ''}), with 95 % bootstrap "
+        f"intervals; higher is better.{text}"
     )
 
 
@@ -196,8 +211,27 @@ def opened(target: TargetModel, folder: Path | None, gamma: int) -> Drafter:
     return magicdec.build(target, gamma=gamma) if folder is None else load_method(folder, target, gamma=gamma)
 
 
+def held_out_documents(args: argparse.Namespace, target: TargetModel) -> list[list[int]]:
+    """Held-out documents that are as long as the longest context, in hashed order, then those of --also."""
+    longest, found = max(args.context_tokens), []
+    for path in (args.corpus, *args.also):
+        documents = sorted(
+            read_documents(path, tokenizer=target.tokenizer), key=lambda document: unit_hash(document.id)
+        )
+        kept = [d for d in documents if path in args.also or d.is_held_out(args.held_out_share)]
+        found += [d.tokens.tolist() for d in token_documents(kept, target.tokenizer) if len(d.tokens) >= longest]
+    if not found[args.skip :]:
+        raise UserError(
+            f"the corpus has {len(found)} held-out documents of {longest} tokens or more, all of them skipped; lower "
+            "--skip or --context-tokens"
+        )
+    return found[args.skip :][: args.rows]
+
+
 def held_out_rows(args: argparse.Namespace, target: TargetModel) -> list[list[int]]:
     """Held-out rows that neither training nor validation saw, then rows of the files that no training saw."""
+    if args.documents:
+        return held_out_documents(args, target)
     tokenizer = target.tokenizer
     documents = read_documents(args.corpus, tokenizer=tokenizer)
     packed = pack(documents, tokenizer, args.row_tokens, args.held_out_share, loss_on="all")
@@ -229,7 +263,8 @@ def counted(
             done = len(kept.counts.get(setting.name, ()))
             part = rows[done : min(start + PART_ROWS, len(rows))]
             if part:
-                counts = decode(target, drafter, part, setting, args.new_tokens, args.batch_size, done)
+                count = expect if args.computed else decode
+                counts = count(target, drafter, part, setting, args.new_tokens, args.batch_size, done)
                 kept.add(setting, counts)
     return {setting: np.array(kept.counts[setting.name][: len(rows)]) for setting in settings}
 
@@ -237,6 +272,16 @@ def counted(
 def decode(target, drafter, rows, setting: Setting, new_tokens: int, batch_size: int, first_number: int) -> np.ndarray:
     """Counts [R, 2] of a part of the rows, the first of which has this number."""
     return counts_of(continue_rows(target, drafter, rows, setting, new_tokens, batch_size, first_number=first_number))
+
+
+def expect(target, drafter, rows, setting: Setting, new_tokens: int, batch_size: int, first_number: int) -> np.ndarray:
+    """Expected tokens and forwards [R, 2], had a draft begun at each position of what the target alone writes."""
+    written = continue_rows(target, Autoregressive(), rows, setting, new_tokens, batch_size, first_number=first_number)
+    contexts = [row[: setting.context_tokens] for row in rows]
+    texts = [Steps([*c, *one.tokens], len(c), roots=[], accepted=[]) for c, one in zip(contexts, written, strict=True)]
+    sampling = Sampling(temperature=setting.temperature)
+    reached, _ = computed(texts, drafter.gamma, draft_logits(drafter, target), logits_of(target), sampling)
+    return np.stack([reached.sum(1), reached[:, 0]], axis=1)
 
 
 class Kept:
@@ -278,7 +323,7 @@ class Kept:
         return cls(file, made_of, max(known, sums, key=len), counts)
 
     def add(self, setting: Setting, found: np.ndarray) -> None:
-        self.counts.setdefault(setting.name, []).extend(found.astype(int).tolist())
+        self.counts.setdefault(setting.name, []).extend(found.tolist())
         if self.file is not None:
             write_json(self.file, {"made_of": self.made_of, "rows": self.rows, "counts": self.counts})
 
@@ -291,7 +336,18 @@ def content_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-CONTEXTS = ("dtype", "corpus", "held_out_share", "also", "row_tokens", "skip", "new_tokens", "gamma")
+CONTEXTS = (
+    "dtype",
+    "corpus",
+    "held_out_share",
+    "also",
+    "row_tokens",
+    "skip",
+    "new_tokens",
+    "gamma",
+    "documents",
+    "computed",
+)
 
 
 if __name__ == "__main__":

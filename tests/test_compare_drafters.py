@@ -14,6 +14,8 @@ import pytest
 from spectrain.decoding import load_target
 from spectrain.measure.measured_tau import choose_tau, read_tau
 from spectrain.measure.tau import Setting, compare
+from spectrain.stores.packing import token_documents
+from spectrain.stores.texts import read_documents
 from tests.models.test_artifacts import export_spire
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_drafters.py"
@@ -109,6 +111,26 @@ def test_the_file_says_what_it_compared_and_the_throughput_model_reads_it(call, 
         assert chosen.tau.value == found["drafters"][name]["tau"]["32 tokens, greedy"]["value"]
 
 
+def test_computed_tau_is_of_one_text_that_begins_as_a_held_out_document(call, script, shared, tmp_path, monkeypatch):
+    texts, real = [], script.computed
+    monkeypatch.setattr(script, "computed", lambda given, *rest: texts.append(given) or real(given, *rest))
+    asked = ["wide", "same=wide", "narrow", "--rows", "2", "--computed", "--documents", "--out", str(tmp_path / "o")]
+    code, printed, err = call(*asked)
+    assert code == 0, err
+    assert "tau, computed, on 2 held-out contexts" in printed
+    assert len(texts) == 3 * 4  # drafters, settings
+    assert texts[:4] == texts[4:8] == texts[8:]
+    target = load_target(str(shared / "target"))
+    documents = token_documents(read_documents(str(shared / "corpus")), target.tokenizer)
+    begins = [d.tokens[:16].tolist() for d in documents]
+    assert all(text.tokens[:16] in begins for part in texts for text in part)
+    found = measured(tmp_path / "o")
+    assert found["wide"]["tau"] == found["same"]["tau"] != found["narrow"]["tau"]
+    assert not any(one["value"] for one in found["same"]["difference"].values())
+    counts = json.loads((tmp_path / "o/counts/wide.json").read_text())["counts"]
+    assert {row[1] for rows in counts.values() for row in rows} == {12 - 4}  # drafts of 4 tokens that end in the text
+
+
 def comparison(**drafters: list) -> dict:
     """Content of drafters.json, of counts [R, 2] in two settings."""
     counts = {name: {Setting(n, 0.0): np.array(c, dtype=float) for n in (256, 512)} for name, c in drafters.items()}
@@ -197,6 +219,11 @@ def test_damaged_counts_are_named(call, tmp_path):
         (["wide", "--context-tokens", "49"], "lower --context-tokens"),
         (["wide", "--temperatures", "-1"], "temperature=-1"),
         (["wide", "--corpus", "./nowhere"], "nowhere"),
+        (["wide", "magicdec", "--computed"], "--computed knows drafters of kind spire and vanilla"),
+        (
+            ["wide", "--documents", "--row-tokens", "9999", "--context-tokens", "9999"],
+            "lower --skip or --context-tokens",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(call, tmp_path, arguments, said):
