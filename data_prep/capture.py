@@ -31,10 +31,11 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
-from spectrain.stores.folder import read_json, write_json, write_manifest
+from spectrain.stores.folder import read_object, write_json, write_manifest
 from spectrain.stores.packing import Packed
 from spectrain.stores.rows import ResponseStore
 from spectrain.stores.texts import is_held_out
+from spectrain.stores.typed import FileFacts
 from spectrain.training.data import padded
 
 log = logging.getLogger(__name__)
@@ -274,9 +275,10 @@ def facts_file(build: Build, index: int) -> Path:
     return build.work / f"{Path(shard_name(index)).stem}.json"
 
 
-def shard_facts(build: Build, n_shards: int) -> dict[str, dict]:
+def shard_facts(build: Build, n_shards: int) -> dict[str, FileFacts]:
     """Return the bytes and sha256 of each shard by its name."""
-    return {shard_name(index): read_json(facts_file(build, index)) for index in range(n_shards)}
+    otherwise = f"remove {build.work}, and give the command again"
+    return {shard_name(i): read_object(facts_file(build, i), FileFacts, otherwise) for i in range(n_shards)}
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -29,7 +29,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import read_tokenizer
 from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
-from spectrain.stores.folder import MANIFEST, digest
+from spectrain.stores.folder import digest
 from spectrain.stores.locations import bundled_folder
 
 NOT_HASHED = ("out", "fresh", "inspect", "lookup")  # they do not change the store
@@ -120,11 +120,7 @@ def inspect(cfg: DictConfig) -> None:
     """Check a store's files, show what it is and, with `lookup`, where a text occurs in it."""
     store = Datastore(cfg.inspect)
     store.verify()
-    try:
-        facts = store_facts(store.folder, store.manifest)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DATASTORES.damaged(store.folder / MANIFEST, f"what it was built of cannot be read ({error})") from error
-    show_facts("datastore", facts)
+    show_facts("datastore", store_facts(store.folder, store.manifest))
     console().print("every file has the sha256 of the manifest", style="dim")
     if cfg.lookup is None:
         return

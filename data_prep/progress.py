@@ -43,8 +43,8 @@ def show_facts(title: str, facts: Mapping[str, str | None], next_command: str | 
 
 def target_override(config: Mapping) -> str:
     """Return how the next command names the target of this config."""
-    path = config["target"]["path"]
-    return "" if path == "pystdlib-8l" else f" target={path}"
+    path = config.get("target", {}).get("path")
+    return "" if path in (None, "pystdlib-8l") else f" target={path}"
 
 
 def speed(tokens_per_s: float | None) -> str | None:

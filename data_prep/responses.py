@@ -100,6 +100,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     """Print the table at the end, and the command to type next."""
     store = open_responses(out)
     counts, reasons = store.manifest.counts, Counter(store.rows["finish_reason"]).most_common()
+    retokenized = counts.get("retokenized")
     facts = {
         "folder": str(out),
         "target": f"{store.manifest.target} ({store.manifest.target_fingerprint})",
@@ -109,7 +110,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "tokens": f"{counts['tokens']:,}",
         "mean length": f"{counts['tokens'] / counts['responses']:.1f} tokens",
         **{f"ended by {reason}": f"{count / counts['responses']:.0%}" for reason, count in reasons},
-        "tokenised again": f"{counts['retokenized']:,} responses that came as text" if counts["retokenized"] else None,
+        "tokenised again": f"{retokenized:,} responses that came as text" if retokenized else None,
         "speed": speed(tokens_per_s),
     }
     options = f"responses={out}{target_override(store.manifest.config)}"

@@ -23,7 +23,7 @@ from data_prep.pipeline import read_part
 from data_prep.progress import token_progress
 from spectrain.decoding.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
-from spectrain.stores.folder import json_line, parse_json, read_json, write_json
+from spectrain.stores.folder import json_line, parse_json, read_object, write_json
 from spectrain.stores.packing import token_documents
 from spectrain.stores.texts import Document, Skipped, read_documents
 from spectrain.stores.writing import write_whole
@@ -83,7 +83,8 @@ def part_file(work: Path, index: int) -> Path:
 def read_counts(work: Path) -> Counts | None:
     """Return what reading counted, or None where it has not come to its end."""
     file = work / "corpus.json"
-    return Counts(**read_json(file)) if file.is_file() else None
+    otherwise = f"remove {work}, and give the command again"
+    return read_object(file, Counts, otherwise) if file.is_file() else None
 
 
 @dataclass(frozen=True)

@@ -142,14 +142,14 @@ def test_damaged_files_are_named_with_the_reason_and_the_rest_is_shown(runs, rep
     for name, reason in {
         "hard/result.json": "Unterminated string",
         "whole/run.json": "it holds no names with values",
-        "b/results.json": "it holds no methods as commands write them",
+        "b/results.json": "methods: Input should be an object",
         "tuned/config.yaml": "while parsing a flow sequence",
         "cost.json": "Expecting value",
         "other": "config.yaml has kind=painting, which this page does not show",
     }.items():
         assert f"left out: runs/{name}: {reason}" in err
         assert f"runs/{name} {reason}" in text
-    assert "runs/parity.json its results are not as expected (AttributeError: 'int' object has no attribute" in text
+    assert "runs/parity.json its files are not as expected (AttributeError: 'int' object has no attribute" in text
     result = json.loads((runs / "whole/result.json").read_text())
     assert interval(result["tau"]["spire"]["16 tokens, greedy"], 2) in text
 

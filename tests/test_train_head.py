@@ -90,7 +90,7 @@ def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> N
         draws=2,
         responses="responses",
         config={},
-        counts={"rows": N_ROWS},
+        counts={"rows": N_ROWS, "positions": 1, "tokens": 1, "mean_label": 0.5, "below_half": 0.5},
     )
     save_rows(root / "labels", Dataset.from_dict(rows, features=LABEL_COLUMNS), manifest)
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from spectrain.decoding.errors import UserError
 from spectrain.reporting.runs import MEASUREMENTS, RUNS, TRAININGS, Run, Training
@@ -15,14 +18,28 @@ from spectrain.stores.budget_table import BudgetTable
 from spectrain.stores.environment import date_of
 from spectrain.stores.folder import read_json
 from spectrain.stores.lines import read_lines
+from spectrain.stores.typed import MORE, from_json
 from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.curves import Curve, merged, read_csv
+from spectrain.training.run_facts import Facts, Metrics, TrainingResult
 from spectrain.training.runs import RunFolder
 
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")  # parts of runs; and big
 BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
-# Results as commands write them: part -> how many mappings lie within one another there.
-RESULT = {"metrics": 1, "selected": 1, "settings": 1, "tokens_per_s": 2, "tau": 3, "gammas": 4, "reliability": [{}]}
+
+
+class BenchResults(TypedDict):
+    """What a benchmark's results.json must hold to be shown."""
+
+    __pydantic_config__ = MORE
+    methods: dict[str, dict[str, object]]
+
+
+class Search(TypedDict):
+    """What results of `spectrain.tune` must hold."""
+
+    __pydantic_config__ = MORE
+    budget_table: NotRequired[str]
 
 
 class Collection:
@@ -69,35 +86,32 @@ class Collection:
 
     def run(self, folder: Path, name: str, config: dict) -> Run:
         """Read a run folder."""
-        begun = self.read(folder / "run.json", shape={"attempts": [{"environment": 1}]}) or {}
+        begun = self.read(folder / "run.json", Facts) or {}
         run = {"name": name, "kind": config["kind"], "path": folder, "config": config, "begun": begun}
         run["seen"] = last_written(folder)
         if run["kind"] in TRAININGS:
             trained = RunFolder(folder, config, begun.get("id", ""))
-            run |= {"result": self.read(folder / "result.json", RESULT), "checkpoint_step": trained.checkpoint_step}
+            kind = Metrics if run["kind"] == "target" else TrainingResult
+            run |= {"result": self.read(folder / "result.json", kind), "checkpoint_step": trained.checkpoint_step}
             return Training(**run, curve=self.curve(trained))
         if run["kind"] == "bench":
             rows = [row for row in read_lines(folder / "questions.jsonl") if isinstance(row, dict) and "method" in row]
-            return Run(**run, result=self.read(folder / "results.json", {"methods": 2}), rows=rows)
+            return Run(**run, result=self.read(folder / "results.json", BenchResults), rows=rows)
         search = Run(**run).search
-        run["result"] = self.read(folder / ("results.json" if search == "specdecpp" else "result.json"))
+        run["result"] = self.read(folder / ("results.json" if search == "specdecpp" else "result.json"), Search)
         if search == "budget" and run["result"]:
-            run["budgets"] = self.budgets(folder, Path(str(run["result"]["budget_table"])))
+            run["budgets"] = self.budgets(folder, Path(run["result"]["budget_table"]))
         return Run(**run)
 
     def read(
-        self, file: Path, shape: Mapping[str, object] | None = None, read: Callable[[Path], object] = read_json
+        self, file: Path, kind: type = dict[str, object], read: Callable[[Path], object] = read_json
     ) -> dict | None:
-        """Read a mapping; None where there is no such file, or it is damaged or has another shape, which is noted."""
+        """Read a mapping; None where there is no such file, or it is damaged or not of this kind, which is noted."""
         if not file.is_file():
             return None
         try:
             content = read(file)
-            if not isinstance(content, dict):
-                raise ValueError("it holds no names with values")
-            for part, expected in (shape or {}).items():
-                if not fits(content.get(part) or {}, expected):
-                    raise ValueError(f"it holds no {part} as commands write them")
+            from_json(kind, content)
         except BROKEN as error:
             self.unreadable[str(file)] = reason(error)
             return None
@@ -165,15 +179,6 @@ def names_of(folders: Sequence[Path]) -> dict[Path, str]:
             n += 1
         names[folder] = "/".join(own[-n:])
     return names
-
-
-def fits(value: object, shape: object) -> bool:
-    """Whether a value has a shape: that many mappings within one another, a list of one, or a mapping of shapes."""
-    if isinstance(shape, list):
-        return all(fits(one, shape[0]) for one in value)
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(fits(value.get(part) or {}, inner) for part, inner in shape.items())
-    return not shape or (isinstance(value, dict) and all(fits(one, shape - 1) for one in value.values()))
 
 
 def last_written(path: Path) -> str | None:

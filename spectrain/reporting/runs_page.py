@@ -19,19 +19,38 @@ from spectrain.reporting.runs import TRAININGS, Run, groups, natural
 GENERATOR = "spectrain.report"  # by it a page of ours is recognised
 SECTIONS = {"tune": "Tuning", "cost": "Throughput model", "drafters": "Drafters compared", "parity": "Parity"}
 KINDS = trainings.KINDS | {"bench": "benchmark"} | {kind: title.lower() for kind, title in SECTIONS.items()}
+NOT_AS_EXPECTED = "its files are not as expected ({}: {})"
 ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, TemplateError, UserError)
 
 
 def render_page(collection: Collection, title: str, sources: Sequence[str], date: str, command: str) -> str:
-    """Fill the page of what was found in the folders `sources`; what cannot be shown is listed at its end."""
-    unreadable = dict(collection.unreadable)
+    """Fill the page of what was found in the folders `sources`; what cannot be shown is listed at its end.
+
+    A run that alone makes no page, because its files hold something else than they should, is taken out of the
+    collection and noted there.
+    """
+    about = title, sources, date, command
+    try:
+        return filled(collection, *about)
+    except ODD:
+        for run in tuple(collection.runs):
+            try:
+                filled(Collection([run]), *about)
+            except ODD as error:
+                collection.runs.remove(run)
+                collection.unreadable[str(run.path)] = NOT_AS_EXPECTED.format(type(error).__name__, error)
+        return filled(collection, *about)
+
+
+def filled(collection: Collection, title: str, sources: Sequence[str], date: str, command: str) -> str:
+    """Fill the page of all runs. Raises one of ODD where a file of a run holds something else than it should."""
 
     def part(run: Run, template: str, **values: object) -> Markup:
         """Fill a template with a run; empty where the run's files hold something else than they should."""
         try:
             return Markup(render(template, run=run, **values))
         except ODD as error:
-            unreadable[str(run.path)] = f"its results are not as expected ({type(error).__name__}: {error})"
+            collection.unreadable[str(run.path)] = NOT_AS_EXPECTED.format(type(error).__name__, error)
             return Markup("")
 
     return render(
@@ -48,5 +67,5 @@ def render_page(collection: Collection, title: str, sources: Sequence[str], date
         kinds_of_sections=SECTIONS,
         trained=groups(collection.of_kind(*TRAININGS)),
         benchmarks=sorted(collection.of_kind("bench"), key=lambda run: natural(run.name)),
-        unreadable=unreadable,
+        unreadable=collection.unreadable,
     )

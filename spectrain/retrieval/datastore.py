@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NotRequired
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
@@ -35,6 +36,7 @@ from spectrain.retrieval.suffix_array import (
     token_dtype,
 )
 from spectrain.stores.folder import MANIFEST, StoreKind, sha256, write_json
+from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy
 from spectrain.stores.writing import write_whole
 
 VERSION = 1
@@ -45,9 +47,47 @@ PARTS = ("tokens", "suffixes", "bounds", "pairs", "offsets")
 class Shard:
     """One part of the text with its index."""
 
-    documents: int
-    tokens: int  # the separators included
-    files: dict[str, dict]  # name -> {"bytes", "sha256"}
+    documents: Count
+    tokens: Count  # the separators included
+    files: dict[str, FileFacts]
+
+
+class Quantiles(TypedDict):
+    """Perplexities of some documents; a text says that a value is infinite or that there is none."""
+
+    __pydantic_config__ = MORE
+    median: NotRequired[float | str | None]
+
+
+class Perplexities(TypedDict):
+    """Of the documents that were kept and of those that were not."""
+
+    kept: Quantiles
+    dropped: Quantiles
+
+
+class DocumentCounts(TypedDict):
+    """Documents and files that were met, by what became of them."""
+
+    __pydantic_config__ = MORE
+    read: NotRequired[Count]
+    duplicates: NotRequired[Count]
+    empty: NotRequired[Count]
+    without_assistant: NotRequired[Count]  # conversations
+    not_utf8: NotRequired[Count]  # files
+    not_utf8_files: NotRequired[list[str]]
+    held_out: NotRequired[Count]
+    dropped: NotRequired[Count]
+    tokens_dropped: NotRequired[Count]
+
+
+class Build(TypedDict):
+    """How a datastore was made; older ones do not say."""
+
+    __pydantic_config__ = MORE
+    config: NotRequired[MadeBy]
+    counts: NotRequired[DocumentCounts]
+    perplexity: NotRequired[Perplexities | None]
 
 
 @dataclass(frozen=True)
@@ -58,10 +98,10 @@ class Manifest:
     target_fingerprint: str
     tokenizer_fingerprint: str
     vocab_size: int  # of the target; also the separator's id
-    documents: int
-    tokens: int  # without separators
+    documents: Count
+    tokens: Count  # without separators
     shards: list[Shard]
-    build: dict = field(default_factory=dict)  # resolved config, counts, perplexities
+    build: Build = field(default_factory=dict)
     kind: str = "datastore"
     version: int = VERSION
 

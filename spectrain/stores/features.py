@@ -23,14 +23,25 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import StoreKind, sha256
+from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy
 from spectrain.stores.writing import write_whole
 
 DTYPES = ("bfloat16", "int8")
 OPEN_SHARDS = 256  # mapped at once: a process may hold only so many maps
 INT8_MAX = 127
+
+
+class FeatureCounts(TypedDict):
+    """What a store of activations holds; of responses also those that are cut or skipped."""
+
+    __pydantic_config__ = MORE
+    rows: Count
+    held_out: Count  # rows
+    tokens: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +58,11 @@ class FeatureManifest:
     dtype: str  # of the features: bfloat16 | int8, with a scale for each token and layer
     precision: str  # that the forward ran in, in Lightning's words
     row_tokens: int  # of the longest row at most
-    source: dict  # "kind": corpus | responses, and which
-    config: dict  # resolved
-    counts: dict  # rows, held_out (rows), tokens; of responses also cut, skipped
+    source: dict[str, str]  # "kind": corpus | responses, and which
+    config: MadeBy
+    counts: FeatureCounts
     shard_rows: list[int]  # rows of each shard
-    files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}
+    files: dict[str, FileFacts] = field(default_factory=dict)
 
 
 ACTIVATIONS = StoreKind("activations", 1, FeatureManifest, option="data.path")

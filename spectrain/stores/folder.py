@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from spectrain.decoding.errors import UserError
-from spectrain.stores.typed import from_json
+from spectrain.stores.typed import FileFacts, from_json
 from spectrain.stores.writing import is_disk_full, real_path, rename, to_disk, write_whole
 
 log = logging.getLogger(__name__)
@@ -70,21 +70,21 @@ class StoreKind(Generic[M]):
             f"version {self.version}; give a folder that {self.built_by} wrote"
         )
 
-    def check_sizes(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+    def check_sizes(self, folder: Path, files: Mapping[str, FileFacts]) -> None:
         """Raise UserError where a file that a manifest lists is missing or is of another size; reads none."""
         for name, facts in files.items():
             file = folder / name
             if not file.is_file():
                 raise UserError(f"{self.option}={folder} lacks {name}; {self._again}")
-            if file.stat().st_size != facts.get("bytes"):
+            if file.stat().st_size != facts["bytes"]:
                 raise self.damaged(file, "it is not what the manifest says")
 
-    def check_contents(self, folder: Path, files: Mapping[str, Mapping]) -> None:
+    def check_contents(self, folder: Path, files: Mapping[str, FileFacts]) -> None:
         """Read the files, a few at a time, and raise UserError where one is another."""
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             found = pool.map(lambda name: sha256(folder / name), files)
             for (name, facts), digest in zip(files.items(), found, strict=True):
-                if digest != facts.get("sha256"):
+                if digest != facts["sha256"]:
                     pool.shutdown(cancel_futures=True)
                     raise self.damaged(folder / name, "it is not what the manifest says")
 
@@ -138,7 +138,7 @@ class StoreKind(Generic[M]):
         return max(fitting)[2]
 
 
-def write_manifest(folder: Path, manifest: object, files: Mapping[str, Mapping] | None = None) -> None:
+def write_manifest(folder: Path, manifest: object, files: Mapping[str, FileFacts] | None = None) -> None:
     """Write the dataclass with its `files` (None: all in the folder): bytes and sha256 of each, by name."""
     if files is None:
         files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}

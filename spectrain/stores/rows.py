@@ -20,14 +20,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NotRequired
 
 import datasets
 import numpy as np
 import pyarrow.compute
 from datasets import Dataset, Features, List, Value
+from typing_extensions import TypedDict
 
 from spectrain.decoding.errors import UserError
 from spectrain.stores.folder import M, StoreKind, write_folder, write_manifest
+from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy, SamplingFacts
 
 RESPONSE_COLUMNS = Features(
     {
@@ -60,6 +63,37 @@ LABEL_COLUMNS = Features(
 )
 
 
+class ResponseCounts(TypedDict):
+    """What a store of responses holds."""
+
+    __pydantic_config__ = MORE
+    prompts: Count
+    responses: Count
+    failed: Count
+    tokens: Count  # of the responses
+    retokenized: NotRequired[Count]  # responses that came as text
+
+
+class LabelCounts(TypedDict):
+    """What a store of acceptance labels holds."""
+
+    __pydantic_config__ = MORE
+    rows: Count
+    positions: Count  # with a draft
+    tokens: Count  # of prompts and responses
+    mean_label: float | None
+    below_half: float | None  # share of the labels
+
+
+class DrafterFacts(TypedDict):
+    """The drafter whose drafts are labelled."""
+
+    __pydantic_config__ = MORE
+    kind: str
+    path: str
+    fingerprint: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResponseManifest:
     """The content of `manifest.json` of a store of responses."""
@@ -69,12 +103,12 @@ class ResponseManifest:
     target: str  # folder or id
     target_fingerprint: str
     tokenizer_fingerprint: str
-    sampling: dict  # temperature, top_k, top_p, min_p
+    sampling: SamplingFacts
     max_new_tokens: int
-    config: dict  # resolved
-    counts: dict  # prompts, responses, failed, tokens (of the responses)
-    failed: list[dict] = field(default_factory=list)  # {"id", "reason"} of each prompt that has no response
-    files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}; writing fills it in
+    config: MadeBy
+    counts: ResponseCounts
+    failed: list[dict[str, str]] = field(default_factory=list)  # {"id", "reason"} of each prompt without a response
+    files: dict[str, FileFacts] = field(default_factory=dict)  # by name; writing fills it in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +119,15 @@ class AcceptanceManifest:
     kind: str = "acceptance"
     target: str  # folder or id
     target_fingerprint: str
-    drafter: dict  # kind, path, fingerprint
+    drafter: DrafterFacts
     rollout_tokens: int | None  # of a SPIRe drafter's blocks; None: an ordinary draft model
-    sampling: dict  # by which p and q are warped: temperature, top_k, top_p, min_p
+    sampling: SamplingFacts  # by which p and q are warped
     draws: int  # drafts per position
     responses: str  # name of the store they stand beside
-    config: dict  # resolved
-    counts: dict  # rows, positions (with a draft), tokens (of prompts and responses), mean_label, below_half
+    config: MadeBy
+    counts: LabelCounts
     skipped: list[dict] = field(default_factory=list)  # {"id", "tokens"} of responses longer than a model's context
-    files: dict[str, dict] = field(default_factory=dict)  # name -> {"bytes", "sha256"}; writing fills it in
+    files: dict[str, FileFacts] = field(default_factory=dict)  # by name; writing fills it in
 
 
 RESPONSES = StoreKind("responses", 1, ResponseManifest, option="responses")

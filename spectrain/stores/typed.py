@@ -6,11 +6,46 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import TypeVar
+from typing import Annotated, NotRequired, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 T = TypeVar("T")  # a dataclass, a TypedDict or a mapping of typed values
+MORE = ConfigDict(extra="allow")  # of a TypedDict: further names are kept, with values of any type
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class FileFacts(TypedDict):
+    """A file as a manifest lists it."""
+
+    bytes: Count
+    sha256: str
+
+
+class Location(TypedDict):
+    """A node of a config that names a folder, a file or an id."""
+
+    __pydantic_config__ = MORE
+    path: NotRequired[str | None]
+
+
+class MadeBy(TypedDict):
+    """The resolved config by which a store was made."""
+
+    __pydantic_config__ = MORE
+    target: NotRequired[Location]
+    corpus: NotRequired[Location]
+
+
+class SamplingFacts(TypedDict):
+    """How distributions were warped; fields of Sampling."""
+
+    __pydantic_config__ = MORE
+    temperature: float
+    top_k: Count
+    top_p: float
+    min_p: float
 
 
 def from_json(kind: type[T], values: object) -> T:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NotRequired
 
-from pydantic import ConfigDict
 from typing_extensions import TypedDict
+
+from spectrain.stores.typed import MORE, Count
+
+
+class Code(TypedDict):
+    """The code that a run was started with."""
+
+    __pydantic_config__ = MORE
+    commit: NotRequired[str | None]
+    dirty: NotRequired[bool | None]  # files differed from the commit
 
 
 @dataclass(frozen=True)
@@ -14,9 +23,9 @@ class Attempt:
     """One start of a run's command."""
 
     started: str
-    done_steps: int  # of earlier attempts
-    code: dict[str, object] | None = None  # commit
-    environment: dict[str, object] | None = None
+    done_steps: Count  # of earlier attempts
+    code: Code | None = None
+    environment: dict[str, str | int | list[str] | None] | None = None  # versions, host, devices, ranks
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,8 @@ class Facts:
 class Selected(TypedDict):
     """Which weights were exported."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")
-    step: int
+    __pydantic_config__ = MORE
+    step: Count
     tau: NotRequired[float | None]
     low: NotRequired[float | None]
     high: NotRequired[float | None]
@@ -47,23 +56,34 @@ class Interval(TypedDict):
     high: NotRequired[float | None]
 
 
+class Bin(TypedDict):
+    """A bin of a reliability diagram."""
+
+    positions: Count
+    predicted: float
+    label: float
+
+
 class Settings(TypedDict):
     """How tau was measured."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")
-    contexts: int
-    new_tokens: int
+    __pydantic_config__ = MORE
+    contexts: Count
+    new_tokens: Count
 
 
 class TrainingResult(TypedDict):
     """The content of a training's result.json, unless a target was trained: that has the metrics alone."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # what the kind measured besides
-    steps: int
+    __pydantic_config__ = MORE  # what the kind measured besides
+    steps: Count
     metrics: dict[str, float | None]
-    tokens: NotRequired[int]
+    tokens: NotRequired[Count]
     selected: NotRequired[Selected | None]
     tau: NotRequired[dict[str, dict[str, Interval]]]  # by method and setting
+    tokens_per_s: NotRequired[dict[str, Interval]]  # by method
+    gammas: NotRequired[dict[str, dict[str, dict[str, Interval]]]]  # by sampling, gamma and what was measured
+    reliability: NotRequired[list[Bin]]
     settings: NotRequired[Settings]
     fastest_gamma: NotRequired[int | None]
 

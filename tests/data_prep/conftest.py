@@ -86,7 +86,7 @@ def save_responses(folder: Path, target, n_rows: int) -> None:
         sampling=RESPONSES_SAMPLING,
         max_new_tokens=64,
         config={},
-        counts={"responses": n_rows},
+        counts={"prompts": n_rows, "responses": n_rows, "failed": 0, "tokens": 1},
     )
     write_responses(folder, rows, manifest)
 

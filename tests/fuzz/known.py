@@ -51,6 +51,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
 FAILED: tuple[Case, ...] = (
+    FileCase("complete build", "store/manifest.json", "value", 1230189),
+    FileCase("runs", "run.json", "value", 86530),
     FileCase("datastore of export", "manifest.json", "number", 50444),
     OptionCase("cost", ("operational_intensity=1e300",), True),
     OptionCase("parity", ("new_tokens=1",), True),

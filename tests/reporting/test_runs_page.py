@@ -315,11 +315,20 @@ def test_missing_numbers_are_dashes(blank):
     assert "run_0" in text
 
 
+@pytest.mark.parametrize("begun", [{"target_fingerprint": {"a": 1}}, {"attempts": [{"code": {"commit": 5}}]}])
+def test_a_run_that_alone_makes_no_page_is_left_out_of_it(begun):
+    collection = Collection([trained(), trained(1, "odd", begun=begun)])
+    page = Page(render_page(collection, "t", ["here"], "2026-11-23", "python -m x"))
+    assert "its files are not as expected (TypeError" in page.text
+    assert [run.name for run in collection.runs] == [trained().name]
+    assert list(collection.unreadable) == ["runs/odd"]
+
+
 def test_results_of_another_shape_are_listed_and_the_rest_is_shown():
     odd = {**DRAFTERS, "drafters": ["not", "a", "mapping"]}
     page = Page(html_of(trained(), bench(result={"methods": {"x": {"by_category": 3}}}), measured("drafters", **odd)))
     assert "Files left out" in page.text
-    assert "its results are not as expected (AttributeError" in page.text
+    assert "its files are not as expected (AttributeError" in page.text
     assert "2.00 [1.75, 2.25]" in page.text
 
 

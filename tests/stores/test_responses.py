@@ -24,6 +24,7 @@ from spectrain.stores.rows import (
 from tests.retrieval.reference import make_store
 
 SAMPLING = {"temperature": 0.5, "top_k": 3, "top_p": 1.0, "min_p": 0.25}
+COUNTS = {"prompts": 5, "responses": 4, "failed": 1, "tokens": 6}
 ROWS = [
     {
         "id": f"q{i}",
@@ -47,7 +48,7 @@ def manifest(**changes) -> ResponseManifest:
         sampling=SAMPLING,
         max_new_tokens=9,
         config={"seed": 0},
-        counts={"prompts": 5, "responses": 4, "failed": 1, "tokens": 6},
+        counts=COUNTS,
         failed=[{"id": "q9", "reason": "too long"}],
     )
     return dataclasses.replace(facts, **changes)
@@ -122,8 +123,9 @@ REFUSED = {
     "unknown field": (lambda f: change(f, more=1), "manifest.json cannot be read"),
     "version": (lambda f: change(f, version=2), "'responses' of format version 2, not of 'responses' of version 1"),
     "kind": (lambda f: change(f, kind="datastore"), "is a store of 'datastore'"),
-    "counts": (lambda f: change(f, counts={"responses": 5}), "does not hold what its manifest says"),
-    "no counts": (lambda f: change(f, counts={}), "is damaged"),
+    "counts": (lambda f: change(f, counts=COUNTS | {"responses": 5}), "does not hold what its manifest says"),
+    "no counts": (lambda f: change(f, counts={}), "manifest.json cannot be read"),
+    "counts as text": (lambda f: change(f, counts=COUNTS | {"tokens": "6"}), "manifest.json cannot be read"),
     "one bit": (lambda f: damage(next(f.glob("*.arrow"))), "is damaged: it is not what the manifest says"),
     "a lost file": (lambda f: next(f.glob("*.arrow")).unlink(), "lacks data-00000-of-00001.arrow"),
     "cut off": (lambda f: os.truncate(next(f.glob("*.arrow")), 100), "is damaged: it is not what the manifest says"),
