@@ -1,11 +1,12 @@
 """Types thousands of wrong commands, damages files, starts commands in pairs, and counts what went wrong.
 
-    python scripts/fuzz.py cases=10000 jobs=2 [seed=0] [of=known,options,files,pairs] [out=runs/fuzz]
+    python scripts/fuzz.py cases=10000 jobs=2 [seed=0] [of=known,values,options,files,pairs] [out=runs/fuzz]
     python scripts/fuzz.py minutes=60
 
 Prints a table of outcomes by command, also after Ctrl-C, and writes each case that went wrong to <out>/faults.jsonl:
-the kind of fault, the case, the command as typed and what it printed. `known` are all cases that once failed. A case is
-run in a fork of one process, in a folder of its own. Whatever is refused must be one sentence and exit code 2, with
+the kind of fault, the case, the command as typed and what it printed. `known` are all cases that once failed. `values`
+are all values of all JSON and YAML files, each in turn replaced by one of another type. The others are drawn. A case
+is run in a fork of one process, in a folder of its own. Whatever is refused must be one sentence and exit code 2, with
 nothing left behind. A hang is a case that has not ended after ten seconds, of which those do not count in which other
 processes had the cores. The exit code is 1 where anything went wrong.
 """
@@ -31,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fuzz import checks, fork_server, known, world
+from tests.fuzz import checks, files, fork_server, known, world
 
 EXAMPLES = 200  # drawn with one seed
 KEPT_OUTPUT = 3000  # characters of a faulty case
@@ -102,6 +103,9 @@ def fuzz(options: DictConfig, made: world.World, folder: Path, out: Path, job: i
 
         if "known" in kinds:
             for case in known.CASES[job :: options.jobs]:
+                note(case)
+        if "values" in kinds:
+            for case in files.every_value(made)[job :: options.jobs]:
                 note(case)
         drawn = [kind for kind in kinds if kind in checks.KINDS]
         strategies = {kind: checks.strategy(kind, made) for kind in drawn}

@@ -87,7 +87,7 @@ class CurveLogger(CSVLogger):
 def keep_config(trainer: Trainer, run: RunFolder) -> None:
     """Put config.yaml into the W&B run, if there is one: an offline run's folder would hold none."""
     for logger in of_wandb(trainer):
-        logger.experiment.define_metric("eval/tau", summary="max")  # what sweeps maximize, and what is exported
+        logger.experiment.define_metric("eval/tau_expected", summary="max")  # by which sweeps choose
         logger.experiment.save(str(run.path / CONFIG), base_path=str(run.path), policy="now")
 
 

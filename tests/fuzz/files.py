@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -102,6 +103,7 @@ READERS: dict[str, Reader] = {
 # Files without which nothing can be read, and damages that no reader may pass over. `report` names and leaves out.
 NEEDED = (".safetensors", ".arrow", ".npy", ".yaml", "manifest.json", "config.json", "tokenizer.json", "prompts.jsonl")
 NOT_NEEDED = ("generation_config.json", "tokenizer_config.json")
+WRONG_TYPE = "wrong type"  # of one value
 FATAL = ("cut off", "removed", "empty", "binary", "a folder", "nested deeply", "yaml bomb")
 
 
@@ -111,8 +113,8 @@ class FileCase:
 
     reader: str  # a key of READERS
     file: str  # below its source; the first that this pattern fits
-    damage: str  # a key of DAMAGES
-    seed: int  # of the place and the value
+    damage: str  # a key of DAMAGES, or WRONG_TYPE
+    seed: int  # of the place and the value; of WRONG_TYPE the number of the place
 
     @property
     def command(self) -> str:
@@ -142,6 +144,17 @@ def file_cases(world: World) -> st.SearchStrategy[FileCase]:
     )
 
 
+def every_value(world: World) -> list[FileCase]:
+    """Each value of each file that is read, one after the other, in whose place stands one of another type."""
+    cases = []
+    for name, reader in READERS.items():
+        source = world.folder / reader.source
+        for file in _files(source):
+            content = _content(source if source.is_file() else source / file)
+            cases += [FileCase(name, file, WRONG_TYPE, number) for number in range(len(list(_places(content))))]
+    return cases
+
+
 def _files(source: Path) -> list[str]:
     """The files below a folder, relative to it; of a file, its own name."""
     if source.is_file():
@@ -153,12 +166,12 @@ def arguments(case: FileCase, world: World, folder: Path) -> tuple[str, ...]:
     """Copy what the command reads into `folder`, damage one file of it, and return the command as typed."""
     reader = READERS[case.reader]
     source, copy = world.folder / reader.source, folder / Path(reader.source).name
-    if source.is_dir():
-        shutil.copytree(source, copy)
-        DAMAGES[case.damage](min(copy.glob(case.file)), random.Random(case.seed))
+    shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
+    file = min(copy.glob(case.file)) if source.is_dir() else copy
+    if case.damage == WRONG_TYPE:
+        _wrong_type(file, case.seed)
     else:
-        shutil.copy(source, copy)
-        DAMAGES[case.damage](copy, random.Random(case.seed))
+        DAMAGES[case.damage](file, random.Random(case.seed))
     own = [text for text in world.commands[reader.command] if text.lstrip("+").split("=")[0] not in reader.drops]
     if reader.option == "inspect":
         own = []
@@ -218,6 +231,22 @@ def _value(file: Path, rng: random.Random) -> None:
     texts = [json.dumps(row) for row in content] if lines else [json.dumps(content)]
     file.write_text("\n".join(texts) + "\n")
     return None
+
+
+def _wrong_type(file: Path, number: int) -> None:
+    """Replace the value with this number in a JSON or YAML file by one of another type."""
+    content = _content(file)
+    node, key = list(_places(content))[number]
+    is_number, is_text = isinstance(node[key], int | float), isinstance(node[key], str)
+    node[key] = "x" if is_number else 5 if is_text or isinstance(node[key], dict | list) else {"a": 1}
+    file.write_text(yaml.safe_dump(content) if file.suffix == ".yaml" else json.dumps(content))
+
+
+def _content(file: Path) -> object:
+    """What a JSON or YAML file holds; None where it is another file, or a tokenizer's vocabulary."""
+    if file.suffix not in (".json", ".yaml") or file.name == "tokenizer.json":
+        return None
+    return yaml.safe_load(file.read_text()) if file.suffix == ".yaml" else json.loads(file.read_text())
 
 
 def _places(node: object) -> list[tuple[object, object]]:
