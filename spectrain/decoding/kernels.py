@@ -2,7 +2,7 @@
 
 A decoding step multiplies a few rows by every matrix of the model, so it should cost what reading the matrices costs.
 `F.linear` reads them several times as soon as there are two rows, and only in the dtype that it computes in. The kernel
-here reads each weight once for up to eight rows, from the model's own memory. It computes in float32 from weights of
+here reads each weight once for several rows, from the model's own memory. It computes in float32 from weights of
 float32 or bfloat16: a checkpoint in bfloat16 is decoded in float32 at the price of reading bfloat16.
 
 Rows of x that meet weights of 8 bits are rounded to 16 bits first. Sums of products of whole numbers are exact, and
@@ -31,7 +31,8 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
-MOST_T = 8
+MOST_T = 7  # the sums of eight rows do not fit into the registers: four rows twice are faster
+MOST_QUERIES = 8  # that attention multiplies at a time
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
 ROUNDED_BYTES = 128 * 1024  # of rounded rows on a thread's stack, or MOST_T rows of up to MOST_ROUNDED inputs
@@ -61,8 +62,14 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
 
 def kernel(dtype: torch.dtype, n_rows: int) -> int:
     """Return the address of the function that multiplies so many rows by weights of a dtype."""
-    passes = -(-n_rows // MOST_T)
-    return _compiled(dtype)[f"rows{-(-n_rows // passes)}"]
+    return _compiled(dtype)[f"rows{_rows_together(n_rows)}"]
+
+
+def _rows_together(n_rows: int) -> int:
+    """Return T for M rows: few rows are computed twice, and each pass has enough to do with the weights it reads."""
+    if n_rows <= MOST_T:
+        return n_rows
+    return min(range(4, MOST_T + 1), key=lambda t: (-(-n_rows // t) * t, -t))
 
 
 def attention_kernels() -> list[int]:
@@ -72,7 +79,7 @@ def attention_kernels() -> list[int]:
     n_out], and in place of a scale stands the distance between rows of y.
     """
     compiled = _compiled(torch.float32)
-    return [compiled[f"{name}{t}"] for name in ("part", "mix") for t in range(1, MOST_T + 1)]
+    return [compiled[f"{name}{t}"] for name in ("part", "mix") for t in range(1, MOST_QUERIES + 1)]
 
 
 def fits(weight: Tensor) -> bool:
@@ -172,12 +179,11 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     if not (_features().get("fma") or _features().get("neon")):
         raise RuntimeError("its vectors have no fused multiply-add")
     module = ir.Module("spectrain")
-    for t in range(1, MOST_T + 1):
-        _Kernel(module, dtype, t, f"rows{t}").build()
+    written = [_Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, MOST_T + 1)]
     if dtype == torch.float32:
-        for t in range(1, MOST_T + 1):
-            _Kernel(module, dtype, t, f"part{t}").build(alone=True)
-            _Kernel(module, dtype, t, f"mix{t}").build_mix()
+        for t in range(1, MOST_QUERIES + 1):
+            written.append(_Kernel(module, dtype, t, f"part{t}").build(alone=True))
+            written.append(_Kernel(module, dtype, t, f"mix{t}").build_mix())
     features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"  # or wide vectors are cut in two
     target = llvm.Target.from_triple(llvm.get_process_triple())
     machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
@@ -186,8 +192,7 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     _engines.append(engine)  # the code lives as long as this
-    names = ("rows", "part", "mix") if dtype == torch.float32 else ("rows",)
-    return {f"{name}{t}": engine.get_function_address(f"{name}{t}") for name in names for t in range(1, MOST_T + 1)}
+    return {name: engine.get_function_address(name) for name in written}
 
 
 _engines: list[llvm.ExecutionEngine] = []
@@ -204,8 +209,8 @@ class _Kernel:
         self.function = ir.Function(module, kind, name)
         self.b = ir.IRBuilder(self.function.append_basic_block())
 
-    def build(self, alone: bool = False) -> None:
-        """All outputs, divided among the threads unless one thread is to compute them alone."""
+    def build(self, alone: bool = False) -> str:
+        """All outputs, divided among the threads unless one thread is to compute them alone. Return the name."""
         b, r, t = self.b, self.r, self.t
         x, weight, y, scale, n_out, n_in, n_rows = self.arguments()
         thread, n_threads = INT(0), INT(1)
@@ -239,9 +244,10 @@ class _Kernel:
                         at = b.add(b.add(begin, column), INT(j))
                         self.store(total, b.gep(y, [b.add(b.mul(at, n_out), row)]))
         b.ret_void()
+        return self.function.name
 
-    def build_mix(self) -> None:
-        """Add p @ v to y, T rows of p, in registers along the rows of v."""
+    def build_mix(self) -> str:
+        """Add p @ v to y, T rows of p, in registers along the rows of v. Return the name."""
         b, t, n_vectors = self.b, self.t, _mixed_vectors(self.t)
         p, v, y, stride, n_out, n_in, _ = self.arguments()
         stride, zero = b.ptrtoint(stride, INT), ir.Constant(self.vector, [0.0] * self.width)
@@ -260,6 +266,7 @@ class _Kernel:
                     place = b.gep(y, [b.add(b.add(b.mul(INT(j), stride), column), INT(i * self.width))])
                     self.store(b.fadd(self.load(place, FLOAT), carried[j * n_vectors + i]), place)
         b.ret_void()
+        return self.function.name
 
     def arguments(self) -> list[ir.Value]:
         """Return the arguments of the function: four addresses, three sizes."""
