@@ -121,17 +121,18 @@ def schema(command: str) -> dict[str, tuple[Kind, ...]]:
     return {name: tuple(Kind.read(one) for one in str(text).split(" | ")) for name, text in rows.items()}
 
 
-def check_options(config: Mapping, command: str) -> None:
+def check_options(config: Mapping, command: str, unknown: str = "refused") -> None:
     """Compare plain values with the kinds of their options.
 
     Args:
         config: composed by Hydra; texts with an interpolation (`${...}`) and missing values (`???`) are passed over.
         command: the name of its yaml in conf/.
+        unknown: options are "refused", or "passed" over, which an older version wrote.
 
     Raises:
         UserError: a value is of another kind or out of range.
     """
-    _check(config, schema(command), "")
+    _check(config, schema(command), "", unknown)
 
 
 def check_method_options(options: Mapping, prefix: str = "") -> None:
@@ -145,7 +146,7 @@ def check_method_options(options: Mapping, prefix: str = "") -> None:
         _check_one(f"{prefix}{name}", value, rows.get(f"method.{name}"))
 
 
-def _check(node: Mapping, rows: Mapping[str, Sequence[Kind]], prefix: str) -> None:
+def _check(node: Mapping, rows: Mapping[str, Sequence[Kind]], prefix: str, unknown: str) -> None:
     for key, value in node.items():
         name = f"{prefix}{key}"
         _check_one(name, value, rows.get(name))
@@ -155,10 +156,10 @@ def _check(node: Mapping, rows: Mapping[str, Sequence[Kind]], prefix: str) -> No
                     raise UserError(f"variants.{variant} must name its method; write variants.{variant}.method=<name>")
                 check_method_options(options, f"variants.{variant}.")
         elif isinstance(value, Mapping):
-            _check(value, rows, f"{name}.")
+            _check(value, rows, f"{name}.", unknown)
         elif name not in rows and any(row.startswith(f"{name}.") for row in rows):
             raise UserError(f"{name}={shown(value)} must stay a group of options; give one of them: {name}.<option>=")
-        elif not _is_known(name, rows):
+        elif unknown == "refused" and not _is_known(name, rows):
             raise UserError(f"unknown option: {name}; --cfg job prints all options")
 
 

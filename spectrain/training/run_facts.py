@@ -14,8 +14,15 @@ class Code(TypedDict):
     """The code that a run was started with."""
 
     __pydantic_config__ = MORE
-    commit: NotRequired[str | None]
-    dirty: NotRequired[bool | None]  # files differed from the commit
+    commit: str
+    dirty: NotRequired[bool]  # files differed from the commit
+
+
+class Environment(TypedDict):
+    """Versions, host, devices and ranks of a start."""
+
+    __pydantic_config__ = MORE
+    devices: NotRequired[list[str]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Attempt:
     started: str
     done_steps: Count  # of earlier attempts
     code: Code | None = None
-    environment: dict[str, str | int | list[str] | None] | None = None  # versions, host, devices, ranks
+    environment: Environment | None = None
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class RunConfig(dict):
     """The config.yaml of a run, which may lack an option that a newer version asks for, or that somebody removed."""
 
     def __init__(self, config: Mapping) -> None:
-        super().__init__({key: RunConfig(v) if isinstance(v, Mapping) else v for key, v in config.items()})
+        super().__init__({key: RunConfig(v) if isinstance(v, Mapping) else v for key, v in dict(config).items()})
 
     def __missing__(self, option: str) -> NoReturn:
         raise MissingOption(f"the run's config.yaml has no {option}; add it there, as python -m spectrain.train has it")
@@ -166,7 +166,7 @@ class RunFolder:
             )
         try:
             config = RunConfig(_written_config(path))
-            check_options({"kind": config["kind"]}, "train")
+            check_options(config | {"kind": config["kind"]}, "train", unknown="passed")
         except (ValueError, TypeError) as error:
             raise UserError(f"run={path} has a damaged {CONFIG} ({error}); restore it") from error
         run = cls(path, config, id="")

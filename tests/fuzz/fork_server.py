@@ -138,6 +138,7 @@ def _become(arguments: Sequence[str], folder: Path, log: Path) -> None:
     code = 1
     try:
         os.chdir(folder)
+        os.environ["HOME"] = str(folder)  # a corpus may be what lies there
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)

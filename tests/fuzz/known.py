@@ -51,6 +51,13 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
 FAILED: tuple[Case, ...] = (
+    FileCase("run", "config.yaml", "wrong type", 0),
+    FileCase("run", "config.yaml", "wrong type", 16),
+    FileCase("run", "config.yaml", "wrong type", 29),
+    FileCase("run", "run.json", "wrong type", 7),
+    FileCase("run", "run.json", "wrong type", 16),
+    FileCase("run of parity", "config.yaml", "wrong type", 22),
+    FileCase("run of parity", "config.yaml", "wrong type", 46),
     FileCase("complete build", "store/manifest.json", "value", 1230189),
     FileCase("runs", "run.json", "value", 86530),
     FileCase("datastore of export", "manifest.json", "number", 50444),
