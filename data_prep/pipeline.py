@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NotRequired, TypeVar
 
 from lightning import Fabric
 from rich.filesize import decimal
+from typing_extensions import TypedDict
 
 from data_prep.progress import Advance, token_progress
 from data_prep.ranks import decided
@@ -39,12 +40,12 @@ from spectrain.stores.folder import (
     kind_of,
     locked,
     parse_json,
-    read_json,
     read_object,
     write_json,
 )
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import without_limits
+from spectrain.stores.typed import MORE
 from spectrain.stores.writing import free_bytes, real_path, rename, to_disk
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,14 @@ class Parts(ABC):
     def n_tokens(self, build: Build, made: Sequence[int]) -> int:
         """Return the tokens of the parts that were made in this attempt."""
         return sum(int(self.sizes[index]) for index in made)
+
+
+class Begun(TypedDict):
+    """What the parts of a build were made of."""
+
+    __pydantic_config__ = MORE
+    fresh: bool
+    config: NotRequired[dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -318,10 +327,7 @@ class Build:
     def _read_work(self) -> dict | None:
         """Return what the parts were made of; None where no build has begun. Raises UserError where it is damaged."""
         file = self.work / WORK
-        known = read_json(file) if file.is_file() else None
-        if known is not None and not (isinstance(known, dict) and isinstance(known.get("fresh"), bool)):
-            raise UserError(f"{file} is damaged; remove {self.work}, or give another out")
-        return known
+        return read_object(file, Begun, f"remove {self.work}, or give another out") if file.is_file() else None
 
     def _read_complete(self) -> Complete:
         return read_object(self.work / COMPLETE, Complete, f"remove {self.work}, or give another out")

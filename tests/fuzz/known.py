@@ -51,6 +51,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
 }
 FAILED: tuple[Case, ...] = (
+    FileCase("begun build", "work.json", "wrong type", 0),
     FileCase("run", "config.yaml", "wrong type", 0),
     FileCase("run", "config.yaml", "wrong type", 16),
     FileCase("run", "config.yaml", "wrong type", 29),
