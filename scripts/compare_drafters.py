@@ -108,6 +108,8 @@ def checked(args: argparse.Namespace) -> dict[str, Path | None]:
         check_whole(f"--{name.replace('_', '-')}", getattr(args, name), least)
     for length in args.context_tokens:
         check_whole("--context-tokens", length, 1)
+    if args.computed and args.new_tokens <= args.gamma:
+        raise UserError(f"--new-tokens={args.new_tokens} must be above --gamma={args.gamma} with --computed; raise it")
     folders: dict[str, Path | None] = {}
     for name, folder in map(named, args.drafters):
         if name in folders:
@@ -317,6 +319,7 @@ class Kept:
             before, known, counts = kept["made_of"], kept["rows"], kept["counts"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({type(error).__name__}); remove it, or give another --out") from error
+        before = {"documents": False, "computed": False} | before  # older files say neither
         n = min(len(known), len(sums))
         if before != json.loads(json.dumps(made_of)) or known[:n] != sums[:n]:
             raise UserError(f"{file} was counted of another drafter, target or other rows; give another --out")

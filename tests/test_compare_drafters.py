@@ -219,6 +219,7 @@ def test_damaged_counts_are_named(call, tmp_path):
         (["wide", "--context-tokens", "49"], "lower --context-tokens"),
         (["wide", "--temperatures", "-1"], "temperature=-1"),
         (["wide", "--corpus", "./nowhere"], "nowhere"),
+        (["wide", "--computed", "--new-tokens", "4"], "--new-tokens=4 must be above --gamma=4"),
         (["wide", "magicdec", "--computed"], "--computed knows drafters of kind spire and vanilla"),
         (
             ["wide", "--documents", "--row-tokens", "9999", "--context-tokens", "9999"],

@@ -200,7 +200,8 @@ def _reached(p: Tensor, q: Tensor, written: Tensor) -> np.ndarray:
     """
     overlap = torch.minimum(p, q).sum(-1).double()  # [S, k]: sum_v min(p, q)
     written = written[..., None]
-    kept = (q.gather(-1, written) / p.gather(-1, written))[..., 0].clamp_max(1).double()
+    p_written, q_written = (values.gather(-1, written)[..., 0].double() for values in (p, q))
+    kept = torch.where(q_written > 0, q_written / p_written, 0.0).clamp_max(1)  # 0 / 0: a tie that was rounded apart
     before = pad(kept.cumprod(1)[:, :-1], (1, 0), value=1.0)
     return pad(before * overlap, (1, 0), value=1.0).numpy()
 

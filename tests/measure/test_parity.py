@@ -10,6 +10,7 @@ from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.measure.baselines import build_baseline
 from spectrain.measure.parity import (
     Steps,
+    _reached,
     computed,
     counted,
     draft_logits,
@@ -129,3 +130,8 @@ def test_rates_are_of_the_steps_that_came_so_far():
     assert estimate(counts).value == 1 + 18 / 20
     nothing = np.array([[10.0, 0, 0], [10, 0, 0]])
     assert np.isnan(estimate(nothing, position=2).value)
+
+
+def test_a_written_token_that_neither_model_gives_weight_ends_the_draft_and_is_no_nan():
+    p = q = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]])  # greedy
+    assert _reached(p, q, torch.tensor([[0, 1, 0]])).tolist() == [[1, 1, 1, 0]]
