@@ -140,7 +140,7 @@ class Parts(ABC):
 
 
 class Begun(TypedDict):
-    """What the parts of a build were made of."""
+    """The content of `work.json`: the config of an unfinished build, and whether it was started with `fresh`."""
 
     __pydantic_config__ = MORE
     fresh: bool

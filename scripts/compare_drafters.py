@@ -316,10 +316,10 @@ class Kept:
             return cls(file, made_of, sums, {})
         try:
             kept = json.loads(file.read_text())
-            before, known, counts = kept["made_of"], kept["rows"], kept["counts"]
+            known, counts = kept["rows"], kept["counts"]
+            before = {"documents": False, "computed": False} | kept["made_of"]  # older files say neither
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({type(error).__name__}); remove it, or give another --out") from error
-        before = {"documents": False, "computed": False} | before  # older files say neither
         n = min(len(known), len(sums))
         if before != json.loads(json.dumps(made_of)) or known[:n] != sums[:n]:
             raise UserError(f"{file} was counted of another drafter, target or other rows; give another --out")

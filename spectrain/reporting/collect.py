@@ -29,14 +29,14 @@ BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, UserError)
 
 
 class BenchResults(TypedDict):
-    """What a benchmark's results.json must hold to be shown."""
+    """The part of a benchmark's results.json that the page reads."""
 
     __pydantic_config__ = MORE
     methods: dict[str, dict[str, object]]
 
 
 class Search(TypedDict):
-    """What results of `spectrain.tune` must hold."""
+    """The part of the results of `spectrain.tune` that is read here."""
 
     __pydantic_config__ = MORE
     budget_table: NotRequired[str]

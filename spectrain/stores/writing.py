@@ -91,10 +91,10 @@ def naming_a_full_disk(*folders: Path, need_bytes: int | None = None) -> Iterato
 
 def _fullest(folders: tuple[Path, ...]) -> tuple[str, int]:
     """Return the first of these folders, or stdout, on the disk with the least room, and this room in bytes."""
-    disks = {
-        _existing(folder).stat().st_dev: folder for folder in reversed(folders)
-    }  # each asked once: others write too
-    rooms = {str(folder): free_bytes(folder) for folder in reversed(disks.values())}
+    disks: dict[int, Path] = {}  # each is asked once, because others write to it between two answers
+    for folder in folders:
+        disks.setdefault(_existing(folder).stat().st_dev, folder)
+    rooms = {str(folder): free_bytes(folder) for folder in disks.values()}
     with suppress(OSError):  # stdout may be closed
         rooms |= {} if os.fstat(1).st_dev in disks else stdout_room()
     return min(rooms.items(), key=lambda one: one[1])
