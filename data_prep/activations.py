@@ -73,7 +73,8 @@ def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
         raise UserError(f"row_tokens={cfg.row_tokens} is above the target's {target.max_positions} tokens; lower it")
     corpus = cfg.corpus
     source = corpus.path, corpus.fields, corpus.split, corpus.subset
-    documents = read_documents(*source, max_document_bytes=corpus.max_document_bytes, tokenizer=target.tokenizer)
+    limits = {"max_document_bytes": corpus.max_document_bytes, "max_files": corpus.max_files}
+    documents = read_documents(*source, **limits, tokenizer=target.tokenizer)
     cut = cfg.row_tokens, corpus.held_out_share, corpus.max_documents
     return TokenRows.of_packed(
         pack(documents, target.tokenizer, *cut, document_mask=cfg.document_mask, vocab_size=target.vocab_size)

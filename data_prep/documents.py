@@ -65,7 +65,7 @@ class DocumentParts(Parts):
 
         A dataset of the hub that was read to its end is not streamed again.
         """
-        n_bytes, vocab_size = corpus_bytes(self.corpus.path), self.corpus.vocab_size
+        n_bytes, vocab_size = corpus_bytes(self.corpus.path, self.corpus.max_files), self.corpus.vocab_size
         need_bytes = partial(store_bytes, self.selection, vocab_size, self.shard_tokens)
         if n_bytes is not None:  # else it is not known beforehand, and the disk is checked before every part
             n_tokens, document_tokens = self.corpus.estimate(n_bytes)

@@ -97,14 +97,15 @@ class Corpus:
     subset: str | None
     max_documents: int | None
     max_document_bytes: int
+    max_files: int
     held_out_share: float
     part_documents: int
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int  # of the target
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
-        source = self.path, self.fields, self.split, self.subset, skipped, self.max_document_bytes, self.tokenizer
-        return islice(read_documents(*source), self.max_documents)
+        source = self.path, self.fields, self.split, self.subset, skipped, self.max_document_bytes, self.max_files
+        return islice(read_documents(*source, tokenizer=self.tokenizer), self.max_documents)
 
     def estimate(self, n_bytes: int) -> tuple[int, float]:
         """Estimate from the beginning of a corpus of so many bytes its tokens that are not held out.

@@ -30,7 +30,7 @@ KIND_WORDS = {
     "group": "a group of options",
     "empty": "an empty list",
 }
-LIMITS = ("max_document_bytes", "max_prompt_bytes")
+LIMITS = ("max_document_bytes", "max_files", "max_prompt_bytes")
 SHOWN_CHARACTERS = 80  # of a refused value
 MOST_WHOLE = 2**53  # up to which float64 and JSON are exact
 PATH_BYTES, PATH_PART_BYTES = 4095, 255  # what Linux allows

@@ -41,7 +41,7 @@ SUFFIXES = (
 )
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
-MAX_DOCUMENT_BYTES = 2**25  # as in conf/corpus/stdlib.yaml
+MAX_DOCUMENT_BYTES, MAX_FILES = 2**25, 100_000  # as in conf/corpus/stdlib.yaml
 SPLIT_IT = "split it into documents, or raise corpus.max_document_bytes"
 STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees, as in conf/corpus/stdlib.yaml
 
@@ -90,6 +90,7 @@ def read_documents(
     subset: str | None = None,
     skipped: Skipped | None = None,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    max_files: int = MAX_FILES,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of a corpus.
@@ -106,18 +107,19 @@ def read_documents(
         subset: of a dataset on the hub.
         skipped: counts what is left out.
         max_document_bytes: of a text, and of a line of a `.jsonl` file.
+        max_files: that a folder may hold with all below it, of any kind, but hidden folders.
         tokenizer: of the target, whose ids a store of responses must hold.
 
     Raises:
-        UserError: there is no such corpus, a file cannot be read, a row is malformed or lacks a field, or a text is
-            longer than max_document_bytes.
+        UserError: there is no such corpus, a file cannot be read, a row is malformed or lacks a field, a text is
+            longer than max_document_bytes, or a folder holds more than max_files.
     """
     skipped = Skipped() if skipped is None else skipped
     if is_responses(path):
         yield from _responses(path, tokenizer)
         return
     try:
-        for name, contents in _sources(path, fields, split, subset, skipped, max_document_bytes):
+        for name, contents in _sources(path, fields, split, subset, skipped, max_document_bytes, max_files):
             for number, content in contents:
                 document = _document(name if number is None else f"{name}:{number}", content)
                 text = document.text
@@ -141,7 +143,13 @@ def _document(name: str, content: Content) -> Document:
 
 
 def _sources(
-    path: str | None, fields: list[str] | None, split: str, subset: str | None, skipped: Skipped, most_bytes: int
+    path: str | None,
+    fields: list[str] | None,
+    split: str,
+    subset: str | None,
+    skipped: Skipped,
+    most_bytes: int,
+    most_files: int,
 ) -> Iterator[tuple[str, Iterable[tuple[int | None, Content]]]]:
     """Yield the name of each file or dataset of a corpus, and its contents with their numbers; None: its only text."""
     if is_remote(path):
@@ -151,7 +159,7 @@ def _sources(
     if is_saved(path):
         yield "row", saved_texts(Path(path).expanduser(), split, fields)
         return
-    root, files = _files(path)
+    root, files = _files(path, most_files)
     is_given = path is not None and files == [Path(path).expanduser()]
     level = logging.DEBUG if skipped.quiet or path is None else logging.WARNING
     for file in files:
@@ -204,11 +212,11 @@ def is_remote(path: str | None) -> bool:
     return path is not None and not _exists(path) and Path(path).suffix not in SUFFIXES and bool(HUB_ID.fullmatch(path))
 
 
-def corpus_bytes(path: str | None) -> int | None:
+def corpus_bytes(path: str | None, max_files: int = MAX_FILES) -> int | None:
     """Return the approximate size of a corpus's text in bytes, or None where only reading it would tell."""
     if is_remote(path) or is_responses(path):
         return None
-    files = Path(path).expanduser().rglob("*.arrow") if is_saved(path) else _files(path)[1]
+    files = Path(path).expanduser().rglob("*.arrow") if is_saved(path) else _files(path, max_files)[1]
     return sum(parquet_bytes(file) if file.suffix == ".parquet" else file.stat().st_size for file in files)
 
 
@@ -216,7 +224,7 @@ def _exists(path: str) -> bool:
     return os.path.exists(Path(path).expanduser())  # Path.exists raises where a parent folder may not be entered
 
 
-def _files(path: str | None) -> tuple[Path, list[Path]]:
+def _files(path: str | None, most_files: int) -> tuple[Path, list[Path]]:
     """Return a corpus's folder and its files, without those in hidden folders (version control, environments)."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -227,11 +235,15 @@ def _files(path: str | None) -> tuple[Path, list[Path]]:
     if root.is_file():
         return root.parent, [root]
 
-    def is_read(file: Path) -> bool:
-        is_hidden = any(part.startswith(".") for part in file.relative_to(root).parts[:-1])
-        return file.suffix in SUFFIXES and not is_hidden and file.is_file()
-
-    return root, sorted(filter(is_read, root.rglob("*")))
+    files, n_found = [], 0
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        n_found += len(names)
+        if n_found > most_files:
+            where = f"corpus.path={path} holds more than {most_files} files"
+            raise UserError(f"{where}; give the folder that holds the texts, or raise corpus.max_files")
+        files += [file for name in names if (file := Path(folder, name)).suffix in SUFFIXES and file.is_file()]
+    return root, sorted(files)
 
 
 def _is_utf8(file: Path) -> bool:

@@ -39,7 +39,7 @@ from spectrain.stores.rows import (
     open_acceptance,
     open_responses,
 )
-from spectrain.stores.texts import MAX_DOCUMENT_BYTES, Document, is_held_out, read_documents, train_tokenizer
+from spectrain.stores.texts import Document, is_held_out, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
 from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows
 from spectrain.training.draft_vocab import drafted_tokens
@@ -217,8 +217,8 @@ def drafter_rows(config: Mapping, target: TargetModel) -> RowData:
 def read_corpus(corpus: Mapping, tokenizer: PreTrainedTokenizerBase | None = None) -> list[Document]:
     """All documents of the `corpus` node, in memory; responses of a target need its tokenizer."""
     source = corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]
-    most = corpus.get("max_document_bytes", MAX_DOCUMENT_BYTES)  # runs of older versions do not have it
-    return list(read_documents(*source, max_document_bytes=most, tokenizer=tokenizer))
+    limits = {name: corpus[name] for name in ("max_document_bytes", "max_files") if name in corpus}  # older runs: none
+    return list(read_documents(*source, **limits, tokenizer=tokenizer))
 
 
 def corpus_rows(config: Mapping, target: TargetModel, documents: list[Document] | None = None) -> RowData:

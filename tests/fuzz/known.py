@@ -24,6 +24,7 @@ TYPED: dict[str, tuple[str, ...]] = {
         *("+trainer.max_epochs=0", "+trainer.limit_train_batches=0"),
         *("optimizer.betas=[nan,nan]", "tau.context_tokens=[]", "+exp=vanilla n_layer=0", "feedback=5", "corpus=5"),
         *("run_dir=a_file", "run_dir=/dev/null", "run_dir=a_file/below", f"run_dir={LONG_NAME}", "kind=foo"),
+        "corpus=/ corpus.max_files=9",
     ),
     "generate": (
         "+trainer.foo=nan",
@@ -47,8 +48,8 @@ TYPED: dict[str, tuple[str, ...]] = {
     "parity": ("out=/dev/null", "out=a_file"),
     "responses": ("out=/dev/null", "out=a_file", "out=a_file/below", f"out={LONG_NAME}", "stop_strings=[5]"),
     "acceptance": ("responses=5", "out=a_file"),
-    "activations": ("corpus=5", "out=/proc/fuzz"),
-    "datastore": ("corpus=5", "out=a_file", "inspect=fifo"),
+    "activations": ("corpus=5", "out=/proc/fuzz", "corpus=/ corpus.max_files=9"),
+    "datastore": ("corpus=5", "out=a_file", "inspect=fifo", "corpus=/ corpus.max_files=9"),
 }
 FAILED: tuple[Case, ...] = (
     FileCase("begun build", "work.json", "wrong type", 0),

@@ -268,6 +268,17 @@ def test_a_long_document_is_refused_by_its_name_and_the_option_raises_the_limit(
     assert long in [document.text for document in read_documents(str(tmp_path), max_document_bytes=120)]
 
 
+def test_a_folder_of_too_many_files_is_refused_and_hidden_folders_do_not_count(tmp_path):
+    for name in ("a.txt", "b/c.txt", "b/d.bin", ".git/e.txt", "b/.venv/f.txt", "b/.venv/g.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(UserError, match=r"holds more than 2 files; give the folder that .* or raise corpus.max_files"):
+        list(read_documents(str(tmp_path), max_files=2))
+    with pytest.raises(UserError, match="holds more than 2 files"):
+        corpus_bytes(str(tmp_path), max_files=2)
+    assert [document.id for document in read_documents(str(tmp_path), max_files=3)] == ["a.txt", "b/c.txt"]
+
+
 def test_a_line_without_end_is_not_read_whole(tmp_path):
     file = tmp_path / "a.jsonl"
     with file.open("wb") as content:
