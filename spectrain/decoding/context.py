@@ -7,7 +7,7 @@ Letters: n active rows, R new rows, S tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +27,17 @@ class Context:
     after verification. What the host needs follows when the step has been read back, by `extend`.
     """
 
-    def __init__(self, sampling: Sampling, device: torch.device | str = "cpu", max_rows: int = 1):
+    def __init__(
+        self,
+        sampling: Sampling,
+        device: torch.device | str = "cpu",
+        max_rows: int = 1,
+        stop_ids: Collection[int] = (),
+    ):
         self.sampling = sampling
         self.device = torch.device(device)
+        self._stop_ids = frozenset(stop_ids)  # tokens that end a text
+        self._stop_ids_there = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)
         # On the host.
         self.n_tokens: list[int] = []  # tokens of each row: prompt and output, the root (the last one) included
         self.room: list[int] = []  # tokens that each row may still emit; a draft deeper than room - 1 is wasted
@@ -76,6 +84,28 @@ class Context:
         if self.sampling.greedy:
             return self.sampling.draw(logits, None)
         return self.sampling.draw(logits, self.uniforms.take(1, active)[:, 0])
+
+    def ends(self, tokens: Tensor) -> list[bool] | None:
+        """Say of draft tokens [n] which end their row's text, so that nothing is drafted behind them.
+
+        None: none does, or the host would have to wait for a GPU; `until_end` takes off what is drafted then.
+        """
+        if not self._stop_ids or self.device.type != "cpu":
+            return None
+        found = [token in self._stop_ids for token in tokens.tolist()]
+        return found if any(found) else None
+
+    def until_end(self, tokens: Tensor) -> Tensor | None:
+        """Count the draft tokens of each row of [n, g] up to the first that ends its text, and with it: [n] int64.
+
+        None: no row's text ends.
+        """
+        is_known = self.device.type == "cpu" or not self._stop_ids
+        if is_known and self.ends(tokens.flatten()) is None:
+            return None
+        ends = (tokens[:, :, None] == self._stop_ids_there).any(-1)
+        numbers = torch.arange(1, tokens.shape[1] + 1, device=self.device)
+        return torch.where(ends, numbers, tokens.shape[1]).amin(1)
 
     def draw_roots(self, rows: range, logits: Tensor) -> Tensor:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""

@@ -6,8 +6,8 @@ accepts and along the rejected token from there on, holds what every rule would 
 Where the target's text has x, and p and q are the warped distributions, speculative sampling has accepted the drafted
 token, x itself, with probability min(1, q(x) / p(x)). Otherwise it has rejected a token that follows
 norm(max(0, q - p)). Greedy decoding, with one-hot p and q, is the same without chance. Tokens behind a rejected token
-or the end of the text are drawn from q and discarded. Random numbers belong to a position of the text, or to a root and
-a depth behind it: one decoding uses each at most once, so its distribution is exact, and all rules see the same ones.
+are drawn from q and discarded. Random numbers belong to a position of the text, or to a root and a depth behind it: one
+decoding uses each at most once, so its distribution is exact, and all rules see the same ones.
 
 Letters: n tokens of a text, of which the first n - 1 are roots; R roots at a time, g draft length, V vocabulary,
 T tokens of prompt and text, C captured layers of the target, D hidden size, M heads.
@@ -42,6 +42,7 @@ class DraftPaths:
     confidence: np.ndarray  # [n - 1, g] float32, of the distribution that each token is drawn from
     entropy: np.ndarray  # [n - 1, g] float32, nats
     heads: np.ndarray  # [M, n - 1, g] float32: f of each token; 0 where the drafter does not read it
+    ends: np.ndarray  # [n - 1] int64: drafted tokens up to the first that ends a text, and with it; g where none does
 
     @property
     def room(self) -> np.ndarray:
@@ -60,13 +61,16 @@ def draft_paths(
     sampling: Sampling,
     coins: np.random.Generator,
     rows: int = 64,
+    stop_token_ids: Sequence[int] | None = None,
 ) -> DraftPaths:
     """Roll the drafter out from every root of a text, `rows` roots at a time.
 
     The target has drawn the text, whose response has at least two tokens, by `sampling` and up to max_new_tokens. The
     drafter runs as it does in decoding, up to gamma tokens; the heads share its forwards. `coins` decides which drafted
-    tokens were accepted and which others were drawn, so it must not have drawn the text.
+    tokens were accepted and which others were drawn, so it must not have drawn the text. `stop_token_ids` end texts;
+    None: the target's EOS ids.
     """
+    stop_ids = torch.tensor(target.eos_ids if stop_token_ids is None else stop_token_ids, dtype=torch.int64)
     target = target.with_capture(opened.states.capture_layers)
     tokens, n = torch.tensor([*text.prompt, *text.response], device=target.device), len(text.response)
     features = target.features(tokens[None])
@@ -82,17 +86,26 @@ def draft_paths(
         drafter.draft_model.prefill(
             tokens[None, :-1].to(drafter.draft_model.device), [len(tokens) - 1], whole, range(1)
         )
-    accepted: list[int] = []
+    accepted, ends = [], []
     for start in range(0, n - 1, rows):
         roots = range(start, min(start + rows, n - 1))
         recorder.rows = slice(roots.start, roots.stop)
         context = _TextContext(known, roots, max_new_tokens)
         drafter.start(target, KVCache(len(roots)))
         _read_until_roots(drafter, context, whole, features.captured)
-        drafter.propose(context)
+        drafted = drafter.propose(context).tokens[:, 1:]
         accepted += context.accepted.tolist()
+        ends += _until_end(drafted, stop_ids.to(drafted.device), gamma)
     recorded = recorder.values.numpy()
-    return DraftPaths(n, max_new_tokens, np.array(accepted), recorded[0], recorded[1], recorded[2:])
+    return DraftPaths(
+        n, max_new_tokens, np.array(accepted), recorded[0], recorded[1], recorded[2:], np.array(ends, dtype=np.int64)
+    )
+
+
+def _until_end(drafted: Tensor, stop_ids: Tensor, gamma: int) -> list[int]:
+    """Count the tokens of each draft of [R, g] up to the first that ends a text, and with it; gamma: none does."""
+    is_end = torch.isin(drafted, stop_ids)
+    return torch.where(is_end.any(1), is_end.int().argmax(1) + 1, gamma).tolist()
 
 
 @dataclass(frozen=True)

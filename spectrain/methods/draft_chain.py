@@ -52,7 +52,7 @@ def draft_chain(
     stop: StopRule | None = None,
     whole: Callable[[Context, int, Tensor | None], tuple[Tensor, Sequence[Tensor] | Tensor | None]] | None = None,
 ) -> DraftTree:
-    """Draft up to gamma tokens per row, fewer where a row may emit fewer or a rule ends its draft.
+    """Draft up to gamma tokens per row, fewer where a row may emit fewer, a rule ends its draft, or the text ends.
 
     Every token that is drawn is submitted: a rule that looked at a token and dropped it would bias the sample. A row
     that stops early draws no more, so that its sample does not depend on its neighbours; the draft model runs on it all
@@ -75,7 +75,7 @@ def draft_chain(
     if whole is not None and stop is None:
         ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < max(left) else None
         tokens, probs = whole(context, max(left), ragged)
-        return DraftTree.chain(context.roots, tokens, ragged, probs)
+        return _cut(context, tokens, ragged, probs)
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     stop.begin(context)
@@ -92,6 +92,7 @@ def draft_chain(
         probs.append(q)
         lengths = [length + going for length, going in zip(lengths, drafting, strict=True)]
         drafting = [going and i < count for going, count in zip(drafting, left, strict=True)]
+        drafting = _without(drafting, context.ends(token))
         drafting = _without(drafting, stop.drawn(i, said.logits, token))
         if not any(drafting):
             break
@@ -103,9 +104,28 @@ def draft_chain(
     if not tokens:
         return DraftTree.root_only(context.roots)
     ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
-    return DraftTree.chain(
-        context.roots, torch.stack(tokens, dim=1), ragged, None if context.sampling.greedy else probs
-    )
+    return _cut(context, torch.stack(tokens, dim=1), ragged, None if context.sampling.greedy else probs)
+
+
+def _cut(
+    context: Context, tokens: Tensor, lengths: Tensor | None, probs: Sequence[Tensor] | Tensor | None
+) -> DraftTree:
+    """Make chains of tokens [n, i], each of which stops with the first token that ends its text (SpecDec++, note 1).
+
+    Numbers that were drawn for the others are given back, so that a sample is the same in every way of drafting.
+    """
+    kept = context.until_end(tokens)
+    if kept is not None:
+        before = tokens.shape[1] if lengths is None else lengths
+        lengths = kept if lengths is None else torch.minimum(lengths, kept)
+        if not context.sampling.greedy:
+            context.uniforms.skip(lengths - before, 0)
+        if context.device.type == "cpu":
+            width = int(lengths.max())
+            tokens = tokens[:, :width]
+            if probs is not None:
+                probs = probs[:, : width + 1] if isinstance(probs, Tensor) else probs[:width]
+    return DraftTree.chain(context.roots, tokens, lengths, probs)
 
 
 def _without(drafting: list[bool], stopped: list[bool] | None) -> list[bool]:

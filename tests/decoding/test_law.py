@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from spectrain.decoding import Drafter, Sampling, TargetModel, Verified, generate, loop, verify
+from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, verify
 from spectrain.decoding.lean import shape_of
 from spectrain.methods.registry import method_names
 from spectrain.methods.speculative import Speculative
@@ -121,17 +121,21 @@ def random_head() -> AcceptanceHead:
     return head
 
 
-def exact_distribution(sampling: Sampling) -> np.ndarray:
-    """[V, V, V] probabilities of the first three tokens, from plain forwards of every prefix."""
+def exact_distribution(sampling: Sampling, end: int | None) -> np.ndarray:
+    """[V, V, V] probabilities of the first three tokens, from plain forwards of every prefix.
+
+    A text that ends with the token `end` goes on with nothing but it.
+    """
     exact = np.ones((VOCAB_SIZE,) * 3)
     for prefix in itertools.chain.from_iterable(itertools.product(range(VOCAB_SIZE), repeat=n) for n in range(3)):
         logits = target().model(torch.tensor([PROMPT + list(prefix)])).logits[0, -1]
         step = sampling.warp(logits).numpy().astype(np.float64)
+        step = np.eye(VOCAB_SIZE)[end] if end in prefix else step
         exact[prefix] *= step.reshape(-1, *[1] * (2 - len(prefix)))
     return exact
 
 
-def p_value(drafter: Drafter, sampling: Sampling, verification: str = "token") -> float:
+def p_value(drafter: Drafter, sampling: Sampling, verification: str = "token", end: int | None = None) -> float:
     """Chi-square of the loop's samples against the exact distribution; 0 where an impossible text was emitted."""
     n_new = 5  # longer than what is judged, so that the third token can stand inside a draft
     generations = generate(
@@ -142,12 +146,12 @@ def p_value(drafter: Drafter, sampling: Sampling, verification: str = "token") -
         sampling,
         batch_size=1000,
         verification=verification,
-        stop_token_ids=(),
+        stop_token_ids=() if end is None else (end,),
     )
     counts = np.zeros((VOCAB_SIZE,) * 3)
     for generation in generations:
-        counts[tuple(generation.tokens[:3])] += 1
-    expected = exact_distribution(sampling) * N_SAMPLES
+        counts[tuple((generation.tokens + 2 * [end])[:3])] += 1
+    expected = exact_distribution(sampling, end) * N_SAMPLES
     np.testing.assert_allclose(expected.sum(), N_SAMPLES, rtol=1e-6)
     if counts[expected == 0].any():
         return 0.0
@@ -172,6 +176,24 @@ def test_so_they_do_where_only_the_temperature_warps(method):
 @pytest.mark.parametrize("method", DRAWING)
 def test_block_verification_samples_from_the_same_distribution(method):
     assert p_value(DRAFTERS[method](), WARPED, "block") > ALPHA
+
+
+@pytest.mark.parametrize("method", DRAWING)
+@pytest.mark.parametrize("end", [0, 1])
+def test_so_they_do_where_drafts_stop_at_an_end_of_text(method, end):
+    assert p_value(DRAFTERS[method](), WARPED, end=end) > ALPHA
+
+
+@pytest.mark.parametrize("method", ["speculative", "spire, pruned"])
+def test_a_draft_that_leaves_out_the_token_that_ends_it_is_noticed(method, monkeypatch):
+    until_end = Context.until_end
+
+    def before_end(context, tokens):
+        kept = until_end(context, tokens)
+        return kept if kept is None else kept - (tokens == 0).any(1).long()
+
+    monkeypatch.setattr(Context, "until_end", before_end)
+    assert p_value(DRAFTERS[method](), WARPED, end=0) < ALPHA
 
 
 def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best, graphs) -> Verified:

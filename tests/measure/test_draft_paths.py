@@ -62,11 +62,11 @@ def real(target, method, prompt, max_new_tokens, stops) -> tuple[tuple[int, ...]
 
 
 def paths_of(
-    target, drafter, heads, prompt, text, max_new_tokens, sampling, seed=0, rows=5, gamma=MAX_CANDIDATES
+    target, drafter, heads, prompt, text, max_new_tokens, sampling, seed=0, rows=5, gamma=MAX_CANDIDATES, stops=None
 ) -> DraftPaths:
     return draft_paths(
         *(target, drafter, heads, Text(prompt, text), gamma, max_new_tokens, sampling),
-        *(np.random.default_rng(seed), rows),
+        *(np.random.default_rng(seed), rows, stops),
     )
 
 
@@ -101,7 +101,7 @@ def test_greedy_counts_are_those_of_the_real_loop(kind, min_candidates, stop_ear
     heads = {name: random_head(drafter.states.hidden_size, seed) for seed, name in enumerate("ab")}
     seen = set()
     for prompt, text, max_new_tokens, stops in greedy_texts(target, stop_early):
-        paths = paths_of(target, drafter, list(heads.values()), prompt, text, max_new_tokens, Sampling())
+        paths = paths_of(target, drafter, list(heads.values()), prompt, text, max_new_tokens, Sampling(), stops=stops)
         counts = simulate_stops([paths], SETTINGS, list(heads), MAX_CANDIDATES, min_candidates)
         for i, setting in enumerate(SETTINGS):
             method = setting.drafter(drafter, heads, MAX_CANDIDATES, min_candidates)
@@ -166,7 +166,8 @@ def test_sampled_rates_are_those_of_the_real_loop(kind):
             simulated.append(np.zeros((len(settings), 3)))
             continue
         work = (target, drafter, list(heads.values()), prompt, generation.tokens, max_new_tokens, sampling)
-        counts = simulate_stops([paths_of(*work, seed=number, rows=64, gamma=gamma)], settings, list(heads), gamma)
+        paths = paths_of(*work, seed=number, rows=64, gamma=gamma, stops=stops)
+        counts = simulate_stops([paths], settings, list(heads), gamma)
         tokens = np.full(len(settings), counts.tokens[0])
         simulated.append(np.stack([tokens, counts.discarded[:, 0], counts.target_calls[:, 0]], axis=1))
     for i, setting in enumerate(settings):

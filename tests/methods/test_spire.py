@@ -82,16 +82,17 @@ def test_decoding_equals_the_training_rollout(options, tied):
     "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
-def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, monkeypatch):
-    """Three rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
+@pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
+def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_token_ids, monkeypatch):
+    """Rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
     target, drafter = make(**options)
     for draft_dtype in ("float32", "int8"):
         found, drawn_from = [], []
         for fuses in (True, False):
             method = Noted(drafter, 3, draft_dtype=draft_dtype)
             monkeypatch.setattr(Spire, "_program_chain", Spire._program_chain if fuses else None)
-            rows = {"batch_size": 3, "stop_token_ids": ()}
-            found.append(generate(target, method, random_prompts([9, 30, 4]), 21, sampling, **rows))
+            rows = {"batch_size": 3, "stop_token_ids": stop_token_ids}
+            found.append(generate(target, method, random_prompts([9, 30, 4, 12, 7, 5]), 21, sampling, **rows))
             drawn_from.append(method.drawn_from)
         for whole, steps in zip(*found, strict=True):
             assert (whole.tokens, whole.accepted, whole.drafted) == (steps.tokens, steps.accepted, steps.drafted)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.decoding.drafter import Context
@@ -27,8 +28,8 @@ class ScriptedHead(torch.nn.Module):
         return hidden[:, 0]
 
 
-def context_of(n_rows: int, room: int = 30, sampling: Sampling | None = None) -> Context:
-    context = Context(sampling or Sampling(), max_rows=n_rows)
+def context_of(n_rows: int, room: int = 30, sampling: Sampling | None = None, stop_ids=()) -> Context:
+    context = Context(sampling or Sampling(), max_rows=n_rows, stop_ids=stop_ids)
     context.append([[1, 2]] * n_rows, room + 1, [row_generator(0, row) for row in range(n_rows)])
     context.root(range(n_rows), torch.zeros(n_rows, dtype=torch.int64), torch.zeros(n_rows, V))
     return context
@@ -84,6 +85,47 @@ def test_each_row_stops_for_itself_and_the_last_token_is_not_read():
 
 def test_room_ends_a_draft_before_the_rule():
     assert lengths([[1.0] * 6], HeadStop(ScriptedHead(), 0.3), room=3)[0] == [2]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
+def test_a_draft_stops_with_the_first_token_that_ends_its_text(is_whole, sampling):
+    """Rows that end with their 2nd, their 4th and none of their tokens, of 6, 6 and 6; the last has room for 3."""
+    context = context_of(4, room=7, sampling=sampling, stop_ids=(6, 7))
+    context.room[3] = 4
+    said = torch.tensor([[1, 6, 2, 7, 1, 1], [0, 0, 0, 7, 7, 1], [5, 4, 3, 2, 1, 0], [1, 1, 1, 6, 6, 6]])
+    logits = F.one_hot(said, V).float() * 1e4
+
+    def whole(context, n_steps, lengths):
+        used = n_steps if lengths is None else lengths
+        if not sampling.greedy:
+            context.uniforms.skip(used, n_steps)
+        return said[:, :n_steps], None if sampling.greedy else logits.softmax(-1)[:, [0, *range(n_steps)]]
+
+    first, step = lambda: DraftStep(logits[:, 0]), lambda tokens, i: DraftStep(logits[:, i])
+    tree = draft_chain(context, 6, first, step, whole=whole if is_whole else None)
+    lengths = tree.drafted.sum(1)
+    assert lengths.tolist() == [2, 4, 6, 3]
+    assert [row[1 : 1 + n] for row, n in zip(tree.tokens.tolist(), lengths, strict=True)] == [
+        row[:n] for row, n in zip(said.tolist(), lengths, strict=True)
+    ]
+    assert context.uniforms.places.tolist() == ([0] * 4 if sampling.greedy else lengths.tolist())
+
+
+def test_a_draft_of_rows_that_all_end_is_as_long_as_the_longest():
+    context, read = context_of(2, stop_ids=(7,)), []
+    said = F.one_hot(torch.tensor([[1, 2, 7, 3, 3], [7, 0, 0, 0, 0]]), V).float()
+
+    def step(tokens, i):
+        read.append(i)
+        return DraftStep(said[:, i])
+
+    steps = draft_chain(context, 5, lambda: DraftStep(said[:, 0]), step)
+    whole = draft_chain(context, 5, None, None, whole=lambda context, n_steps, lengths: (said.argmax(-1), None))
+    assert read == [1, 2]  # the tokens that end texts are not read
+    for tree in (steps, whole):
+        assert tree.shape == (2, 4)
+        assert tree.drafted.tolist() == [[False, True, True, True], [False, True, False, False]]
 
 
 def test_a_head_begins_each_draft_anew():
@@ -156,7 +198,8 @@ def test_a_head_sees_the_state_of_the_very_token():
         seen.clear()
         tree = propose(context)
         text = context.tokens[0, : context.n_tokens[0]].tolist() + tree.tokens[0, 1:4].tolist()
-        steps.append((text, torch.stack(seen, dim=1)[0]))
+        if seen:
+            steps.append((text, torch.stack(seen, dim=1)[0]))
         return tree
 
     drafter.propose = spied
