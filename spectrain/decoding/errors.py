@@ -17,10 +17,12 @@ class AllRanksError(UserError):
     """An error that every rank raises alike, so that one of them can print it for all."""
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise UserError unless the option `name` is a whole number of at least `least`."""
+def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raise UserError unless the option `name` is a whole number of at least `least`, and at most `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name}={value} must be a whole number of at least {least}")
+    if most is not None and value > most:
+        raise UserError(f"{name}={value} must be at most {most}; lower it")
 
 
 def check_number(name: str, value: object, interval: str) -> None:

@@ -33,6 +33,7 @@ from spectrain.decoding.target import FINAL, TargetModel
 
 INPUTS = ("projected", "tied", "trained")
 HEADS = ("target", "trained")
+MOST_SEEN = 2**20  # of window, sinks and k: far above any context, and no number that overflows
 TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
 
 
@@ -76,7 +77,7 @@ class SpireConfig:
             if self.input == "tied":
                 raise UserError("draft_vocab needs input=projected or trained: a tied table has all tokens")
         for name, least in (("k", 1), ("window_tokens", 1), ("sink_tokens", 0)):
-            check_whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least, MOST_SEEN)
         if self.k > self.window_tokens:
             raise UserError(f"k={self.k} is larger than window_tokens={self.window_tokens}; raise it, or lower k")
         if self.feedback and not self.target_activations:

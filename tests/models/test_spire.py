@@ -243,6 +243,7 @@ def test_targets_that_are_not_llama_like_are_named():
         ({**PREVIOUS, "feedback": False, "target_activations": False}, "and target_activations=true"),
         ({"input": "raw"}, "input=raw must be one of projected, tied, trained"),
         ({"head": "target"}, "input=tied trains its own unembedding; give head=trained, or input=projected"),
+        ({"sink_tokens": 10**30}, "must be at most 1048576; lower it"),
     ],
 )
 def test_impossible_configs_are_refused(options, message):
