@@ -4,11 +4,11 @@
     python scripts/fuzz.py minutes=60
 
 Prints a table of outcomes by command, also after Ctrl-C, and writes each case that went wrong to <out>/faults.jsonl:
-the kind of fault, the case, the command as typed and what it printed. `known` are all cases that once failed. `values`
-are all values of all JSON and YAML files, each in turn replaced by one of another type. The others are drawn. A case
-is run in a fork of one process, in a folder of its own. Whatever is refused must be one sentence and exit code 2, with
-nothing left behind. A hang is a case that has not ended after ten seconds, of which those do not count in which other
-processes had the cores. The exit code is 1 where anything went wrong.
+the kind of fault, the case, the command as typed and what it printed. `known` are all cases that once failed.
+`values` are all values of all JSON and YAML files, each in turn replaced by one of another type, and each number by a
+huge one. The others are drawn. A case is run in a fork of one process, in a folder of its own. Whatever is refused
+must be one sentence and exit code 2, with nothing left behind. A hang is a case that has not ended after ten seconds,
+of which those do not count in which other processes had the cores. The exit code is 1 where anything went wrong.
 """
 
 from __future__ import annotations

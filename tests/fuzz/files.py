@@ -103,7 +103,7 @@ READERS: dict[str, Reader] = {
 # Files without which nothing can be read, and damages that no reader may pass over. `report` names and leaves out.
 NEEDED = (".safetensors", ".arrow", ".npy", ".yaml", "manifest.json", "config.json", "tokenizer.json", "prompts.jsonl")
 NOT_NEEDED = ("generation_config.json", "tokenizer_config.json")
-WRONG_TYPE = "wrong type"  # of one value
+WRONG_TYPE, HUGE = "wrong type", "huge number"  # of one value
 FATAL = ("cut off", "removed", "empty", "binary", "a folder", "nested deeply", "yaml bomb")
 
 
@@ -113,8 +113,8 @@ class FileCase:
 
     reader: str  # a key of READERS
     file: str  # below its source; the first that this pattern fits
-    damage: str  # a key of DAMAGES, or WRONG_TYPE
-    seed: int  # of the place and the value; of WRONG_TYPE the number of the place
+    damage: str  # a key of DAMAGES, or WRONG_TYPE or HUGE
+    seed: int  # of the place and the value; of WRONG_TYPE and HUGE the number of the place
 
     @property
     def command(self) -> str:
@@ -145,13 +145,15 @@ def file_cases(world: World) -> st.SearchStrategy[FileCase]:
 
 
 def every_value(world: World) -> list[FileCase]:
-    """Each value of each file that is read, one after the other, in whose place stands one of another type."""
+    """Each value of each file that is read in turn: in its place one of another type, and for a number a huge one."""
     cases = []
     for name, reader in READERS.items():
         source = world.folder / reader.source
         for file in _files(source):
             content = _content(source if source.is_file() else source / file)
-            cases += [FileCase(name, file, WRONG_TYPE, number) for number in range(len(list(_places(content))))]
+            for number, (node, key) in enumerate(_places(content)):
+                is_number = isinstance(node[key], int | float)
+                cases += [FileCase(name, file, damage, number) for damage in (WRONG_TYPE, HUGE)[: 1 + is_number]]
     return cases
 
 
@@ -168,8 +170,8 @@ def arguments(case: FileCase, world: World, folder: Path) -> tuple[str, ...]:
     source, copy = world.folder / reader.source, folder / Path(reader.source).name
     shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
     file = min(copy.glob(case.file)) if source.is_dir() else copy
-    if case.damage == WRONG_TYPE:
-        _wrong_type(file, case.seed)
+    if case.damage in (WRONG_TYPE, HUGE):
+        _replace(file, case.seed, case.damage)
     else:
         DAMAGES[case.damage](file, random.Random(case.seed))
     own = [text for text in world.commands[reader.command] if text.lstrip("+").split("=")[0] not in reader.drops]
@@ -233,12 +235,13 @@ def _value(file: Path, rng: random.Random) -> None:
     return None
 
 
-def _wrong_type(file: Path, number: int) -> None:
-    """Replace the value with this number in a JSON or YAML file by one of another type."""
+def _replace(file: Path, number: int, damage: str) -> None:
+    """Replace the value with this number in a JSON or YAML file by one of another type, or by a huge number."""
     content = _content(file)
     node, key = list(_places(content))[number]
     is_number, is_text = isinstance(node[key], int | float), isinstance(node[key], str)
-    node[key] = "x" if is_number else 5 if is_text or isinstance(node[key], dict | list) else {"a": 1}
+    other = "x" if is_number else 5 if is_text or isinstance(node[key], dict | list) else {"a": 1}
+    node[key] = 10**30 if damage == HUGE else other
     file.write_text(yaml.safe_dump(content) if file.suffix == ".yaml" else json.dumps(content))
 
 
