@@ -4,10 +4,12 @@
     python scripts/compare_drafters.py spire=<folder> magicdec --context-tokens 256 512 960 --out <folder>
 
 A drafter is a folder that training or spectrain.export wrote, or `magicdec`, which needs no folder. A name may stand
-before the folder (`name=<folder>`). The first drafter is the one that the others are compared with. All drafters
-continue the same beginnings of held-out rows. Finished parts are kept in --out, so you can resume with the same
-command. A command with further drafters or more rows decodes only what is new. drafters.json, drafters.md and
-drafters.png show the drafters that the command names.
+before the folder (`name=<folder>`). Several folders with commas between them (`name=<folder>,<folder>`) are one
+drafter, trained with several seeds: their counts are added, and drafters.json has the tau of each, too (`by_seed`).
+The first drafter is the one that the others are compared with. All drafters continue the same beginnings of held-out
+rows. Finished parts are kept in --out, so you can resume with the same command. A command with further drafters or
+more rows decodes only what is new. drafters.json, drafters.md and drafters.png show the drafters that the command
+names.
 
 tau is the number of tokens produced per target forward pass. Intervals are 95 % bootstraps over rows. For a difference
 the rows of both drafters are drawn together. A difference whose interval contains 0 is unresolved.
@@ -37,7 +39,7 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, load
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.measure.parity import Steps, computed, draft_logits, logits_of
 from spectrain.measure.spire_paper import in_paper, modelled, options, paper_tau
-from spectrain.measure.tau import POOLED, Setting, compare, continue_rows, counts_of
+from spectrain.measure.tau import POOLED, Setting, compare, continue_rows, counts_of, with_pools
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.loading import load_method
@@ -89,7 +91,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--row-tokens", type=int, default=1024, help="as in training; a context begins a row")
     parser.add_argument("--context-tokens", nargs="+", type=int, default=[256])
     parser.add_argument("--rows", type=int, default=128)
-    parser.add_argument("--skip", type=int, default=48, help="first held-out rows: validation and selection saw them")
+    parser.add_argument(
+        "--skip", type=int, default=48, help="first held-out rows, or documents: validation and selection saw them"
+    )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--batch-size", type=int, default=16)
@@ -98,8 +102,8 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def checked(args: argparse.Namespace) -> dict[str, Path | None]:
-    """Each drafter's folder by its name.
+def checked(args: argparse.Namespace) -> dict[str, list[Path | None]]:
+    """Each drafter's folders by its name, one for each seed.
 
     Raises:
         UserError: a number is out of range, two drafters share a name, or a folder is no whole export.
@@ -108,31 +112,48 @@ def checked(args: argparse.Namespace) -> dict[str, Path | None]:
         check_whole(f"--{name.replace('_', '-')}", getattr(args, name), least)
     for length in args.context_tokens:
         check_whole("--context-tokens", length, 1)
+    if args.corpus in args.also:
+        raise UserError(f"--also={args.corpus} is the corpus itself; give files that no training saw")
     if args.computed and args.new_tokens <= args.gamma:
         raise UserError(f"--new-tokens={args.new_tokens} must be above --gamma={args.gamma} with --computed; raise it")
-    folders: dict[str, Path | None] = {}
-    for name, folder in map(named, args.drafters):
-        if name in folders:
-            raise UserError(f"two drafters are called {name}; give one another name, as other={folder}")
-        kind = MAGICDEC if folder is None else read_manifest(folder).kind
-        if args.computed and kind not in ("spire", "vanilla"):
-            raise UserError(
-                f"--computed knows drafters of kind spire and vanilla, and {name} is of kind {kind}; leave it out"
-            )
-        if kind not in (MAGICDEC, "lookup"):
-            check_weights(folder, "drafter")
-        folders[name] = folder
-    return folders
+    found: dict[str, list[Path | None]] = {}
+    for name, folders in map(named, args.drafters):
+        if name in found:
+            raise UserError(f"two drafters are called {name}; give one another name, as other={folders[0]}")
+        for folder in folders:
+            kind = kind_of(folder)
+            if args.computed and kind not in ("spire", "vanilla"):
+                raise UserError(
+                    f"--computed knows drafters of kind spire and vanilla, and {name} is of kind {kind}; leave it out"
+                )
+            if kind not in (MAGICDEC, "lookup"):
+                check_weights(folder, "drafter")
+        found[name] = folders
+    return found
 
 
-def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str, Path | None]) -> dict:
+def kind_of(folder: Path | None) -> str:
+    """What a drafter is. Raises UserError where its folder is no whole export."""
+    return MAGICDEC if folder is None else read_manifest(folder).kind
+
+
+def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str, Sequence[Path | None]]) -> dict:
     """What drafters.json holds. Raises UserError where a drafter is none of this target's, or there are no rows."""
     rows = held_out_rows(args, target)
     settings = [Setting(length, t) for t in args.temperatures for length in args.context_tokens]
-    found = compare({name: counted(args, target, name, folder, rows, settings) for name, folder in folders.items()})
-    for name, folder in folders.items():
-        kind = MAGICDEC if folder is None else read_manifest(folder).kind
-        found[name] = {"folder": folder and str(folder), "kind": kind} | found[name]
+    counts: dict[str, list[dict[Setting, np.ndarray]]] = {}
+    for name, own in folders.items():
+        files = (name if number == 0 else f"{name}-{number}" for number in range(len(own)))
+        counts[name] = [counted(args, target, *one, rows, settings) for one in zip(files, own, strict=True)]
+    found = compare({name: {s: sum(one[s] for one in own) for s in settings} for name, own in counts.items()})
+    for name, own in folders.items():
+        where = None if own[0] is None else ",".join(map(str, own))
+        found[name] = {"folder": where, "kind": kind_of(own[0])} | found[name]
+        if len(own) > 1:
+            found[name]["by_seed"] = [
+                {s.name: float(c[:, 0].sum() / c[:, 1].sum()) for s, c in with_pools(one).items()}
+                for one in counts[name]
+            ]
     content = {
         "kind": "drafters",
         "command": shlex.join(["python", *sys.argv]),
@@ -201,12 +222,13 @@ def markdown(content: Mapping) -> str:
     return text
 
 
-def named(text: str) -> tuple[str, Path | None]:
-    """A drafter's name, and its folder where it has one."""
+def named(text: str) -> tuple[str, list[Path | None]]:
+    """A drafter's name, and its folders; None for MagicDec, which has none."""
     if text == MAGICDEC:
-        return text, None
-    name, _, folder = text.rpartition("=")
-    return name or Path(folder).name, Path(folder)
+        return text, [None]
+    name, _, given = text.rpartition("=")
+    folders = [Path(folder) for folder in given.split(",")]
+    return name or folders[0].name, folders
 
 
 def opened(target: TargetModel, folder: Path | None, gamma: int) -> Drafter:
@@ -215,19 +237,22 @@ def opened(target: TargetModel, folder: Path | None, gamma: int) -> Drafter:
 
 def held_out_documents(args: argparse.Namespace, target: TargetModel) -> list[list[int]]:
     """Held-out documents that are as long as the longest context, in hashed order, then those of --also."""
-    longest, found = max(args.context_tokens), []
-    for path in (args.corpus, *args.also):
-        documents = sorted(
-            read_documents(path, tokenizer=target.tokenizer), key=lambda document: unit_hash(document.id)
-        )
-        kept = [d for d in documents if path in args.also or d.is_held_out(args.held_out_share)]
-        found += [d.tokens.tolist() for d in token_documents(kept, target.tokenizer) if len(d.tokens) >= longest]
-    if not found[args.skip :]:
+    longest = max(args.context_tokens)
+
+    def long_ones(path: str | None, share: float) -> list[list[int]]:
+        documents = [d for d in read_documents(path, tokenizer=target.tokenizer) if d.is_held_out(share)]
+        documents.sort(key=lambda document: unit_hash(document.id))
+        tokens = [document.tokens.tolist() for document in token_documents(documents, target.tokenizer)]
+        return [one for one in tokens if len(one) >= longest]
+
+    held_out = long_ones(args.corpus, args.held_out_share)
+    found = held_out[args.skip :] + [one for path in args.also for one in long_ones(path, 1.0)]
+    if not found:
         raise UserError(
-            f"the corpus has {len(found)} held-out documents of {longest} tokens or more, all of them skipped; lower "
-            "--skip or --context-tokens"
+            f"the corpus has {len(held_out)} held-out documents of {longest} tokens or more, and --skip={args.skip}; "
+            "lower --skip or --context-tokens, or give --also"
         )
-    return found[args.skip :][: args.rows]
+    return found[: args.rows]
 
 
 def held_out_rows(args: argparse.Namespace, target: TargetModel) -> list[list[int]]:

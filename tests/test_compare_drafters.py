@@ -111,6 +111,22 @@ def test_the_file_says_what_it_compared_and_the_throughput_model_reads_it(call, 
         assert chosen.tau.value == found["drafters"][name]["tau"]["32 tokens, greedy"]["value"]
 
 
+def test_several_seeds_of_a_drafter_are_one_whose_counts_are_added(call, tmp_path):
+    asked = ["wide", "both=wide,narrow", "twice=wide,wide", "narrow", "--rows", "3", "--out", str(tmp_path / "o")]
+    assert call(*asked)[0] == 0
+    found = measured(tmp_path / "o")
+    read = {name: json.loads((tmp_path / f"o/counts/{name}.json").read_text())["counts"] for name in ("wide", "narrow")}
+    for setting, value in found["both"]["tau"].items():
+        alone = [found[name]["tau"][setting]["value"] for name in ("wide", "narrow")]
+        assert [seed[setting] for seed in found["both"]["by_seed"]] == pytest.approx(alone)
+        assert found["twice"]["tau"][setting] == found["wide"]["tau"][setting]
+        if setting in read["wide"]:
+            counts = np.array(read["wide"][setting]) + np.array(read["narrow"][setting])
+            assert value["value"] == pytest.approx(counts[:, 0].sum() / counts[:, 1].sum())
+    assert found["both"]["folder"] == "wide,narrow"
+    assert "by_seed" not in found["wide"]
+
+
 def test_computed_tau_is_of_one_text_that_begins_as_a_held_out_document(call, script, shared, tmp_path, monkeypatch):
     texts, real = [], script.computed
     monkeypatch.setattr(script, "computed", lambda given, *rest: texts.append(given) or real(given, *rest))
@@ -223,8 +239,9 @@ def test_damaged_counts_are_named(call, tmp_path):
         (["wide", "magicdec", "--computed"], "--computed knows drafters of kind spire and vanilla"),
         (
             ["wide", "--documents", "--row-tokens", "9999", "--context-tokens", "9999"],
-            "lower --skip or --context-tokens",
+            "lower --skip or --context-tokens, or give --also",
         ),
+        (["wide", "--corpus", ".", "--also", "."], "--also=. is the corpus itself"),
     ],
 )
 def test_bad_input_is_one_sentence(call, tmp_path, arguments, said):
