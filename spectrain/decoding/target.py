@@ -158,7 +158,7 @@ class TargetModel:
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
                 ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-                if not all(type(token) is int for token in ids):
+                if not all(type(token) is int and abs(token) < 2**63 for token in ids):
                     raise UserError(f"the target's eos_token_id={list(ids)} holds no token ids; mend its configs")
                 return ids
         return ()

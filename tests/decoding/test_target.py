@@ -219,6 +219,7 @@ def test_kept_hidden_states_are_what_the_unembedding_takes(family_target):
 
 
 def test_an_end_of_text_that_is_no_token_id_is_refused(llama_target):
-    llama_target.model.generation_config.eos_token_id = "x"
-    with pytest.raises(UserError, match=r"eos_token_id=\['x'\] holds no token ids"):
-        _ = llama_target.eos_ids
+    for wrong in ("x", 10**30):
+        llama_target.model.generation_config.eos_token_id = wrong
+        with pytest.raises(UserError, match=r"eos_token_id=\['?[x0-9]+'?\] holds no token ids"):
+            _ = llama_target.eos_ids
