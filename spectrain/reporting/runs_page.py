@@ -26,20 +26,40 @@ ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivision
 def render_page(collection: Collection, title: str, sources: Sequence[str], date: str, command: str) -> str:
     """Fill the page of what was found in the folders `sources`; what cannot be shown is listed at its end.
 
-    A run that alone makes no page, because its files hold something else than they should, is taken out of the
-    collection and noted there.
+    A run that makes no page, alone or beside those before it, because its files hold something else than they should,
+    is taken out of the collection and noted there.
     """
     about = title, sources, date, command
+    for leave_out in (_alone, _beside):
+        try:
+            return filled(collection, *about)
+        except ODD:
+            leave_out(collection, about)
+    return filled(collection, *about)
+
+
+def _alone(collection: Collection, about: tuple) -> None:
+    """Leave out each run that alone makes no page."""
+    for run in tuple(collection.runs):
+        _leave_out(collection, run, [run], about)
+
+
+def _beside(collection: Collection, about: tuple) -> None:
+    """Leave out each run that makes no page beside those before it that do."""
+    sound = []
+    for run in tuple(collection.runs):
+        sound += [run] if _leave_out(collection, run, [*sound, run], about) else []
+
+
+def _leave_out(collection: Collection, run: Run, runs: list[Run], about: tuple) -> bool:
+    """Take a run out of the collection where the page of `runs` cannot be made. Returns whether it stays."""
     try:
-        return filled(collection, *about)
-    except ODD:
-        for run in tuple(collection.runs):
-            try:
-                filled(Collection([run]), *about)
-            except ODD as error:
-                collection.runs.remove(run)
-                collection.unreadable[str(run.path)] = NOT_AS_EXPECTED.format(type(error).__name__, error)
-        return filled(collection, *about)
+        filled(Collection(runs), *about)
+    except ODD as error:
+        collection.runs.remove(run)
+        collection.unreadable[str(run.path)] = NOT_AS_EXPECTED.format(type(error).__name__, error)
+        return False
+    return True
 
 
 def filled(collection: Collection, title: str, sources: Sequence[str], date: str, command: str) -> str:

@@ -67,7 +67,7 @@ def from_json(kind: type[T], values: object) -> T:
         return made if dataclasses.is_dataclass(kind) else values
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise ValueError(": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))) from error
 
 
 @cache

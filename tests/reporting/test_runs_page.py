@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from spectrain.reporting import runs_page
 from spectrain.reporting.collect import Collection
 from spectrain.reporting.drawing import STYLES
 from spectrain.reporting.plots import run_styles, training_plots
@@ -322,6 +323,22 @@ def test_a_run_that_alone_makes_no_page_is_left_out_of_it(begun):
     assert "its files are not as expected (TypeError" in page.text
     assert [run.name for run in collection.runs] == [trained().name]
     assert list(collection.unreadable) == ["runs/odd"]
+
+
+def test_runs_that_make_no_page_only_together_are_shown_but_for_the_later_one(monkeypatch):
+    filled = runs_page.filled
+
+    def fails_for_two(collection, *about):
+        if {"runs/a", "runs/b"} <= {str(run.path) for run in collection.runs}:
+            raise TypeError("'<' not supported")
+        return filled(collection, *about)
+
+    monkeypatch.setattr(runs_page, "filled", fails_for_two)
+    collection = Collection([trained(), trained(1, "a"), trained(2, "b"), trained(3, "c")])
+    page = Page(render_page(collection, "t", ["here"], "2026-11-23", "python -m x"))
+    assert "its files are not as expected (TypeError" in page.text
+    assert list(collection.unreadable) == ["runs/b"]
+    assert len(collection.runs) == 3
 
 
 def test_results_of_another_shape_are_listed_and_the_rest_is_shown():
