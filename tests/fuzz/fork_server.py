@@ -137,6 +137,7 @@ def _become(arguments: Sequence[str], folder: Path, log: Path) -> None:
     """Run the command in this process, which is a fork, and end it without the parent's handlers."""
     code = 1
     try:
+        torch.set_num_threads(1)  # makes torch's pool anew; two threads that did so at once would each find none
         os.chdir(folder)
         os.environ["HOME"] = str(folder)  # a corpus may be what lies there
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
