@@ -30,7 +30,7 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.folder import digest, load_json, locked, write_json
-from spectrain.stores.typed import from_json
+from spectrain.stores.typed import Count, from_json
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,9 @@ class Roofline:
 class ForwardCost:
     """Seconds of one target forward on a grid."""
 
-    nodes: Sequence[int]  # ascending, as the two below
-    batch_sizes: Sequence[int]
-    contexts: Sequence[int]  # committed tokens per row
+    nodes: Sequence[Count]  # ascending, as the two below
+    batch_sizes: Sequence[Count]
+    contexts: Sequence[Count]  # committed tokens per row
     seconds: Sequence[Sequence[Sequence[float]]]  # [nodes][batch_sizes][contexts], medians
     spread: Sequence[Sequence[Sequence[float]]]  # likewise: interquartile range / median
     roofline: Roofline | None = None  # for sizes outside the grid
@@ -96,7 +96,7 @@ class ForwardCost:
 class MethodCurve:
     """The gain and cost of one method, under one sampling, at each node budget that was measured."""
 
-    nodes: Sequence[int]  # ascending
+    nodes: Sequence[Count]  # ascending
     tau: Sequence[float]  # tokens per step of a row, bonus included
     step_s: Sequence[float]  # seconds per step outside the forward: drafting, verifying, committing
     row_s: Sequence[float]  # further seconds per row
@@ -130,7 +130,7 @@ class MethodCurve:
 class Rate:
     """The expected speed under a node budget."""
 
-    nodes: int
+    nodes: Count
     tau: float
     forward_s: float
     tokens_per_s: float

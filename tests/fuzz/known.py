@@ -52,6 +52,7 @@ TYPED: dict[str, tuple[str, ...]] = {
     "datastore": ("corpus=5", "out=a_file", "inspect=fifo", "corpus=/ corpus.max_files=9"),
 }
 FAILED: tuple[Case, ...] = (
+    FileCase("runs of tune", "checkpoints/budget-*.json", "huge number", 24),
     FileCase("target", "generation_config.json", "huge number", 2),
     FileCase("method", "config.json", "value", 68955143),
     FileCase("begun build", "work.json", "wrong type", 0),
