@@ -11,8 +11,9 @@ rows. Finished parts are kept in --out, so you can resume with the same command.
 more rows decodes only what is new. drafters.json, drafters.md and drafters.png show the drafters that the command
 names.
 
-tau is the number of tokens produced per target forward pass. Intervals are 95 % bootstraps over rows. For a difference
-the rows of both drafters are drawn together. A difference whose interval contains 0 is unresolved.
+tau is the number of tokens produced per target forward pass. Intervals are 95 % bootstraps over rows, without the
+spread between seeds. For a difference the rows of both drafters are drawn together. A difference whose interval
+contains 0 is unresolved.
 
 --computed draws no draft tokens. The target alone continues each context once, and the tau that is expected of a draft
 at each position of this text is computed for every drafter. Intervals of differences are several times smaller.
@@ -120,6 +121,8 @@ def checked(args: argparse.Namespace) -> dict[str, list[Path | None]]:
     for name, folders in map(named, args.drafters):
         if name in found:
             raise UserError(f"two drafters are called {name}; give one another name, as other={folders[0]}")
+        if len({kind_of(folder) for folder in folders}) > 1:
+            raise UserError(f"the folders of {name} are drafters of several kinds; give each kind a name of its own")
         for folder in folders:
             kind = kind_of(folder)
             if args.computed and kind not in ("spire", "vanilla"):
@@ -143,7 +146,7 @@ def compared(args: argparse.Namespace, target: TargetModel, folders: Mapping[str
     settings = [Setting(length, t) for t in args.temperatures for length in args.context_tokens]
     counts: dict[str, list[dict[Setting, np.ndarray]]] = {}
     for name, own in folders.items():
-        files = (name if number == 0 else f"{name}-{number}" for number in range(len(own)))
+        files = (name if number == 0 else f"{name},{number}" for number in range(len(own)))
         counts[name] = [counted(args, target, *one, rows, settings) for one in zip(files, own, strict=True)]
     found = compare({name: {s: sum(one[s] for one in own) for s in settings} for name, own in counts.items()})
     for name, own in folders.items():
@@ -227,7 +230,9 @@ def named(text: str) -> tuple[str, list[Path | None]]:
     if text == MAGICDEC:
         return text, [None]
     name, _, given = text.rpartition("=")
-    folders = [Path(folder) for folder in given.split(",")]
+    folders = [Path(given)] if Path(given).exists() else [Path(folder) for folder in given.split(",") if folder]
+    if not folders:
+        raise UserError(f"{text} names no folder; give name=<folder>")
     return name or folders[0].name, folders
 
 

@@ -242,6 +242,7 @@ def test_damaged_counts_are_named(call, tmp_path):
             "lower --skip or --context-tokens, or give --also",
         ),
         (["wide", "--corpus", ".", "--also", "."], "--also=. is the corpus itself"),
+        (["a=,"], "a=, names no folder"),
     ],
 )
 def test_bad_input_is_one_sentence(call, tmp_path, arguments, said):

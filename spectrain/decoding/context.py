@@ -37,7 +37,7 @@ class Context:
         self.sampling = sampling
         self.device = torch.device(device)
         self._stop_ids = frozenset(stop_ids)  # tokens that end a text
-        self._stop_ids_there = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)
+        self._stop_ids_on_device = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)
         # On the host.
         self.n_tokens: list[int] = []  # tokens of each row: prompt and output, the root (the last one) included
         self.room: list[int] = []  # tokens that each row may still emit; a draft deeper than room - 1 is wasted
@@ -88,7 +88,8 @@ class Context:
     def ends(self, tokens: Tensor) -> list[bool] | None:
         """Say of draft tokens [n] which end their row's text, so that nothing is drafted behind them.
 
-        None: none does, or the host would have to wait for a GPU; `until_end` takes off what is drafted then.
+        None: no token does, or the tokens are on a GPU, where asking would make the host wait. There `until_end` cuts
+        the draft afterwards.
         """
         if not self._stop_ids or self.device.type != "cpu":
             return None
@@ -96,16 +97,14 @@ class Context:
         return found if any(found) else None
 
     def until_end(self, tokens: Tensor) -> Tensor | None:
-        """Count the draft tokens of each row of [n, g] up to the first that ends its text, and with it: [n] int64.
+        """Count the draft tokens of each row of [n, g] up to and including the first that ends its text: [n] int64.
 
         None: no row's text ends.
         """
-        is_known = self.device.type == "cpu" or not self._stop_ids
-        if is_known and self.ends(tokens.flatten()) is None:
+        host_can_look = self.device.type == "cpu" or not self._stop_ids
+        if host_can_look and self.ends(tokens.flatten()) is None:
             return None
-        ends = (tokens[:, :, None] == self._stop_ids_there).any(-1)
-        numbers = torch.arange(1, tokens.shape[1] + 1, device=self.device)
-        return torch.where(ends, numbers, tokens.shape[1]).amin(1)
+        return until_end(tokens, self._stop_ids_on_device)
 
     def draw_roots(self, rows: range, logits: Tensor) -> Tensor:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""
@@ -162,3 +161,10 @@ class Context:
             self._tokens[row, start : start + len(tokens)] = tokens
             self.n_tokens[row] += len(tokens)
             self.room[row] -= len(tokens)
+
+
+def until_end(tokens: Tensor, stop_ids: Tensor) -> Tensor:
+    """Count the tokens of each row of [n, g] up to and including the first of stop_ids [E]; g where there is none."""
+    is_end = (tokens[:, :, None] == stop_ids).any(-1)
+    numbers = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    return torch.where(is_end, numbers, tokens.shape[1]).amin(1)

@@ -1,8 +1,8 @@
 """What a method is to the loop: a `Drafter` that proposes trees from a `Context`.
 
 A drafter never writes the target's cache and never meets the sampling options: where it has to draw a token at random
-it calls `context.draw`, which warps the logits as the target's are warped and uses the row's own generator. It need not
-know what ends a text; `context.ends` tells one that would save work by it.
+it calls `context.draw`, which warps the logits as the target's are warped and uses the row's own generator. A
+drafter that wants to stop where a text ends asks `context.ends`.
 
 Letters: n active rows, R new rows, N nodes, P positions of a prompt, C captured layers, D hidden size, V vocabulary.
 """

@@ -113,7 +113,8 @@ def stream(
     free_before = free_bytes(target.device)
     longest = max(map(len, prompts)) + max_new_tokens
     cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
-    context = Context(sampling or Sampling(), target.device, n_slots, stop_ids)
+    known_stops = [token for token in stop_ids if 0 <= token < target.vocab_size]
+    context = Context(sampling or Sampling(), target.device, n_slots, known_stops)
     batch = _Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
     waiting = 0

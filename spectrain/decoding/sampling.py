@@ -236,7 +236,10 @@ class Uniforms:
         return self._numbers.gather(1, self.places[:, None] + steps)
 
     def skip(self, used: int | Tensor, most: int) -> None:
-        """Count numbers as read: `used` of each row, or [B] int64, none of which is above `most`."""
+        """Count numbers as read: `used` of each row, or [B] int64, none of which is above `most`.
+
+        Below 0 they are given back, and read again; only numbers that were taken since the last `reserve` may be.
+        """
         self._most_read += most
         self.places += used
 

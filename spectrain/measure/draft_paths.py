@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, TargetOutput
+from spectrain.decoding.context import until_end
 from spectrain.decoding.sampling import draw_token
 from spectrain.measure.simulation import Text
 from spectrain.methods.specdecpp import OpenDrafter
@@ -42,7 +43,7 @@ class DraftPaths:
     confidence: np.ndarray  # [n - 1, g] float32, of the distribution that each token is drawn from
     entropy: np.ndarray  # [n - 1, g] float32, nats
     heads: np.ndarray  # [M, n - 1, g] float32: f of each token; 0 where the drafter does not read it
-    ends: np.ndarray  # [n - 1] int64: drafted tokens up to the first that ends a text, and with it; g where none does
+    ends: np.ndarray  # [n - 1] int64: drafted tokens up to and including the first that ends a text; g: none does
 
     @property
     def room(self) -> np.ndarray:
@@ -95,17 +96,11 @@ def draft_paths(
         _read_until_roots(drafter, context, whole, features.captured)
         drafted = drafter.propose(context).tokens[:, 1:]
         accepted += context.accepted.tolist()
-        ends += _until_end(drafted, stop_ids.to(drafted.device), gamma)
+        ends += until_end(drafted, stop_ids.to(drafted.device)).tolist()
     recorded = recorder.values.numpy()
     return DraftPaths(
         n, max_new_tokens, np.array(accepted), recorded[0], recorded[1], recorded[2:], np.array(ends, dtype=np.int64)
     )
-
-
-def _until_end(drafted: Tensor, stop_ids: Tensor, gamma: int) -> list[int]:
-    """Count the tokens of each draft of [R, g] up to the first that ends a text, and with it; gamma: none does."""
-    is_end = torch.isin(drafted, stop_ids)
-    return torch.where(is_end.any(1), is_end.int().argmax(1) + 1, gamma).tolist()
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _drafts(
     The first forward reads the root, each further one a drafted token. The last token is read where a rule then ended
     the draft: the head judges that very token, the others look at the distribution of the next.
     """
-    left = np.minimum.reduce([paths.room, paths.ends, np.full(len(paths.ends), setting.gamma_within(max_candidates))])
+    left = np.minimum(np.minimum(paths.room, paths.ends), setting.gamma_within(max_candidates))
     if setting.family == FIXED:
         return left, left
     if setting.family == HEAD:  # column i - 1 judges token i

@@ -54,9 +54,10 @@ def draft_chain(
 ) -> DraftTree:
     """Draft up to gamma tokens per row, fewer where a row may emit fewer, a rule ends its draft, or the text ends.
 
-    Every token that is drawn is submitted: a rule that looked at a token and dropped it would bias the sample. A row
-    that stops early draws no more, so that its sample does not depend on its neighbours; the draft model runs on it all
-    the same while they go on, and what it computes there is never read.
+    Every token that is drawn is submitted: a rule that looked at a token and dropped it would bias the sample. Only
+    tokens behind an end of text are dropped, which depends on nothing but tokens before them. A row that stops early
+    draws no more, so that its sample does not depend on its neighbours; the draft model runs on it all the same while
+    they go on, and what it computes there is never read.
 
     Args:
         context: of the active rows.
@@ -80,6 +81,8 @@ def draft_chain(
     stop = stop or StopRule()
     stop.begin(context)
     tokens, probs, lengths = [], [], [0] * len(left)
+    if not context.sampling.greedy:
+        context.uniforms.reserve(max(left))  # at once, so that `_cut` can give back what it does not need
     said = first()
     stop.draft_forwards += 1
     for i in range(1, max(left) + 1):
@@ -112,7 +115,8 @@ def _cut(
 ) -> DraftTree:
     """Make chains of tokens [n, i], each of which stops with the first token that ends its text (SpecDec++, note 1).
 
-    Numbers that were drawn for the others are given back, so that a sample is the same in every way of drafting.
+    The random numbers of the tokens that are cut off are given back, so that drafting step by step and as a whole chain
+    give the same sample.
     """
     kept = context.until_end(tokens)
     if kept is not None:

@@ -33,7 +33,7 @@ from spectrain.decoding.target import FINAL, TargetModel
 
 INPUTS = ("projected", "tied", "trained")
 HEADS = ("target", "trained")
-MOST_SEEN = 2**20  # of window, sinks and k: far above any context, and no number that overflows
+MOST_SEEN = 2**20  # of window, sinks and k: far above any useful window, and no number that overflows
 TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
 
 

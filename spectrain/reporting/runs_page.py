@@ -38,28 +38,35 @@ def render_page(collection: Collection, title: str, sources: Sequence[str], date
     return filled(collection, *about)
 
 
-def _alone(collection: Collection, about: tuple) -> None:
+def _alone(collection: Collection, about: tuple[str, Sequence[str], str, str]) -> None:
     """Leave out each run that alone makes no page."""
     for run in tuple(collection.runs):
-        _leave_out(collection, run, [run], about)
+        _leave_out(collection, run, _why_not([run], about))
 
 
-def _beside(collection: Collection, about: tuple) -> None:
+def _beside(collection: Collection, about: tuple[str, Sequence[str], str, str]) -> None:
     """Leave out each run that makes no page beside those before it that do."""
-    sound = []
-    for run in tuple(collection.runs):
-        sound += [run] if _leave_out(collection, run, [*sound, run], about) else []
+    while _why_not(collection.runs, about):
+        low, high = 1, len(collection.runs)  # the shortest beginning that makes no page has low + 1 to high runs
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if _why_not(collection.runs[:middle], about) else (middle, high)
+        _leave_out(collection, collection.runs[high - 1], _why_not(collection.runs[:high], about))
 
 
-def _leave_out(collection: Collection, run: Run, runs: list[Run], about: tuple) -> bool:
-    """Take a run out of the collection where the page of `runs` cannot be made. Returns whether it stays."""
+def _why_not(runs: Sequence[Run], about: tuple[str, Sequence[str], str, str]) -> str | None:
+    """Say why runs make no page; None: they make one."""
     try:
-        filled(Collection(runs), *about)
+        filled(Collection(list(runs)), *about)
     except ODD as error:
+        return NOT_AS_EXPECTED.format(type(error).__name__, error)
+    return None
+
+
+def _leave_out(collection: Collection, run: Run, why: str | None) -> None:
+    if why:
         collection.runs.remove(run)
-        collection.unreadable[str(run.path)] = NOT_AS_EXPECTED.format(type(error).__name__, error)
-        return False
-    return True
+        collection.unreadable[str(run.path)] = why
 
 
 def filled(collection: Collection, title: str, sources: Sequence[str], date: str, command: str) -> str:

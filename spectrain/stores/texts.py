@@ -235,8 +235,11 @@ def _files(path: str | None, most_files: int) -> tuple[Path, list[Path]]:
     if root.is_file():
         return root.parent, [root]
 
+    def refuse(error: OSError) -> None:  # no file may go missing unnoticed
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}); make it readable or move it") from error
+
     files, n_found = [], 0
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         n_found += len(names)
         if n_found > most_files:

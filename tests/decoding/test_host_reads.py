@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from spectrain.decoding import Sampling, TargetModel, generate
+from spectrain.decoding import Drafter, Sampling, TargetModel, generate
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.loop import _Batch
+from spectrain.decoding.sampling import Uniforms
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names
-from tests.conftest import noisy_copy, random_prompts, tiny_model
+from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
 from tests.decoding.test_loop import SMALL
 from tests.methods.every import Artifacts
@@ -44,11 +45,16 @@ def artifacts() -> Artifacts:
     return Artifacts(Path(tempfile.mkdtemp()), model, lambda: noisy_copy(model), lambda: documents, k=3)
 
 
-def decoded(name: str, target: TargetModel, sampling: Sampling) -> list[list[int]]:
-    """The texts of a method. Its draft model computes in float32, as the target: on a CPU it would be in int8."""
+def method_of(name: str, target: TargetModel) -> Drafter:
+    """Its draft model computes in float32, as the target: on a CPU it would be in int8."""
     config = method_config(name)
     float32 = {"draft_dtype": "float32"} if "draft_dtype" in config else {}
-    drafter = build_method(OmegaConf.merge(config, SMALL.get(name, {}), float32), target, artifacts())
+    return build_method(OmegaConf.merge(config, SMALL.get(name, {}), float32), target, artifacts())
+
+
+def decoded(name: str, target: TargetModel, sampling: Sampling) -> list[list[int]]:
+    """The texts of a method."""
+    drafter = method_of(name, target)
     found = generate(target, drafter, random_prompts(LENGTHS), N_NEW, sampling, batch_size=3, cache_block_tokens=8)
     return [generation.tokens for generation in found]
 
@@ -99,6 +105,29 @@ def test_text_and_copies_on_a_device(name, how, copies_per_step):
         copies = max((getattr(step, kind) for step in steps), key=len)
         places = [f"{times} at {place}" for place, times in Counter(copy.site for copy in copies).items()]
         assert len(copies) <= allowed, f"a step of {name} has {len(copies)} {kind}: {', '.join(places)}"
+
+
+@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize("name", ["speculative", "spire", "magicdec", "specdecpp"])
+def test_drafts_that_stop_at_an_end_of_text_are_those_of_the_cpu(name, how, with_graphs, monkeypatch):
+    """Where random numbers are drawn anew within drafts, too."""
+    options = {"batch_size": 3, "cache_block_tokens": 8, "stop_token_ids": range(1, VOCAB_SIZE, 12)}
+    begin = Uniforms.__init__
+    monkeypatch.setattr(
+        Uniforms, "__init__", lambda self, generators=(), device="cpu": begin(self, generators, device, 24)
+    )
+
+    def counted(target: TargetModel) -> list[tuple]:
+        prompts = random_prompts((5, 14, 9, 7, 11, 3, 8, 4))
+        found = generate(target, method_of(name, target), prompts, 40, SAMPLINGS[how], **options)
+        return [(one.tokens, one.drafted, one.accepted) for one in found]
+
+    expected = counted(artifacts().target)
+    with pretend_device() as device:
+        target = device.target(artifacts().target.model, artifacts().target.tokenizer)
+        target.graphs = Graphs(lambda function: function) if with_graphs else None
+        assert counted(target) == expected
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)

@@ -180,7 +180,7 @@ def test_block_verification_samples_from_the_same_distribution(method):
 
 @pytest.mark.parametrize("method", DRAWING)
 @pytest.mark.parametrize("end", [0, 1])
-def test_so_they_do_where_drafts_stop_at_an_end_of_text(method, end):
+def test_samples_follow_the_distribution_where_drafts_stop_at_an_end_of_text(method, end):
     assert p_value(DRAFTERS[method](), WARPED, end=end) > ALPHA
 
 

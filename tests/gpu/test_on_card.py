@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, DraftTree, KVCache, Sampling, TargetModel, generate
 from spectrain.methods.registry import build_method, method_config, method_names
-from tests.conftest import random_prompts, tiny_model
+from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 from tests.decoding.test_lean import MODELS
 from tests.decoding.test_loop import LENGTHS, N_NEW, SMALL, artifacts
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu
 CARD = torch.device("cuda")
 FAMILY = "llama_gqa"
 OPTIONS = {"batch_size": 3, "stop_token_ids": (), "cache_block_tokens": 8}
+ENDS = {"stop_token_ids": range(1, VOCAB_SIZE, 12)}
 
 
 def on_card(dtype: torch.dtype, graphs: str = "auto") -> TargetModel:
@@ -51,7 +52,7 @@ def test_text_by_graphs_is_that_of_eager_steps(name, sampling, caplog):
         target = on_card(torch.float32, graphs)
         method = method_of(name, target)
         for _ in range(2):
-            found = generate(target, method, random_prompts(LENGTHS), N_NEW, sampling, **OPTIONS)
+            found = generate(target, method, random_prompts(LENGTHS), N_NEW, sampling, **OPTIONS | ENDS)
             texts.append([generation.tokens for generation in found])
     assert texts[0] == texts[1] == texts[2] == texts[3]
     assert not caplog.records  # that graphs cannot be used
