@@ -36,8 +36,8 @@ class Context:
     ):
         self.sampling = sampling
         self.device = torch.device(device)
-        self._stop_ids = frozenset(stop_ids)  # tokens that end a text
-        self._stop_ids_on_device = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)
+        self._stop_ids = frozenset(stop_ids)
+        self.stop_ids = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)  # [E] end a text
         # On the host.
         self.n_tokens: list[int] = []  # tokens of each row: prompt and output, the root (the last one) included
         self.room: list[int] = []  # tokens that each row may still emit; a draft deeper than room - 1 is wasted
@@ -104,7 +104,7 @@ class Context:
         host_can_look = self.device.type == "cpu" or not self._stop_ids
         if host_can_look and self.ends(tokens.flatten()) is None:
             return None
-        return until_end(tokens, self._stop_ids_on_device)
+        return until_end(tokens, self.stop_ids)
 
     def draw_roots(self, rows: range, logits: Tensor) -> Tensor:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""

@@ -16,6 +16,7 @@ from numba import cfunc, types
 from numba.core.ccallback import CFunc
 
 from spectrain.decoding.attention import attend, combine, rotate
+from spectrain.decoding.ending import all_ended, bend, count, judge_logits, judge_states
 from spectrain.decoding.intrinsics import (
     barrier,
     call,
@@ -35,13 +36,18 @@ from spectrain.decoding.program import (
     ANGLES,
     ARGMAX,
     ATTEND,
+    BEND,
     COMBINE,
     COPY,
+    COUNT,
     DRAW,
     EMBED,
     FIELDS,
     JUDGE,
+    JUDGE_LOGITS,
+    JUDGE_STATES,
     KEEP,
+    LEAVE,
     MIX,
     NORM,
     PICK,
@@ -54,7 +60,7 @@ from spectrain.decoding.program import (
 from spectrain.decoding.warping import BLOCK, draw, largest, warp
 
 HERE = Path(__file__).parent
-SOURCES = ("operations.py", "attention.py", "intrinsics.py", "judge.py", "program.py", "warping.py")
+SOURCES = ("operations.py", "attention.py", "ending.py", "intrinsics.py", "judge.py", "program.py", "warping.py")
 
 
 @fast
@@ -247,6 +253,17 @@ def compiled() -> CFunc:
                 draw(op, thread, n_threads)
             elif kind == JUDGE:
                 judge(op, thread, n_threads)
+            elif kind == LEAVE:
+                if all_ended(op, thread):
+                    break
+            elif kind == COUNT:
+                count(op, thread, n_threads)
+            elif kind == BEND:
+                bend(op, thread, n_threads)
+            elif kind == JUDGE_STATES:
+                judge_states(op, thread, n_threads)
+            elif kind == JUDGE_LOGITS:
+                judge_logits(op, thread, n_threads)
             if op[FIELDS - 1] == 0:
                 barrier()
 

@@ -45,7 +45,13 @@ FIELDS = 20  # int64 numbers of an operation: its kind, then addresses and sizes
     WARP,
     DRAW,
     JUDGE,
-) = range(17)
+    LEAVE,
+    COUNT,
+    BEND,
+    JUDGE_STATES,
+    JUDGE_LOGITS,
+) = range(22)
+ROOM, LENGTH, GOING, DUE = range(4)  # of `DraftEnds.state`
 CHUNK = 256  # slots that a thread attends to at a time
 MOST_TOKENS = 64  # of a forward; torch is as fast with more
 MOST_PROGRAMS = 32  # kept

@@ -17,6 +17,10 @@ from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
 from spectrain.methods.stopping import StopRule
 
+# Tokens [n, g], what they were drawn from, as `DraftTree.chain` takes it (None: they are the likeliest), and how many
+# of them are each row's chain, [n] int64 (None: all).
+Chains = tuple[Tensor, Sequence[Tensor] | Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True)
 class DraftStep:
@@ -50,7 +54,7 @@ def draft_chain(
     first: Callable[[], DraftStep],
     step: Callable[[Tensor, int], DraftStep],
     stop: StopRule | None = None,
-    whole: Callable[[Context, int, Tensor | None], tuple[Tensor, Sequence[Tensor] | Tensor | None]] | None = None,
+    whole: Callable[[Context, int, Tensor | None], Chains] | None = None,
 ) -> DraftTree:
     """Draft up to gamma tokens per row, fewer where a row may emit fewer, a rule ends its draft, or the text ends.
 
@@ -66,17 +70,16 @@ def draft_chain(
         step: what it says after draft tokens [n], which are the i-th (from 1) of their chains. Not called on the last
             token drafted.
         stop: ends rows one by one; None: all draft as long as they may.
-        whole: draws chains of i tokens at once, where the drafter has a shorter way and no rule ends them. It is given
-            the lengths [n] int64 of the rows' chains (None: all i), and returns tokens [n, i] and what they were drawn
-            from, as `DraftTree.chain` takes it (None: they are the likeliest).
+        whole: draws chains of at most i tokens at once, where the drafter has a shorter way, and ends them as the rule
+            says. It is given the most tokens [n] int64 of the rows' chains (None: all i).
     """
     left = [min(gamma, room - 1) for room in context.room]  # tokens that each row may still draft
     if max(left) < 1:
         return DraftTree.root_only(context.roots)
-    if whole is not None and stop is None:
+    if whole is not None:
         ragged = to_device(torch.tensor(left).clamp_min(0), context.device) if min(left) < max(left) else None
-        tokens, probs = whole(context, max(left), ragged)
-        return _cut(context, tokens, ragged, probs)
+        tokens, probs, lengths = whole(context, max(left), ragged)
+        return _cut(context, tokens, lengths, probs)
     drafting = [count > 0 for count in left]
     stop = stop or StopRule()
     stop.begin(context)

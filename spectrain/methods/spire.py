@@ -168,18 +168,36 @@ class Spire(Drafter):
     def _shortest_way(self, context: Context) -> Callable | None:
         """Return what drafts whole chains, see `draft_chain`: a program or a CUDA graph; None: neither does."""
         if self.slots.fuses:
-            return self._program_chain
+            if self.stop is None:
+                return self._program_chain
+            return self._ended_chain if self.stop.compiles else None
         few = context.n_rows * self.gamma * self.drafter.config.shape.vocab_size <= MOST_REPLAYED
-        return self._graph_chain if self.graphs is not None and few else None
+        return self._graph_chain if self.graphs is not None and self.stop is None and few else None
 
-    def _program_chain(self, context: Context, n_steps: int, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _program_chain(
+        self, context: Context, n_steps: int, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         program = self.slots.chain(context.n_rows, n_steps, context.sampling)
         numbers = None if context.sampling.greedy else context.uniforms.take(n_steps, lengths)
-        return program.draft(context.roots, context.lengths - 1, self.state, numbers)
+        tokens, probs = program.draft(context.roots, context.lengths - 1, self.state, numbers)
+        return tokens, probs, lengths
+
+    def _ended_chain(
+        self, context: Context, n_steps: int, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        program = self.slots.chain(context.n_rows, self.gamma, context.sampling, self.stop)
+        program.ends.begin(n_steps if lengths is None else lengths, context.stop_ids)
+        numbers = None if context.sampling.greedy else context.uniforms.next(self.gamma)
+        tokens, probs = program.draft(context.roots, context.lengths - 1, self.state, numbers)
+        lengths = program.ends.lengths()
+        if numbers is not None:
+            context.uniforms.skip(lengths, self.gamma)
+        width = int(lengths.max())
+        return tokens[:, :width], None if probs is None else probs[:, : 1 + width], lengths
 
     def _graph_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None
-    ) -> tuple[Tensor, list[Tensor] | None]:
+    ) -> tuple[Tensor, list[Tensor] | None, Tensor | None]:
         sampling = context.sampling
         inputs = [context.roots, context.lengths - 1, self.state]
         if not sampling.greedy:
@@ -195,7 +213,7 @@ class Spire(Drafter):
             return [torch.stack(tokens, dim=1), *(probs if numbers is not None else ())]
 
         tokens, *probs = self.graphs.run(("chain", self.slots.storage, n_steps, sampling), chain, *inputs)
-        return tokens, probs or None
+        return tokens, probs or None, lengths
 
     def _memories(self, captured: Tensor) -> list[Tensor]:
         """Of captured [n, P, C, D] the inputs [n, P, D] of the blocks that the draft blocks were copied from."""

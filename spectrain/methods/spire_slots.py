@@ -5,6 +5,7 @@ Letters: n rows, R new rows, D hidden size, S slots, W window, g drafted tokens,
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from spectrain.decoding.graphs import unique
 from spectrain.decoding.llama import KeysValues
 from spectrain.decoding.program import COPY, KEEP, MIX, WINDOW, Program, Programs, can_fuse
 from spectrain.decoding.sampling import Sampling
+from spectrain.methods.stopping import DraftEnds, StopRule
 from spectrain.models.spire import SpireDrafter
 
 
@@ -38,8 +40,8 @@ class SlotStore:
     def reader(self, n_rows: int) -> DraftProgram:
         return self._programs.get(n_rows, lambda: DraftProgram(self, n_rows))
 
-    def chain(self, n_rows: int, n_steps: int, sampling: Sampling) -> DraftProgram:
-        key = n_rows, n_steps, None if sampling.greedy else sampling
+    def chain(self, n_rows: int, n_steps: int, sampling: Sampling, stop: StopRule | None = None) -> DraftProgram:
+        key = n_rows, n_steps, None if sampling.greedy else sampling, stop
         return self._programs.get(key, lambda: DraftProgram(self, *key))
 
     def memory(self, n_rows: int, n_nodes: int) -> MemoryProgram:
@@ -122,10 +124,16 @@ class DraftProgram(Program):
         n_rows: B.
         n_steps: each reads what the one before it drafted; None: one, whose tokens are given.
         sampling: how the steps draw their tokens; None: greedily.
+        stop: ends chains before n_steps tokens; a rule that compiles.
     """
 
     def __init__(
-        self, slots: SlotStore, n_rows: int, n_steps: int | None = None, sampling: Sampling | None = None
+        self,
+        slots: SlotStore,
+        n_rows: int,
+        n_steps: int | None = None,
+        sampling: Sampling | None = None,
+        stop: StopRule | None = None,
     ) -> None:
         drafter, shape = slots.drafter, slots.config.shape
         super().__init__(shape, n_rows, 1)
@@ -142,15 +150,20 @@ class DraftProgram(Program):
             following = self.tokens, self.positions
             self.numbers = self.floats(n_rows, n_steps)
             previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
+            self.ends = None if stop is None else DraftEnds(self, stop, n_rows)
             for i in range(n_steps):
                 self.embed(drafter.embed_tokens.weight, self.states[0])
                 self.step(slots, previous, is_last=i == n_steps - 1)
                 previous = None if previous is None else self.final
+                if stop is not None:
+                    self.ends.read(i, self.final, self.logits)
                 if sampling is None:
                     self.likeliest(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
-                    continue
-                drawing = self.numbers[:, i], self.drafted[:, i], following, names
-                self.draws.append(self.drawn(self.logits, sampling, *drawing))
+                else:
+                    drawing = self.numbers[:, i], self.drafted[:, i], following, names
+                    self.draws.append(self.drawn(self.logits, sampling, *drawing))
+                if stop is not None:
+                    self.ends.drawn(self.drafted[:, i])
         self.finish()
 
     def step(self, slots: SlotStore, previous: Tensor | None, is_last: bool) -> None:
@@ -201,6 +214,8 @@ class DraftProgram(Program):
     ) -> tuple[Tensor, Tensor | None]:
         """Return tokens [B, n_steps] behind roots [B] at positions [B], one after the other.
 
+        Where `ends` ends the drafts, its `begin` comes before, and tokens behind an end mean nothing.
+
         Args:
             roots: int64.
             positions: int64.
@@ -220,9 +235,11 @@ class DraftProgram(Program):
         self.numbers.copy_(numbers)
         n_rows, n_steps = numbers.shape
         q = torch.empty(n_rows, 1 + n_steps, self.n_draft, dtype=torch.float32)
-        for i, (warped, drawn) in enumerate(self.draws):
-            place = q.data_ptr() + 4 * (1 + i) * self.n_draft, (1 + n_steps) * self.n_draft
-            self.table[warped, 3:5] = self.table[drawn, 1:3] = place
+        width = 4 * self.n_draft  # bytes of a distribution
+        places = np.arange(q.data_ptr() + width, q.data_ptr() + width * (1 + n_steps), width)
+        warped, drawn = np.array(self.draws).T
+        self.table[warped, 3] = self.table[drawn, 1] = places
+        self.table[warped, 4] = self.table[drawn, 2] = (1 + n_steps) * self.n_draft
         self.run()
         return self.drafted.clone(), self.spread(q, 0.0)
 

@@ -5,6 +5,8 @@ A rule may look at the distribution that the next token will be drawn from (`bef
 chain (`drawn`), or at the drafter's state once it has read that token (`read`). A token that was drawn is submitted
 whatever the rule says of it.
 
+On a CPU a rule may be part of the program that drafts a whole chain: it appends its own operations (`append`).
+
 Letters: n rows, V vocabulary, D hidden size of the drafter.
 """
 
@@ -17,6 +19,18 @@ from torch import Tensor
 
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.errors import check_number
+from spectrain.decoding.program import (
+    BEND,
+    COUNT,
+    GOING,
+    JUDGE_LOGITS,
+    JUDGE_STATES,
+    LEAVE,
+    LENGTH,
+    ROOM,
+    Program,
+)
+from spectrain.decoding.weights import RowsLinear
 from spectrain.models.head import AcceptanceHead
 
 SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies
@@ -30,6 +44,8 @@ class StopRule:
     """
 
     needs_hidden = False  # whether `read` looks at the drafter's state
+    compiles = False  # whether `append` can say the same to a program
+    min_candidates = 1
     draft_forwards = 0  # of the drafter, for all rows of a batch together, as `draft_chain` counts them
 
     def begin(self, context: Context) -> None:
@@ -43,6 +59,60 @@ class StopRule:
 
     def read(self, i: int, hidden: Tensor | None) -> list[bool] | None:
         """Rows whose i-th token is their last, now that the drafter has read it: its state is [n, D]."""
+
+    def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
+        """Append what ends drafts of i tokens, once the drafter has read these: what `read` and `before` say of its
+        final states [n, D] and of the logits [n, V] that the next token is to be drawn from."""
+
+
+class DraftEnds:
+    """What a program that drafts chains of n rows knows of their ends.
+
+    Args:
+        program: of the chains; operations are appended to it.
+        rule: ends them.
+        n_rows: n.
+    """
+
+    def __init__(self, program: Program, rule: StopRule, n_rows: int) -> None:
+        self.program, self.rule, self.n_rows = program, rule, n_rows
+        # Of each row: the most tokens that it may draft, those that it has, whether it goes on, and whether its next
+        # token is the last.
+        self.state = program.hold(torch.zeros(4, n_rows, dtype=torch.int64))
+        self.accepted = program.floats(n_rows)  # probability that every token so far is accepted
+        self.steps = program.hold(torch.zeros(1, dtype=torch.int64))  # of the drafter
+        self.counts: list[int] = []  # operations that are told which tokens end a text
+        self._leave(self.steps)
+
+    def read(self, i: int, hidden: Tensor, logits: Tensor) -> None:
+        """Append the rule, behind the drafter's step that has read the i-th token (0: the root)."""
+        n_before = len(self.program.operations)
+        self.rule.append(self, i, hidden, logits)
+        if len(self.program.operations) > n_before:
+            self._leave()
+
+    def drawn(self, chosen: Tensor) -> None:
+        """Append that tokens [n] were drawn, a column of all; the drafter's next step follows if any row goes on."""
+        self.counts.append(
+            self.program.add(COUNT, self.state, chosen, chosen.stride(0), 0, 0, self.rule.min_candidates, self.n_rows)
+        )
+        self._leave(self.steps)
+
+    def begin(self, room: Tensor | int, end_ids: Tensor) -> None:
+        """Before each run: room [n] int64 for tokens, and end_ids [E] int64, which end a text."""
+        self.state.zero_()
+        self.state[ROOM] = room
+        self.state[GOING] = self.state[ROOM] > 0
+        self.steps.zero_()
+        self.program.table[self.counts, 4:6] = end_ids.data_ptr(), len(end_ids)
+
+    def lengths(self) -> Tensor:
+        """After a run: how many tokens of each row are its draft, [n] int64."""
+        self.rule.draft_forwards += int(self.steps)
+        return self.state[LENGTH].clone()
+
+    def _leave(self, steps: Tensor | int = 0) -> None:
+        self.program.add(LEAVE, self.state, self.n_rows, steps)
 
 
 class HeadStop(StopRule):
@@ -65,6 +135,8 @@ class HeadStop(StopRule):
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
+        blocks = list(getattr(head, "blocks", [None]))
+        self.compiles = all(isinstance(block, RowsLinear) and block.fits for block in blocks)
 
     def begin(self, context: Context) -> None:
         self._accepted = [1.0] * context.n_rows  # probability that every token so far is accepted
@@ -82,6 +154,20 @@ class HeadStop(StopRule):
             return None
         return due if i >= self.min_candidates else None
 
+    def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
+        if i == 0:
+            return
+        program, n_rows = ends.program, len(hidden)
+        product, bent = program.floats(*hidden.shape), program.floats(*hidden.shape)
+        for block in self.head.blocks:
+            program.product(hidden, block, product)
+            program.add(BEND, hidden, product, block.bias, bent, hidden.shape[1], n_rows)
+            hidden = bent
+        output = self.head.output
+        numbers = program.hold(torch.stack([output.bias.detach()[0], torch.tensor(self.least_accepted)]))
+        judged = hidden, output.weight, numbers, ends.accepted, ends.state, hidden.shape[1]
+        program.add(JUDGE_STATES, *judged, i, self.min_candidates, int(self.judge == "previous"), n_rows)
+
 
 class UnsureStop(StopRule):
     """Stops before drawing from a distribution of which the draft model is unsure.
@@ -89,7 +175,9 @@ class UnsureStop(StopRule):
     The distribution is the draft model's own, before temperature and the like.
     """
 
+    compiles = True
     thresholds: str  # the interval that they lie in
+    by_entropy = False  # what a program compares: see `judge_logits`
 
     def __init__(self, threshold: float, min_candidates: int = 1) -> None:
         check_number("threshold", threshold, self.thresholds)
@@ -97,6 +185,12 @@ class UnsureStop(StopRule):
 
     def before(self, i: int, logits: Tensor) -> list[bool] | None:
         return self.unsure(logits).tolist() if i > self.min_candidates else None
+
+    def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
+        if i >= self.min_candidates:
+            program, threshold = ends.program, ends.program.hold(torch.tensor([self.threshold]))
+            judged = logits, logits.shape[1], int(self.by_entropy), threshold, ends.state, len(logits)
+            program.add(JUDGE_LOGITS, *judged)
 
 
 class ConfidenceStop(UnsureStop):
@@ -111,7 +205,7 @@ class ConfidenceStop(UnsureStop):
 class EntropyStop(UnsureStop):
     """Where the entropy, in nats, is above the threshold (SpecDec++, appendix B.1)."""
 
-    thresholds = NATS
+    thresholds, by_entropy = NATS, True
 
     def unsure(self, logits: Tensor) -> Tensor:
         return entropy(logits) > self.threshold

@@ -9,9 +9,11 @@ import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified, generate
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.weights import on_cpu
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import StopRule
+from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, StopRule
+from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.rollout import rollout
 from tests.conftest import EOS_ID, VOCAB_SIZE, random_prompts, tiny_model
 from tests.models.test_spire import make
@@ -99,6 +101,51 @@ def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_
         for whole, steps in zip(*drawn_from, strict=True):
             torch.testing.assert_close(whole, steps, rtol=1e-3, atol=1e-5)
         monkeypatch.undo()
+
+
+def rules() -> dict[str, StopRule]:
+    torch.manual_seed(7)
+    head = AcceptanceHead(HeadConfig(32, n_blocks=2)).requires_grad_(False)
+    for weight in head.parameters():
+        weight.normal_(std=0.3)
+    plain = AcceptanceHead(HeadConfig(32, n_blocks=0)).requires_grad_(False)
+    plain.output.bias.fill_(1.0)
+    head.blocks = on_cpu(head.blocks)
+    return {
+        "head": HeadStop(head, 0.6),
+        "head, two at least": HeadStop(head, 0.3, min_candidates=2),
+        "head, one later": HeadStop(head, 0.6, judge="previous"),
+        "head, one later, two at least": HeadStop(head, 0.2, min_candidates=2, judge="previous"),
+        "head without blocks": HeadStop(plain, 0.5),
+        "confidence": ConfidenceStop(0.035),
+        "entropy": EntropyStop(3.95, min_candidates=2),
+    }
+
+
+@pytest.mark.parametrize("name", list(rules()))
+@pytest.mark.parametrize("options", [{}, INPUTS[4], INPUTS[7]], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
+def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, options, sampling, stop_token_ids):
+    """The same tokens and lengths of drafts, and as many steps of the drafter; rows stop at different places."""
+    target, drafter = make(**options)
+    prompts, found = random_prompts([3, 17, 1, 9, 30]), {}
+    for compiles in (True, False):
+        rule = rules()[name]
+        rule.compiles = rule.compiles and compiles
+        assert rule.compiles == compiles
+        method = Spire(drafter, gamma=7, stop=rule)
+        for batch_size in (1, 3):
+            generations = generate(
+                target, method, prompts, 30, sampling, batch_size=batch_size, stop_token_ids=stop_token_ids
+            )
+            texts = [(g.tokens, g.drafted, g.accepted) for g in generations]
+            found[compiles, batch_size] = texts, rule.draft_forwards
+    assert found[True, 1] == found[False, 1]
+    assert found[True, 3] == found[False, 3]
+    assert [text[0] for text in found[True, 1][0]] == [text[0] for text in found[True, 3][0]]
+    lengths = {length for _, drafted, _ in found[True, 3][0] for length in drafted}
+    assert len(lengths) > 1
 
 
 class Noted(Spire):

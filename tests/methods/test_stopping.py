@@ -100,7 +100,7 @@ def test_a_draft_stops_with_the_first_token_that_ends_its_text(is_whole, samplin
         used = n_steps if lengths is None else lengths
         if not sampling.greedy:
             context.uniforms.skip(used, n_steps)
-        return said[:, :n_steps], None if sampling.greedy else logits.softmax(-1)[:, [0, *range(n_steps)]]
+        return said[:, :n_steps], None if sampling.greedy else logits.softmax(-1)[:, [0, *range(n_steps)]], lengths
 
     first, step = lambda: DraftStep(logits[:, 0]), lambda tokens, i: DraftStep(logits[:, i])
     tree = draft_chain(context, 6, first, step, whole=whole if is_whole else None)
@@ -121,7 +121,9 @@ def test_a_draft_of_rows_that_all_end_is_as_long_as_the_longest():
         return DraftStep(said[:, i])
 
     steps = draft_chain(context, 5, lambda: DraftStep(said[:, 0]), step)
-    whole = draft_chain(context, 5, None, None, whole=lambda context, n_steps, lengths: (said.argmax(-1), None))
+    whole = draft_chain(
+        context, 5, None, None, whole=lambda context, n_steps, lengths: (said.argmax(-1), None, lengths)
+    )
     assert read == [1, 2]  # the tokens that end texts are not read
     for tree in (steps, whole):
         assert tree.shape == (2, 4)
