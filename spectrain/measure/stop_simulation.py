@@ -17,7 +17,7 @@ from spectrain.measure.draft_paths import DraftPaths
 from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import HEURISTICS, HeadStop, StopRule
+from spectrain.methods.stopping import HEURISTICS, HeadStop, NeverStop, StopRule
 from spectrain.models.head import AcceptanceHead
 
 FIXED, HEAD = "fixed gamma", "specdecpp"  # families of settings, besides those of HEURISTICS
@@ -45,7 +45,7 @@ class Setting:
         self, opened: OpenDrafter, heads: Mapping[str, AcceptanceHead], max_candidates: int, min_candidates: int = 1
     ) -> Speculative | Spire:
         """The drafter whose drafts end by this rule."""
-        stop = StopRule()
+        stop: StopRule = NeverStop()
         if self.family == HEAD:
             stop = HeadStop(heads[self.head], self.value, min_candidates, self.judge)
         elif self.family != FIXED:

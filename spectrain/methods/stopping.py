@@ -65,6 +65,12 @@ class StopRule:
         final states [n, D] and of the logits [n, V] that the next token is to be drawn from."""
 
 
+class NeverStop(StopRule):
+    """Drafts have their full length; the steps of the drafter are counted."""
+
+    compiles = True
+
+
 class DraftEnds:
     """What a program that drafts chains of n rows knows of their ends.
 
