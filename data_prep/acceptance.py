@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> None:
             "drafter_fingerprint": drafter.facts.fingerprint,
             "set_of_responses": digest(responses.manifest.files),
         }
-        labelling = Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens)
+        labelling = Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens, cfg.mixing_share)
         target = target.with_capture(drafter.states.capture_layers)
         parts = LabelParts(identity, manifest, responses.rows, target, drafter.states, labelling, cfg.part_rows)
         out = store_path(cfg.out, "acceptance", identity)
@@ -101,6 +101,7 @@ def describe(
         rollout_tokens=rollout_tokens,
         sampling=drawn,
         draws=cfg.draws,
+        mixing_share=cfg.mixing_share,
         responses=Path(responses).resolve().name,
         config=config | resolved | {"rollout_tokens": rollout_tokens},
         counts={},
@@ -122,6 +123,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "skipped": f"{skipped:,} rows longer than a model's context, listed in the manifest" if skipped else None,
         "positions": f"{counts['positions']:,}",
         "draws": f"{manifest.draws} per position",
+        "states": None if manifest.mixing_share is None else f"on texts with mixing_share={manifest.mixing_share:g}",
         "mean acceptance": f"{counts['mean_label']:.3f}" if counts["positions"] else None,
         "labels below 0.5": f"{counts['below_half']:.1%}" if counts["positions"] else None,
         "speed": speed(tokens_per_s),

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow.compute
 import torch
 from datasets import Dataset, concatenate_datasets
+from torch import Tensor
 
 from data_prep.pipeline import Build, Parts, check_disk, length_buckets, read_part
 from data_prep.progress import Advance
@@ -29,18 +30,20 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
-from spectrain.models.labels import label_texts
+from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.stores.folder import digest
-from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceManifest, save_rows
+from spectrain.stores.rows import AcceptanceManifest, label_columns, save_rows
 
 log = logging.getLogger(__name__)
 
 BYTES_PER_DRAFT = 4 + 4 + 4 + 4  # token, p, q, label
 BYTES_PER_TOKEN = 4
+BYTES_PER_STATE = 2  # and dimension
 SHOWN_IDS = 3  # of skipped responses
 # Added to the seed. Responses are drawn with the same seed by default, and drafts drawn with their numbers would agree
 # with them far too often: Y_i is independent of X_i, given what stands before both.
 DRAFT_STREAM = 1 << 31
+MIXING_STREAM = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Labelling:
     draws: int  # K
     seed: int
     batch_tokens: int  # of a forward, padding included; one row at least
+    mixing_share: float | None = None  # the drafter's states on texts that are mixed so are kept; None: none are
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class LabelParts(Parts):
             )
         todo = [index for index in range(len(self.rows)) if not part_folder(build.work, index).is_dir()]
         n_prompt, n_response = self.lengths[:, self.fits].sum(axis=1).tolist()
-        draft_bytes = n_response * self.labelling.draws * BYTES_PER_DRAFT
+        kept_bytes = 0 if self.labelling.mixing_share is None else 1 + BYTES_PER_STATE * self.states.hidden_size
+        draft_bytes = n_response * self.labelling.draws * (BYTES_PER_DRAFT + kept_bytes)
         need_bytes = (n_prompt + n_response) * BYTES_PER_TOKEN + draft_bytes
         # The store, beside the parts that it is joined from.
         check_disk(build.out, round(need_bytes * (1 + len(todo) / len(self.rows))), "lower draws")
@@ -124,8 +129,9 @@ class LabelParts(Parts):
             labelled = label_rows(rows, self.target, self.states, self.labelling, advance)
             if build.writes:
                 whole = [row | found for row, found in zip(rows, labelled, strict=True)]
-                columns = {name: [row[name] for row in whole] for name in LABEL_COLUMNS}
-                save_rows(part_folder(build.work, index), Dataset.from_dict(columns, features=LABEL_COLUMNS))
+                features = label_columns(self.manifest)
+                columns = {name: [row[name] for row in whole] for name in features}
+                save_rows(part_folder(build.work, index), Dataset.from_dict(columns, features=features))
 
     def write_store(self, build: Build) -> None:
         folders = [part_folder(build.work, index) for index in range(len(self.rows))]
@@ -159,7 +165,9 @@ def label_rows(
     """Draw and label drafts beside the rows of a store of responses.
 
     Returns:
-        For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response].
+        For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response]. With a `mixing_share` also
+        `drafted` bool [K, T_response], and `states`, K arrays float16 of the drafter's states at these positions, one
+        after the other.
     """
     labelled: list[dict[str, np.ndarray]] = [{}] * len(rows)
     texts = [row["prompt"] + row["response"] for row in rows]
@@ -184,8 +192,32 @@ def label_rows(
         by_draw = {name: values.transpose(1, 2).cpu().numpy() for name, values in by_draw.items()}  # [B, K, T]
         for row, i in enumerate(batch):
             labelled[i] = {name: np.ascontiguousarray(values[row, :, places[row]]) for name, values in by_draw.items()}
+        for k in range(labelling.draws if labelling.mixing_share is not None else 0):
+            mixing = torch.ones(may_draft.shape)  # [B, T]
+            for row, i in enumerate(batch):
+                generator = row_generator(labelling.seed + MIXING_STREAM + k, rows[i]["number"])
+                mixing[row, places[row]] = torch.rand(len(rows[i]["response"]), generator=generator)
+            drafts, mixing = found.drafts[:, :, k], mixing.to(target.device)
+            drafted, kept = _states(states, tokens, drafts, may_draft, labelling.mixing_share, mixing, found.captured)
+            for row, i in enumerate(batch):
+                labelled[i].setdefault("drafted", []).append(drafted[row, places[row]].numpy())
+                labelled[i].setdefault("states", []).append(kept[row, drafted[row]].flatten().numpy())
         advance(sum(len(texts[i]) for i in batch))
     return labelled
+
+
+@torch.no_grad()
+def _states(states: DraftStates, *mixing: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """Return where a mixed text has its drafts, [B, T] bool, and the drafter's states [B, T, D] float16, on the host.
+
+    `mixing` are the arguments of `mix_tokens`, and what the target captured of the text.
+    """
+    *mixed, captured = mixing
+    tokens, drafted = mix_tokens(*mixed)
+    hidden = states.hidden(tokens, captured).half()
+    if not hidden[drafted].isfinite().all():
+        raise UserError("a state of the drafter does not fit float16; leave mixing_share out")
+    return drafted.cpu(), hidden.cpu()
 
 
 def count(rows: Dataset) -> dict:

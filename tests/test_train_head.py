@@ -19,16 +19,29 @@ from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
+from data_prep import acceptance
 from spectrain import export
 from spectrain.cli import command
-from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
+from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.specdecpp import open_drafter
+from spectrain.models.head import HeadConfig, HeadFacts
 from spectrain.stores.locations import conf_dir
-from spectrain.stores.rows import LABEL_COLUMNS, AcceptanceManifest, ResponseManifest, save_rows, write_responses
+from spectrain.stores.rows import (
+    LABEL_COLUMNS,
+    AcceptanceManifest,
+    ResponseManifest,
+    open_acceptance,
+    save_rows,
+    write_responses,
+)
 from spectrain.training import fit as fitting
+from spectrain.training.data import TextRows, text_rows
+from spectrain.training.modules import HeadTraining
+from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests.conftest import random_prompts
+from tests.data_prep.conftest import caller
 from tests.models.test_artifacts import export_spire, export_vanilla
 
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
@@ -93,6 +106,11 @@ def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> N
         counts={"rows": N_ROWS, "positions": 1, "tokens": 1, "mean_label": 0.5, "below_half": 0.5},
     )
     save_rows(root / "labels", Dataset.from_dict(rows, features=LABEL_COLUMNS), manifest)
+
+
+@pytest.fixture
+def label(tmp_path, monkeypatch, capfd):
+    return caller("acceptance", acceptance.main, tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture
@@ -196,6 +214,39 @@ def test_a_head_for_a_spire_drafter(run, small, made):
     assert json.loads(Path("head/config.json").read_text())["drafter"]["kind"] == "spire"
     code, _, err = run("generate", "method=specdecpp", "head=head", "prompt=def f", "max_new_tokens=9", "sampling=t08")
     assert code == 0, err
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "spire"])
+def test_a_head_learns_from_stored_states_without_running_a_model(run, label, small, made, shared, kind, monkeypatch):
+    """The same examples as of running the models on the stored mixed texts; cut rows lose the states behind the cut."""
+    arguments = [*(a for a in small if not a.startswith("drafter=")), f"drafter={made / kind}", "rollout_tokens=6"]
+    labelled = f"responses={made / 'responses'}", f"drafter={made / kind}", "rollout_tokens=6", "mixing_share=0.2"
+    code, _, err = label(f"target={shared / 'target'}", *labelled, "draws=2", "out=s")
+    assert code == 0, err
+    store, target = open_acceptance("s"), load_target(shared / "target", device="cpu")
+    states = open_drafter(target, kind, str(made / kind), 6).states
+    head = HeadFacts(HeadConfig(states.hidden_size), None, Sampling(), 1.0, 0.2)
+    module = HeadTraining(head, states, target, OptimizerSettings(name="adamw", lr=1e-3))
+    for row_tokens in (1024, 30):
+        rows = TextRows(text_rows(store.rows, row_tokens))
+        batch = rows[[0, 3, 1]]
+        for epoch in (0, 1, 2):
+            hidden, labels = module.examples(batch, epoch)
+            drafted, draw = batch.drafted[:, epoch % 2], epoch % 2
+            mixed = torch.where(drafted, batch.drafts[:, draw], batch.tokens)
+            captured = module.target.features(batch.tokens).captured if states.capture_layers else None
+            torch.testing.assert_close(hidden, states.hidden(mixed, captured)[drafted], atol=2e-3, rtol=2e-3)
+            assert torch.equal(labels, batch.labels[:, draw][drafted])
+            assert len(labels) > 5
+        assert len(module.examples(rows[[-1]], 0)[0]) == 0  # a row that only fills a rank's share
+
+    monkeypatch.setattr(type(states), "hidden", None)
+    code, _, err = run("train", *arguments, "data=offline", "data.path=s", "out=head")
+    assert code == 0, err
+    assert json.loads(Path("head/config.json").read_text())["mixing_share"] == 0.2
+    code, _, err = run("train", *arguments, "data=offline", "data.path=s", "mixing_share=0.15", "out=other")
+    assert code == 2
+    assert "data.path=s holds states of texts with mixing_share=0.2, not 0.15; leave mixing_share out, or" in err
 
 
 @pytest.mark.parametrize(

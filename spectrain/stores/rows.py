@@ -17,7 +17,7 @@ p and label. They are never trained on. Neither is a text's very first token, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired
@@ -59,6 +59,17 @@ LABEL_COLUMNS = Features(
         "p": List(List(Value("float32"))),  # the target's probability of each draft, warped
         "q": List(List(Value("float32"))),  # the drafter's; 0: no draft at this position
         "labels": List(List(Value("float32"))),  # min(1, p / q)
+    }
+)
+
+
+STATE_COLUMNS = Features(
+    LABEL_COLUMNS
+    | {
+        # [draws][positions of the response]: where the mixed text has its draft, and so a state and a loss
+        "drafted": List(List(Value("bool"))),
+        # [draws][states x D] of the drafter after reading the drafts of the mixed text, one after the other
+        "states": List(List(Value("float16"))),
     }
 )
 
@@ -123,6 +134,7 @@ class AcceptanceManifest:
     rollout_tokens: int | None  # of a SPIRe drafter's blocks; None: an ordinary draft model
     sampling: SamplingFacts  # by which p and q are warped
     draws: int  # drafts per position
+    mixing_share: float | None = None  # of the mixed texts whose states are kept; None: no states are
     responses: str  # name of the store they stand beside
     config: MadeBy
     counts: LabelCounts
@@ -150,7 +162,7 @@ class ResponseStore:
 
 @dataclass(frozen=True)
 class AcceptanceStore:
-    """An open store. `rows` is memory-mapped, in the order of the responses, with LABEL_COLUMNS."""
+    """An open store. `rows` is memory-mapped, in the order of the responses, with LABEL_COLUMNS or STATE_COLUMNS."""
 
     folder: Path
     manifest: AcceptanceManifest
@@ -194,12 +206,12 @@ def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: Respo
 
 def open_responses(folder: str | Path) -> ResponseStore:
     """Open a store of responses, or raise UserError where the folder holds no whole one of this version."""
-    return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder), RESPONSE_COLUMNS, "responses"))
+    return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder), lambda _: RESPONSE_COLUMNS, "responses"))
 
 
 def open_acceptance(folder: str | Path) -> AcceptanceStore:
     """Open a store of acceptance labels, or raise UserError where the folder holds no whole one of this version."""
-    return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder), LABEL_COLUMNS, "rows"))
+    return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder), label_columns, "rows"))
 
 
 def id_range(rows: Dataset) -> tuple[int, int]:
@@ -248,17 +260,26 @@ def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> No
     write_folder(folder, write)
 
 
-def open_rows(kind: StoreKind[M], folder: Path, features: Features, counted: str) -> tuple[M, Dataset]:
+def label_columns(manifest: AcceptanceManifest) -> Features:
+    """Return the columns of a store."""
+    return LABEL_COLUMNS if manifest.mixing_share is None else STATE_COLUMNS
+
+
+def open_rows(kind: StoreKind[M], folder: Path, features: Callable[[M], Features], counted: str) -> tuple[M, Dataset]:
     """Return the manifest and the memory-mapped rows of a store, every file read and compared with the manifest.
 
-    `features` are the columns, and `counts[counted]` of the manifest is the number of rows.
+    `features` says which columns there are, and `counts[counted]` of the manifest is the number of rows.
     """
     manifest = kind.read_manifest(folder)
     try:
         kind.check_sizes(folder, manifest.files)
         kind.check_contents(folder, manifest.files)
         rows = datasets.load_from_disk(str(folder))
-        whole = isinstance(rows, Dataset) and rows.features == features and len(rows) == manifest.counts.get(counted)
+        whole = (
+            isinstance(rows, Dataset)
+            and rows.features == features(manifest)
+            and len(rows) == manifest.counts.get(counted)
+        )
     except UserError:
         raise
     except Exception as error:  # datasets and arrow each raise their own types here

@@ -51,6 +51,7 @@ from spectrain.training.strategies import uses_gpu
 
 log = logging.getLogger(__name__)
 
+MIXING_SHARE = 0.15  # of the paper
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 
@@ -189,7 +190,14 @@ def head_facts(
             f"data.path={store.folder} was labelled for {made.describe()}, not for {sampling.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"
         )
-    numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
+    kept, share = None if is_online else store.manifest.mixing_share, config["mixing_share"]
+    if None not in (kept, share) and kept != share:
+        raise UserError(
+            f"data.path={store.folder} holds states of texts with mixing_share={kept:g}, not {share:g}; leave "
+            "mixing_share out, or label anew with python -m data_prep.acceptance"
+        )
+    given = (one for one in (share, kept) if one is not None)
+    numbers = {"mixing_share": float(next(given, MIXING_SHARE))} | {n: float(config[n]) for n in ("w_rej", "w_acc")}
     shape = HeadConfig(states.hidden_size, config["n_blocks"])
     return store, HeadFacts(shape, drafter, sampling, **numbers, rollout_tokens=states.block_tokens)
 
