@@ -27,17 +27,23 @@ class PromptLookup(CandidateDrafter):
         max_ngram: longest suffix that is looked for.
         draft_tokens: most tokens of a guess.
         match: of several occurrences the "latest", or the "earliest", as Hugging Face takes.
+        past_end: a copy that reaches the end of the text goes on with what it has copied; False: it ends, as in both.
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
     def __init__(
-        self, max_ngram: int = 3, draft_tokens: int = 10, match: str = "latest", max_nodes: int | NodeBudget = 11
+        self,
+        max_ngram: int = 3,
+        draft_tokens: int = 10,
+        match: str = "latest",
+        past_end: bool = True,
+        max_nodes: int | NodeBudget = 11,
     ):
         super().__init__(max_nodes)
-        self.max_ngram, self.draft_tokens, self.match = max_ngram, draft_tokens, match
+        self.max_ngram, self.draft_tokens, self.match, self.past_end = max_ngram, draft_tokens, match, past_end
 
     def new_row(self, tokens: list[int]) -> PositionTable:
-        return PositionTable(tokens, self.max_ngram, self.match)
+        return PositionTable(tokens, self.max_ngram, self.match, past_end=self.past_end)
 
     def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
         tree.add(state.continuation(self.draft_tokens), Source.INPUT)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 NEVER = (0, -1)  # occurrences and token of an unknown context
 
@@ -22,10 +23,19 @@ class PositionTable:
         match: which of several occurrences is kept: "latest", "earliest" (as in Hugging Face), or "latest_full", the
             last one that is followed by `horizon` tokens; if none is, the first, which is followed by the most.
         horizon: tokens of a full continuation, for "latest_full".
+        past_end: a continuation that reaches the end of the text goes on with its own beginning, as LZ77 copies; False:
+            it ends there.
     """
 
-    def __init__(self, tokens: Sequence[int], max_ngram: int = 3, match: str = "latest", horizon: int = 20):
-        self.max_ngram, self.match, self.horizon = max_ngram, match, horizon
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        max_ngram: int = 3,
+        match: str = "latest",
+        horizon: int = 20,
+        past_end: bool = False,
+    ):
+        self.max_ngram, self.match, self.horizon, self.past_end = max_ngram, match, horizon, past_end
         self.tokens: list[int] = []
         self._positions: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token behind it
         self._tail: tuple[int, ...] = ()  # the last max_ngram tokens
@@ -61,7 +71,10 @@ class PositionTable:
         for start in range(max(0, len(suffix) - self.max_ngram), len(suffix) - min_ngram + 1):
             position = positions.get(suffix[start:])
             if position is not None:
-                return self.tokens[position : position + limit]
+                found = self.tokens[position : position + limit]
+                if not self.past_end or len(found) == limit:
+                    return found
+                return list(islice(cycle([*found, *extra]), limit))
         return []
 
 

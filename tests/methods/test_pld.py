@@ -11,6 +11,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.methods import pld
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
+from spectrain.retrieval.ngram_table import PositionTable
 from tests.conftest import random_prompts
 from tests.decoding.reference import greedy_by_full_forwards
 
@@ -44,8 +45,18 @@ def test_copies_what_followed_the_longest_suffix():
 
 def test_match_chooses_the_occurrence():
     text = [[3, 5, 6, 3, 7, 8, 3]]
-    assert proposed(PromptLookup(), text).tokens.tolist() == [[3, 7, 8, 3]]
-    assert proposed(PromptLookup(match="earliest"), text).tokens.tolist() == [[3, 5, 6, 3, 7, 8, 3]]
+    assert proposed(PromptLookup(past_end=False), text).tokens.tolist() == [[3, 7, 8, 3]]
+    earliest = PromptLookup(match="earliest", past_end=False)
+    assert proposed(earliest, text).tokens.tolist() == [[3, 5, 6, 3, 7, 8, 3]]
+
+
+def test_a_copy_goes_on_past_the_end_of_the_text():
+    text = [[3, 5, 6, 3, 7, 8, 3]]
+    assert proposed(PromptLookup(draft_tokens=7), text).tokens.tolist() == [[3, 7, 8, 3, 7, 8, 3, 7]]
+    table = PositionTable([1, 2, 3, 4, 5], past_end=True)
+    assert table.continuation(7, (2,)) == [3, 4, 5, 2, 3, 4, 5]  # a guessed token behind the text is copied, too
+    assert table.continuation(3, (2,)) == [3, 4, 5]
+    assert table.continuation(3, (9,)) == []
 
 
 def test_without_a_match_only_the_root_is_scored():
@@ -53,7 +64,7 @@ def test_without_a_match_only_the_root_is_scored():
 
 
 def test_a_row_without_a_match_is_padded_beside_one_that_has_it():
-    tree = proposed(PromptLookup(), [[1, 2, 3, 4], [6, 7, 8, 6]])
+    tree = proposed(PromptLookup(past_end=False), [[1, 2, 3, 4], [6, 7, 8, 6]])
     assert tree.tokens.tolist() == [[4, 0, 0, 0], [6, 7, 8, 6]]
     assert tree.parents.tolist() == [[-1, -2, -2, -2], [-1, 0, 1, 2]]
 
@@ -66,26 +77,30 @@ def test_guesses_end_with_the_room_and_the_budget():
     assert proposed(PromptLookup(), text, room=1).shape == (1, 1)
 
 
-def slow_lookup(text: list[int], match: str) -> list[int]:
-    """The sequence is searched from its end (latest) or its beginning, suffix by suffix."""
+def slow_lookup(text: list[int], match: str, past_end: bool) -> list[int]:
+    """The sequence is searched from its end (latest) or its beginning, suffix by suffix, and copied token by token."""
     for n in (3, 2, 1):
         places = range(len(text) - n)  # the token behind the occurrence is text[place + n]
         for place in reversed(places) if match == "latest" else places:
             if text[place : place + n] == text[len(text) - n :] and n < len(text):
-                return text[place + n : place + n + 10]
+                longer = list(text)
+                for i in range(10 if past_end else min(10, len(text) - place - n)):
+                    longer.append(longer[place + n + i])
+                return longer[len(text) :]
     return []
 
 
-@given(text=TEXTS, match=st.sampled_from(["latest", "earliest"]))
-def test_equals_a_slow_search(text, match):
-    assert proposed(PromptLookup(match=match), [text]).tokens.tolist() == [[text[-1], *slow_lookup(text, match)]]
+@given(text=TEXTS, match=st.sampled_from(["latest", "earliest"]), past_end=st.booleans())
+def test_equals_a_slow_search(text, match, past_end):
+    found = proposed(PromptLookup(match=match, past_end=past_end), [text]).tokens
+    assert found.tolist() == [[text[-1], *slow_lookup(text, match, past_end)]]
 
 
 @given(text=TEXTS)
 def test_earliest_equals_hugging_face(text):
     theirs = PromptLookupCandidateGenerator(num_output_tokens=10, max_matching_ngram_size=3, max_length=1000)
     candidates, _ = theirs.get_candidates(torch.tensor([text]))
-    ours = proposed(PromptLookup(match="earliest"), [text]).tokens
+    ours = proposed(PromptLookup(match="earliest", past_end=False), [text]).tokens
     assert ours.tolist() == [[text[-1], *candidates[0, len(text) :].tolist()]]
 
 
