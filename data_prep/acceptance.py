@@ -94,6 +94,8 @@ def describe(
     rollout_tokens, drawn = drafter.states.block_tokens, dataclasses.asdict(sampling)
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
+    if cfg.mixing_share is None:
+        del config["mixing_share"]  # builds of older versions, which do not know it, go on
     return AcceptanceManifest(
         target=cfg.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),

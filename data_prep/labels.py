@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_DRAFT = 4 + 4 + 4 + 4  # token, p, q, label
 BYTES_PER_TOKEN = 4
-BYTES_PER_STATE = 2  # and dimension
+BYTES_PER_STATE = 2  # times D
 SHOWN_IDS = 3  # of skipped responses
 # Added to the seed. Responses are drawn with the same seed by default, and drafts drawn with their numbers would agree
 # with them far too often: Y_i is independent of X_i, given what stands before both.
@@ -116,11 +116,13 @@ class LabelParts(Parts):
             )
         todo = [index for index in range(len(self.rows)) if not part_folder(build.work, index).is_dir()]
         n_prompt, n_response = self.lengths[:, self.fits].sum(axis=1).tolist()
-        kept_bytes = 0 if self.labelling.mixing_share is None else 1 + BYTES_PER_STATE * self.states.hidden_size
+        kept_bytes, less = 0, "lower draws"
+        if self.labelling.mixing_share is not None:
+            kept_bytes, less = 1 + BYTES_PER_STATE * self.states.hidden_size, "lower draws, leave mixing_share out"
         draft_bytes = n_response * self.labelling.draws * (BYTES_PER_DRAFT + kept_bytes)
         need_bytes = (n_prompt + n_response) * BYTES_PER_TOKEN + draft_bytes
         # The store, beside the parts that it is joined from.
-        check_disk(build.out, round(need_bytes * (1 + len(todo) / len(self.rows))), "lower draws")
+        check_disk(build.out, round(need_bytes * (1 + len(todo) / len(self.rows))), less)
         return todo
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
@@ -166,10 +168,10 @@ def label_rows(
 
     Returns:
         For each row `drafts` int32 and `p`, `q`, `labels` float32, all [K, T_response]. With a `mixing_share` also
-        `drafted` bool [K, T_response], and `states`, K arrays float16 of the drafter's states at these positions, one
-        after the other.
+        `drafted`, K times [T_response] bool, and `states`, K times the drafter's states at these positions, one after
+        the other, float16.
     """
-    labelled: list[dict[str, np.ndarray]] = [{}] * len(rows)
+    labelled: list[dict[str, np.ndarray | list[np.ndarray]]] = [{}] * len(rows)
     texts = [row["prompt"] + row["response"] for row in rows]
     for batch in length_buckets([len(text) for text in texts], labelling.batch_tokens):
         n_tokens = max(len(texts[i]) for i in batch)
@@ -197,8 +199,9 @@ def label_rows(
             for row, i in enumerate(batch):
                 generator = row_generator(labelling.seed + MIXING_STREAM + k, rows[i]["number"])
                 mixing[row, places[row]] = torch.rand(len(rows[i]["response"]), generator=generator)
-            drafts, mixing = found.drafts[:, :, k], mixing.to(target.device)
-            drafted, kept = _states(states, tokens, drafts, may_draft, labelling.mixing_share, mixing, found.captured)
+            share, mixing = labelling.mixing_share, mixing.to(target.device)
+            mixed, drafted = mix_tokens(tokens, found.drafts[:, :, k], may_draft, share, mixing)
+            kept, drafted = _states(states, mixed, drafted, found.captured), drafted.cpu()
             for row, i in enumerate(batch):
                 labelled[i].setdefault("drafted", []).append(drafted[row, places[row]].numpy())
                 labelled[i].setdefault("states", []).append(kept[row, drafted[row]].flatten().numpy())
@@ -207,17 +210,12 @@ def label_rows(
 
 
 @torch.no_grad()
-def _states(states: DraftStates, *mixing: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """Return where a mixed text has its drafts, [B, T] bool, and the drafter's states [B, T, D] float16, on the host.
-
-    `mixing` are the arguments of `mix_tokens`, and what the target captured of the text.
-    """
-    *mixed, captured = mixing
-    tokens, drafted = mix_tokens(*mixed)
-    hidden = states.hidden(tokens, captured).half()
+def _states(states: DraftStates, mixed: Tensor, drafted: Tensor, captured: Tensor | None) -> Tensor:
+    """Return the drafter's states [B, T, D] float16 on mixed texts [B, T], on the host. Those `drafted` are kept."""
+    hidden = states.hidden(mixed, captured).half()
     if not hidden[drafted].isfinite().all():
         raise UserError("a state of the drafter does not fit float16; leave mixing_share out")
-    return drafted.cpu(), hidden.cpu()
+    return hidden.cpu()
 
 
 def count(rows: Dataset) -> dict:

@@ -52,7 +52,7 @@ def count(op, thread, n_threads):
 
 @fast
 def bend(op, thread, n_threads):
-    """x + silu(y + bias) of [B, D], a residual block behind its product y."""
+    """x + silu(y + bias) of [B, D]: a residual block, of which y is the product with its weight."""
     x, y, bias, out, size, n_rows = op[1], op[2], floats(op[3]), op[4], op[5], op[6]
     first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
     for row in range(n_rows):

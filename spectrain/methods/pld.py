@@ -27,7 +27,7 @@ class PromptLookup(CandidateDrafter):
         max_ngram: longest suffix that is looked for.
         draft_tokens: most tokens of a guess.
         match: of several occurrences the "latest", or the "earliest", as Hugging Face takes.
-        past_end: a copy that reaches the end of the text goes on with what it has copied; False: it ends, as in both.
+        past_end: a copy that reaches the end of the text goes on with what it has copied; False: it ends there.
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 

@@ -179,7 +179,7 @@ class Spire(Drafter):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         program = self.slots.chain(context.n_rows, n_steps, context.sampling)
         numbers = None if context.sampling.greedy else context.uniforms.take(n_steps, lengths)
-        tokens, probs = program.draft(context.roots, context.lengths - 1, self.state, numbers)
+        tokens, probs, _ = program.draft(context.roots, context.lengths - 1, self.state, numbers)
         return tokens, probs, lengths
 
     def _ended_chain(
@@ -188,12 +188,10 @@ class Spire(Drafter):
         program = self.slots.chain(context.n_rows, self.gamma, context.sampling, self.stop)
         program.ends.begin(n_steps if lengths is None else lengths, context.stop_ids)
         numbers = None if context.sampling.greedy else context.uniforms.next(self.gamma)
-        tokens, probs = program.draft(context.roots, context.lengths - 1, self.state, numbers)
-        lengths = program.ends.lengths()
+        tokens, probs, lengths = program.draft(context.roots, context.lengths - 1, self.state, numbers)
         if numbers is not None:
             context.uniforms.skip(lengths, self.gamma)
-        width = int(lengths.max())
-        return tokens[:, :width], None if probs is None else probs[:, : 1 + width], lengths
+        return tokens, probs, lengths
 
     def _graph_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None

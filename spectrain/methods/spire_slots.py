@@ -137,7 +137,8 @@ class DraftProgram(Program):
     ) -> None:
         drafter, shape = slots.drafter, slots.config.shape
         super().__init__(shape, n_rows, 1)
-        self.spread, self.draws = drafter.spread, []
+        self.spread, draws = drafter.spread, []
+        self.ends: DraftEnds | None = None
         self.final = self.floats(n_rows, shape.hidden_size)
         self.states = self.floats(len(drafter.blocks) + 1, n_rows, shape.hidden_size)
         self.n_draft = slots.config.draft_vocab or shape.vocab_size
@@ -150,7 +151,8 @@ class DraftProgram(Program):
             following = self.tokens, self.positions
             self.numbers = self.floats(n_rows, n_steps)
             previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
-            self.ends = None if stop is None else DraftEnds(self, stop, n_rows)
+            if stop is not None:
+                self.ends = DraftEnds(self, stop, n_rows)
             for i in range(n_steps):
                 self.embed(drafter.embed_tokens.weight, self.states[0])
                 self.step(slots, previous, is_last=i == n_steps - 1)
@@ -161,9 +163,10 @@ class DraftProgram(Program):
                     self.likeliest(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
                 else:
                     drawing = self.numbers[:, i], self.drafted[:, i], following, names
-                    self.draws.append(self.drawn(self.logits, sampling, *drawing))
+                    draws.append(self.drawn(self.logits, sampling, *drawing))
                 if stop is not None:
                     self.ends.drawn(self.drafted[:, i])
+        self.draws = np.array(draws)  # [n_steps, 2] operations, see `Program.drawn`
         self.finish()
 
     def step(self, slots: SlotStore, previous: Tensor | None, is_last: bool) -> None:
@@ -211,10 +214,10 @@ class DraftProgram(Program):
 
     def draft(
         self, roots: Tensor, positions: Tensor, previous: Tensor, numbers: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens [B, n_steps] behind roots [B] at positions [B], one after the other.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draft tokens behind roots [B] at positions [B], one after the other.
 
-        Where `ends` ends the drafts, its `begin` comes before, and tokens behind an end mean nothing.
+        Where a rule ends the drafts, `ends.begin` comes before.
 
         Args:
             roots: int64.
@@ -223,25 +226,26 @@ class DraftProgram(Program):
             numbers: [B, n_steps] that tokens are drawn by; None: they are the likeliest.
 
         Returns:
-            The tokens, and what they were drawn from behind an entry for the roots, [B, 1 + n_steps, V] (greedy: None).
+            Tokens [B, g]; what they were drawn from behind an entry for the roots, [B, 1 + g, V] (greedy: None); and,
+            where a rule has ended the drafts, how many of them are each row's, [B] int64. g is n_steps, or the longest.
         """
         self.tokens.copy_(roots[:, None])
         self.positions.copy_(positions[:, None])
         if self.previous is not None:
             self.previous.copy_(previous)
-        if numbers is None:
-            self.run()
-            return self.drafted.clone(), None
-        self.numbers.copy_(numbers)
-        n_rows, n_steps = numbers.shape
-        q = torch.empty(n_rows, 1 + n_steps, self.n_draft, dtype=torch.float32)
-        width = 4 * self.n_draft  # bytes of a distribution
-        places = np.arange(q.data_ptr() + width, q.data_ptr() + width * (1 + n_steps), width)
-        warped, drawn = np.array(self.draws).T
-        self.table[warped, 3] = self.table[drawn, 1] = places
-        self.table[warped, 4] = self.table[drawn, 2] = (1 + n_steps) * self.n_draft
+        n_rows, n_steps = self.drafted.shape
+        q, drawn = None, self.draws
+        if numbers is not None:
+            self.numbers.copy_(numbers)
+            q = torch.empty(n_rows, 1 + n_steps, self.n_draft, dtype=torch.float32)
+            n_bytes = 4 * self.n_draft  # of a distribution
+            places = np.arange(q.data_ptr() + n_bytes, q.data_ptr() + n_bytes * (1 + n_steps), n_bytes)
+            self.table[drawn[:, 0], 3] = self.table[drawn[:, 1], 1] = places
+            self.table[drawn[:, 0], 4] = self.table[drawn[:, 1], 2] = (1 + n_steps) * self.n_draft
         self.run()
-        return self.drafted.clone(), self.spread(q, 0.0)
+        lengths = None if self.ends is None else self.ends.finish()
+        width = n_steps if lengths is None else int(lengths.max())
+        return self.drafted[:, :width].clone(), None if q is None else self.spread(q[:, : 1 + width], 0.0), lengths
 
 
 class MemoryProgram(Program):

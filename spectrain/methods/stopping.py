@@ -44,7 +44,7 @@ class StopRule:
     """
 
     needs_hidden = False  # whether `read` looks at the drafter's state
-    compiles = False  # whether `append` can say the same to a program
+    compiles = False  # whether a program can end drafts by this rule, through `append`
     min_candidates = 1
     draft_forwards = 0  # of the drafter, for all rows of a batch together, as `draft_chain` counts them
 
@@ -61,8 +61,10 @@ class StopRule:
         """Rows whose i-th token is their last, now that the drafter has read it: its state is [n, D]."""
 
     def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
-        """Append what ends drafts of i tokens, once the drafter has read these: what `read` and `before` say of its
-        final states [n, D] and of the logits [n, V] that the next token is to be drawn from."""
+        """Append what `read` and `before` do after i tokens of a draft.
+
+        The drafter's final states are `hidden` [n, D], and the next token is to be drawn from `logits` [n, V].
+        """
 
 
 class NeverStop(StopRule):
@@ -112,8 +114,8 @@ class DraftEnds:
         self.steps.zero_()
         self.program.table[self.counts, 4:6] = end_ids.data_ptr(), len(end_ids)
 
-    def lengths(self) -> Tensor:
-        """After a run: how many tokens of each row are its draft, [n] int64."""
+    def finish(self) -> Tensor:
+        """After each run: count its steps, and return how many tokens of each row are its draft, [n] int64."""
         self.rule.draft_forwards += int(self.steps)
         return self.state[LENGTH].clone()
 
@@ -141,8 +143,9 @@ class HeadStop(StopRule):
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
-        blocks = list(getattr(head, "blocks", [None]))
-        self.compiles = all(isinstance(block, RowsLinear) and block.fits for block in blocks)
+        self.compiles = isinstance(head, AcceptanceHead) and all(
+            isinstance(block, RowsLinear) and block.fits for block in head.blocks
+        )
 
     def begin(self, context: Context) -> None:
         self._accepted = [1.0] * context.n_rows  # probability that every token so far is accepted

@@ -90,7 +90,7 @@ def run_export(
                 f"{run.path} was started with target {begun}, but {run.config['target']['path']} is {found} now; put "
                 "that target back"
             )
-    facts = head_facts(run.config, target, drafter.facts, drafter.states)[1] if drafter else None
+    facts = head_facts(run.config, target, drafter.facts, drafter.states, run.rows_folder)[1] if drafter else None
     return export_of(run, weights, trained, target, drafter, facts, dtype)
 
 

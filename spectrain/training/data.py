@@ -191,7 +191,7 @@ def text_rows(rows: Dataset, row_tokens: int) -> list[TextRow]:
 
 
 def _cut(states: pyarrow.ListScalar, drafted: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The states of a row's drafts that are kept, of a memory-mapped list of all of them."""
+    """The states of a row, a memory-mapped list, up to the end of the drafts that are `kept` of those `drafted`."""
     numbers, n_drafts = states.values.to_numpy(), int(drafted.sum())
     return numbers[: len(numbers) // max(1, n_drafts) * int(kept.sum())]
 

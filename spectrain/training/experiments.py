@@ -51,7 +51,6 @@ from spectrain.training.strategies import uses_gpu
 
 log = logging.getLogger(__name__)
 
-MIXING_SHARE = 0.15  # of the paper
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 
@@ -164,24 +163,27 @@ def head_experiment(
         "drafter": [drafter.path, drafter.fingerprint],
         "warping": facts.sampling.describe(),
     }
+    if isinstance(store, AcceptanceStore):
+        source["states"] = store.manifest.mixing_share  # of what they are, or None
     return Experiment(module, response_rows(config, store), source), facts
 
 
 def head_facts(
-    config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates
+    config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, begun_with: str | None = None
 ) -> tuple[ResponseStore | AcceptanceStore, HeadFacts]:
     """The rows that a head is trained on, and what an export of it says.
 
-    p and q are warped as the rows were made, but for what the user gave as `sampling`. Raise UserError where an option
-    is out of range, there are no rows, or they were made with another target, drafter or warping.
+    `begun_with` is the store of a run that has begun; None: the config says which, or it is the newest. p and q are
+    warped as the rows were made, but for what the user gave as `sampling`. Raise UserError where an option is out of
+    range, there are no rows, or they were made with another target, drafter or warping.
     """
     prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
     is_online = config["data"]["source"] == "online"
     if is_online:
-        store = open_responses(Path(config["responses"] or newest_responses(CHECKPOINTS, prints[0])))
+        store = open_responses(Path(begun_with or config["responses"] or newest_responses(CHECKPOINTS, prints[0])))
         store.check_fits(prints[0], config["target"]["path"], target.vocab_size)
     else:
-        store = open_acceptance(Path(config["data"]["path"] or newest_acceptance(CHECKPOINTS, *prints)))
+        store = open_acceptance(Path(begun_with or config["data"]["path"] or newest_acceptance(CHECKPOINTS, *prints)))
         store.check_fits(*prints, states.block_tokens, target.vocab_size)
     made = Sampling.from_options(store.manifest.sampling)
     sampling = Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
@@ -190,14 +192,13 @@ def head_facts(
             f"data.path={store.folder} was labelled for {made.describe()}, not for {sampling.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"
         )
-    kept, share = None if is_online else store.manifest.mixing_share, config["mixing_share"]
-    if None not in (kept, share) and kept != share:
+    numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
+    kept = None if is_online else store.manifest.mixing_share
+    if kept is not None and kept != numbers["mixing_share"]:
         raise UserError(
-            f"data.path={store.folder} holds states of texts with mixing_share={kept:g}, not {share:g}; leave "
-            "mixing_share out, or label anew with python -m data_prep.acceptance"
+            f"data.path={store.folder} holds states of texts with mixing_share={kept:g}, not "
+            f"{numbers['mixing_share']:g}; give mixing_share={kept:g}, or label anew with data_prep.acceptance"
         )
-    given = (one for one in (share, kept) if one is not None)
-    numbers = {"mixing_share": float(next(given, MIXING_SHARE))} | {n: float(config[n]) for n in ("w_rej", "w_acc")}
     shape = HeadConfig(states.hidden_size, config["n_blocks"])
     return store, HeadFacts(shape, drafter, sampling, **numbers, rollout_tokens=states.block_tokens)
 

@@ -238,10 +238,10 @@ class LanguageModelTraining(Training):
 class HeadTraining(Training):
     """Trains an acceptance head (SpecDec++, section 4) on the states of a frozen drafter.
 
-    Offline, drafts and labels were stored, and a batch costs one forward pass of the drafter; none, where its states on
-    mixed texts were stored, too. Online the target runs, and drafts are drawn and labelled on the fly. Token mixing is
-    drawn anew in every epoch, from each row's own generator, which `seed` determines. The target is frozen, too: it is
-    also read for what the drafter captures of it.
+    Offline, drafts and labels were stored, and a batch costs one forward pass of the drafter. Online the target runs
+    too, and drafts are drawn and labelled on the fly. Token mixing is drawn anew in every epoch, from each row's own
+    generator, which `seed` determines. Where the drafter's states on mixed texts were stored, too, no model runs, and
+    the mixing is the stored one. The target is frozen, too: it is also read for what the drafter captures of it.
     """
 
     def __init__(

@@ -221,6 +221,12 @@ class RunFolder:
                 )
 
     @property
+    def rows_folder(self) -> str | None:
+        """The store of responses or labels that a head's training began with; None: no such training began."""
+        rows = (self.read(SOURCE, dict[str, object]) or {}).get("rows")
+        return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], str) else None
+
+    @property
     def attempts(self) -> list[dict]:
         """The facts of each start of this run so far."""
         begun = self.begun()

@@ -168,10 +168,13 @@ def test_states_are_those_of_reading_the_mixed_text(label, asked, made, ready, k
     assert any(not torch.equal(*both) for both in zip(n_mixed[::2], n_mixed[1::2], strict=True))
 
 
-def test_rows_depend_neither_on_batches_nor_on_parts(label, asked):
+@pytest.mark.parametrize("more", [[], ["mixing_share=0.3"]])
+def test_rows_depend_neither_on_batches_nor_on_parts(label, asked, more):
+    asked = [*asked, *more]
     assert label(*asked, "out=a")[0] == 0
     assert label(*asked, "out=b", "batch_tokens=4096", "part_rows=256")[0] == 0
     assert same_rows(open_acceptance("a"), open_acceptance("b"))
+    assert ("states" in open_acceptance("a").rows.column_names) == bool(more)
     assert label(*asked, "out=c", "seed=1")[0] == 0
     assert not same_rows(open_acceptance("a"), open_acceptance("c"))
 
@@ -293,6 +296,15 @@ def test_weights_that_are_no_numbers_are_said_and_leave_nothing(label, asked, re
         "draft model broken (llama) has a weight that is no number (model.embed_tokens.weight); export or fetch" in err
     )
     assert os.listdir() == ["broken"]
+
+
+def test_states_that_float16_cannot_hold_are_said_and_leave_nothing(label, asked, monkeypatch):
+    hidden = ModelStates.hidden
+    monkeypatch.setattr(ModelStates, "hidden", lambda *arguments: 1e6 * hidden(*arguments))
+    code, _, err = label(*asked, "mixing_share=0.3", "out=a")
+    assert code == 2
+    assert "a state of the drafter does not fit float16; leave mixing_share out" in err
+    assert not list(Path().iterdir())
 
 
 def test_too_little_disk_is_said_before_the_work(label, asked, monkeypatch):

@@ -19,6 +19,7 @@ from scipy.stats import chisquare
 
 from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, verify
 from spectrain.decoding.lean import shape_of
+from spectrain.decoding.weights import on_cpu
 from spectrain.methods.registry import method_names
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
@@ -84,10 +85,17 @@ MORE = {  # drafters that no yaml describes alone
     "spire, half of the vocabulary": lambda: half_vocabulary(),
     "specdecpp, previous": lambda: drafter_of("specdecpp", judge="previous"),
     "specdecpp on spire": lambda: spire("random", HeadStop(random_head(), 0.6)),
+    "specdecpp on spire, one program": lambda: spire("random", HeadStop(random_head(compiles=True), 0.6)),
     "tree": lambda: ScriptedDrafter(same_tree_always),
 }
 DRAFTERS = {**{name: partial(drafter_of, name) for name in method_names()}, **MORE}
-ADAPTIVE = ("specdecpp", "specdecpp on spire", "confidence_stop", "entropy_stop")
+ADAPTIVE = (
+    "specdecpp",
+    "specdecpp on spire",
+    "specdecpp on spire, one program",
+    "confidence_stop",
+    "entropy_stop",
+)
 DRAWING = (
     "speculative",
     "spire",
@@ -113,11 +121,14 @@ def half_vocabulary() -> Spire:
     return Spire(drafter)
 
 
-def random_head() -> AcceptanceHead:
+def random_head(compiles: bool = False) -> AcceptanceHead:
     """Stops at the first, second or third token, depending on what was drawn."""
     torch.manual_seed(0)
-    head = AcceptanceHead(HeadConfig(TINY["hidden_size"], n_blocks=1))
-    head.output.weight.data.mul_(10)
+    head = AcceptanceHead(HeadConfig(TINY["hidden_size"], n_blocks=1)).requires_grad_(False)
+    head.output.weight.mul_(10)
+    if compiles:
+        head.blocks = on_cpu(head.blocks)
+        assert HeadStop(head, 0.6).compiles
     return head
 
 

@@ -9,7 +9,7 @@ import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified, generate
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.weights import on_cpu
+from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, NeverStop, StopRule
@@ -103,50 +103,70 @@ def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_
         monkeypatch.undo()
 
 
-def rules() -> dict[str, StopRule]:
+def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
     torch.manual_seed(7)
     head = AcceptanceHead(HeadConfig(32, n_blocks=2)).requires_grad_(False)
     for weight in head.parameters():
         weight.normal_(std=0.3)
     plain = AcceptanceHead(HeadConfig(32, n_blocks=0)).requires_grad_(False)
     plain.output.bias.fill_(1.0)
-    head.blocks = on_cpu(head.blocks)
+    head.blocks = on_cpu(head.blocks, linear)
     return {
         "head": HeadStop(head, 0.6),
         "head, two at least": HeadStop(head, 0.3, min_candidates=2),
         "head, one later": HeadStop(head, 0.6, judge="previous"),
         "head, one later, two at least": HeadStop(head, 0.2, min_candidates=2, judge="previous"),
         "head without blocks": HeadStop(plain, 0.5),
-        "confidence": ConfidenceStop(0.035),
-        "entropy": EntropyStop(3.95, min_candidates=2),
+        "confidence": ConfidenceStop(0.2),
+        "entropy": EntropyStop(2.6, min_candidates=2),
         "never": NeverStop(),
     }
 
 
 @pytest.mark.parametrize("name", list(rules()))
-@pytest.mark.parametrize("options", [{}, INPUTS[4], INPUTS[7]], ids=str)
+@pytest.mark.parametrize(
+    ("options", "draft_dtype"), [({}, "float32"), (INPUTS[4], "int8"), (INPUTS[7], "float32")], ids=str
+)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
 @pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
-def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, options, sampling, stop_token_ids):
+def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(
+    name, options, draft_dtype, sampling, stop_token_ids
+):
     """The same tokens and lengths of drafts, and as many steps of the drafter; rows stop at different places."""
     target, drafter = make(**options)
-    prompts, found = random_prompts([3, 17, 1, 9, 30]), {}
-    for compiles in (True, False):
-        rule = rules()[name]
-        rule.compiles = rule.compiles and compiles
-        assert rule.compiles == compiles
-        method = Spire(drafter, gamma=7, stop=rule)
-        for batch_size in (1, 3):
-            generations = generate(
-                target, method, prompts, 30, sampling, batch_size=batch_size, stop_token_ids=stop_token_ids
-            )
-            texts = [(g.tokens, g.drafted, g.accepted) for g in generations]
-            found[compiles, batch_size] = texts, rule.draft_forwards
-    assert found[True, 1] == found[False, 1]
-    assert found[True, 3] == found[False, 3]
-    assert [text[0] for text in found[True, 1][0]] == [text[0] for text in found[True, 3][0]]
-    lengths = {length for _, drafted, _ in found[True, 3][0] for length in drafted}
-    assert len(lengths) > 1 or name == "never"
+    prompts, linear = random_prompts([3, 17, 1, 9, 30]), Int8Linear if draft_dtype == "int8" else RowsLinear
+
+    def decoded(name: str, compiles: bool, batch_size: int) -> tuple[list, int]:
+        rule = rules(linear)[name]
+        assert rule.compiles
+        rule.compiles = compiles
+        method = Spire(drafter, gamma=7, stop=rule, draft_dtype=draft_dtype)
+        options = {"batch_size": batch_size, "stop_token_ids": stop_token_ids}
+        generations = generate(target, method, prompts, 30, sampling, **options)
+        assert method.slots.fuses
+        return [(g.tokens, g.drafted, g.accepted) for g in generations], rule.draft_forwards
+
+    alone, together = (decoded(name, True, batch_size) for batch_size in (1, 3))
+    assert alone == decoded(name, False, 1)
+    assert together == decoded(name, False, 3)
+    assert [tokens for tokens, *_ in alone[0]] == [tokens for tokens, *_ in together[0]]
+    lengths, never = ([drafted for _, drafted, _ in found] for found in (alone[0], decoded("never", True, 1)[0]))
+    assert (lengths == never) == (name == "never")
+
+
+def test_a_rule_ends_chains_with_any_number_of_threads():
+    target, drafter = make(**INPUTS[4])
+    prompts, found, before = random_prompts([3, 17, 1, 9, 30]), [], torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 3, 5):
+            torch.set_num_threads(n_threads)
+            for name in ("head", "entropy"):
+                method = Spire(drafter, gamma=7, stop=rules()[name])
+                generations = generate(target, method, prompts, 40, Sampling(1.0), batch_size=4, stop_token_ids=())
+                found.append((name, [(g.tokens, g.drafted) for g in generations], method.stop.draft_forwards))
+    finally:
+        torch.set_num_threads(before)
+    assert found == found[:2] * 4
 
 
 class Noted(Spire):
