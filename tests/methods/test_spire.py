@@ -115,7 +115,7 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
         "head": HeadStop(head, 0.6),
         "head, two at least": HeadStop(head, 0.3, min_candidates=2),
         "head, one later": HeadStop(head, 0.6, judge="previous"),
-        "head, one later, two at least": HeadStop(head, 0.2, min_candidates=2, judge="previous"),
+        "head, one later, three at least": HeadStop(head, 0.2, min_candidates=3, judge="previous"),
         "head without blocks": HeadStop(plain, 0.5),
         "confidence": ConfidenceStop(0.2),
         "entropy": EntropyStop(2.6, min_candidates=2),
