@@ -11,7 +11,7 @@ from tests.conftest import random_prompts
 from tests.retrieval.reference import make_store
 
 OPTIONS = {
-    "pld": {"draft_tokens": 6},
+    "pld": {"draft_tokens": 6, "past_end": False},  # drafts end with the text, so they show what was read
     "anpd": {"draft_tokens": 6},
     "rest": {"max_nodes": 33, "max_matches": 50},
     "spectra_retrieval": {"max_guesses": 4, "ngram_tokens": 4, "min_suffix": 1},
