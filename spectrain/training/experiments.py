@@ -192,6 +192,8 @@ def head_facts(
             f"data.path={store.folder} was labelled for {made.describe()}, not for {sampling.describe()}; remove "
             "sampling=, or label anew with python -m data_prep.acceptance"
         )
+    if config["mixing_share"] is None:
+        raise UserError("mixing_share=null is no share of a text's tokens; give a number in [0, 1)")
     numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
     kept = None if is_online else store.manifest.mixing_share
     if kept is not None and kept != numbers["mixing_share"]:
