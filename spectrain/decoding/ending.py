@@ -29,15 +29,8 @@ def all_ended(op, thread):
 @fast
 def count(op, thread, n_threads):
     """Rows that draft on have one more token; it may be the last of its draft, as its room or an end of text says."""
-    state, chosen, stride, ends, n_ends, least, n_rows = (
-        wholes(op[1]),
-        wholes(op[2]),
-        op[3],
-        wholes(op[4]),
-        op[5],
-        op[6],
-        op[7],
-    )
+    state, chosen, ends = wholes(op[1]), wholes(op[2]), wholes(op[4])
+    stride, n_ends, least, n_rows = op[3], op[5], op[6], op[7]
     for row in range(thread, n_rows, n_threads):
         if state[GOING * n_rows + row] == 0:
             continue

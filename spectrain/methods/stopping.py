@@ -74,7 +74,7 @@ class NeverStop(StopRule):
 
 
 class DraftEnds:
-    """What a program that drafts chains of n rows knows of their ends.
+    """Ends the chains of n rows within the program that drafts them: what it must know of each row, and the operations.
 
     Args:
         program: of the chains; operations are appended to it.

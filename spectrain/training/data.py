@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -182,11 +182,10 @@ def text_rows(rows: Dataset, row_tokens: int) -> list[TextRow]:
     for number, values in enumerate(rows.with_format("numpy", columns=["prompt", "response", *stored])):
         prompt, kept = values["prompt"], max(0, row_tokens - len(values["prompt"]))
         labelled = [np.stack(list(values[name]))[:, :kept] for name in stored]
-        row = TextRow(number, prompt, values["response"][:kept], *labelled)
-        if states is not None:
-            by_draw = zip(states[number].values, values["drafted"], row.drafted, strict=True)
-            row = replace(row, states=[_cut(*one) for one in by_draw])
-        found.append(row)
+        by_draw = zip(states[number].values, values["drafted"], labelled[-1], strict=True) if states is not None else ()
+        found.append(
+            TextRow(number, prompt, values["response"][:kept], *labelled, states=[_cut(*one) for one in by_draw])
+        )
     return found
 
 
