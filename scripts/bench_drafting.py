@@ -26,7 +26,7 @@ from torch import Tensor
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
 from spectrain.decoding.loading import load_target
 from spectrain.measure.statistics import median
-from spectrain.methods.registry import build_method, method_config
+from spectrain.methods.registry import build_method, method_config, with_papers_nodes
 from spectrain.stores.locations import bundled_folder
 
 WARM_UP = 5  # steps of each text
@@ -49,7 +49,7 @@ def main() -> None:
         parser.error("spectra_core keeps a mask of the target's own vocabulary; leave --vocab-size out")
     torch.set_num_threads(options.threads)
     target = load_target(bundled_folder(options.target) or options.target, device="cpu")
-    configs = {name: method_config(name) for name in options.methods}
+    configs = {name: with_papers_nodes(method_config(name)) for name in options.methods}
     drafters = {name: build_method(config, target, {}) for name, config in configs.items()}
     n_rows = 64 + max(drafter.max_nodes for drafter in drafters.values())
     evicted = torch.zeros(EVICTED_BYTES if options.cold else 0, dtype=torch.uint8)

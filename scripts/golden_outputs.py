@@ -50,7 +50,7 @@ DROPPED = {
         "outside_s",
         "time_share",
         "peak_memory_bytes",
-    ),  # of bench and tune budget=true
+    ),  # of bench
     *("tokens_per_s", "tokens_per_s_micro", "tokens_per_s_micro_ci95", "tokens_per_s_macro", "speedup", "speedup_ci95"),
     *("train/tokens_per_s", "train/wait_share"),  # of trainings
     *("times", "best", "predicted_tokens_per_s", "predicted_tokens_per_s_ci95"),  # of tune method=specdecpp, whose best

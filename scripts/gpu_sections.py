@@ -31,7 +31,14 @@ from spectrain.decoding.loading import first_line
 from spectrain.measure.baselines import own_model
 from spectrain.measure.benchmark import resident_bytes
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.registry import BASELINE, build_method, find_artifact, method_config, method_names
+from spectrain.methods.registry import (
+    BASELINE,
+    build_method,
+    find_artifact,
+    method_config,
+    method_names,
+    with_papers_nodes,
+)
 from spectrain.methods.speculative import Speculative
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.locations import BUNDLED, bundled_folder
@@ -123,7 +130,7 @@ def decode_methods(sizes: Sizes) -> Iterator[Row]:
         prompts, artifacts = texts_and_artifacts(target, sizes)
         plain: list[list[int]] = []
         for name in names:
-            build = partial(build_method, method_config(name), target, artifacts)
+            build = partial(build_method, with_papers_nodes(method_config(name)), target, artifacts)
             row, texts = decoded(f"{name}, {dtype}", target, build, prompts, sizes.text_tokens)
             plain = plain or texts
             yield compared(row, texts, plain, exact=dtype == "float32")
@@ -139,7 +146,7 @@ def compare_graphs(sizes: Sizes) -> Iterator[Row]:
     for mode in ("none", "auto"):
         target = TargetModel(loaded.model, loaded.tokenizer, graphs=mode)
         for name in method_names():
-            build = partial(build_method, method_config(name), target, artifacts)
+            build = partial(build_method, with_papers_nodes(method_config(name)), target, artifacts)
             row, texts = decoded(f"{name}, graphs={mode}", target, build, prompts, sizes.text_tokens)
             yield compared(row, texts, eager.setdefault(name, texts), exact=True)
 

@@ -27,6 +27,7 @@ from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.llama_cpp import LLAMA_CPP, check_options
 from spectrain.measure.results import nodes_of, summarise
 from spectrain.methods import registry
+from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.reporting.benchmarks import terminal_table
@@ -49,7 +50,7 @@ def main(cfg: DictConfig) -> None:
     asked = questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     with open_dict(cfg):
-        cfg.measured = {"methods": methods, "questions": questions.digest(asked)} | registry.budgets_digest(methods)
+        cfg.measured = {"methods": methods, "questions": questions.digest(asked)}
     with RunFolder.claim(cfg, result="results.json") as run:
         measure(cfg, run, sampling, methods, asked)
 
@@ -82,7 +83,9 @@ def measure(
     if not measured[registry.BASELINE]["questions"]:
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
     for name, drafter in drafters.items():
-        measured[name] |= {"max_nodes": nodes_of(drafter, cfg.batch_size), "warning": drafter.warning}
+        measured[name] |= {"max_nodes": nodes_of(drafter), "warning": drafter.warning}
+        if isinstance(drafter, Auto):
+            measured[name]["ran"] = drafter.ran()
     folders = {name: str(folder) for name, folder in stores.items()}
     results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
     write_report(run.path / "report.html", results, list(map(vars, rows)))
@@ -108,10 +111,12 @@ def build_baselines(
 ) -> dict[str, Callable[..., list[Generation]]]:
     """Build the generation of Hugging Face and of llama.cpp, with the options and the draft model of our methods."""
     peers = registry.names(cfg.peers)
-    lookup = next((d for d in drafters.values() if isinstance(d, PromptLookup)), None) or PromptLookup()
+    methods = [arm.drafter for d in drafters.values() for arm in (d.arms if isinstance(d, Auto) else [])]
+    methods += drafters.values()
+    lookup = next((d for d in methods if isinstance(d, PromptLookup)), None) or PromptLookup()
     speculative = next((d for d in drafters.values() if isinstance(d, Speculative)), None)
     if "hf_assisted" in peers and speculative is None:
-        config = registry.method_config("speculative")
+        config = registry.with_papers_nodes(registry.method_config("speculative"))
         speculative = registry.build_method(config, target, registry.given_artifacts(cfg))
     copies = Copies(target)
     return {name: build_baseline(name, target, lookup, speculative, copies) for name in peers}

@@ -36,6 +36,7 @@ from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
+from spectrain.stores import forward_times
 from spectrain.stores.texts import train_tokenizer
 
 VOCAB_SIZE = 61
@@ -127,6 +128,13 @@ def family_target(request) -> TargetModel:
 @pytest.fixture
 def llama_target() -> TargetModel:
     return TargetModel(tiny_model("llama"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forwards_timed_once(tmp_path_factory):
+    """Time forwards roughly, and keep the times outside of the working folder, which is another in each test."""
+    forward_times.FEWEST_ROUNDS = forward_times.MOST_ROUNDS = 1
+    forward_times.CHECKPOINTS = tmp_path_factory.mktemp("forwards")
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
     assert set(found["skipped"]) == set(method_names()) - MODEL_FREE
     assert "holds no spire drafter" in found["skipped"]["spire"]
     assert "holds no datastore for this target; build one with" in found["skipped"]["rest"]
-    assert len(question_rows("b")) == 3 * 9
+    assert len(question_rows("b")) == 3 * 10
     page = (Path("b") / "report.html").read_text()
     for word in (*found["methods"], "spire"):
         assert word in page
@@ -107,7 +107,7 @@ def test_every_method_of_the_project_is_known_to_the_bench():
 def test_methods_of_datastores_are_lossless_and_say_what_they_took(run, asked, stored, batch_size):
     code, _, err = run(
         *("bench", asked, "out=b", f"methods=[{','.join(OF_DATASTORES)}]", f"datastore={stored}", "max_new_tokens=12"),
-        *("variants=retrieval", f"batch_size={batch_size}"),
+        *("variants=retrieval", f"batch_size={batch_size}", "max_nodes=paper"),
     )
     assert code == 0, err
     found = results("b")["methods"]
@@ -245,7 +245,7 @@ def test_sampled_lookups_write_what_autoregressive_decoding_samples(run, tmp_pat
 def test_variants_have_names_and_options_of_their_own(run, asked):
     code, _, err = run(
         *("bench", asked, "out=b", "methods=[early,no_retrieval,logitspec]", "max_new_tokens=6", "limit=1"),
-        *("variants=ablations", "+variants.early={method: pld, match: earliest}"),
+        *("variants=ablations", "+variants.early={method: pld, match: earliest}", "max_nodes=paper"),
     )
     assert code == 0, err
     found = results("b")["methods"]
@@ -257,7 +257,7 @@ def test_given_drafters_go_to_the_methods_of_their_kind(run, asked, shared):
     target = str(shared / "target")
     code, _, err = run(
         *("bench", asked, "out=b", "methods=[speculative]", f"drafter={target}", "max_new_tokens=9", "limit=1"),
-        *("peers=[hf_assisted]", "verification=block", "sampling=t1"),
+        *("peers=[hf_assisted]", "verification=block", "sampling=t1", "max_nodes=paper"),
     )
     assert code == 0, err
     found = results("b")["methods"]
@@ -311,8 +311,6 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         (["methods=[pld]", "+variants.pld={matches: latest}"], "variants.pld.matches is not an option of pld"),
         (["methods=[pld]", "+variants.x={method: y}", "methods=[x]"], "variants.x has method=y, which is unknown"),
         (["methods=[pld]", "max_nodes=1"], "max_nodes=1"),
-        (["methods=[pld]", "max_nodes=auto"], "pld: max_nodes=auto"),
-        (["methods=[pld]", "max_nodes=auto"], "run python -m spectrain.tune budget=true"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
         (["peers=[llama_cpp]", "sampling=t1"], "peers=llama_cpp decodes greedily only, not with temperature 1"),
@@ -388,3 +386,17 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, asked):
         code, _, err = run("bench", asked, "methods=[pld]", "limit=1", "out=b")
     assert (code, err.splitlines()[-1]) == (2, "error: b is in use by another process; wait for its end")
     assert not Path("b").exists()
+
+
+def test_every_method_is_lossless_as_users_get_it_and_with_the_nodes_of_its_paper(run, asked):
+    methods = "methods=[pld,logitspec,spectra_core,lookahead,magicdec]"
+    for out, nodes, expected in (("a", "null", "auto"), ("b", "paper", 11), ("c", "9", 9)):
+        code, _, err = run(
+            "bench", asked, f"out={out}", methods, f"max_nodes={nodes}", "max_new_tokens=24", "batch_size=2"
+        )
+        assert code == 0, err
+        found = results(out)["methods"]
+        assert all(one["lossless"] for one in found.values())
+        assert found["pld"]["max_nodes"] == expected
+        assert found["magicdec"]["max_nodes"] == ("auto" if nodes != "paper" else 5)
+        assert found["autoregressive"]["max_nodes"] is None

@@ -112,7 +112,7 @@ def test_the_command_is_kept_as_it_was_typed_and_can_be_pasted_into_a_shell(monk
             "unknown option: method.gama; did you mean method.gamma?",
         ),
         ("bench", ["-m", "seed=1,2", "xyzzy_plugh=3"], "unknown option: xyzzy_plugh; --cfg job prints all options"),
-        ("generate", ["method=plt"], "method=plt is unknown; choose among anpd, autoregressive, "),
+        ("generate", ["method=plt"], "method=plt is unknown; choose among anpd, auto, autoregressive, "),
         ("train", ["+exp=foo"], "exp=foo is unknown; choose among specdecpp, spire, target, vanilla"),
         ("train", ["exp=spire"], "exp must be written with a plus sign here: +exp=..."),
         ("bench", ["seed"], "'seed' cannot be read as an option; write name=value"),
@@ -133,7 +133,7 @@ def test_options_that_hydra_refuses_are_one_sentence_and_the_nearest_option(name
 )
 def test_what_names_no_file_is_a_sentence(value):
     primary = (conf_dir() / "bench.yaml").read_text()
-    with pytest.raises(UserError, match="names nothing; choose among greedy, t08, t1"):
+    with pytest.raises(UserError, match="names nothing; choose among greedy, sssd, t08, t1"):
         refuse_what_hydra_fails_on([f"sampling={value}"], primary)
 
 

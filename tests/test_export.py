@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spectrain import export, load_method, train
 from spectrain.cli import command
 from spectrain.decoding import generate, load_target
+from spectrain.methods.loading import open_export
 from spectrain.retrieval.datastore import Datastore
 from spectrain.serving import hub
 from spectrain.stores.folder import locked
@@ -272,7 +273,9 @@ def test_a_lookup_method_is_exported_with_its_datastore_and_drafts_as_before(
     from spectrain.methods.rest import build
 
     out = tmp_path / "rest"
-    code, err = exported(capfd, monkeypatch, *lookup(shared, stored, f"out={out}", "method.min_suffix=1"))
+    code, err = exported(
+        capfd, monkeypatch, *lookup(shared, stored, f"out={out}", "method.min_suffix=1", "method.max_nodes=65")
+    )
     assert code == 0, err
     target = load_target(shared / "target", device="cpu")
     prompt = target.tokenizer(PROMPT)["input_ids"]
@@ -312,6 +315,7 @@ def test_a_method_without_a_datastore_is_a_few_files(shared, tmp_path, capfd, mo
     assert not (out / "datastore").exists()
     assert "sglang" not in (out / "README.md").read_text()
     load_method(out, load_target(shared / "target", device="cpu"))
+    assert open_export(out, None).max_nodes == 11  # an engine has no forwards that could be timed
 
 
 def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path, capfd, monkeypatch):
@@ -325,7 +329,6 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
             *lookup(shared, stored, method=method)
         )
     assert "with last_logits=true needs" in refused(*lookup(shared, stored, method="sssd_logits"))
-    assert "max_nodes=auto is for the machine" in refused(*lookup(shared, stored, "method.max_nodes=auto"))
     assert "max_nodes=1 must be" in refused(*lookup(shared, stored, "method.max_nodes=1"))
     assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
     assert "was built with the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's

@@ -36,13 +36,17 @@ def made(shared, tmp_path_factory) -> Path:
         (train, "train", ["+exp=vanilla", corpus, *SMALL, f'run_dir="runs/{EVIL}"', "out=vanilla"]),
         (train, "train", ["+exp=spire", corpus, *SMALL, "run_dir=runs/whole", "vanilla=vanilla"]),
         (train, "train", ["+exp=spire", corpus, *SMALL, "run_dir=runs/hard", "loss=hard"]),
-        (bench, "bench", ["prompts=asked.jsonl", "methods=[pld,logitspec]", "max_new_tokens=8", "out=runs/b"]),
+        (
+            bench,
+            "bench",
+            ["prompts=asked.jsonl", "methods=[pld,logitspec]", "max_nodes=paper", "max_new_tokens=8", "out=runs/b"],
+        ),
         (
             tune,
             "tune",
             [
-                *("budget=true", "prompts=asked.jsonl", "methods=[logitspec]", "nodes=[2,4]", "batch_sizes=[1]"),
-                *("contexts=[16]", "repeats=1", "max_new_tokens=4", "out=runs/tuned"),
+                *("method=sssd", "method.datastore_source=false", "prompts=asked.jsonl", "max_new_tokens=4"),
+                *("grid={input_scale:[1.0]}", "out=runs/tuned"),
             ],
         ),
     ]
@@ -92,7 +96,12 @@ def test_the_page_holds_the_numbers_of_all_runs(runs, reported, shared):
         assert fixed(one["mean_accepted"], 2) in page.text
         assert fixed(one["tokens_per_s_micro"], 1) in page.text
     assert results["command"] in page.text
-    for part in ("Curves", "Acceptance by position in the draft", "Acceptance by source", "tuned: node budget"):
+    for part in (
+        "Curves",
+        "Acceptance by position in the draft",
+        "Acceptance by source",
+        "tuned: SSSD's discounts",
+    ):
         assert part in page.text
     assert page.open == []
 

@@ -32,6 +32,7 @@ class Drafter(ABC):
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
     artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
     target: TargetModel | None = None  # what `generate` and `stream` decode; the registry sets it
+    joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
     warning: str | None = None  # what a reader of its numbers must know
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
@@ -77,6 +78,15 @@ class Drafter(ABC):
         """The same step on the host: row b gained the tokens emitted[b], its new root last, and asked for asked[b].
 
         `context` is up to date; rows that ended with the step have not left yet.
+        """
+
+    def watch(self, context: Context, output: TargetOutput, verified: Verified) -> None:  # noqa: B027
+        """Like `observe`, in a step that this method did not draft. Only called where states are captured."""
+
+    def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Drafting goes on after steps that this method did not draft: `watch`, `prefill` and `free` were called only.
+
+        Row b gained the tokens emitted[b] meanwhile, its new root last; none where it has joined since.
         """
 
     def follow(

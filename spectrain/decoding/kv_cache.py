@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -143,6 +144,8 @@ class KVCache(Cache):
         self._lengths = lengths + accepted + 1
 
     def _move(self, path: Tensor, lengths: Tensor) -> None:
+        if self._move_compiled(path, lengths):
+            return
         n_rows, width = path.shape
         write = lengths[:, None] + torch.arange(width, device=path.device)
         read = torch.where(path >= 0, lengths[:, None] + path, write)  # past the end a node is written onto itself
@@ -150,6 +153,20 @@ class KVCache(Cache):
             shape = (n_rows, states.shape[1], width, states.shape[3])
             moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
             states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
+
+    def _move_compiled(self, path: Tensor, lengths: Tensor) -> bool:
+        """The same on a CPU, where the buffers are alike. Returns whether it was done."""
+        buffers = [*self.keys, *self.values]
+        first = buffers[0]
+        n_bytes = first.shape[3] * first.element_size()
+        kind = first.shape, first.dtype, torch.device("cpu")
+        if n_bytes % 4 or any((one.shape, one.dtype, one.device) != kind for one in buffers):
+            return False
+        from spectrain.decoding.moving import move
+
+        addresses = np.array([states.data_ptr() for states in buffers])
+        move(addresses, first.shape[1], first.shape[2], n_bytes // 4, path.numpy(), lengths.numpy())
+        return True
 
     def extend(self, counts: Sequence[int]) -> None:
         """The same on the host: each row has counts[b] tokens more, the root included."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +83,8 @@ def stream(
         prompts: token ids.
         max_new_tokens: maximum length of a continuation.
         sampling: None is greedy.
-        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch.
+        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless the
+            drafter chooses by the clock how many tokens it draws (max_nodes=auto of methods with a draft model).
         prompt_numbers: the numbers i; None: 0, 1, ...
         batch_size: rows decoded together; None: all prompts.
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
@@ -121,6 +123,7 @@ def stream(
     try:
         with torch.inference_mode():
             drafter.start(target, cache)
+        batch.clock = Clock(target.device)  # which does not count what is prepared once
         while waiting < len(prompts) or batch.rows:
             first, waiting = waiting, min(waiting + n_slots - len(batch.rows), len(prompts))
             if waiting > first:
@@ -297,6 +300,8 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
         found = (bonus if asked is None else torch.cat([bonus, asked], dim=1)).tolist()
         roots, none_drafted = [[int(Source.ROOT)]] * n_rows, [[0] * len(Source)] * n_rows
         return _Step([row[:1] for row in found], roots, none_drafted, [[0]] * n_rows, [row[1:] for row in found])
+    if not tree.is_chain and tree.tokens.device.type == "cpu":
+        return _read_trees(tree, verified, asked)
     n_depths = 1 + tree.deepest
     parts, asked = [verified.accepted[:, None], verified.bonus[:, None]], [] if asked is None else [asked]
     if tree.is_chain:  # the host counts what is drafted
@@ -322,6 +327,21 @@ def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _St
         step.by_source.append(counted[: len(Source)])
         step.by_depth.append(counted[len(Source) :])
         step.asked.append(rest[2 * width :])
+    return step
+
+
+def _read_trees(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _Step:
+    """The same for trees on a CPU, where a call of torch costs more than a loop over a few nodes."""
+    step = _Step([], [], [], [], [[]] * tree.shape[0] if asked is None else asked.tolist())
+    n_depths, n_sources = 1 + tree.deepest, len(Source)
+    drafted, depth, source = tree.drafted.numpy(), tree.depth.numpy(), tree.source.numpy()
+    ends = zip(verified.path.tolist(), verified.accepted.tolist(), verified.bonus.tolist(), strict=True)
+    for row, (path, accepted, bonus) in enumerate(ends):
+        tokens, own, nodes = tree.tokens[row].tolist(), source[row], path[1 : accepted + 1]
+        step.emitted.append([*(tokens[node] for node in nodes), bonus])
+        step.sources.append([*own[nodes].tolist(), int(Source.ROOT)])
+        step.by_source.append(np.bincount(own[drafted[row]], minlength=n_sources).tolist())
+        step.by_depth.append(np.bincount(depth[row][drafted[row]], minlength=n_depths).tolist())
     return step
 
 

@@ -54,7 +54,7 @@ FIELDS = 20  # int64 numbers of an operation: its kind, then addresses and sizes
 ROOM, LENGTH, GOING, DUE = range(4)  # of `DraftEnds.state`
 CHUNK = 256  # slots that a thread attends to at a time
 MOST_TOKENS = 64  # of a forward; torch is as fast with more
-MOST_PROGRAMS = 32  # kept
+MOST_PROGRAMS = 96  # kept
 BUCKETS = 2048  # of 64 bits that a thread sorts weights into, see `warping.py`
 
 

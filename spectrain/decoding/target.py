@@ -30,7 +30,7 @@ from spectrain.decoding.weights import Int8Linear
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
 KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
-KEPT_PROGRAMS = 24  # that such a cache has; drafts that a rule ends have any of some twenty lengths
+KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
 

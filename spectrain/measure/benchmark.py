@@ -27,7 +27,7 @@ from spectrain.stores.prompts import Question
 log = logging.getLogger(__name__)
 
 GROUPS_OF_BATCH = 4  # questions of a group, in batches: the last rows of a group run in an emptying batch
-WARM_UP_TOKENS = 32
+WARM_UPS, WARM_UP_TOKENS = 2, 64
 MAX_TURNS = 64
 
 
@@ -57,9 +57,11 @@ class Benchmark:
         return rows.rows
 
     def warm_up(self) -> None:
-        """Let everybody decode the first question for a few tokens; errors are left to the measurement."""
+        """Let everybody decode the first batch for a few tokens; errors are left to the measurement."""
+        first = range(min(self.batch_size, len(self.questions)))
         for name in self.decoders:
-            self.answer(name, [0], min(WARM_UP_TOKENS, self.max_new_tokens))
+            for _ in range(WARM_UPS):  # methods that choose among others run each of them
+                self.answer(name, first, min(WARM_UP_TOKENS, self.max_new_tokens))
 
     def groups(self, done: set[tuple[str, str]]) -> Iterator[list[QuestionRow]]:
         """Measure what is not `done`, by (question id, method). Yields the rows of one group and method at a time."""

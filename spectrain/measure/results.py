@@ -16,7 +16,9 @@ from spectrain.decoding import Drafter, Generation
 from spectrain.decoding.generation import LOOKED_UP, STAGES
 from spectrain.decoding.tree import Source
 from spectrain.measure.statistics import acceptance_length, decode_s, ratio_of_sums, speedup, time_share
-from spectrain.methods.registry import AUTO, BASELINE
+from spectrain.methods.auto import Auto
+from spectrain.methods.registry import BASELINE
+from spectrain.methods.sizing import AUTO
 from spectrain.stores.prompts import Question
 
 
@@ -174,15 +176,8 @@ def _steps(rows: Sequence[QuestionRow]) -> dict:
     }
 
 
-def nodes_of(drafter: Drafter, batch_size: int) -> int | dict | None:
-    """Return the nodes per step, as `max_nodes` of `results.json`.
-
-    That is a number, or for `auto` what it chose at the typical context for 1, 2, 4, .. rows.
-    """
-    budget = getattr(drafter, "budget", None)
-    if budget is None:
-        return drafter.gamma + 1 if hasattr(drafter, "gamma") else None
-    if budget.fixed is not None:
-        return budget.fixed
-    rows = sorted({batch_size} | {2**i for i in range(batch_size.bit_length())})
-    return {AUTO: {str(n): budget.nodes(n) for n in rows}}
+def nodes_of(drafter: Drafter) -> int | str | None:
+    """Return the nodes per step, as `max_nodes` of `results.json`: a number, or auto; None: nothing is drafted."""
+    if isinstance(drafter, Auto):
+        return AUTO
+    return drafter.gamma + 1 if hasattr(drafter, "gamma") else getattr(drafter, "max_nodes", None)

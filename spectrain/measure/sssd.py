@@ -23,7 +23,7 @@ NEUTRAL = ("input_scale", "input_prefix_decay", "input_depth_decay", "datastore_
 def with_options(opened: Sssd, options: Mapping) -> Sssd:
     """The method over the datastore that is open already, with the options of a yaml."""
     own = {name: value for name, value in options.items() if name in SssdOptions.__dataclass_fields__}
-    return Sssd(opened.store, SssdOptions(**own), opened.budget)
+    return Sssd(opened.store, SssdOptions(**own), opened.max_nodes)
 
 
 def tau_of(drafter: Sssd, texts: Sequence[Text]) -> Estimate:

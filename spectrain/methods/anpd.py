@@ -9,7 +9,6 @@ from spectrain.decoding import Source, TargetModel
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
-from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 
@@ -28,7 +27,8 @@ class AdaptiveNgram(CandidateDrafter):
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
-    def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | NodeBudget = 11):
+    def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | str = 11):
+        self.priors = [min(0.9, 0.2 + 0.15 * length) for length in range(max_order)]  # by the context's length
         super().__init__(max_nodes)
         self.max_order, self.draft_tokens = max_order, draft_tokens
 
@@ -36,4 +36,6 @@ class AdaptiveNgram(CandidateDrafter):
         return CountTable(tokens, self.max_order)
 
     def propose_row(self, state: CountTable, tree: CandidateTree, row: int) -> None:
-        tree.add(state.chain(min(self.draft_tokens, tree.n_free, tree.max_depth)), Source.INPUT)
+        node = 0
+        for token, length in state.chain(min(self.draft_tokens, tree.n_free, tree.max_depth)):
+            node = tree.add((token,), Source.INPUT, node, kind=length)

@@ -5,17 +5,22 @@ Letters: n active rows, g draft length, V vocabulary, D hidden size of the draft
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.drafter import Context
+from spectrain.decoding.drafter import Context, Drafter
 from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.kv_cache import KVCache
+from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
+from spectrain.methods.sizing import AUTO, ChainSizer
 from spectrain.methods.stopping import StopRule
+from spectrain.stores.forward_times import times_of
 
 # Tokens [n, g], what they were drawn from, as `DraftTree.chain` takes it (None: they are the likeliest), and how many
 # of them are each row's chain, [n] int64 (None: all).
@@ -30,6 +35,57 @@ class DraftStep:
     hidden: Tensor | None = None  # [n, D] final state of the token that was read, what the unembedding takes
 
 
+class ChainDrafter(Drafter):
+    """A method that drafts a chain. It defines `draft`.
+
+    Args:
+        gamma: most tokens of a chain.
+        adapts: whether fewer are drafted where fewer are faster, by what acceptance has been so far and what forwards
+            and draft steps cost here.
+    """
+
+    def __init__(self, gamma: int, adapts: bool = False):
+        self.gamma = gamma
+        self.sizer = ChainSizer(gamma) if adapts else None
+
+    @abstractmethod
+    def draft(self, context: Context, gamma: int) -> DraftTree:
+        """Draft chains of at most so many tokens."""
+
+    def start(self, target: TargetModel, cache: KVCache) -> None:
+        if self.sizer is not None:
+            self.sizer.start(*times_of(target, cache.max_rows))
+
+    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        if self.sizer is not None:
+            self.sizer.join(context.sampling)
+
+    def propose(self, context: Context) -> DraftTree:
+        if self.sizer is None:
+            return self.draft(context, self.gamma)
+        tree = self.draft(context, self.sizer.begin(context.n_rows))
+        self.sizer.drafted(tree.shape[1] - 1)
+        return tree
+
+    def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
+        if self.sizer is not None:
+            self.sizer.end(emitted)
+
+
+def lengths_of(gamma: int | None, max_nodes: int | str | None, fastest: int | None, most: int) -> tuple[int, bool]:
+    """The most tokens of a chain, and whether fewer are drafted where they are faster.
+
+    Args:
+        gamma: as the user gave it; None: not at all.
+        max_nodes: a number, "auto", or None: gamma + 1.
+        fastest: the length that is fixed where nothing is given.
+        most: the longest that "auto" chooses.
+    """
+    if max_nodes == AUTO:
+        return (most, True) if gamma is None else (gamma_within(gamma, None), False)
+    return gamma_within(fastest if gamma is None else gamma, max_nodes), False
+
+
 def gamma_within(gamma: int, max_nodes: int | None) -> int:
     """Return the draft length that a budget of `max_nodes` nodes, root and drafted tokens, leaves of `gamma`."""
     check_whole("gamma", gamma, 1)
@@ -39,10 +95,10 @@ def gamma_within(gamma: int, max_nodes: int | None) -> int:
     return min(gamma, max_nodes - 1)
 
 
-def candidates_within(min_candidates: int, max_candidates: int, max_nodes: int | None) -> int:
-    """Return the longest draft of a rule that drafts at least min_candidates tokens."""
+def candidates_within(min_candidates: int, max_candidates: int, max_nodes: int | str | None) -> int:
+    """Return the longest draft of a rule that drafts at least min_candidates tokens; "auto" leaves it to the rule."""
     check_whole("min_candidates", min_candidates, 1)
-    gamma = gamma_within(max_candidates, max_nodes)
+    gamma = gamma_within(max_candidates, None if max_nodes == AUTO else max_nodes)
     if min_candidates > gamma:
         raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")
     return gamma

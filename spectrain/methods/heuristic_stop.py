@@ -18,7 +18,7 @@ def build(
     threshold: float,
     min_candidates: int = 1,
     max_candidates: int = 20,
-    max_nodes: int | None = None,
+    max_nodes: int | str | None = None,
     draft_dtype: str = "auto",
 ) -> Speculative:
     """Build the method from a draft model, a Hugging Face folder or id.

@@ -88,7 +88,8 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
     if kind == "vanilla":  # the others are checked where they are built
         check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))
         check_weights(folder, "drafter")
-    described = {key: value for key, value in method_config(name).items() if key.startswith("_")}
+    told = ("max_nodes",) if kind != "lookup" else ()
+    described = {key: value for key, value in method_config(name).items() if key.startswith("_") or key in told}
     return _built(name, OmegaConf.create(described | own), target, options)
 
 

@@ -13,6 +13,8 @@ Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behin
 
 from __future__ import annotations
 
+import numpy as np
+
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.errors import UserError
 from spectrain.methods.lookup import CandidateDrafter
@@ -20,10 +22,11 @@ from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.retrieval.ngram_table import PositionTable
-from spectrain.stores.budget_table import NodeBudget
 
 # Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32 (counted from 0),
 # and y alone behind them.
+RANKS = (1, 2, 3, 5, 9, 17, 33)  # of candidates of the last logits that are alike, where a new kind begins
+RANK_PRIORS = (0.25, 0.12, 0.08, 0.05, 0.03, 0.015, 0.008, 0.003)
 KEPT_BY_RANK = (4,) * 9 + (3,) * 24
 
 
@@ -63,7 +66,7 @@ class LogitSpec(CandidateDrafter):
     """A tree a step: one unpruned branch of (a), then the branches of (b) by rank until K nodes stand.
 
     Args:
-        max_nodes: K, the root included, or a budget that says it step by step.
+        max_nodes: K, the root included; see `LookupDrafter`.
         max_ngram: longest suffix that is looked for.
         continuation_tokens: tokens of a full continuation: the latest occurrence that has as many wins.
         input_tokens: most nodes of (a). The paper does not limit it, so its 20 tokens come before all of (b); in small
@@ -80,13 +83,15 @@ class LogitSpec(CandidateDrafter):
 
     def __init__(
         self,
-        max_nodes: int | NodeBudget = 64,
+        max_nodes: int | str = 64,
         max_ngram: int = 3,
         continuation_tokens: int = 20,
         input_tokens: int = 20,
         last_logits: bool = True,
         retrieval: bool = True,
     ):
+        by_length = [min(0.85, 0.3 + 0.15 * length) for length in range(max_ngram + 1)]
+        self.priors = [*RANK_PRIORS, *by_length, *by_length, 0.4]  # guesses, the text's continuations, the store's
         super().__init__(max_nodes)
         if not (last_logits or (retrieval and input_tokens)):
             raise UserError(
@@ -106,7 +111,8 @@ class LogitSpec(CandidateDrafter):
 
     def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
         if self.retrieval:
-            tree.add(*self.continuation(state, self.input_tokens, ask_store=self.retriever is not None))
+            found, source, kind = self.continuation(state, self.input_tokens, ask_store=self.retriever is not None)
+            tree.add(found, source, kind=kind)
         if not self.last_logits:
             return
         root = tree.tokens[0]
@@ -114,20 +120,25 @@ class LogitSpec(CandidateDrafter):
         for rank, (token, kept) in enumerate(zip(guesses, self.kept, strict=False)):
             if not tree.n_free:
                 return
-            node = tree.add((token,), Source.LOGITS)
+            node = tree.add((token,), Source.LOGITS, kind=int(np.searchsorted(RANKS, rank, side="right")))
             if kept > 1:
                 found = self.continuation(state, kept - 1, (token,), ask_store=rank < self.datastore_ranks)
-                tree.add(*found, node)
+                tree.add(*found[:2], node, kind=found[2])
 
     def continuation(
         self, state: PositionTable, limit: int, extra: tuple[int, ...] = (), ask_store: bool = False
-    ) -> tuple[list[int], Source]:
-        """What followed the text and `extra`, and who says so: the text for two tokens or more, the store, the text."""
+    ) -> tuple[list[int], Source, int]:
+        """Return the tokens that followed the text and `extra`, the source that knows them, and their kind.
+
+        That is the text for two tokens or more, the store, the text.
+        """
+        first = len(RANK_PRIORS) + (self.max_ngram + 1) * bool(extra)
         if ask_store:
-            found = state.continuation(limit, extra, min_ngram=2)
+            found, length = state.continuation(limit, extra, min_ngram=2)
             if found:
-                return found, Source.INPUT
+                return found, Source.INPUT, first + length
             found = self.retriever.chain([*state.tokens[-self.retriever.options.max_suffix :], *extra], limit)
             if found:
-                return found, Source.DATASTORE
-        return state.continuation(limit, extra), Source.INPUT
+                return found, Source.DATASTORE, len(self.priors) - 1
+        found, length = state.continuation(limit, extra)
+        return found, Source.INPUT, first + length

@@ -11,9 +11,8 @@ Letters: W columns, N tokens of an n-gram, G guesses, P probes.
 from __future__ import annotations
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.methods.probing import ProbingDrafter, prompt_random, remember
+from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
-from spectrain.stores.budget_table import NodeBudget
 
 
 def build(target: TargetModel, **options) -> Lookahead:
@@ -28,19 +27,22 @@ class Lookahead(ProbingDrafter):
         window_columns: W.
         ngram_tokens: N; the window has N - 1 levels, a guess has N - 1 tokens.
         max_guesses: G, the n-grams that are kept for each first token.
+        pool_from_output: the n-grams of the text that was written enter the pool, too, as in the reference.
         max_nodes: see `ProbingDrafter`; None: all, the root, P = (N - 1) W - 1 probes and G (N - 1) of guesses.
     """
 
     first_node = 0
+    priors = AGE_PRIORS
 
     def __init__(
         self,
         window_columns: int = 15,
         ngram_tokens: int = 5,
         max_guesses: int = 15,
-        max_nodes: int | NodeBudget | None = None,
+        pool_from_output: bool = True,
+        max_nodes: int | str | None = None,
     ):
-        self.max_guesses = max_guesses
+        self.max_guesses, self.pool_from_output = max_guesses, pool_from_output
         all_nodes = (ngram_tokens - 1) * (window_columns + max_guesses)
         super().__init__(all_nodes if max_nodes is None else max_nodes, window_columns, ngram_tokens, all_nodes)
 
@@ -50,11 +52,11 @@ class Lookahead(ProbingDrafter):
         return ProbeShape((*first, *above))
 
     def new_row(self, tokens: list[int]) -> LookaheadRow:
-        return LookaheadRow(tokens, self.n_columns, self.levels, self.max_guesses)
+        return LookaheadRow(tokens, self.n_columns, self.levels, self.max_guesses, self.pool_from_output)
 
     def propose_row(self, state: LookaheadRow, tree: CandidateTree, row: int) -> None:
-        for guess in state.guesses():
-            tree.add(guess, Source.FORWARD)
+        for age, guess in enumerate(state.guesses()):
+            tree.add(guess, Source.FORWARD, kind=min(age, len(AGE_PRIORS) - 1))
 
     def probes(self, state: LookaheadRow) -> list[int]:
         return state.window[1:]
@@ -68,10 +70,14 @@ class LookaheadRow:
         n_columns: W.
         levels: N - 1.
         max_guesses: G.
+        pool_from_output: see `Lookahead`.
     """
 
-    def __init__(self, tokens: list[int], n_columns: int, levels: int, max_guesses: int):
-        self.n_columns, self.max_guesses = n_columns, max_guesses
+    def __init__(
+        self, tokens: list[int], n_columns: int, levels: int, max_guesses: int, pool_from_output: bool = False
+    ):
+        self.n_columns, self.levels, self.max_guesses = n_columns, levels, max_guesses
+        self.pool_from_output = pool_from_output
         self.text = list(tokens)
         self.random = prompt_random(tokens[:-1])
         # Differs from the reference: it fills one level per step, and guesses nothing until they are full. Here they
@@ -88,13 +94,19 @@ class LookaheadRow:
         """Enter the n-gram of each column into the pool and move the levels up by one; `new`: W tokens."""
         n_columns, window = self.n_columns, self.window
         for column, token in enumerate(new):
-            ngram = (*window[column + n_columns :: n_columns], token)
-            remember(self.pool.setdefault(window[column], {}), ngram, self.max_guesses)
+            self.enter(window[column], (*window[column + n_columns :: n_columns], token))
         self.window = window[n_columns:] + new
+
+    def enter(self, first: int, others: tuple[int, ...]) -> None:
+        """Enter an n-gram into the pool."""
+        remember(self.pool.setdefault(first, {}), others, self.max_guesses)
 
     def extend(self, tokens: list[int]) -> None:
         """The text went on: columns move left by the accepted tokens, and the new root becomes (0, 0)."""
         self.text += tokens
+        for last in range(len(self.text) - len(tokens), len(self.text) if self.pool_from_output else 0):
+            if (first := last - self.levels) >= 0:
+                self.enter(self.text[first], tuple(self.text[first + 1 : last + 1]))
         # The levels have moved up by one, which is the bonus's place; what was accepted before it moves the columns.
         # Differs from the reference: by default (ALWAYS_FWD_ONE=1) it leaves the columns where they are.
         accepted = min(len(tokens) - 1, self.n_columns)

@@ -13,14 +13,21 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from spectrain.decoding import Context, Drafter, DraftTree, TargetOutput, Verified
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.errors import check_whole
-from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, draft_tree
+from spectrain.decoding.transfer import to_device
+from spectrain.decoding.tree import PADDING_PARENT
+from spectrain.methods.sizing import AUTO, Sizer
+from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 from spectrain.retrieval.datastore import Datastore
-from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from spectrain.stores.budget_table import NodeBudget
+from spectrain.retrieval.fusion import STORE_PRIORS, RetrievalOptions, Retriever
+from spectrain.stores.forward_times import times_of
+
+MOST_NODES = 64  # of a tree under `auto`
 
 
 class RowState(Protocol):
@@ -34,8 +41,8 @@ class LookupDrafter(Drafter):
     """A method that keeps a state per row. It defines `new_row` and `propose`.
 
     Args:
-        max_nodes: nodes of a tree: root, guesses and probes. A NodeBudget is asked in every step, so trees follow the
-            rows and the context; `self.max_nodes` is then its largest answer.
+        max_nodes: nodes of a tree: root, guesses and probes. "auto" chooses them step by step, by what acceptance has
+            been so far and what forwards cost here (`sizing.py`); `self.max_nodes` is then the most.
 
     Raises:
         UserError: max_nodes has no room for a guess.
@@ -44,29 +51,37 @@ class LookupDrafter(Drafter):
     store: Datastore | None = None  # that it drafts from
     n_ranked = 0  # tokens of each row's last logits that it wants to know
     probe_shape: ProbeShape = NO_PROBES  # of the probes, which stand at nodes 1..P of every row
+    joins_late = True
+    priors: Sequence[float] = (0.4,)  # of the kinds of its candidates, see `Sizer`
 
-    def __init__(self, max_nodes: int | NodeBudget):
-        if not isinstance(max_nodes, NodeBudget):
-            check_whole("max_nodes", max_nodes, 2)
-            max_nodes = NodeBudget(fixed=max_nodes)
-        self.budget, self.max_nodes = max_nodes, max_nodes.largest
+    def __init__(self, max_nodes: int | str):
+        self.sizer: Sizer | None = None  # where max_nodes is "auto"
+        if max_nodes == AUTO:
+            self.sizer, max_nodes = Sizer(self.priors, MOST_NODES), MOST_NODES
+        check_whole("max_nodes", max_nodes, 2)
+        self.max_nodes = max_nodes
         self.rows: list[RowState] = []
         self.ranked: list[list[int]] = []  # by row: the likeliest tokens of its last logits, best first
 
-    def nodes_of_step(self, context: Context) -> int:
-        """Nodes of each row's tree in this step, root, guesses and probes; 1: nothing is worth proposing."""
-        if self.budget.fixed is not None:
+    @property
+    def nodes_of_step(self) -> int:
+        """Nodes of each row's tree in this step, root, guesses and probes; with a sizer, which will be cut."""
+        if self.sizer is None:
             return self.max_nodes
-        return self.budget.nodes(context.n_rows, max(context.n_tokens))
+        return min(self.max_nodes, self.probe_shape.n_probes + 1 + self.sizer.n_candidates)
 
     @abstractmethod
     def new_row(self, tokens: list[int]) -> RowState:
         """The state of a row that joined; tokens: its prompt and its first token, the root."""
 
-    def start(self, target, cache) -> None:
+    def start(self, target: TargetModel, cache: KVCache) -> None:
         self.rows, self.ranked = [], []
+        if self.sizer is not None:
+            self.sizer.start(*times_of(target, cache.max_rows))
 
-    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+    def prefill(self, context: Context, output: TargetOutput | None, rows: range) -> None:
+        if self.sizer is not None:
+            self.sizer.join(rows, context.sampling)
         for row in rows:
             self.rows.append(self.new_row(context.tokens[row, : context.n_tokens[row]].tolist()))
         if self.n_ranked:
@@ -80,16 +95,64 @@ class LookupDrafter(Drafter):
             state.extend(tokens)
         if self.n_ranked:
             self.ranked = list(asked)
+        if self.sizer is not None:
+            self.sizer.end(emitted)
+
+    def resume(self, context: Context, emitted: Sequence[list[int]]) -> None:
+        for state, tokens in zip(self.rows, emitted, strict=True):
+            if tokens:
+                state.extend(tokens)
+        if self.n_ranked:
+            self.ranked = self._likeliest(context).tolist()
 
     def free(self, row: int) -> None:
+        if self.sizer is not None:
+            self.sizer.free(row, len(self.rows) - 1)
         for values in (self.rows, self.ranked):
             if values:
                 values[row] = values[-1]
                 values.pop()
 
+    def drafted(self, context: Context, drafts: np.ndarray, sizes: np.ndarray) -> DraftTree:
+        """The trees of a batch: all candidates, or those that pay, padded to the largest.
+
+        Args:
+            context: of the step.
+            drafts: [n, 4, N] int64, tokens, parents, sources and kinds of the nodes: the root, the probes, then
+                candidates, parents before children.
+            sizes: [n, 2] int64, how many of a row's nodes there are, and its depth.
+        """
+        n_probes = self.probe_shape.n_probes
+        if self.sizer is not None:
+            kept, depth, is_chain = self.sizer.trees(drafts, sizes[:, 0], n_probes)
+        else:
+            kept, depth, is_chain = padded(drafts, sizes)
+        if kept.shape[2] == 1:
+            return DraftTree.root_only(to_device(torch.from_numpy(kept[:, 0, 0].copy()), context.device))
+        depth, is_chain = max(depth, self.probe_shape.depth, 1), is_chain and not n_probes
+        tokens, parents, sources = to_device(torch.from_numpy(kept), context.device).unbind(1)
+        probe = None
+        if n_probes:
+            probe = torch.zeros(parents.shape, dtype=torch.bool, device=context.device)
+            probe[:, 1 : n_probes + 1] = True
+        return DraftTree(*(tokens, parents, sources, None, probe), is_chain, depth, n_silent=self.probe_shape.n_silent)
+
     def _likeliest(self, context: Context) -> Tensor:
         logits = context.last_logits
         return logits.topk(min(self.n_ranked, logits.shape[1])).indices
+
+
+def padded(drafts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, int, bool]:
+    """Return tokens, parents and sources [n, 3, w] of all nodes, the depth, and whether all trees are chains.
+
+    Arguments are those of `LookupDrafter.drafted`.
+    """
+    width, depth = sizes.max(0).tolist()
+    kept, nodes = drafts[:, :3, :width].copy(), np.arange(width)
+    padding = nodes >= sizes[:, :1]
+    kept[:, 0][padding] = kept[:, 2][padding] = 0
+    kept[:, 1][padding] = PADDING_PARENT
+    return kept, depth, bool(((kept[:, 1] == nodes - 1) | padding).all())
 
 
 class CandidateDrafter(LookupDrafter):
@@ -104,15 +167,17 @@ class CandidateDrafter(LookupDrafter):
         return []
 
     def propose(self, context: Context) -> DraftTree:
+        if self.sizer is not None:
+            self.sizer.begin()
         trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
-        n_nodes = self.nodes_of_step(context)
+        n_nodes = self.nodes_of_step
         for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
             root = int(tokens[row, context.n_tokens[row] - 1])
             tree = CandidateTree(root, n_nodes, room - 1, self.probes(state), self.probe_shape)
             if tree.n_free:
                 self.propose_row(state, tree, row)
             trees.append(tree)
-        return draft_tree(trees, context.device)
+        return self.drafted(context, *as_drafts(trees))
 
 
 class StoreDrafter(CandidateDrafter):
@@ -126,10 +191,12 @@ class StoreDrafter(CandidateDrafter):
     """
 
     def __init__(
-        self, store: Datastore, options: RetrievalOptions, max_nodes: int | NodeBudget, max_guesses: int | None = None
+        self, store: Datastore, options: RetrievalOptions, max_nodes: int | str, max_guesses: int | None = None
     ):
         super().__init__(max_nodes)
         self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
+
+    priors = STORE_PRIORS
 
     def new_row(self, tokens: list[int]) -> deque[int]:
         return deque(tokens, maxlen=self.retriever.options.max_suffix)

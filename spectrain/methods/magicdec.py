@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
+from spectrain.decoding import Context, DraftTree, KVCache, TargetModel
 from spectrain.decoding.errors import UserError
-from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
+from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
 
 
 def build(target: TargetModel, **options) -> MagicDec:
@@ -23,11 +23,16 @@ def build(target: TargetModel, **options) -> MagicDec:
     return MagicDec(**options)
 
 
-class MagicDec(Drafter):
+GAMMA = 4  # the k of SPIRe's comparison with MagicDec
+MOST = 8  # of a chain that adapts
+
+
+class MagicDec(ChainDrafter):
     """Drafts with the target itself, which reads sink and window only.
 
     Args:
-        gamma: drafted tokens per step; fewer where a row has less room.
+        gamma: drafted tokens per step; fewer where a row has less room. None: GAMMA, or with max_nodes "auto" as many
+            as pay.
         sink_tokens: first tokens of the text that a draft reads.
         window_tokens: last tokens before the root that a draft reads. The view stands still while a chain is drafted.
         positions: "cache" numbers the view 0, 1, 2, .. and turns the copied keys accordingly, as StreamingLLM does;
@@ -38,15 +43,17 @@ class MagicDec(Drafter):
         UserError: an option is out of its range.
     """
 
+    joins_late = True
+
     def __init__(
         self,
-        gamma: int = 4,
+        gamma: int | None = None,
         sink_tokens: int = 1,
         window_tokens: int = 64,
         positions: str = "cache",
-        max_nodes: int | None = None,
+        max_nodes: int | str | None = None,
     ):
-        self.gamma = gamma_within(gamma, max_nodes)
+        super().__init__(*lengths_of(gamma, max_nodes, GAMMA, MOST))
         self.sink_tokens = sink_tokens
         self.window_tokens = window_tokens
         self.positions = positions
@@ -56,6 +63,7 @@ class MagicDec(Drafter):
         self._inv_freq: Tensor | None = None  # [F] of the target that was checked last
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
+        super().start(target, cache)
         if self.positions == "cache" and (self.reader is None or self.reader.config is not target.config):
             self._inv_freq = rotary_frequencies(target)
         if self.cache is not None:
@@ -64,7 +72,7 @@ class MagicDec(Drafter):
         n_slots = self.sink_tokens + self.window_tokens + self.gamma  # the root and gamma - 1 drafts are fed
         self.cache = target.new_cache(cache.max_rows, n_slots, n_slots)
 
-    def propose(self, context: Context) -> DraftTree:
+    def draft(self, context: Context, gamma: int) -> DraftTree:
         # The sparse cache is copied anew here, so there is nothing to do when drafts are rejected or rows end.
         roots = context.lengths[:, None] - 1  # [n, 1] positions
 
@@ -72,7 +80,7 @@ class MagicDec(Drafter):
             self._copy_view()
             return self._read(context.roots, roots)
 
-        return draft_chain(context, self.gamma, first, step=lambda tokens, i: self._read(tokens, roots + i))
+        return draft_chain(context, gamma, first, step=lambda tokens, i: self._read(tokens, roots + i))
 
     def _read(self, tokens: Tensor, text_positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at text positions [n, 1], and keeps it."""

@@ -10,7 +10,6 @@ from spectrain.decoding import Source, TargetModel
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
-from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 
@@ -37,8 +36,9 @@ class PromptLookup(CandidateDrafter):
         draft_tokens: int = 10,
         match: str = "latest",
         past_end: bool = True,
-        max_nodes: int | NodeBudget = 11,
+        max_nodes: int | str = 11,
     ):
+        self.priors = [min(0.9, 0.2 + 0.2 * length) for length in range(max_ngram + 1)]  # by the match's length
         super().__init__(max_nodes)
         self.max_ngram, self.draft_tokens, self.match, self.past_end = max_ngram, draft_tokens, match, past_end
 
@@ -46,4 +46,5 @@ class PromptLookup(CandidateDrafter):
         return PositionTable(tokens, self.max_ngram, self.match, past_end=self.past_end)
 
     def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
-        tree.add(state.continuation(self.draft_tokens), Source.INPUT)
+        found, length = state.continuation(min(self.draft_tokens, tree.n_free))
+        tree.add(found, Source.INPUT, kind=length)

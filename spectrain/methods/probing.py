@@ -16,11 +16,13 @@ from random import Random
 
 from torch import Tensor
 
-from spectrain.decoding import Context, DraftTree, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.errors import UserError, check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import ProbeShape
-from spectrain.stores.budget_table import NodeBudget
+
+PROBES_COST = 1.25
+AGE_PRIORS = (0.35, 0.25, 0.2, 0.15)  # of guesses, the newest first, by kind
 
 
 class ProbingDrafter(CandidateDrafter):
@@ -30,8 +32,8 @@ class ProbingDrafter(CandidateDrafter):
 
     Args:
         max_nodes: root, probes and guesses. Where it is smaller than `all_nodes`, W shrinks until the probes take at
-            most half of the nodes. A NodeBudget is asked when a generation starts, for its rows and the typical
-            context, because the number of probes fixes what rows keep.
+            most half of the nodes. With "auto" there are so many columns as make a forward of root and probes cost
+            PROBES_COST of one without; the number is fixed for a generation, as it fixes what rows keep.
         most_columns: W where there are enough nodes.
         ngram_tokens: N.
         all_nodes: nodes of the largest tree.
@@ -42,30 +44,34 @@ class ProbingDrafter(CandidateDrafter):
 
     first_node = 1  # of the columns; 0: the first cell is the root itself
 
-    def __init__(self, max_nodes: int | NodeBudget, most_columns: int, ngram_tokens: int, all_nodes: int):
+    def __init__(self, max_nodes: int | str, most_columns: int, ngram_tokens: int, all_nodes: int):
         check_whole("ngram_tokens", ngram_tokens, 2)
         super().__init__(max_nodes)
-        self.most_columns, self.levels, self.all_nodes = most_columns, ngram_tokens - 1, all_nodes
-        self._set_nodes(self.max_nodes)
+        self.most_columns, self.levels = most_columns, ngram_tokens - 1
+        n_probes = self.max_nodes if self.max_nodes >= all_nodes else min(self.max_nodes // 2, self.max_nodes - 2)
+        self._set_probes(n_probes)
 
-    def start(self, target: TargetModel, cache) -> None:
+    def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
-        self._set_nodes(self.budget.nodes(cache.max_rows))
+        if self.sizer is not None:
+            seconds = self.sizer.times.forwards[-1]
+            cheap = seconds <= PROBES_COST * seconds[1]
+            most = min(int(cheap.nonzero()[0][-1]) - 1, self.max_nodes // 2)
+            self._set_probes(max(most, self._column))
 
-    def nodes_of_step(self, context: Context) -> int:
-        return self.max_nodes
+    @property
+    def _column(self) -> int:
+        """Probes of a single column."""
+        return self.levels + self.first_node - 1
 
-    def _set_nodes(self, max_nodes: int) -> None:
-        self.max_nodes, self.n_columns = max_nodes, self.most_columns
-        if max_nodes < self.all_nodes:
-            column = self.levels + self.first_node - 1  # probes of a single one
-            n_probes = min(max_nodes // 2, max_nodes - 2)
-            if n_probes < column:
-                raise UserError(
-                    f"max_nodes={max_nodes} must be at least {max(column + 2, 2 * column)} with "
-                    f"ngram_tokens={self.levels + 1}; raise max_nodes or lower ngram_tokens"
-                )
-            self.n_columns = min(self.most_columns, (n_probes + 1 - self.first_node) // self.levels)
+    def _set_probes(self, most: int) -> None:
+        column = self._column
+        if most < column:
+            raise UserError(
+                f"max_nodes={self.max_nodes} must be at least {max(column + 2, 2 * column)} with "
+                f"ngram_tokens={self.levels + 1}; raise max_nodes or lower ngram_tokens"
+            )
+        self.n_columns = min(self.most_columns, (most + 1 - self.first_node) // self.levels)
         shape = self.shape_of(self.n_columns)
         self.probe_shape = replace(shape, n_silent=shape.n_probes - self.n_columns)  # only the last level is read
 

@@ -5,13 +5,14 @@ of the method's `build(target, ...)`, which `_target_` names, and what others mu
 
     _artifact_: spire | vanilla | head | datastore    the folder that `build` takes besides
     _tuned_: name                                     the name of its options in files of spectrain.tune
+    _nodes_: 64                                       the paper's `max_nodes`; without it: all, or gamma + 1
+    _chooses_: true                                   `build` takes other methods, by name
 
 Every `build` raises UserError where options contradict each other, or a folder is missing, damaged or does not fit.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +22,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.methods.auto import METHODS, Auto
+from spectrain.methods.sizing import AUTO
 from spectrain.models.artifacts import KINDS, check_weights, decoded_by, is_export, newest_artifact, read_manifest
 from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.retrieval.datastore import newest_datastore
-from spectrain.stores.budget_table import find_table
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
 from spectrain.stores.options import check_method_options
 from spectrain.stores.writing import write_whole
@@ -32,7 +34,7 @@ from spectrain.stores.yaml_files import read_yaml
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"  # max_nodes=auto
+PAPER = "paper"  # max_nodes=paper
 BASELINE = "autoregressive"  # the method that all others are compared with
 
 
@@ -44,15 +46,22 @@ def method_names() -> list[str]:
 def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
     """Read `conf/method/<name>.yaml`, with another node budget where one is given and the method has a budget.
 
-    "auto" is for trees. A method that drafts a chain keeps its own length.
+    "paper" is that of its paper. A number is for trees: a method that drafts a chain keeps its own length.
     """
     config = OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
     for base in config.pop("defaults", []):  # as Hydra composes it: another method with other options
         if base != "_self_":
             config = OmegaConf.merge(method_config(base), config)
-    if max_nodes is not None and "max_nodes" in config and (max_nodes != AUTO or drafts_trees(config)):
+    if max_nodes == PAPER:
+        return with_papers_nodes(config)
+    if max_nodes is not None and "max_nodes" in config and (max_nodes == AUTO or drafts_trees(config)):
         config.max_nodes = max_nodes
     return config
+
+
+def with_papers_nodes(method: DictConfig) -> DictConfig:
+    """A method that drafts as many tokens as in its paper, where its `max_nodes` is auto."""
+    return OmegaConf.merge(method, {"max_nodes": method.get("_nodes_")}) if method.get("max_nodes") == AUTO else method
 
 
 def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str, DictConfig]:
@@ -173,14 +182,6 @@ def drafts_trees(method: DictConfig) -> bool:
     return "max_nodes" in method and not any(length in method for length in ("gamma", "max_candidates"))
 
 
-def budgets_digest(methods: Mapping[str, DictConfig]) -> dict[str, str]:
-    """A digest of the tables that `max_nodes=auto` reads, for the identity of a run; empty where no method does."""
-    if not any(options.get("max_nodes") == AUTO for options in methods.values()):
-        return {}
-    files = sorted(CHECKPOINTS.glob("budget-*.json"))
-    return {"budgets": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]}
-
-
 def names(value: str | float | ListConfig | Sequence[str | float] | None) -> list:
     """The values of an option that takes one name or number, or a list of them."""
     return [value] if isinstance(value, str | float | int) else list(value or [])
@@ -241,22 +242,22 @@ def build_method(
         method: the yaml's content.
         target: what is decoded; None: a serving engine's, of which nothing is at hand but the tokens.
         artifacts: folders that the user gave, by kind; those that the method does not take are left alone.
-        sampling: for which `max_nodes=auto` and heads are looked up; None: not known yet, so as for greedy, and no head
-            is said to be of another one.
+        sampling: for which heads are looked up; None: not known yet, so no head is said to be of another one.
 
     Raises:
-        UserError: the artifact is missing or does not fit; or max_nodes=auto is for a chain, or was not measured with
-            this target, machine and sampling.
+        UserError: the artifact is missing or does not fit.
     """
+    if method.get("_chooses_"):
+        drafter = build_function(method)(target, _to_choose_from(method, target, artifacts or {}, sampling))
+        drafter.target = target
+        kinds = {method_config(arm.name).get("_artifact_") for arm in drafter.arms}
+        drafter.artifacts |= {kind: folder for kind, folder in (artifacts or {}).items() if kind in kinds}
+        return drafter
+    if target is None:  # whose forwards cannot be timed
+        method = with_papers_nodes(method)
     options, kind = plain_options(method), method.get("_artifact_")
     artifacts = {} if artifacts is None else artifacts
-    if options.get("max_nodes") == AUTO:
-        if not drafts_trees(method):
-            raise UserError(
-                "max_nodes=auto sizes trees, but this method drafts a chain; give gamma or max_candidates in its place"
-            )
-        table = find_table(CHECKPOINTS, target)
-        options["max_nodes"] = table.budget(OmegaConf.to_container(method, resolve=True), sampling or Sampling())
+    chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
     build = build_function(method)
     if kind is None:
         drafter = build(target, **options)
@@ -271,8 +272,37 @@ def build_method(
             drafter = _build_with_head(build, target, folder, options, artifacts, sampling)
         else:
             drafter = build(target, folder, **options)
+    if chooses:
+        drafter = Auto({tuned_name(method): drafter})
     drafter.target = target
     return drafter
+
+
+def _to_choose_from(
+    method: DictConfig, target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling | None
+) -> dict[str, Drafter]:
+    """The methods that method=auto runs: those that it names; else all of METHODS that can be built.
+
+    Raises:
+        UserError: one that is named, or whose folder was given, cannot be built.
+    """
+    asked, found = names(method.methods), {}
+    for name in asked or METHODS:
+        if name not in method_names() or method_config(name).get("_chooses_"):
+            known = (one for one in method_names() if not method_config(one).get("_chooses_"))
+            raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}")
+        if name == BASELINE:
+            continue  # it is always one of them
+        config = method_config(name)
+        try:
+            built = build_method(config, target, artifacts, sampling)
+        except UserError as error:
+            if asked or config.get("_artifact_") in artifacts:
+                raise
+            log.info("%s is left out: %s", name, error)
+            continue
+        found[name] = built.arms[0].drafter
+    return found
 
 
 def build_methods(

@@ -13,7 +13,6 @@ from spectrain.decoding import TargetModel
 from spectrain.methods.lookup import StoreDrafter
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions
-from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 
@@ -25,7 +24,7 @@ def build(
     min_suffix: int = 2,
     max_matches: int = 5000,
     branch_tokens: int = 10,
-    max_nodes: int | NodeBudget = 65,
+    max_nodes: int | str = 65,
 ) -> StoreDrafter:
     """The method over the datastore of this folder.
 

@@ -95,7 +95,7 @@ def build(
     min_candidates: int = 1,
     max_candidates: int = 20,
     judge: str = "current",
-    max_nodes: int | None = None,
+    max_nodes: int | str | None = None,
     draft_dtype: str = "auto",
 ) -> Drafter:
     """Build the method from the folders of an exported head and of the drafter that it was trained on.

@@ -7,12 +7,11 @@ from spectrain.methods.spectra_core import CoreOptions, SpectraCore
 from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import Retriever
-from spectrain.stores.budget_table import NodeBudget
 
 RETRIEVAL = ("max_suffix", "min_suffix", "max_matches", "min_matches")
 
 
-def build(target: TargetModel, datastore: str, max_nodes: int | NodeBudget | None = None, **options) -> SpectraCore:
+def build(target: TargetModel, datastore: str, max_nodes: int | str | None = None, **options) -> SpectraCore:
     """The core with a retriever over the datastore of this folder.
 
     Args:

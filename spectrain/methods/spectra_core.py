@@ -20,13 +20,14 @@ from torch import Tensor
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.errors import UserError, check_number
 from spectrain.decoding.transfer import to_device
-from spectrain.methods.probing import ProbingDrafter, prompt_random, remember
+from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
-from spectrain.retrieval.fusion import Retriever
-from spectrain.stores.budget_table import NodeBudget
+from spectrain.retrieval.fusion import STORE_PRIORS, Retriever
+
+BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of forward guesses by age
 
 
-def build(target: TargetModel, max_nodes: int | NodeBudget | None = None, **options) -> SpectraCore:
+def build(target: TargetModel, max_nodes: int | str | None = None, **options) -> SpectraCore:
     """The method; options are those of `CoreOptions`. It takes nothing from the target but the logits of its probes."""
     return SpectraCore(CoreOptions(**options), max_nodes)
 
@@ -51,6 +52,7 @@ class CoreOptions:
     backward: bool = True  # False: the backward dictionary gives no guess
     sub_ngrams: bool = True  # False: only whole candidates enter the dictionaries
     pool_from_prompt: bool = False  # True: the prompt's n-grams enter the dictionaries, too
+    pool_from_output: bool = True  # False: those of the text that was written do not, as in the paper
 
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, "[0, 1]")
@@ -74,7 +76,7 @@ class SpectraCore(ProbingDrafter):
     def __init__(
         self,
         options: CoreOptions | None = None,
-        max_nodes: int | NodeBudget | None = None,
+        max_nodes: int | str | None = None,
         retriever: Retriever | None = None,
     ):
         self.options = options = options or CoreOptions()
@@ -84,6 +86,7 @@ class SpectraCore(ProbingDrafter):
         all_nodes = 1 + (N - 1) * W + (N - 1) * (G - 1) + N
         if max_nodes is None:
             max_nodes = all_nodes if retriever is None else 1 + (N - 1) * W + N * G
+        self.priors = [*AGE_PRIORS, 0.4, *STORE_PRIORS]
         super().__init__(max_nodes, W, N, all_nodes)
         self.is_key = torch.zeros(0, 0, dtype=torch.bool)  # [B, V]: the token is a key of the row's forward dictionary
 
@@ -107,7 +110,8 @@ class SpectraCore(ProbingDrafter):
     def propose_row(self, state: CoreRow, tree: CandidateTree, row: int) -> None:
         n_guesses = state.add_guesses(tree)
         if self.retriever is not None:
-            self.retriever.add_to(tree, list(state.tail), self.options.max_guesses - n_guesses)
+            n_left = self.options.max_guesses - n_guesses
+            self.retriever.add_to(tree, list(state.tail), n_left, first_kind=BACKWARD + 1)
 
     def probes(self, state: CoreRow) -> list[int]:
         return state.candidates
@@ -141,8 +145,7 @@ class CoreRow:
         self.options, self.n_candidates = options, n_candidates
         self.random = prompt_random(prompt)
         others = options.ngram_tokens - 1
-        # The end of the text, at least as long as the longest key of the backward dictionary.
-        self.tail = deque(tokens, maxlen=max(others, tail_tokens))
+        self.tail = deque(tokens, maxlen=max(options.ngram_tokens, tail_tokens))  # the end of the text
         # Token j of candidate i stands at j W + i. Algorithm 1, line 3, does not say what the random tokens are drawn
         # from; Lookahead's are the prompt's.
         self.candidates = self.random.choices(prompt, k=others * n_candidates)
@@ -161,12 +164,12 @@ class CoreRow:
         backward = backward[: min(tree.n_free, tree.max_depth)]
         forward = self.ngrams.forward_guesses(tree.tokens[0]) if self.options.forward else []
         in_tree = 0  # tokens of the backward guess that stand in the tree
-        for guess in forward:
-            shared = n_equal(guess, backward)
-            node = tree.add(guess[:shared], Source.FORWARD)  # of the reserved nodes
+        for age, guess in enumerate(forward):
+            shared, kind = n_equal(guess, backward), min(age, BACKWARD - 1)
+            node = tree.add(guess[:shared], Source.FORWARD, kind=BACKWARD)  # of the reserved nodes
             in_tree = max(in_tree, shared)
-            tree.add(guess[shared:], Source.FORWARD, node, reserve=len(backward) - in_tree)
-        tree.add(backward, Source.BACKWARD)
+            tree.add(guess[shared:], Source.FORWARD, node, reserve=len(backward) - in_tree, kind=kind)
+        tree.add(backward, Source.BACKWARD, kind=BACKWARD)
         return len(forward) + bool(backward)
 
     def draw_unseen(self, vocab_size: int) -> list[int]:
@@ -185,7 +188,10 @@ class CoreRow:
 
     def extend(self, tokens: list[int]) -> None:
         """The text went on. The pool does not move with it: candidates hang under whatever the root is."""
-        self.tail.extend(tokens)
+        for token in tokens:
+            self.tail.append(token)
+            if self.options.pool_from_output:
+                self.ngrams.enter(tuple(self.tail)[-self.options.ngram_tokens :])
 
 
 class NgramStorage:

@@ -10,7 +10,6 @@ from spectrain.decoding import TargetModel
 from spectrain.methods.lookup import StoreDrafter
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions
-from spectrain.stores.budget_table import NodeBudget
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 
@@ -20,7 +19,7 @@ def build(
     datastore: str,
     max_guesses: int = 15,
     ngram_tokens: int = 5,
-    max_nodes: int | NodeBudget | None = None,
+    max_nodes: int | str | None = None,
     **retrieval,
 ) -> StoreDrafter:
     """The method over the datastore of this folder.

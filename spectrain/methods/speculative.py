@@ -5,40 +5,44 @@ Letters: n active rows, R new rows, T tokens fed, gamma draft length, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from spectrain.decoding.drafter import Context, Drafter
+from spectrain.decoding.drafter import Context
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
+from spectrain.decoding.program import MOST_TOKENS
 from spectrain.decoding.target import TargetModel, TargetOutput
-from spectrain.decoding.transfer import without
+from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
-from spectrain.decoding.verify import Verified
 from spectrain.decoding.weights import draft_dtype_of
-from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
+from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma
 from spectrain.models.draft_states import in_vocabulary
 
 GAMMA = 4  # drafted tokens per step
+MOST = 8  # of a chain that adapts
 
 
 def build(
     target: TargetModel,
     drafter: str,
     gamma: int | None = None,
-    max_nodes: int | None = None,
+    max_nodes: int | str | None = None,
     draft_dtype: str = "auto",
 ) -> Speculative:
     """The method from a Hugging Face folder or id; see `load_draft_model`.
 
-    gamma: None takes the fastest that training measured, if the folder is an export that says so, else GAMMA.
+    gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the fastest
+    after training, if the folder is an export that says so, else GAMMA.
     """
-    gamma = (fastest_gamma(Path(drafter)) or GAMMA) if gamma is None else gamma
-    return Speculative(load_draft_model(target, drafter, draft_dtype), gamma, max_nodes, draft_dtype=draft_dtype)
+    length, adapts = lengths_of(gamma, max_nodes, fastest_gamma(Path(drafter)) or GAMMA, MOST)
+    model = load_draft_model(target, drafter, draft_dtype)
+    return Speculative(model, length, draft_dtype=draft_dtype, adapts=adapts)
 
 
 def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:
@@ -55,7 +59,7 @@ def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "floa
     return draft_model
 
 
-class Speculative(Drafter):
+class Speculative(ChainDrafter):
     """Drafts gamma tokens per step for all rows at once, from any causal LM of the target's vocabulary.
 
     Args:
@@ -63,8 +67,11 @@ class Speculative(Drafter):
         gamma: drafted tokens per step; fewer where a row has less room.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
+        adapts: see `ChainDrafter`.
         draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
     """
+
+    joins_late = True
 
     def __init__(
         self,
@@ -73,18 +80,19 @@ class Speculative(Drafter):
         max_nodes: int | None = None,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
+        adapts: bool = False,
     ):
+        super().__init__(gamma_within(gamma, max_nodes), adapts)
         if draft_dtype_of(draft_dtype, draft_model.device, draft_model.dtype) == torch.int8:
             draft_model = draft_model.in_8_bits()
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model
         self.stop = stop
-        self.gamma = gamma_within(gamma, max_nodes)
         self.cache: KVCache | None = None
         self.vocab_size = draft_model.vocab_size
-        self._before = torch.empty(0, dtype=torch.int64)  # [n] the token before each row's root
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
+        super().start(target, cache)
         if self._fits is None or self._fits.tokenizer is not target.tokenizer:
             check_tokenizers(target, self.draft_model)
         self._fits = target
@@ -94,6 +102,7 @@ class Speculative(Drafter):
         self.cache = self.draft_model.new_cache(cache.max_rows, cache.block_tokens, cache.capacity)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        super().prefill(context, output, rows)
         lengths = [context.n_tokens[row] - 1 for row in rows]
         longest = max(context.n_tokens[row] + context.room[row] for row in rows)
         if longest > self.draft_model.max_positions:
@@ -103,39 +112,44 @@ class Speculative(Drafter):
             )
         prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
         self.draft_model.prefill(prompts, lengths, self.cache, rows)
-        last = torch.tensor(lengths, device=prompts.device)[:, None] - 1
-        self._before = torch.cat([self._before[: rows.start].to(prompts.device), prompts.gather(1, last)[:, 0]])
 
-    def propose(self, context: Context) -> DraftTree:
+    def draft(self, context: Context, gamma: int) -> DraftTree:
         return draft_chain(
             context,
-            self.gamma,
+            gamma,
             first=lambda: self._read_unseen(context),
             # The last token is not fed: its K and V are made up for if it is accepted.
             step=lambda tokens, i: self._read(DraftTree.root_only(tokens.to(self.draft_model.device)), context),
             stop=self.stop,
         )
 
-    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
-        before = tree.tokens.gather(1, verified.last[:, None])[:, 0]
-        self._before = before.to(self.draft_model.device)
+    def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
+        # What was drafted last stands in the cache behind the text of that time, whose last token may be unread.
+        known = zip(self.cache.lengths, context.n_tokens, emitted, strict=True)
+        self.cache.truncate([min(length, total - len(missed) - 1) for length, total, missed in known])
 
     def free(self, row: int) -> None:
         self.cache.free(row)
-        self._before = without(self._before, row)
 
     def _read_unseen(self, context: Context) -> DraftStep:
-        """Feed what the draft cache lacks of the rows' texts: their roots, and after a fully accepted draft the tokens
-        before them, which were drafted but never fed. What the cache holds behind these was rejected.
+        """Feed what the draft cache lacks of the rows' texts: their roots, after a fully accepted draft the tokens
+        before them, which were drafted but never fed, and what was decoded plainly. What the cache holds behind these
+        was rejected.
         """
-        device = self.draft_model.device
-        roots, seen = context.roots.to(device), zip(context.n_tokens, self.cache.lengths, strict=True)
-        n_unseen = max(max(total - known for total, known in seen), 1)  # 1 or 2, the same for all rows
-        starts = [total - n_unseen for total in context.n_tokens]
-        self.cache.truncate(starts, context.lengths.to(device) - n_unseen)
-        if n_unseen == 1:
-            return self._read(DraftTree.root_only(roots), context)
-        return self._read(DraftTree.chain(self._before, roots[:, None]), context)
+        device, totals = self.draft_model.device, context.n_tokens
+        while True:
+            n_unseen = [max(total - known, 1) for total, known in zip(totals, self.cache.lengths, strict=True)]
+            n = min(max(n_unseen), MOST_TOKENS, *totals)  # the same for all rows: some read tokens again
+            starts = [total - max(n, unseen) for total, unseen in zip(totals, n_unseen, strict=True)]
+            if n == max(n_unseen) == 1:
+                self.cache.truncate(starts, context.lengths.to(device) - 1)
+                return self._read(DraftTree.root_only(context.roots.to(device)), context)
+            tokens = [context.tokens[row, start : start + n] for row, start in enumerate(starts)]
+            read = to_device(torch.stack(tokens), device)
+            self.cache.truncate(starts)
+            said = self._read(DraftTree.chain(read[:, 0], read[:, 1:]), context)
+            if n == max(n_unseen):
+                return said
 
     def _read(self, chain: DraftTree, context: Context) -> DraftStep:
         """Run the draft model on one chain per row and keep it. Returns what it says at the end of each chain."""

@@ -11,19 +11,20 @@ Letters: n rows, R new rows, C draft blocks, D hidden size, S slots, W window, g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
-from spectrain.methods.draft_chain import DraftStep, draft_chain, gamma_within
+from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, load_spire
@@ -35,25 +36,31 @@ def build(
     target: TargetModel,
     drafter: str | Path,
     gamma: int | None = None,
-    max_nodes: int | None = None,
+    max_nodes: int | str | None = None,
     draft_dtype: str = "auto",
 ) -> Spire:
     """The method from an exported drafter; raises UserError where it was trained for another target.
 
-    gamma: None takes the fastest that training measured, which is in the export.
+    gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the fastest
+    after training, which is in the export.
     """
-    folder = Path(drafter)
-    gamma = fastest_gamma(folder) if gamma is None else gamma
-    return Spire(load_spire(folder, target), gamma, max_nodes, draft_dtype=draft_dtype)
+    loaded, fastest = load_spire(Path(drafter), target), fastest_gamma(Path(drafter))
+    k, window = loaded.config.k, loaded.config.window_tokens
+    length, adapts = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window))
+    return Spire(loaded, length, draft_dtype=draft_dtype, adapts=adapts)
 
 
-class Spire(Drafter):
+LONGER = 2  # times the k of training a chain may have that adapts
+
+
+class Spire(ChainDrafter):
     """Drafts with a `SpireDrafter`.
 
     Args:
         drafter: trained for the target at hand.
         gamma: draft tokens per step; None takes the k it was trained with.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
+        adapts: see `ChainDrafter`.
         stop: ends drafts before gamma tokens.
         draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
 
@@ -68,19 +75,21 @@ class Spire(Drafter):
         max_nodes: int | None = None,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
+        adapts: bool = False,
     ) -> None:
         config = drafter.config
+        super().__init__(gamma_within(config.k if gamma is None else gamma, max_nodes), adapts)
         self.trained, self.stop, self.draft_dtype = drafter, stop, draft_dtype
         self.drafter = drafter  # as it drafts; `start` makes it
         self._made_for: tuple = ()
         self.slots: SlotStore | None = None
         self.graphs: Graphs | None = None  # that run draft steps
-        self.gamma = gamma_within(config.k if gamma is None else gamma, max_nodes)
         if self.gamma > config.window_tokens:
             raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.capture_layers = config.captured_layers
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
+        super().start(target, cache)
         shape = self.drafter.config.shape
         if target.vocab_size != shape.vocab_size or target.config.hidden_size != shape.hidden_size:
             raise UserError(
@@ -92,6 +101,8 @@ class Spire(Drafter):
             self.slots.clear()
         else:
             self.slots = SlotStore(drafter, self.gamma, cache.max_rows)
+        # Captured states [n, P, C, D] and positions [n, P] of steps without this method, whose memories are missing.
+        self._missed: deque[tuple[Tensor, Tensor]] = deque()
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
@@ -119,20 +130,23 @@ class Spire(Drafter):
         return self.slots.kept(lengths) if self.capture_layers else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        super().prefill(context, output, rows)
+        self._catch_up()
         if self.capture_layers:
             self.slots.fill(self._memories(output.captured), output.positions, rows)
         if self.drafter.config.previous_state:
             last = (output.positions == (context.lengths[rows.start : rows.stop, None] - 2)).long().argmax(1)
             self.finals[rows.start : rows.stop] = _at(output.captured[:, :, -1], last)
 
-    def propose(self, context: Context) -> DraftTree:
+    def draft(self, context: Context, gamma: int) -> DraftTree:
+        self._catch_up()
         if not self.capture_layers:
             self._read_context(context)
         roots = context.lengths - 1  # [n] positions
         self.state = self.finals[: context.n_rows]
         return draft_chain(
             context,
-            self.gamma,
+            gamma,
             first=lambda: self._step(context.roots, roots),
             step=lambda tokens, i: self._step(tokens, roots + i),
             stop=self.stop,
@@ -153,7 +167,45 @@ class Spire(Drafter):
             last = verified.accepted  # of a chain
             self.finals[: context.n_rows] = _at(output.captured[:, :, -1], last)
 
+    def watch(self, context: Context, output: TargetOutput, verified: Verified) -> None:
+        captured, positions = output.captured, output.positions
+        if captured.shape[1] > 1:
+            path = verified.path
+            if path.device.type == "cpu":
+                path = path[:, : 1 + int(verified.accepted.max())]
+            nodes = path.clamp_min(0)
+            captured = captured.gather(1, nodes[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
+            positions = positions.gather(1, nodes).masked_fill(path < 0, -1)
+        elif self.graphs is not None:  # whose outputs the next step overwrites
+            captured, positions = captured.clone(), positions.clone()
+        config = self.drafter.config
+        if len(self._missed) == config.window_tokens:
+            if min(context.n_tokens) > config.sink_tokens + config.window_tokens:
+                self._missed.popleft()  # it is no sink, and no window reaches back to it
+            else:
+                self._catch_up()
+        self._missed.append((captured, positions))
+
+    def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Keep the memories of tokens that were decoded without this method."""
+        if self._missed:
+            captured, positions = (torch.cat(parts, dim=1) for parts in zip(*self._missed, strict=True))
+            self._missed.clear()
+            n_rows, last = len(captured), positions.amax(1, keepdim=True)
+            # A slot is written once: what no window reaches any more is left out.
+            gone = (positions <= last - self.slots.ring_tokens) & (positions >= self.drafter.config.sink_tokens)
+            positions = positions.masked_fill(gone, -1)
+            self.slots.write_memories(self._memories(captured), positions, slice(0, n_rows))
+            if self.drafter.config.previous_state:
+                self.finals[:n_rows] = _at(captured[:, :, -1], positions.argmax(1))
+
     def free(self, row: int) -> None:
+        if self.slots.n_rows > 1:
+            self._catch_up()
+        self._missed.clear()
         self.finals[row] = self.finals[self.slots.n_rows - 1]
         self.slots.free(row)
 

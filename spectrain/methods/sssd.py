@@ -20,19 +20,25 @@ import torch
 
 from spectrain.decoding import Context, DraftTree, TargetModel
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.transfer import to_device
-from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
-from spectrain.retrieval.fusion import NO_STORE, NO_TOKENS, RetrievalOptions, Retriever, fuse
-from spectrain.stores.budget_table import NodeBudget
+from spectrain.retrieval.fusion import (
+    LOGITS_PRIORS,
+    NO_STORE,
+    NO_TOKENS,
+    STORE_PRIORS,
+    RetrievalOptions,
+    Retriever,
+    fuse,
+    input_priors,
+)
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
 
-def build(target: TargetModel, datastore: str | None, max_nodes: int | NodeBudget = 64, **options) -> Sssd:
+def build(target: TargetModel, datastore: str | None, max_nodes: int | str = 64, **options) -> Sssd:
     """The method over the datastore of this folder; further options are those of `SssdOptions`."""
     chosen = SssdOptions(**options)
     store = open_datastore(datastore, target) if chosen.datastore_source else None
@@ -96,7 +102,8 @@ class Sssd(LookupDrafter):
         max_nodes: N, the root included.
     """
 
-    def __init__(self, store: Datastore | None, options: SssdOptions, max_nodes: int | NodeBudget = 64):
+    def __init__(self, store: Datastore | None, options: SssdOptions, max_nodes: int | str = 64):
+        self.priors = [*STORE_PRIORS, *input_priors(options.max_prefix), *LOGITS_PRIORS]
         super().__init__(max_nodes)
         self.store, self.options = store, options
         self.branch_tokens = options.branch_tokens or branch_of(self.max_nodes)
@@ -116,11 +123,11 @@ class Sssd(LookupDrafter):
         return ContinuationTrie(tokens, *((self.options.max_prefix, self.branch_tokens) if reads_text else (0, 0)))
 
     def propose(self, context: Context) -> DraftTree:
-        n_rows, n_nodes = context.n_rows, self.nodes_of_step(context)
-        if n_nodes < 2:
-            return DraftTree.root_only(context.roots)
+        if self.sizer is not None:
+            self.sizer.begin()
+        n_rows, n_nodes = context.n_rows, self.nodes_of_step
         tokens, candidates = context.tokens.numpy(), self._candidates(context)
-        drafts = np.zeros((n_rows, 3, n_nodes), dtype=np.int64)  # tokens, parents, sources
+        drafts = np.zeros((n_rows, 4, n_nodes), dtype=np.int64)  # tokens, parents, sources, kinds
         sizes = np.zeros((n_rows, 2), dtype=np.int64)  # nodes and depth of each draft
 
         def draft(rows: range, retriever: Retriever | None) -> None:
@@ -133,14 +140,14 @@ class Sssd(LookupDrafter):
         n_threads = min(torch.get_num_threads(), n_rows // ROWS_A_THREAD)
         if n_threads < 2:
             draft(range(n_rows), self.retrievers[0])
-            return packed(drafts, sizes, context.device)
+            return self.drafted(context, drafts, sizes)
         self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads() - 1, "sssd")
         self.retrievers += [self._new_retriever() for _ in range(n_threads - len(self.retrievers))]
         parts = [range(i, n_rows, n_threads) for i in range(n_threads)]
         others = self._pool.map(draft, parts[1:], self.retrievers[1:])  # they start at once
         draft(parts[0], self.retrievers[0])
         list(others)
-        return packed(drafts, sizes, context.device)
+        return self.drafted(context, drafts, sizes)
 
     def _candidates(self, context: Context) -> list[np.ndarray]:
         """The likeliest tokens of each row's last logits, best first, without the root."""
@@ -158,7 +165,7 @@ class Sssd(LookupDrafter):
         max_depth: int,
         draft: np.ndarray,
     ) -> tuple[int, int]:
-        """Fill draft [3, N] int64 with a row's tree: tokens, parents, sources. Return its nodes and its depth.
+        """Fill draft [4, N] int64 with a row's tree: tokens, parents, sources, kinds. Return its nodes and its depth.
 
         Args:
             text: [S or fewer] int64, the end of the row's text, the root last.
@@ -173,29 +180,10 @@ class Sssd(LookupDrafter):
         store_tree, longest = NO_STORE, 0
         if retriever is not None:
             store_tree, longest = retriever.tree, retriever.gather(text, branch_tokens)
-        store = store_tree, discounts.datastore[longest]
+        store = store_tree, discounts.datastore[longest], longest
         own = (*state.arrays, discounts.input)
         logits = candidates, discounts.ranks[: len(candidates)], discounts.logits
         return fuse(store, own, logits, (n_nodes, min(max_depth, branch_tokens), n_nodes), text[-1], draft)
-
-
-def packed(drafts: np.ndarray, sizes: np.ndarray, device: torch.device) -> DraftTree:
-    """The trees of a batch, padded to the largest.
-
-    Args:
-        drafts: [n, 3, N] int64, tokens, parents and sources of the nodes.
-        sizes: [n, 2], how many of a row's nodes there are, and its depth.
-        device: where the target reads them.
-    """
-    width, depth = sizes.max(0).tolist()
-    nodes = np.arange(width)
-    draft = drafts[:, :, :width].transpose(1, 0, 2).copy()  # [3, n, width]
-    padding = nodes >= sizes[:, :1]
-    draft[:, padding] = 0
-    draft[1, padding] = PADDING_PARENT
-    is_chain = bool(((draft[1] == nodes - 1) | padding).all())
-    tokens, parents, sources = to_device(torch.from_numpy(draft), device)
-    return DraftTree(tokens, parents, sources, is_chain=is_chain, max_depth=max(depth, 1))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NotRequired
 
 from typing_extensions import TypedDict
 
 from spectrain.decoding.errors import UserError
 from spectrain.reporting.runs import MEASUREMENTS, RUNS, TRAININGS, Run, Training
-from spectrain.stores.budget_table import BudgetTable
 from spectrain.stores.environment import date_of
 from spectrain.stores.folder import read_json
 from spectrain.stores.lines import read_lines
@@ -39,7 +37,6 @@ class Search(TypedDict):
     """The part of the results of `spectrain.tune` that is read here."""
 
     __pydantic_config__ = MORE
-    budget_table: NotRequired[str]
 
 
 class Collection:
@@ -99,8 +96,6 @@ class Collection:
             return Run(**run, result=self.read(folder / "results.json", BenchResults), rows=rows)
         search = Run(**run).search
         run["result"] = self.read(folder / ("results.json" if search == "specdecpp" else "result.json"), Search)
-        if search == "budget" and run["result"]:
-            run["budgets"] = self.budgets(folder, Path(run["result"]["budget_table"]))
         return Run(**run)
 
     def read(
@@ -127,18 +122,6 @@ class Collection:
         except BROKEN as error:
             self.unreadable[str(run.path / "metrics")] = reason(error)
             return {}
-
-    def budgets(self, folder: Path, file: Path) -> BudgetTable | None:
-        """The table that a run names from the folder that it ran in: this one, or one above the run."""
-        for above in (Path(), *folder.resolve().parents[:3]):
-            if (above / file).is_file():
-                try:
-                    return BudgetTable.load(above / file)
-                except UserError as error:
-                    self.unreadable[str(above / file)] = str(error)
-                    return None
-        self.unreadable[str(folder)] = f"its budget table {file} is neither here nor in the folders above the run"
-        return None
 
     def add_measurement(self, file: Path) -> None:
         """Add a JSON file of measurements, with the pictures that it names; other files are left alone."""

@@ -1,9 +1,8 @@
-"""Figures of the throughput model, of node budgets, and of stop rules."""
+"""Figures of the throughput model and of stop rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import product
 
 import matplotlib
 import numpy as np
@@ -16,10 +15,8 @@ from matplotlib.patches import Rectangle
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
 from spectrain.measure.stop_simulation import FIXED, HEAD
 from spectrain.reporting import drawing
-from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, Line, cell_panels, line, line_panels
+from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, cell_panels, line, line_panels
 from spectrain.reporting.formats import compact
-from spectrain.reporting.tuning import plain_tokens_per_s
-from spectrain.stores.budget_table import BudgetTable, CurveEntry, NodeBudget
 
 COLOUR_OF = dict(zip(("vanilla", "magicdec", "spire", "spire_dense"), COLOURS, strict=False))
 MAP_POINTS = 240  # of the map of the fastest methods, in each direction
@@ -30,7 +27,6 @@ RULES = {  # stop rules differ in shades and markers as well as in colours, for 
     "entropy": {"color": GREEN, "marker": "v", "linestyle": "-."},
 }
 HEADROOM = 1.15  # of the largest fixed length's discard rate; what lies above is cut off
-NODES_AXIS = "nodes of a tree, root included"
 
 # The throughput model
 
@@ -138,63 +134,6 @@ def log_y(ax: Axes) -> None:
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.minorticks_off()
-
-
-# Node budgets
-
-
-def budgets(table: BudgetTable) -> Figure:
-    """SSSD, Figure 2: what nodes gain and cost. One row of panels per method, one column per batch size."""
-    panels, best, sizes = {}, [], table.cost.batch_sizes
-    for entry, size in product(table.entries, sizes):
-        lines = budget_lines(table, entry, size)
-        panels[f"{entry.name}, batch size {size}\n(context {entry.curve.context_tokens})"] = lines
-        best.append((*lines[-1].points[0], max(entry.curve.tau)))
-    look = {"log_ticks": node_ticks(table), "n_columns": len(sizes), "panel_in": (2.8, 2.4)}
-    figure = line_panels(panels, NODES_AXIS, "relative to a step of one node", **look)
-    for ax, (nodes, speedup, highest_tau) in zip(figure.axes, best, strict=False):
-        text = {"transform": ax.transAxes, "va": "top", "color": GREEN, "fontweight": "bold"}
-        ax.text(0.03, 0.98, f"{nodes} nodes: {speedup:.2f}×", **text)
-        # A forward pass costs far more than is gained in the end; the interesting part is near the gain.
-        ax.set_ylim(0, 1.35 * highest_tau)
-    return figure
-
-
-def budget_lines(table: BudgetTable, entry: CurveEntry, batch_size: int) -> list[Line]:
-    """Acceptance length, cost of a forward pass and speedup, relative to a step of one node; the last is the best."""
-    curve, context = entry.curve, entry.curve.context_tokens
-    rates = NodeBudget(cost=table.cost, curve=curve).rates(batch_size, context)
-    plain, one_s = plain_tokens_per_s(table, entry, batch_size, context), table.cost.at(1, batch_size, context)
-    tau = [(rate.nodes, rate.tau) for rate in rates]
-    cost = [(rate.nodes, table.cost.at(rate.nodes, batch_size, context) / one_s) for rate in rates]
-    speedup = [(rate.nodes, rate.tokens_per_s / plain) for rate in rates]
-
-    def measured(nodes: Iterable[int]) -> dict:
-        return {"marker": "o", "markevery": [i for i, rate in enumerate(rates) if rate.nodes in nodes]}
-
-    cost_label = "cost of a full forward pass (one node = 1)"
-    best = max(speedup, key=lambda point: point[1])
-    return [
-        line(tau, color=ORANGE, label="acceptance length (tau)", **measured(curve.nodes)),
-        line(cost, color=BLUE, label=cost_label, **measured(table.cost.nodes)),
-        line(speedup, color=GREEN, lw=2, label="expected speedup"),
-        line([best], color=GREEN, marker="*", ms=11, ls="", label="chosen by max_nodes=auto"),
-    ]
-
-
-def budget_acceptance(table: BudgetTable) -> Figure:
-    """SSSD, Figure 4: acceptance length of every method over the nodes that it may use."""
-    lines = []
-    for i, entry in enumerate(sorted(table.entries, key=lambda entry: -entry.curve.tau[-1])):
-        label = entry.name + (f", {sampling}" if (sampling := entry.sampling.describe()) != "greedy" else "")
-        style = {"marker": "o", "linestyle": drawing.DASHES[i // 8 % 2], "color": COLOURS[i % 16], "label": label}
-        lines.append(line(zip(entry.curve.nodes, entry.curve.tau, strict=True), **style))
-    labels = (NODES_AXIS, "acceptance length tau\n(tokens per target forward pass)")
-    return line_panels({"": lines}, *labels, panel_in=(6.4, 3.6), log_ticks=node_ticks(table), ylim=(1, None))
-
-
-def node_ticks(table: BudgetTable) -> dict[int, str]:
-    return {n: str(n) for n in sorted({1, *(n for entry in table.entries for n in entry.curve.nodes)})}
 
 
 # Stop rules

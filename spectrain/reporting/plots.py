@@ -1,7 +1,7 @@
 """Figures of benchmarks, trainings, and comparisons of drafters.
 
 Functions take plain values and return a matplotlib `Figure`, or None where there is nothing to show. A method or run
-has the same colour in every figure of a page. `cost_plots.py` has the figures of costs, node budgets and stop rules.
+has the same colour in every figure of a page. `cost_plots.py` has the figures of costs and stop rules.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 
 from spectrain.reporting.formats import MISSING, number
-from spectrain.stores.budget_table import BudgetTable
 from spectrain.training.curves import Curve
 from spectrain.training.runs import hashed
 
@@ -35,7 +34,6 @@ class Run:
     seen: str | None = None  # when its files were last written to
     rows: Sequence[Mapping] = ()  # of a benchmark's questions.jsonl
     pictures: Mapping[str, bytes] = field(default_factory=dict)  # that a JSON file names: file name -> PNG
-    budgets: BudgetTable | None = None  # that `spectrain.tune budget=true` measured
 
     @property
     def target(self) -> str:
@@ -47,7 +45,7 @@ class Run:
     @property
     def facts(self) -> Mapping:
         """What is told beside the results: date, device, versions."""
-        return {**self.budgets.facts, **self.budgets.machine} if self.budgets else self.result or {}
+        return self.result or {}
 
     @property
     def environment(self) -> Mapping:
@@ -79,8 +77,8 @@ class Run:
 
     @property
     def search(self) -> str:
-        """What `spectrain.tune` looked for: budget, sssd or specdecpp."""
-        return "budget" if self.config.get("budget") else str(self.config["method"]["_target_"]).split(".")[-2]
+        """The method that `spectrain.tune` looked for options of; empty in runs of older versions without one."""
+        return str((self.config.get("method") or {}).get("_target_", "..")).split(".")[-2]
 
     @property
     def anchor(self) -> str:

@@ -1,4 +1,4 @@
-"""What `spectrain.tune` found, as tables for the terminal and the page: node budgets, and when drafts should end.
+"""What `spectrain.tune` found, as tables for the terminal and the page: the options of SSSD and of stop rules.
 
 Each part is a title and its table, or a text and None.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
 
 from pandas import DataFrame
 
 from spectrain.measure.results import BASELINE
 from spectrain.reporting.formats import MISSING, fixed, interval, measured, number, percent
 from spectrain.reporting.tables import table_of
-from spectrain.stores.budget_table import BudgetTable, CurveEntry, ForwardCost, NodeBudget
 
 HEADS_SHOWN = 10  # of acceptance heads
 # Columns of tables: head -> key of the results, digits, and the factor of another unit.
@@ -29,54 +27,6 @@ ALONE = {f"alone: {head}": column for head, column in TOGETHER.items()}
 ALONE |= {"R2": ("r2", 4), "uncentred": ("r2_uncentred", 4)}
 
 Part = tuple[str, DataFrame | None]
-
-
-def budget_parts(table: BudgetTable) -> list[Part]:
-    """Milliseconds of a forward pass, and the budget of each method by batch and context."""
-    cost, forwards, chosen = table.cost, [], []
-    for j, context in enumerate(cost.contexts):
-        for i, nodes in enumerate(cost.nodes):
-            cells = zip(cost.batch_sizes, cost.seconds[i], cost.spread[i], strict=True)
-            row = {f"batch {n}": f"{1e3 * s[j]:.2f} ({100 * spread[j]:.0f})" for n, s, spread in cells}
-            forwards.append({"context": str(context), "nodes": str(nodes)} | row)
-    for entry, batch_size, context in product(table.entries, cost.batch_sizes, cost.contexts):
-        rates = NodeBudget(cost=cost, curve=entry.curve).rates(batch_size, context)
-        best = max(rates, key=lambda rate: rate.tokens_per_s)
-        gain = best.tokens_per_s / plain_tokens_per_s(table, entry, batch_size, context)
-        row = {"method": entry.name, "batch": str(batch_size), "context": str(context)}
-        row |= {"nodes": str(best.nodes), "tau": f"{best.tau:.2f}", "tokens/s": f"{best.tokens_per_s:.0f}"}
-        chosen.append(row | {"speedup over one node": f"{gain:.2f}"})
-    title = "ms per forward pass of the target: median, in brackets the interquartile range in % of it"
-    return [
-        (title, table_of(forwards)),
-        (roofline_text(cost), None),
-        ("Nodes that max_nodes=auto takes, with the rate expected of them", table_of(chosen)),
-    ]
-
-
-def plain_tokens_per_s(table: BudgetTable, entry: CurveEntry, batch_size: int, context: int) -> float:
-    """Tokens/s of one node: a forward pass and the least that a step costs around it."""
-    outside_s = min(entry.curve.outside_s(n, batch_size) for n in entry.curve.nodes)
-    return batch_size / (table.cost.at(1, batch_size, context) + outside_s)
-
-
-def roofline_text(cost: ForwardCost) -> str:
-    """The fit of the forward pass's time, and how many nodes it verifies for free."""
-    fit = cost.roofline
-    least, most = cost.nodes[0] * cost.batch_sizes[0], cost.nodes[-1] * cost.batch_sizes[-1]
-    if fit.free_nodes <= least:
-        # The overhead and the time to read the weights cannot be told apart then: only a constant and a slope are seen.
-        worth = fit.overhead_s / fit.node_s if fit.node_s > 0 else float("inf")
-        free = f"none, each extra node adds time; the fixed overhead equals the cost of {worth:.0f} nodes"
-    elif fit.free_nodes >= most:
-        free = f"{most} nodes or more; everything that was measured waits for memory"
-    else:
-        free = f"{fit.free_nodes:.0f} nodes in the whole batch (b x s_q)"
-    return (
-        f"roofline: {1e3 * fit.overhead_s:.2f} ms + max({1e3 * fit.weights_s:.2f} ms, {1e6 * fit.node_s:.1f} us b n)"
-        f" + b max({1e9 * fit.read_s:.1f} ns c, {1e9 * fit.attend_s:.1f} ns n c); "
-        f"median error {100 * fit.error:.0f} %\nfree speculation budget: {free}"
-    )
 
 
 def discount_parts(taus: Mapping[str, Sequence[float]], n_texts: int, chosen: str) -> list[Part]:

@@ -1,4 +1,4 @@
-"""Merge the guesses of each row into one tree under a node budget, and the trees of a batch into a `DraftTree`.
+"""Merge the guesses of each row into one tree under a node budget.
 
 A lookup method adds its guesses best first; those that exceed the budget are left out. Probes, which the target scores
 but never accepts, have the same shape in every row and follow the root, so that their logits are at the same nodes in
@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 
-from spectrain.decoding.transfer import to_device
-from spectrain.decoding.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, Source
+from spectrain.decoding.tree import ROOT_PARENT, Source
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class CandidateTree:
         self.max_nodes, self.max_depth, self.shape = max_nodes, max_depth, shape
         self.tokens, self.parents = [root, *probes], [ROOT_PARENT, *shape.parents]
         self.sources = [int(Source.ROOT)] * len(self.tokens)
+        self.kinds = [0] * len(self.tokens)  # how each was found, as its method numbers the ways
         self.depth = shape.depth  # of the deepest node
-        self.is_chain = not probes
         self._children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     @property
@@ -69,11 +67,11 @@ class CandidateTree:
         """Nodes that may still be added."""
         return self.max_nodes - len(self.tokens) if self.max_depth > 0 else 0
 
-    def add(self, guess: Iterable[int], source: Source, node: int = 0, reserve: int = 0) -> int:
+    def add(self, guess: Iterable[int], source: Source, node: int = 0, reserve: int = 0, kind: int = 0) -> int:
         """Add a sequence of tokens below `node`, sharing the nodes that already spell its beginning.
 
-        A shared node keeps its first source. `reserve` nodes of the budget are left for later guesses. Returns the last
-        node of the sequence that is in the tree.
+        A shared node keeps its first source and kind. `reserve` nodes of the budget are left for later guesses. Returns
+        the last node of the sequence that is in the tree.
         """
         children, tokens, source = self._children, self.tokens, int(source)  # NumPy is slow on enums
         max_nodes = self.max_nodes - reserve
@@ -88,15 +86,20 @@ class CandidateTree:
             if child is None:
                 if len(tokens) >= max_nodes:
                     break
-                child = self._append(token, node, depth, source)
+                child = self._append(token, node, depth, source, kind)
             node = child
         return node
 
-    def add_tree(self, tokens: Sequence[int], parents: Sequence[int], source: Source) -> None:
-        """Add another tree below the root, given as its nodes in order, root first, parents before children."""
+    def add_tree(
+        self, tokens: Sequence[int], parents: Sequence[int], kinds: Sequence[int], source: Source, first_kind: int = 0
+    ) -> None:
+        """Add another tree below the root, given as its nodes in order, root first, parents before children.
+
+        Its kinds are numbered from `first_kind` on.
+        """
         depths, places = [0], [0]  # of its nodes: depth, and index in this tree (-1: left out)
         children = self._children
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        for token, parent, kind in zip(tokens[1:], parents[1:], kinds[1:], strict=True):
             node, depth = places[parent], depths[parent] + 1
             depths.append(depth)
             if node < 0 or depth > self.max_depth:
@@ -104,44 +107,28 @@ class CandidateTree:
                 continue
             child = children.get((node, token))
             if child is None:
-                child = self._append(token, node, depth, int(source)) if len(self.tokens) < self.max_nodes else -1
+                child = -1
+                if len(self.tokens) < self.max_nodes:
+                    child = self._append(token, node, depth, int(source), first_kind + kind)
             places.append(child)
 
-    def _append(self, token: int, node: int, depth: int, source: int) -> int:
+    def _append(self, token: int, node: int, depth: int, source: int, kind: int) -> int:
         """Add a node below `node` at this depth. Return its index."""
         child = len(self.tokens)
         self._children[node, token] = child
         self.tokens.append(token)
         self.parents.append(node)
         self.sources.append(source)
-        if node != child - 1:
-            self.is_chain = False
+        self.kinds.append(kind)
         if depth > self.depth:
             self.depth = depth
         return child
 
 
-def draft_tree(rows: Sequence[CandidateTree], device: torch.device) -> DraftTree:
-    """Return the trees of a batch, padded to the largest, where the target reads them."""
-    width, shape = max(len(row.tokens) for row in rows), rows[0].shape
-    padded: tuple[list, list, list] = ([], [], [])
-    for row in rows:
-        n_missing = width - len(row.tokens)
-        padded[0].append(row.tokens + [0] * n_missing)
-        padded[1].append(row.parents + [PADDING_PARENT] * n_missing)
-        padded[2].append(row.sources + [0] * n_missing)
-    # NumPy reads nested lists five times as fast as torch. One transfer to the device.
-    tokens, parents, sources = to_device(torch.from_numpy(np.array(padded, dtype=np.int64)), device)
-    probe = None
-    if shape.n_probes:
-        probe = torch.zeros(len(rows), width, dtype=torch.bool, device=device)
-        probe[:, 1 : shape.n_probes + 1] = True
-    return DraftTree(
-        tokens,
-        parents,
-        sources,
-        probe=probe,
-        is_chain=all(row.is_chain for row in rows),
-        max_depth=max(*(row.depth for row in rows), 1),
-        n_silent=shape.n_silent,
-    )
+def as_drafts(rows: Sequence[CandidateTree]) -> tuple[np.ndarray, np.ndarray]:
+    """The trees of a batch as tokens, parents, sources and kinds [B, 4, N] int64; and their nodes and depth, [B, 2]."""
+    sizes = np.array([(len(row.tokens), row.depth) for row in rows])
+    drafts = np.zeros((len(rows), 4, int(sizes[:, 0].max())), dtype=np.int64)
+    for draft, row in zip(drafts, rows, strict=True):
+        draft[:, : len(row.tokens)] = row.tokens, row.parents, row.sources, row.kinds
+    return drafts, sizes

@@ -28,39 +28,66 @@ from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child, gather
 from spectrain.retrieval.datastore import Datastore
 
-DATASTORE_KIND = 0  # kinds of sources in the order of ties: the datastore, prefixes 1..P of the input, the logits
+OF_DATASTORE = 0  # origins in the order of ties: the datastore, prefixes 1..P of the input, the logits
 DATASTORE, INPUT, LOGITS, ROOT = (int(s) for s in (Source.DATASTORE, Source.INPUT, Source.LOGITS, Source.ROOT))
+
+# Kinds of nodes, for who learns how often each is right: by where a node was found, the share of its prefix's
+# continuations that it has, and how often its prefix was seen.
+SHARES = np.array([0.05, 0.15, 0.35, 0.6, 0.9])
+SEEN = np.array([2, 4, 10])
+STORE_PREFIXES = np.array([2, 3, 5, 9])  # tokens of the suffix that was found in the datastore
+N_EACH = (len(SHARES) + 1) * (len(SEEN) + 1)
+_OF_SHARE = (0.04, 0.10, 0.22, 0.35, 0.5, 0.6)
+_OF_SEEN = (0.6, 0.8, 1.0, 1.1)
+_EACH = [share * seen for share in _OF_SHARE for seen in _OF_SEEN]
+STORE_PRIORS = [of * one for of in (0.6, 0.8, 1.0, 1.15, 1.25) for one in _EACH]  # by kind, of a datastore's nodes
 
 # Arguments of `fuse` for a source that is left out.
 NO_STORE = np.zeros((1, 4), dtype=np.int32)
 NO_TEXT = np.zeros((1, 4), dtype=np.int32), np.zeros((0, 2), dtype=np.int32), np.zeros(1, dtype=np.int32)
 NO_TOKENS, NO_PROBS = np.zeros(0, dtype=np.int64), np.zeros(0)
+LOGITS_PRIORS = [0.3 / (1 + rank) for rank in range(N_EACH)]  # of candidates of the last logits, by rank
+
+
+def input_priors(max_prefix: int) -> list[float]:
+    """Chances of nodes found in the row's own text by prefixes of 1..max_prefix tokens, by kind."""
+    return [min(1.3, 0.5 + 0.25 * prefix) * one for prefix in range(1, max_prefix + 1) for one in _EACH]
 
 
 @njit(nogil=True, cache=True)
-def _push(queue, priority, depth, kind, token, parent, node, scale):
+def _kind(group, share, seen):
+    of_seen = np.searchsorted(SEEN, seen, side="right")
+    return group * N_EACH + np.searchsorted(SHARES, share) * (len(SEEN) + 1) + of_seen
+
+
+@njit(nogil=True, cache=True)
+def _push(queue, priority, depth, origin, token, parent, node, kind, scale):
     """Add a node of a source that would hang below `parent` of the draft; `scale`: of its children's counts."""
     if priority > 0:
-        ties = np.int64(depth), np.int64(kind), np.int64(token), np.int64(parent)  # smaller ones come first
-        heappush(queue, (-priority, *ties, np.int64(node), scale))
+        ties = np.int64(depth), np.int64(origin), np.int64(token), np.int64(parent)  # smaller ones come first
+        heappush(queue, (-priority, *ties, np.int64(node), np.int64(kind), scale))
 
 
 @njit(nogil=True, cache=True)
-def _push_children(queue, tree, node, depth, kind, parent, scale, discounts):
-    """Add the children of a source's node, at this depth, with priority count x scale x discount."""
+def _push_children(queue, tree, node, depth, origin, parent, scale, discounts, seen, group):
+    """Add the children of a source's node, at this depth, with priority count x scale x discount.
+
+    `seen`: continuations of the node; `group`: of kinds.
+    """
     if depth < len(discounts):
         child = tree[node, CHILD]
         while child != 0:
             priority = tree[child, COUNT] * scale * discounts[depth]
-            _push(queue, priority, depth, kind, tree[child, TOKEN], parent, child, scale)
+            kind = _kind(group, tree[child, COUNT] / seen, seen)
+            _push(queue, priority, depth, origin, tree[child, TOKEN], parent, child, kind, scale)
             child = tree[child, SIBLING]
 
 
 @njit(nogil=True, cache=True)
-def _into_draft(draft, n_nodes, parent, token, source):
+def _into_draft(draft, n_nodes, parent, token, source, kind):
     """Find or add the child of `parent` with this token. Return it and the number of nodes of the draft.
 
-    A shared node keeps its first source.
+    A shared node keeps its first source and kind.
     """
     for node in range(parent + 1, n_nodes):
         if draft[1, node] == parent and draft[0, node] == token:
@@ -68,28 +95,33 @@ def _into_draft(draft, n_nodes, parent, token, source):
     draft[0, n_nodes] = token
     draft[1, n_nodes] = parent
     draft[2, n_nodes] = source
+    draft[3, n_nodes] = kind
     return n_nodes, n_nodes + 1
 
 
 @njit(nogil=True, cache=True)
 def _first_level(store, own, logits):
     """Return a queue with the first level of every source."""
-    queue = [(0.0, 0, 0, 0, 0, 0, 0.0)]  # so numba knows the types: priority, ties, node, scale
+    queue = [(0.0, 0, 0, 0, 0, 0, 0, 0.0)]  # so numba knows the types: priority, ties, node, kind, scale
     queue.clear()
-    tree, discounts = store
-    if tree[0, COUNT] > 0:
-        _push_children(queue, tree, 0, 1, DATASTORE_KIND, 0, 1.0 / tree[0, COUNT], discounts)
+    tree, discounts, longest = store
+    seen = tree[0, COUNT]
+    if seen > 0:
+        group = np.searchsorted(STORE_PREFIXES, longest, side="right")
+        _push_children(queue, tree, 0, 1, OF_DATASTORE, 0, 1.0 / seen, discounts, seen, group)
     tree, places, cursors, by_prefix = own
     for length in range(1, len(cursors)):
         node = cursors[length]
         seen = tree[node, COUNT] - 1  # the end of the text is no occurrence with a continuation
         if seen > 0:
-            _push_children(queue, tree, node, 1, length, 0, 1.0 / seen, by_prefix[length])
+            group = len(STORE_PREFIXES) + length  # the datastore has one more group than there are bounds
+            _push_children(queue, tree, node, 1, length, 0, 1.0 / seen, by_prefix[length], seen, group)
     tokens, probs, discounts = logits
     for i in range(len(tokens)):
         node = find_child(tree, places, 0, tokens[i])
         scale = probs[i] / tree[node, COUNT] if node != 0 else 0.0
-        _push(queue, probs[i] * discounts[1], 1, len(by_prefix), tokens[i], 0, node, scale)
+        kind = (len(STORE_PREFIXES) + len(by_prefix)) * N_EACH + min(i, N_EACH - 1)
+        _push(queue, probs[i] * discounts[1], 1, len(by_prefix), tokens[i], 0, node, kind, scale)
     return queue
 
 
@@ -99,14 +131,14 @@ def fuse(store, own, logits, limits, root, draft):
 
     Args:
         store: (tree [.., 4] int32 from `gather`, discounts [E + 1] float64 by depth for the prefix length that was
-            found; entry 0 is not read). A root of count 0 means that nothing was found.
+            found, entry 0 of which is not read, and this length). A root of count 0 means that nothing was found.
         own: (`nodes` and `places` of a `ContinuationTrie`, its cursors [p + 1] int32 of the last 1..p tokens, discounts
             [P + 1, E + 1] float64 by prefix length and depth).
         logits: (tokens [K] int64: candidates for the next token, their pseudo-probabilities [K] float64, discounts
             [E + 1] float64 by depth). Each continues as it did in the row's own text.
         limits: maximum number of nodes of the draft, root included; of edges from the root; of branches.
         root: the last token.
-        draft: [3, >= limits[0]] int64, filled with tokens, parents, sources.
+        draft: [4, >= limits[0]] int64, filled with tokens, parents, sources and kinds.
 
     Returns:
         The number of nodes of the draft, and its depth.
@@ -115,19 +147,20 @@ def fuse(store, own, logits, limits, root, draft):
     draft[0, 0] = root
     draft[1, 0] = ROOT_PARENT
     draft[2, 0] = ROOT
+    draft[3, 0] = 0
     n_nodes, n_leaves, deepest = 1, 1, 0
     if max_depth < 1:
         return 1, 0
     queue = _first_level(store, own, logits)
-    logits_kind = len(own[3])
+    of_logits = len(own[3])
     has_child = np.zeros(max_nodes, dtype=np.bool_)
     while len(queue) > 0 and n_nodes < max_nodes:
-        _, depth, kind, token, parent, below, scale = heappop(queue)
-        source = DATASTORE if kind == DATASTORE_KIND else INPUT
-        if kind == logits_kind and depth == 1:
+        _, depth, origin, token, parent, below, kind, scale = heappop(queue)
+        source = DATASTORE if origin == OF_DATASTORE else INPUT
+        if origin == of_logits and depth == 1:
             source = LOGITS
         before = n_nodes
-        node, n_nodes = _into_draft(draft, n_nodes, parent, token, source)
+        node, n_nodes = _into_draft(draft, n_nodes, parent, token, source, kind)
         if n_nodes > before:
             if has_child[parent]:
                 if n_leaves == max_leaves:
@@ -137,12 +170,15 @@ def fuse(store, own, logits, limits, root, draft):
             has_child[parent] = True
             deepest = max(deepest, depth)
         if depth < max_depth and below != 0:
-            tree, discounts = own[0], logits[2]
-            if kind == DATASTORE_KIND:
-                tree, discounts = store
-            elif kind != logits_kind:
-                discounts = own[3][kind]
-            _push_children(queue, tree, below, depth + 1, kind, node, scale, discounts)
+            tree, discounts, group = own[0], logits[2], kind // N_EACH
+            if origin == OF_DATASTORE:
+                tree, discounts = store[:2]
+            elif origin != of_logits:
+                discounts = own[3][origin]
+            else:  # as it went on after this token alone
+                group = len(STORE_PREFIXES) + 1
+            seen = max(tree[below, COUNT], 1)
+            _push_children(queue, tree, below, depth + 1, origin, node, scale, discounts, seen, group)
     return n_nodes, deepest
 
 
@@ -190,7 +226,7 @@ class Retriever:
 
     def draft(
         self, context: Sequence[int], max_nodes: int, max_depth: int, max_leaves: int | None = None
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[int], list[int]]:
         """Return the continuations that were seen most often, as a tree.
 
         Args:
@@ -200,24 +236,30 @@ class Retriever:
             max_leaves: branches; None: no limit.
 
         Returns:
-            Tokens and parents of the nodes, root first, parents before children.
+            Tokens, parents and kinds of the nodes, root first, parents before children.
         """
         tail = np.asarray(context[-self.options.max_suffix :], dtype=np.int64)
-        self.gather(tail, min(max_depth, self.options.branch_tokens) or 1)
+        longest = self.gather(tail, min(max_depth, self.options.branch_tokens) or 1)
         if self.tree[0, COUNT] == 0:
-            return [int(tail[-1])], [ROOT_PARENT]
-        draft = np.empty((3, max_nodes), dtype=np.int64)
+            return [int(tail[-1])], [ROOT_PARENT], [0]
+        draft = np.empty((4, max_nodes), dtype=np.int64)
         even = self._even
         others = (*NO_TEXT, even[None]), (NO_TOKENS, NO_PROBS, even)
         limits = max_nodes, max_depth, max_leaves or max_nodes
-        n_nodes, _ = fuse((self.tree, even), *others, limits, tail[-1], draft)
-        return draft[0, :n_nodes].tolist(), draft[1, :n_nodes].tolist()
+        n_nodes, _ = fuse((self.tree, even, longest), *others, limits, tail[-1], draft)
+        tokens, parents, _, kinds = draft[:, :n_nodes].tolist()
+        return tokens, parents, kinds
 
-    def add_to(self, tree: CandidateTree, context: Sequence[int], max_leaves: int | None = None) -> None:
-        """Add what `draft` finds, up to max_leaves branches (None: no limit), to a tree that may hold other guesses."""
+    def add_to(
+        self, tree: CandidateTree, context: Sequence[int], max_leaves: int | None = None, first_kind: int = 0
+    ) -> None:
+        """Add what `draft` finds to a tree that may hold other guesses, with kinds from `first_kind` on.
+
+        It adds up to max_leaves branches (None: no limit).
+        """
         if tree.n_free and max_leaves != 0:
-            tokens, parents = self.draft(context, tree.max_nodes - tree.shape.n_probes, tree.max_depth, max_leaves)
-            tree.add_tree(tokens, parents, Source.DATASTORE)
+            found = self.draft(context, tree.max_nodes - tree.shape.n_probes, tree.max_depth, max_leaves)
+            tree.add_tree(*found, Source.DATASTORE, first_kind)
 
     def chain(self, context: Sequence[int], limit: int) -> list[int]:
         """Return the continuation that was seen most often, up to `limit` tokens; [] if no suffix is known."""

@@ -62,20 +62,20 @@ class PositionTable:
             else:
                 positions.setdefault(longest[start:], position)
 
-    def continuation(self, limit: int, extra: tuple[int, ...] = (), min_ngram: int = 1) -> list[int]:
-        """Return up to `limit` tokens that followed the longest known suffix of text + extra; [] if none is known.
+    def continuation(self, limit: int, extra: tuple[int, ...] = (), min_ngram: int = 1) -> tuple[list[int], int]:
+        """Return up to `limit` tokens that followed the longest known suffix of text + extra, and that one's length.
 
-        A suffix has min_ngram..max_ngram tokens. `extra` is not entered in the table.
+        [] and 0 if none is known. A suffix has min_ngram..max_ngram tokens. `extra` is not entered in the table.
         """
         suffix, positions = self._tail + extra, self._positions
         for start in range(max(0, len(suffix) - self.max_ngram), len(suffix) - min_ngram + 1):
             position = positions.get(suffix[start:])
             if position is not None:
                 found = self.tokens[position : position + limit]
-                if not self.past_end or len(found) == limit:
-                    return found
-                return list(islice(cycle([*found, *extra]), limit))
-        return []
+                if self.past_end and len(found) < limit:
+                    found = list(islice(cycle([*found, *extra]), limit))
+                return found, len(suffix) - start
+        return [], 0
 
 
 class CountTable:
@@ -108,14 +108,14 @@ class CountTable:
                 if count >= best.get(context, NEVER)[0]:
                     best[context] = count, key[-1]
 
-    def chain(self, limit: int) -> list[int]:
-        """Return up to `limit` tokens of the likeliest continuation, each looked up by the longest known context.
+    def chain(self, limit: int) -> list[tuple[int, int]]:
+        """Return up to `limit` tokens of the likeliest continuation, and the length of the context that told each.
 
-        They are fewer if a context of one token is unknown.
+        It is the longest known one. They are fewer if a context of one token is unknown.
         """
         n_context = self.max_order - 1
         text = tuple(self.tokens[-n_context:])
-        chain: list[int] = []
+        chain: list[tuple[int, int]] = []
         while len(chain) < limit:
             for start in range(len(text)):
                 found = self._best.get(text[start:])
@@ -123,6 +123,6 @@ class CountTable:
                     break
             else:
                 break
-            chain.append(found[1])
+            chain.append((found[1], len(text) - start))
             text = (*text, found[1])[-n_context:]
         return chain

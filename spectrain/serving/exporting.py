@@ -21,7 +21,7 @@ from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.methods.loading import token_methods
-from spectrain.methods.registry import AUTO, build_function, method_config, plain_options
+from spectrain.methods.registry import build_function, method_config, plain_options
 from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.models.artifacts import (
     CORPUS,
@@ -210,8 +210,6 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
             f"method={name} with last_logits=true needs the target's logits, which an engine gives no lookup method; "
             "give method.last_logits=false"
         )
-    if options.get("max_nodes") == AUTO:
-        raise UserError("max_nodes=auto is for the machine that it was measured on; give method.max_nodes as a number")
     tokenizer, vocab_size = open_tokenizer(target)
     vocabulary = tokenizer_fingerprint(tokenizer)
     takes_store = "datastore" in options

@@ -56,7 +56,7 @@ def method_of(name: str, target: TargetModel):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", [name for name in method_names() if name != "auto"])  # which goes by the clock
 def test_text_is_that_of_eager_steps(name, sampling):
     """Twice, since the second generation replays what the first one recorded, in the same caches."""
     eager = TargetModel(tiny_model(FAMILY), artifacts(FAMILY).target.tokenizer, prefill_chunk=16)

@@ -20,7 +20,7 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, generate
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.loop import _Batch
 from spectrain.decoding.sampling import Uniforms
-from spectrain.methods.registry import BASELINE, build_method, method_config, method_names
+from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
 from tests.decoding.test_loop import SMALL
@@ -47,7 +47,7 @@ def artifacts() -> Artifacts:
 
 def method_of(name: str, target: TargetModel) -> Drafter:
     """Its draft model computes in float32, as the target: on a CPU it would be in int8."""
-    config = method_config(name)
+    config = with_papers_nodes(method_config(name))
     float32 = {"draft_dtype": "float32"} if "draft_dtype" in config else {}
     return build_method(OmegaConf.merge(config, SMALL.get(name, {}), float32), target, artifacts())
 

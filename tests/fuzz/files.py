@@ -96,7 +96,9 @@ READERS: dict[str, Reader] = {
     "results": Reader("bench/results.json", "cost", "results"),
     "results of a training": Reader("spire_run/result.json", "cost", "results"),
     "tuned": Reader("tuned.yaml", "generate", "tuned"),
-    "budget table": Reader("tables/checkpoints", "bench", None, ("methods=[logitspec]", "max_nodes=auto")),
+    "forward times": Reader(
+        "tables/checkpoints", "bench", None, ("methods=[logitspec]", "max_nodes=auto"), writes=True
+    ),
     "begun build": Reader("begun/.responses.partial", "responses", None, LONG, writes=True),
     "complete build": Reader("complete/.responses.partial", "responses", None, LONG, writes=True),
 }

@@ -41,7 +41,7 @@ def jobs(world: World) -> list[Job]:
     bench = ("bench", target, prompts, "max_new_tokens=16", "out=bench")
     lookup, drafted = "methods=[pld,logitspec,lookahead]", "methods=[pld,speculative,spire]"
     drafters = f"drafter=[{folder}/vanilla,{folder}/spire]"
-    tune = ("nodes=[2,4]", "batch_sizes=[1,2]", "contexts=[4,8]", "repeats=2", "limit=4", "max_new_tokens=8")
+    tune = ("grid={input_scale:[0.5,1.0]}", "limit=4", "max_new_tokens=8")
     runs = (f"run={folder}/vanilla_run", "contexts=2", "context_tokens=8", "new_tokens=8")
     return [
         Job("bench", (*bench, lookup, "limit=6")),
@@ -72,8 +72,7 @@ def jobs(world: World) -> list[Job]:
         Job("export", ("export", f"run={folder}/spire_run", "out=exported")),
         Job(
             "tune",
-            ("tune", target, prompts, "budget=true", "methods=[pld,logitspec]", *tune, "out=tune"),
-            ("budget.png", "forward.json", "budget-*.json"),
+            ("tune", target, prompts, "method=sssd", "method.datastore_source=false", *tune, "out=tune"),
         ),
         Job("cost", ("cost", "batch=[1,8,64]", "context_tokens=[64,512]", "out=cost")),
         Job("parity", ("parity", *runs, "out=parity")),

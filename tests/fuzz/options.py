@@ -35,7 +35,7 @@ NO_PLACE = ("/dev/null", "/proc/fuzz", "a_file/below", "fifo", "b" * 256, "a/" *
 PLACES = (*NO_PLACE, "a_file", "a_folder", "a_folder/below", "dangling", "dangling/below", "link", ".", "..", "/", "~")
 WRITTEN = ("out", "run_dir")
 READ = ("prompts", "responses", "run", "runs", "tuned", "results", "inspect", "target.path", "corpus.path", "data.path")
-# An export of a run, a training with data=online and a tuning of budgets do not look at them.
+# An export of a run, a training with data=online do not look at them.
 NOT_READ = (("export", "target.path"), ("train", "data.path"), ("tune", "responses"))
 READ_BY_SOME = ("drafter", "head", "datastore", "vanilla")  # by some methods
 # What takes a value of the lists above after all, and what belongs to Lightning and W&B.

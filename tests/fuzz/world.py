@@ -60,8 +60,8 @@ def build(folder: Path) -> World:
         "generate": (target, "method=pld", "prompt=def", "max_new_tokens=3"),
         "bench": (target, prompts, "methods=[pld]", *short, "out=bench"),
         "tune": (
-            *(target, prompts, "budget=true", "methods=[pld]", *short, "nodes=[2]", "batch_sizes=[1]", "contexts=[4]"),
-            *("repeats=1", "out=tune"),
+            *(target, prompts, "method=sssd", "method.datastore_source=false", "limit=4", "max_new_tokens=6"),
+            *("grid={input_scale:[1.0]}", "out=tune"),
         ),
         "export": (f"run={folder}/vanilla_run", "out=exported"),
         "cost": ("views=[multiplier]", "batch=[1,8]", "context_tokens=[64,512]", "out=cost"),
@@ -74,6 +74,7 @@ def build(folder: Path) -> World:
     }
     (folder / "tables").mkdir()
     type_command(folder / "tables", "tune", *commands["tune"])
+    type_command(folder / "tables", "generate", *commands["generate"])  # which times forwards
     return World(folder, commands)
 
 

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, DraftTree, KVCache, Sampling, TargetModel, generate
-from spectrain.methods.registry import build_method, method_config, method_names
+from spectrain.methods.registry import build_method, method_config, method_names, with_papers_nodes
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
 from tests.decoding.test_lean import MODELS
@@ -27,7 +27,9 @@ def on_card(dtype: torch.dtype, graphs: str = "auto") -> TargetModel:
 
 def method_of(name: str, target: TargetModel) -> Drafter:
     """With the drafters of test_loop.py, which agree with the target often, but not always."""
-    return build_method(OmegaConf.merge(method_config(name), SMALL.get(name, {})), target, artifacts(FAMILY))
+    return build_method(
+        OmegaConf.merge(with_papers_nodes(method_config(name)), SMALL.get(name, {})), target, artifacts(FAMILY)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -91,4 +91,4 @@ def test_wrong_requests_are_one_sentence(run, command, arguments, reason):
 def test_other_methods_have_nothing_to_search(run):
     code, _, err = run("tune", "method=pld")
     assert code == 2
-    assert "method=pld has nothing to tune; give budget=true or method=sssd" in err
+    assert "method=pld has nothing to tune; give method=sssd or method=specdecpp" in err

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from spectrain.decoding import Drafter, TargetModel, tokenizer_fingerprint
-from spectrain.methods.registry import build_method, method_config
+from spectrain.methods.registry import build_method, method_config, with_papers_nodes
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
 from tests.models.test_head import export_head
 from tests.retrieval.reference import make_store
@@ -71,5 +71,17 @@ class Artifacts(dict):
 
 
 def build(name: str, artifacts: Artifacts, options: Mapping = {}) -> Drafter:
-    """A method of `conf/method/` for the artifacts' target, with these options in place of its yaml's."""
-    return build_method(OmegaConf.merge(method_config(name), options), artifacts.target, artifacts)
+    """A method of `conf/method/` for the artifacts' target, with these options in place of its yaml's.
+
+    It drafts as many tokens as in the papers, unless the options say otherwise: `max_nodes=auto` goes by the clock.
+    """
+    return build_method(OmegaConf.merge(with_papers_nodes(method_config(name)), options), *of(artifacts))
+
+
+def build_auto(name: str, artifacts: Artifacts, options: Mapping = {}) -> Drafter:
+    """The same as users get it, with `max_nodes=auto`."""
+    return build_method(OmegaConf.merge(method_config(name), options), *of(artifacts))
+
+
+def of(artifacts: Artifacts) -> tuple[TargetModel, Artifacts]:
+    return artifacts.target, artifacts

@@ -65,12 +65,15 @@ def test_every_export_opens_and_leaves_the_text_as_it_is(name, exports, target):
 
 
 def test_options_are_those_of_the_method(exports, target):
-    assert load_method(str(exports / "spire"), target).gamma == 3  # its k
+    assert load_method(str(exports / "spire"), target, max_nodes=None).gamma == 3  # its k
+    chooses = load_method(exports / "spire", target)
+    assert [arm.name for arm in chooses.arms] == ["spire", "autoregressive"]
+    assert chooses.arms[0].drafter.gamma == 6
     spire = load_method(exports / "spire", target, gamma=2)
     assert isinstance(spire, Spire)
     assert spire.gamma == 2
     assert load_method(exports / "vanilla", target, gamma=7).gamma == 7
-    head = load_method(exports / "head-vanilla", target, threshold=0.2, max_candidates=9)
+    head = load_method(exports / "head-vanilla", target, threshold=0.2, max_candidates=9, max_nodes=None)
     assert isinstance(head, Speculative)
     assert isinstance(head.stop, HeadStop)
     assert (head.stop.least_accepted, head.gamma) == (0.8, 9)
@@ -125,7 +128,7 @@ def test_a_head_without_its_drafter_is_said(exports, target, tmp_path):
     shutil.rmtree(folder / "drafter")
     with pytest.raises(UserError, match="holds no vanilla drafter for this target; .* or give drafter="):
         load_method(folder, target)
-    assert load_method(folder, target, drafter=str(exports / "vanilla")).gamma == 20
+    assert load_method(folder, target, drafter=str(exports / "vanilla"), max_nodes=None).gamma == 20
 
 
 def test_other_folders_are_refused(exports, target, tmp_path):

@@ -6,7 +6,7 @@ import torch
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetOutput, Verified, generate
 from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import build as autoregressive
-from spectrain.methods.lookahead import Lookahead, build
+from spectrain.methods.lookahead import Lookahead, LookaheadRow, build
 from spectrain.methods.lookup import LookupDrafter
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.decoding.reference import greedy_by_full_forwards
@@ -119,7 +119,9 @@ def test_more_accepted_than_columns_leaves_a_fresh_window(llama_target):
 
 
 def test_pool_keeps_the_latest_ngrams_of_a_token_and_refreshes_one_seen_again(llama_target):
-    drafter = Lookahead(window_columns=1, ngram_tokens=2, max_guesses=2)  # the window is the root alone: pairs
+    drafter = Lookahead(
+        window_columns=1, ngram_tokens=2, max_guesses=2, pool_from_output=False
+    )  # the window is the root alone: pairs
     walk = Walk(drafter, llama_target, [[7]], [10])
     for token in (1, 2, 1, 3):
         walk.step([{0: (token,)}], [[10]])
@@ -202,3 +204,13 @@ def test_a_probe_that_is_right_is_not_accepted(llama_target):
     generation = generate(llama_target, Knowing(), [prompt], 12, stop_token_ids=())[0]
     assert generation.tokens == text
     assert generation.accepted == [0] * 11
+
+
+def test_what_was_written_enters_the_pool_too():
+    row = LookaheadRow([1, 2, 3], n_columns=2, levels=2, max_guesses=4, pool_from_output=True)
+    row.extend([4])
+    row.extend([5, 6])
+    assert {first: list(others) for first, others in row.pool.items()} == {2: [(3, 4)], 3: [(4, 5)], 4: [(5, 6)]}
+    papers = LookaheadRow([1, 2, 3], n_columns=2, levels=2, max_guesses=4)
+    papers.extend([4])
+    assert papers.pool == {}

@@ -54,9 +54,9 @@ def test_a_copy_goes_on_past_the_end_of_the_text():
     text = [[3, 5, 6, 3, 7, 8, 3]]
     assert proposed(PromptLookup(draft_tokens=7), text).tokens.tolist() == [[3, 7, 8, 3, 7, 8, 3, 7]]
     table = PositionTable([1, 2, 3, 4, 5], past_end=True)
-    assert table.continuation(7, (2,)) == [3, 4, 5, 2, 3, 4, 5]  # a guessed token behind the text is copied, too
-    assert table.continuation(3, (2,)) == [3, 4, 5]
-    assert table.continuation(3, (9,)) == []
+    assert table.continuation(7, (2,))[0] == [3, 4, 5, 2, 3, 4, 5]  # a guessed token behind the text is copied, too
+    assert table.continuation(3, (2,))[0] == [3, 4, 5]
+    assert table.continuation(3, (9,))[0] == []
 
 
 def test_without_a_match_only_the_root_is_scored():

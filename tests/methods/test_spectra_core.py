@@ -20,8 +20,8 @@ def listed(storage: NgramStorage) -> dict[int, list[tuple[int, ...]]]:
     return {key: list(sequences) for key, sequences in storage.forward.items()}
 
 
-def core(max_nodes: int | None = None, **options) -> SpectraCore:
-    return build(None, max_nodes, **options)
+def core(max_nodes: int | None = None, pool_from_output: bool = False, **options) -> SpectraCore:
+    return build(None, max_nodes, pool_from_output=pool_from_output, **options)
 
 
 def test_each_candidate_is_a_branch_of_probes_under_the_root(llama_target):
@@ -65,7 +65,7 @@ def test_pool_shifts_left_and_its_sub_sequences_enter_both_dictionaries(llama_ta
         (10,): 11, (10, 11): 12, (10, 11, 12): 13,
         (20,): 21, (20, 21): 22, (20, 21, 22): 23,
     }  # fmt: skip
-    assert list(state.tail) == [9, 7, 8]
+    assert list(state.tail) == [7, 9, 7, 8]
 
     walk.step([{5: (14,), 6: (24,)}], [[6]])
     forward = listed(state.ngrams)
@@ -317,3 +317,14 @@ def test_a_probe_that_is_right_is_not_accepted(llama_target):
     generation = generate(llama_target, Knowing(), [prompt], 12, stop_token_ids=())[0]
     assert generation.tokens == text
     assert generation.accepted == [0] * 11
+
+
+def test_what_was_written_enters_the_dictionaries_too():
+    options = CoreOptions(ngram_tokens=3)
+    row = CoreRow([1, 2, 3], options, n_candidates=1)
+    row.extend([4, 5])
+    assert listed(row.ngrams) == {2: [(3, 4)], 3: [(4, 5)], 4: [(5,)]}
+    assert row.ngrams.backward == {(2,): 3, (2, 3): 4, (3,): 4, (3, 4): 5}
+    papers = CoreRow([1, 2, 3], CoreOptions(ngram_tokens=3, pool_from_output=False), n_candidates=1)
+    papers.extend([4, 5])
+    assert (papers.ngrams.forward, papers.ngrams.backward) == ({}, {})

@@ -322,13 +322,11 @@ def test_the_fastest_stands_first_and_the_unknown_last():
     assert first == ["hf_prompt_lookup*", "spectra_core", "logitspec", "autoregressive", "spire"]
 
 
-def test_the_page_names_datastores_and_what_auto_chose():
+def test_the_page_names_datastores_and_the_nodes_that_were_asked_for():
     stores = {"logitspec": "a/store", "spire": "b", "spectra_core": "a/store"}
     results = fake_results(max_nodes="auto", datastores=stores)
-    results["methods"]["logitspec"]["max_nodes"] = {"auto": {"1": 16, "2": 11, "8": 4}}
-    results["methods"]["spire"]["max_nodes"] = 5
     page = rendered(results, fake_rows(results))
-    assert "auto: logitspec 4<" in page
+    assert ">auto<" in page
     assert "a/store (logitspec, spectra_core); b (spire)" in page
     plain = rendered(fake_results(), fake_rows(fake_results()))
     assert "datastores" not in plain

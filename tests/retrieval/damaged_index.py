@@ -73,7 +73,7 @@ def main() -> None:
             retriever = Retriever(store, options)
             for context in ([0], [1, 2], documents[0], rng.integers(0, VOCAB_SIZE + 2, 12).tolist()):
                 if context:
-                    tokens, _ = retriever.draft(context, 20, 6)
+                    tokens, _, _ = retriever.draft(context, 20, 6)
                     assert all(0 <= token < VOCAB_SIZE for token in tokens[1:]), tokens
                     store.longest_suffix(context, 1, 8)
         n_read += sum(array.n_read for arrays in store.index for array in arrays)

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spectrain.decoding import Source
-from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, draft_tree
+from spectrain.decoding import Context, DraftTree, Sampling, Source
+from spectrain.methods.lookup import CandidateDrafter
+from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 
-CPU = torch.device("cpu")
 GUESSES = st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.sampled_from([3, 4, 5])), max_size=12)
 
 
@@ -20,7 +20,7 @@ def test_equal_prefixes_are_merged_and_keep_the_first_source():
     assert tree.tokens == [9, 1, 2, 3, 4, 5]
     assert tree.parents == [-1, 0, 1, 2, 2, 0]
     assert tree.sources == [0, 3, 3, 3, 4, 5]
-    assert (tree.depth, tree.is_chain, tree.n_free) == (3, False, 14)
+    assert (tree.depth, tree.n_free) == (3, 14)
 
 
 def test_a_guess_below_a_node_starts_at_its_depth():
@@ -28,7 +28,6 @@ def test_a_guess_below_a_node_starts_at_its_depth():
     node = tree.add([1], Source.LOGITS)
     assert tree.add([2, 3, 4], Source.INPUT, node) == 3  # the 4 would be 4 edges deep
     assert tree.parents == [-1, 0, 1, 2]
-    assert tree.is_chain
 
 
 def test_what_the_budget_has_no_room_for_is_left_out():
@@ -65,7 +64,6 @@ def test_tree_equals_a_slow_trie(guesses, max_nodes, max_depth):
     assert tree.parents == [-1, *(paths.index(path[:-1]) for path in paths[1:])]
     assert tree.sources == sources
     assert tree.depth == max(map(len, paths))
-    assert tree.is_chain == all(parent == i - 1 for i, parent in enumerate(tree.parents))
     assert tree.n_free == (max_nodes - len(paths) if max_depth else 0)
 
 
@@ -77,8 +75,34 @@ def two_rows(shape: ProbeShape = NO_PROBES, probes=((), ())) -> list[CandidateTr
     return rows
 
 
+class Any(CandidateDrafter):
+    """Makes batches of trees."""
+
+    def new_row(self, tokens):
+        raise NotImplementedError
+
+    def propose_row(self, state, tree, row):
+        raise NotImplementedError
+
+
+def draft_tree(rows: list[CandidateTree]) -> DraftTree:
+    drafter = Any(max_nodes=20)
+    drafter.probe_shape = rows[0].shape
+    return drafter.drafted(Context(Sampling()), *as_drafts(rows))
+
+
+def test_kinds_stand_beside_the_nodes_that_they_are_of():
+    row = CandidateTree(9, 20, 9)
+    row.add([1, 2], Source.INPUT, kind=3)
+    row.add([1, 5], Source.INPUT, kind=4)
+    row.add_tree([9, 1, 6, 7], [-1, 0, 0, 2], [0, 1, 2, 0], Source.DATASTORE, first_kind=10)
+    drafts, sizes = as_drafts([row, CandidateTree(8, 20, 9)])
+    assert drafts[0].tolist() == [[9, 1, 2, 5, 6, 7], [-1, 0, 1, 1, 0, 4], [0, 3, 3, 3, 4, 4], [0, 3, 3, 4, 12, 10]]
+    assert sizes.tolist() == [[6, 2], [1, 0]]
+
+
 def test_rows_are_padded_to_the_largest():
-    batch = draft_tree(two_rows(), CPU)
+    batch = draft_tree(two_rows())
     assert batch.tokens.tolist() == [[8, 1, 2, 3], [9, 4, 0, 0]]
     assert batch.parents.tolist() == [[-1, 0, 1, 0], [-1, 0, -2, -2]]
     assert batch.source.tolist() == [[0, 1, 1, 2], [0, 3, 0, 0]]
@@ -88,7 +112,7 @@ def test_rows_are_padded_to_the_largest():
 
 def test_probes_stand_behind_the_root_and_shift_the_guesses():
     shape = ProbeShape((0, 1, 0))  # two branches: probe 1 - probe 2, and probe 3
-    batch = draft_tree(two_rows(shape, [[50, 51, 52], [60, 61, 62]]), CPU)
+    batch = draft_tree(two_rows(shape, [[50, 51, 52], [60, 61, 62]]))
     assert batch.tokens.tolist() == [[8, 50, 51, 52, 1, 2, 3], [9, 60, 61, 62, 4, 0, 0]]
     assert batch.parents.tolist() == [[-1, 0, 1, 0, 0, 4, 0], [-1, 0, 1, 0, 0, -2, -2]]
     assert batch.source.tolist() == [[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 3, 0, 0]]
@@ -101,7 +125,7 @@ def test_probes_deeper_than_the_guesses_count_for_the_depth():
     shape = ProbeShape((0, 1, 2, 3))
     row = CandidateTree(9, 20, 9, [5, 6, 7, 8], shape)
     row.add([4], Source.INPUT)
-    batch = draft_tree([row], CPU)
+    batch = draft_tree([row])
     assert shape.depth == batch.max_depth == 4
     assert batch.depth.tolist() == [[0, 1, 2, 3, 4, 1]]
 
@@ -110,7 +134,7 @@ def test_chains_of_different_lengths_stay_chains():
     rows = [CandidateTree(8, 20, 9), CandidateTree(9, 20, 9), CandidateTree(7, 20, 9)]
     rows[0].add([1, 2, 3], Source.INPUT)
     rows[1].add([4], Source.INPUT)
-    batch = draft_tree(rows, CPU)
+    batch = draft_tree(rows)
     assert batch.is_chain
     assert batch.valid.sum(-1).tolist() == [4, 2, 1]
     assert batch.depth.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0, 0, 0, 0]]

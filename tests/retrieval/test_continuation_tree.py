@@ -71,7 +71,7 @@ def test_nothing_known_leaves_an_empty_tree(tmp_path):
     found.gather(np.array([0]))
     assert found.gather(np.array([3])) == 0
     assert found.tree[0].tolist() == [0, 0, 0, 0]
-    assert found.draft([3], 9, 4) == ([3], [-1])
+    assert found.draft([3], 9, 4) == ([3], [-1], [0])
     assert found.chain([3], 4) == []
 
 

@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 
 from spectrain.decoding.tree import Source
 from spectrain.retrieval.continuation_tree import ContinuationTrie
-from spectrain.retrieval.fusion import NO_PROBS, NO_TOKENS, RetrievalOptions, Retriever, fuse
+from spectrain.retrieval.fusion import (
+    LOGITS_PRIORS,
+    N_EACH,
+    NO_PROBS,
+    NO_TOKENS,
+    SEEN,
+    STORE_PREFIXES,
+    STORE_PRIORS,
+    RetrievalOptions,
+    Retriever,
+    fuse,
+    input_priors,
+)
 from tests.retrieval.reference import continuations, fused, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 
@@ -22,10 +34,10 @@ def discounts(draw_from: np.random.Generator, shape: tuple[int, ...]) -> np.ndar
 
 
 def kernel(store, trie: ContinuationTrie, input_discounts, logits, limits, root):
-    draft = np.zeros((3, limits[0]), dtype=np.int64)
+    draft = np.zeros((4, limits[0]), dtype=np.int64)
     own = (*trie.arrays, input_discounts)
     n_nodes, depth = fuse(store, own, logits, limits, root, draft)
-    found = [(int(t), int(p), NAMES[int(s)]) for t, p, s in draft[:, :n_nodes].T]
+    found = [(int(t), int(p), NAMES[int(s)]) for t, p, s, _ in draft[:, :n_nodes].T]
     depths = [0]
     for _, parent, _ in found[1:]:
         depths.append(depths[parent] + 1)
@@ -47,11 +59,11 @@ def test_fused_tree_equals_the_slow_algorithm(documents, text, limits, candidate
     probs = discounts(random, (len(candidates),))
     store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, S, E, max_matches=1000))
-    retriever.gather(np.array(text))
+    suffix = retriever.gather(np.array(text))
     trie = ContinuationTrie(text, P, E)
     guesses = np.array(candidates, dtype=np.int64)
     logits = guesses, probs, logit_table
-    found = kernel((retriever.tree, store_table), trie, input_table, logits, limits, text[-1])
+    found = kernel((retriever.tree, store_table, suffix), trie, input_table, logits, limits, text[-1])
 
     length, total = longest(documents, text, 1, S)
     counts = prefix_counts(continuations(documents, text[len(text) - length :], E)) if length else {}
@@ -74,13 +86,13 @@ def test_the_first_level_takes_the_childs_probability_not_the_roots(tmp_path):
     # 0 is followed by 1 twice and by 2 once: with the root's probability of 1 for both, 1 and 2 would tie.
     store = make_store(tmp_path, [[0, 2], [0, 1], [0, 1]], VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, 1, 2))
-    assert retriever.draft([0], 2, 2) == ([0, 1], [-1, 0])
+    assert retriever.draft([0], 2, 2)[:2] == ([0, 1], [-1, 0])
     retriever.gather(np.array([0]))
     even = np.ones(E + 1)
     # An input source that believes 3 at 0.5 stands between the store's 2/3 and 1/3.
     trie = ContinuationTrie([0, 3, 0, 2, 0], 1, E)
     table = np.array([even, even])
-    found = kernel((retriever.tree, even), trie, table, (NO_TOKENS, NO_PROBS, even), (4, 1, 9), 0)
+    found = kernel((retriever.tree, even, 1), trie, table, (NO_TOKENS, NO_PROBS, even), (4, 1, 9), 0)
     assert [token for token, _, _ in found] == [0, 1, 2, 3]
     assert [source for _, _, source in found] == ["root", "datastore", "input", "input"]
 
@@ -89,6 +101,32 @@ def test_a_leaf_limit_keeps_chains_going(tmp_path):
     store = make_store(tmp_path, [[0, 1, 2, 3], [0, 2, 3, 1], [0, 1, 3]], VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, 1, 3))
     assert retriever.chain([0], 3) == [1, 2, 3]
-    tokens, parents = retriever.draft([0], 9, 3, max_leaves=2)
+    tokens, parents, _ = retriever.draft([0], 9, 3, max_leaves=2)
     assert len(tokens) - len(set(parents) - {-1}) == 2  # leaves
     assert len(set(parents) - {-1}) + 2 == len(tokens)
+
+
+def test_kinds_tell_apart_source_prefix_share_and_how_often_it_was_seen(tmp_path):
+    """Of the store: 3 of 4 and 1 of 4 continuations of 0 1, which is two tokens long; then all of 3, and of 1."""
+    store = make_store(tmp_path, [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3, 3]], VOCAB_SIZE)
+    retriever = Retriever(store, RetrievalOptions(1, 4, 2))
+    tokens, parents, kinds = retriever.draft([0, 1], 9, 2)
+    assert (tokens, parents) == ([1, 2, 3, 3, 3], [-1, 0, 1, 0, 3])
+
+    def kind(group: int, share: int, seen: int) -> int:
+        return group * N_EACH + share * (len(SEEN) + 1) + seen
+
+    # Shares of 0.75, 1 and 0.25 are 4, 5 and 2; 4 and 3 continuations are 2 and 1; a suffix of two tokens is 1.
+    assert kinds == [0, kind(1, 4, 2), kind(1, 5, 1), kind(1, 2, 2), kind(1, 5, 0)]
+    draft = np.zeros((4, 9), dtype=np.int64)
+    trie, even = ContinuationTrie([1, 2, 3, 1, 2], P, E), np.ones(E + 1)
+    own = (*trie.arrays, np.ones((P + 1, E + 1)))
+    nothing = np.zeros((1, 4), dtype=np.int32), even, 0
+    logits = np.array([3, 0]), np.array([0.01, 0.005]), even
+    n_nodes, _ = fuse(nothing, own, logits, (9, 1, 9), 2, draft)
+    first = len(STORE_PREFIXES)
+    assert draft[0, 1:n_nodes].tolist() == [3, 0]
+    assert draft[3, 1:n_nodes].tolist() == [kind(first + 1, 5, 0), (first + P + 1) * N_EACH + 1]
+    assert len(STORE_PRIORS) == (first + 1) * N_EACH
+    assert len(input_priors(P)) == P * N_EACH
+    assert len(LOGITS_PRIORS) == N_EACH

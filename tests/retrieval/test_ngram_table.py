@@ -48,37 +48,38 @@ def test_continuation_equals_a_search_of_the_whole_text(text, cuts, max_ngram, m
     for piece in in_pieces(text, cuts):
         table.extend(piece)
         expected = slow_continuation(table.tokens, max_ngram, match, horizon, limit, extra)
-        assert table.continuation(limit, extra) == expected
+        assert table.continuation(limit, extra)[0] == expected
     assert table.tokens == text
 
 
 def test_match_rules_by_hand():
     #       0  1  2  3  4  5  6  7  8  9
     text = [7, 1, 2, 7, 3, 4, 5, 7, 6, 7]
-    assert PositionTable(text, match="latest").continuation(3) == [6, 7]
-    assert PositionTable(text, match="earliest").continuation(3) == [1, 2, 7]
-    assert PositionTable(text, match="latest_full", horizon=3).continuation(3) == [3, 4, 5]
-    assert PositionTable(text, match="latest_full", horizon=2).continuation(3) == [6, 7]
-    assert PositionTable(text, match="latest_full", horizon=10).continuation(3) == [1, 2, 7]  # none is full: the first
+    assert PositionTable(text, match="latest").continuation(3)[0] == [6, 7]
+    assert PositionTable(text, match="earliest").continuation(3)[0] == [1, 2, 7]
+    assert PositionTable(text, match="latest_full", horizon=3).continuation(3)[0] == [3, 4, 5]
+    assert PositionTable(text, match="latest_full", horizon=2).continuation(3)[0] == [6, 7]
+    # None is full: the first.
+    assert PositionTable(text, match="latest_full", horizon=10).continuation(3)[0] == [1, 2, 7]
 
 
 def test_the_end_of_the_text_does_not_find_itself():
     for match in ("latest", "earliest", "latest_full"):
-        assert PositionTable([1, 2, 3], match=match).continuation(5) == []
-        assert PositionTable([3, 3], match=match).continuation(5) == [3]
+        assert PositionTable([1, 2, 3], match=match).continuation(5)[0] == []
+        assert PositionTable([3, 3], match=match).continuation(5)[0] == [3]
 
 
 def test_longer_suffixes_win():
     text = [1, 2, 3, 8, 2, 3, 9, 3, 0, 1, 2, 3]
-    assert [PositionTable(text, n).continuation(1) for n in (3, 2, 1)] == [[8], [9], [0]]
+    assert [PositionTable(text, n).continuation(1)[0] for n in (3, 2, 1)] == [[8], [9], [0]]
 
 
 def test_extra_tokens_continue_the_suffix_and_leave_the_table_alone():
     table = PositionTable([1, 2, 3, 4, 9, 3, 5, 1, 2])
-    assert table.continuation(2, (3,)) == [4, 9]  # of 1 2 3
-    assert table.continuation(2, (8,)) == []
-    assert table.continuation(2, (8, 9)) == [3, 5]  # of 9 alone
-    assert table.continuation(2) == [3, 4]
+    assert table.continuation(2, (3,))[0] == [4, 9]  # of 1 2 3
+    assert table.continuation(2, (8,))[0] == []
+    assert table.continuation(2, (8, 9))[0] == [3, 5]  # of 9 alone
+    assert table.continuation(2)[0] == [3, 4]
 
 
 def slow_likeliest(text: list[int], context: list[int]) -> int | None:
@@ -105,10 +106,18 @@ def test_chain_equals_counting_the_whole_text(text, cuts, max_order, limit):
     table = CountTable([], max_order)
     for piece in in_pieces(text, cuts):
         table.extend(piece)
-        assert table.chain(limit) == slow_chain(table.tokens, max_order, limit)
+        assert [token for token, _ in table.chain(limit)] == slow_chain(table.tokens, max_order, limit)
 
 
 def test_the_highest_count_wins_and_of_equal_ones_the_latest():
-    assert CountTable([1, 2, 1, 2, 1, 3, 1], max_order=2).chain(1) == [2]
-    assert CountTable([1, 2, 1, 3, 1], max_order=2).chain(1) == [3]
-    assert CountTable([1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1], max_order=2).chain(1) == [2]
+    assert CountTable([1, 2, 1, 2, 1, 3, 1], max_order=2).chain(1) == [(2, 1)]
+    assert CountTable([1, 2, 1, 3, 1], max_order=2).chain(1) == [(3, 1)]
+    assert CountTable([1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1], max_order=2).chain(1) == [(2, 1)]
+
+
+def test_the_length_of_what_matched_is_told():
+    table = PositionTable([1, 2, 3, 4, 9, 2, 3, 5, 2, 3])
+    assert table.continuation(2) == ([5, 2], 2)
+    assert table.continuation(2, (4,)) == ([9, 2], 3)
+    assert table.continuation(2, (8,)) == ([], 0)
+    assert CountTable([1, 2, 3, 9, 1, 2], max_order=4).chain(3) == [(3, 2), (9, 3), (1, 3)]

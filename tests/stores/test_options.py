@@ -20,7 +20,7 @@ GROUPS = {  # what a command can be composed with
     "generate": ("method", "sampling"),
     "bench": ("variants", "sampling"),
     "cost": ("cost", "hardware"),
-    "tune": ("variants", "sampling"),
+    "tune": ("sampling",),
 }
 NEEDED = {"train": ["kind=spire", "max_steps=1"], "generate": ["prompt=x"], "parity": ["run=x"]}
 
@@ -107,7 +107,7 @@ REFUSED = {
     "bench": {
         "methods=null": "methods=null must be a name or a list of names",
         "methods={}": "methods={} must be",
-        "max_nodes=many": "max_nodes=many must be a whole number of at least 1, or auto, or null",
+        "max_nodes=many": "max_nodes=many must be a whole number of at least 1, or auto, or paper, or null",
         "verification=word": "verification=word must be one of token, block",
         "++sampling.temperature=inf": "sampling.temperature=inf must be a number in [0, inf)",
         "+variants.x={method:pld,max_nodes:1}": "variants.x.max_nodes=1 must be a whole number of at least 2",
@@ -126,12 +126,7 @@ REFUSED = {
         "stopping.gammas=[2.5]": "stopping.gammas=2.5 must be a whole number of at least 1",
         "stopping.gammas=[]": "stopping.gammas=[] must be a whole number of at least 1, or a list",
         "stopping.timed=0": "stopping.timed=0 must be a whole number of at least 1",
-        "batch_sizes=[0]": "batch_sizes=0 must be a whole number of at least 1",
-        "repeats=0": "repeats=0 must be a whole number of at least 1",
-        "nodes=[1,2]": "nodes=1 must be a whole number of at least 2",
-        "nodes=[]": "nodes=[] must be a list, with each value a whole number of at least 2",
         "max_new_tokens=1": "max_new_tokens=1 must be a whole number of at least 2",
-        "budget=5": "budget=5 must be true or false",
         "grid=null": "grid=null must stay a group of options",
         "grid.input_scale=[]": "grid.input_scale=[] must be",
     },

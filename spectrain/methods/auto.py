@@ -1,0 +1,247 @@
+"""`method=auto`: several methods and plain decoding, of which each step runs the one that has been fastest of late.
+
+It is a bandit whose arms are methods. An arm's value is its speed: tokens of a row per step over seconds per step, over
+its last steps. The best arm runs. Every other arm is tried for a few steps now and then, and the more seldom
+the slower it was, so that trying it costs at most TRIAL_SHARE of the time. Plain decoding is always an arm. So a method
+that does not pay costs little more than plain decoding, whatever the text, the batch or the machine.
+
+Every method with `max_nodes=auto` runs under it, as the only one beside plain decoding.
+
+Letters: n active rows, C captured layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.methods.sizing import ChainSizer, Mean, Sizer, StepTimes
+from spectrain.stores.forward_times import times_of
+
+PLAIN = "autoregressive"
+TRIAL_STEPS = 4
+BLOCK_STEPS = 12  # of the best arm before the arms are compared again
+PLAIN_STEPS = 64  # the most of plain decoding, likewise
+WARM_UP_STEPS = 10  # the first of a method, some of which write programs and compile
+LEAD = 1.03  # how much faster than the fastest arm so far another one must be to take its place
+KNOWN_STEPS = 10  # steps of an arm, after which its speed is believed
+ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is
+TIMED = 0.97  # of a method's step is what its sizer times
+TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
+SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
+MOST_BETWEEN = 2048  # steps between two trials of an arm
+EARLY_BETWEEN = 24  # the same until it is known
+
+
+METHODS = ("pld", "logitspec", "sssd", "spire", "speculative")  # to choose from; the last three need a folder
+
+
+def build(target: TargetModel, methods: Mapping[str, Drafter]) -> Auto:
+    """The method over others that the registry has built."""
+    return Auto(methods)
+
+
+@dataclass(eq=False)
+class Arm:
+    """A method, or plain decoding, and how fast it has been."""
+
+    name: str
+    drafter: Drafter | None  # None: plain decoding
+    tokens: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # of a row per step, where there is no sizer
+    seconds: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # over those of a plain step, likewise
+    n_steps: int = 0  # that it has run
+    speed: float | None = None  # over that of plain decoding, when arms were compared last
+    next_trial: int = 0  # number of the step
+    # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
+    known: list[int] = field(default_factory=list)
+
+    @property
+    def sizer(self) -> Sizer | ChainSizer | None:
+        return getattr(self.drafter, "sizer", None)
+
+
+class Auto(Drafter):
+    """Runs one of several methods in each step.
+
+    Args:
+        methods: by name; plain decoding is added.
+    """
+
+    def __init__(self, methods: Mapping[str, Drafter]):
+        self.arms = [*(Arm(name, drafter) for name, drafter in methods.items()), Arm(PLAIN, None)]
+        self.drafters = [(arm, arm.drafter) for arm in self.arms if arm.drafter is not None]
+        self.watching = [drafter for _, drafter in self.drafters if drafter.capture_layers]
+        self.plain = self.arms[-1]
+        self.n_rows = 0
+        self.active = self.leader = self.plain  # the one that runs, and the one that was the fastest
+        self.n_steps = 0
+        self.capture_layers = tuple(dict.fromkeys(layer for one in methods.values() for layer in one.capture_layers))
+        self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
+        self.store = next((store for one in methods.values() if (store := getattr(one, "store", None))), None)
+        self.warning = next((one.warning for one in methods.values() if one.warning), None)
+        self.chosen: deque[tuple[int, str, str]] = deque(maxlen=1000)  # step, arm, and why
+        self.times = StepTimes(1)  # of plain steps
+        for arm in self.arms:
+            if arm.sizer is not None:
+                arm.sizer.times.level = self.times.level
+        self.times.level.is_shared = True
+        # Of the block of steps that runs: steps that are left, how many of them are not timed, and of those that were
+        # timed their number, seconds and tokens of a row.
+        self._left, self._untimed, self._began = 0, 0, 0.0
+        self._n_timed, self._seconds_timed, self._tokens_timed = 0, 0.0, 0.0
+
+    def ran(self) -> dict[str, dict[str, float | None]]:
+        """Of each method that has run: its share of all steps, and its speed over that of plain decoding, of late."""
+        total = sum(arm.n_steps for arm in self.arms) or 1
+        return {arm.name: {"share": arm.n_steps / total, "speed": arm.speed} for arm in self.arms if arm.n_steps}
+
+    def start(self, target: TargetModel, cache: KVCache) -> None:
+        self.times.start(*times_of(target, cache.max_rows))
+        self.plain_s = [float(self.times.seconds(n)[1]) for n in range(1, len(self.times.forwards) + 1)]
+        self._end_block()
+        self.n_rows = 0
+        for arm, drafter in self.drafters:
+            drafter.start(target, cache)
+            arm.known = []
+
+    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
+        asked = [one for _, drafter in self.drafters if (one := drafter.read_of_prompts(lengths)) is not None]
+        capturing = sum(bool(drafter.capture_layers) for _, drafter in self.drafters)
+        return asked[0] if len(asked) == capturing == 1 else None
+
+    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
+        self._end_block()
+        self.n_rows = rows.stop
+        for arm, drafter in self.drafters:
+            if arm is self.active or not drafter.joins_late:
+                drafter.prefill(context, self._seen_by(drafter, output), rows)
+                arm.known += [context.n_tokens[row] for row in rows]
+
+    def propose(self, context: Context) -> DraftTree:
+        if self._left == 0:
+            self._choose(context)
+        self._left -= 1
+        self._began = time.perf_counter()
+        drafter = self.active.drafter
+        return DraftTree.root_only(context.roots) if drafter is None else drafter.propose(context)
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
+        active = self.active.drafter
+        for drafter in self.watching:
+            if drafter is not active:
+                drafter.watch(context, self._seen_by(drafter, output), verified)
+        return active and active.observe(context, tree, self._seen_by(active, output), verified)
+
+    def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
+        if self.active.drafter is not None:
+            self.active.drafter.extend(context, emitted, asked)
+        if self._untimed:
+            self._untimed -= 1
+            return
+        self._n_timed += 1
+        self._seconds_timed += (time.perf_counter() - self._began) / self.plain_s[len(emitted) - 1]
+        self._tokens_timed += sum(map(len, emitted)) / len(emitted)
+
+    def free(self, row: int) -> None:
+        self._end_block()
+        for arm, drafter in self.drafters:
+            if len(arm.known) == self.n_rows:
+                drafter.free(row)
+                arm.known[row] = arm.known[-1]
+                arm.known.pop()
+            elif row < len(arm.known):  # a row that has not joined yet would move between those that have
+                for one in reversed(range(len(arm.known))):
+                    drafter.free(one)
+                arm.known = []
+        self.n_rows -= 1
+
+    def _end_block(self) -> None:
+        """Count the block, which may end before its time."""
+        self.n_steps -= self._left
+        self.active.n_steps -= self._left
+        n_steps, arm = self._n_timed, self.active
+        if n_steps and arm.drafter is None:
+            self.times.level.count(self._seconds_timed / n_steps, n_steps)
+        elif n_steps and arm.sizer is None:
+            arm.tokens.count(self._tokens_timed / n_steps)
+            arm.seconds.count(self._seconds_timed / n_steps / self.times.level.value)
+        self._left = self._untimed = self._n_timed = 0
+        self._seconds_timed = self._tokens_timed = 0.0
+
+    def _choose(self, context: Context) -> None:
+        """Choose the arm of the next block."""
+        before = self.active
+        self._end_block()
+        speeds = {arm: self._speed(arm, context.n_rows) for arm in self.arms}
+        before.speed = speeds[before] if before.n_steps and speeds[before] < float("inf") else None
+        best = self.leader = max(self.arms, key=lambda arm: speeds[arm] * (LEAD if arm is self.leader else 1))
+        if not self.times.level.is_known:  # what all others are compared with comes first
+            best = self.plain
+        due = [arm for arm in self.arms if arm is not best and arm.next_trial <= self.n_steps and best is self.leader]
+        arm = min(due, key=lambda arm: arm.next_trial) if due else best
+        arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm] / speeds[best] if due else 1.0, context)
+        self._left, self._untimed = TRIAL_STEPS if due else BLOCK_STEPS, int(arm is not before)
+        if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
+            next_trial = min((other.next_trial for other, _ in self.drafters), default=self.n_steps + PLAIN_STEPS)
+            self._left = min(max(next_trial - self.n_steps, TRIAL_STEPS), PLAIN_STEPS)
+        if arm.drafter is not None and not arm.n_steps:
+            self._left, self._untimed = WARM_UP_STEPS, WARM_UP_STEPS // 2
+        elif not self.times.level.is_known:
+            self._left, self._untimed = BLOCK_STEPS, TRIAL_STEPS
+        self.n_steps += self._left
+        arm.n_steps += self._left
+        if arm is not before:
+            before.known, self.active = list(context.n_tokens), arm
+            self._catch_up(arm, context)
+            self.chosen.append((self.n_steps, arm.name, "trial" if due else "fastest"))
+
+    def _steps_between(self, arm: Arm, speed: float, context: Context) -> int:
+        """Steps until the next trial of an arm of this speed, over that of the best arm."""
+        if arm.drafter is None:
+            return ANCHOR_STEPS
+        loss = SWITCHING + 1 - speed if speed <= 1 else SWITCHING  # inf / inf, where neither has run
+        plain_steps = TRIAL_STEPS * max(1.0, self._seconds(arm, context.n_rows))  # in whose time it runs
+        most = MOST_BETWEEN if arm.n_steps >= KNOWN_STEPS else EARLY_BETWEEN
+        return int(min(plain_steps * loss / TRIAL_SHARE, most))
+
+    def _speed(self, arm: Arm, n_rows: int) -> float:
+        """Tokens of a row in the time of a plain step; a method that was never run hopes for the best."""
+        if arm.drafter is None:
+            return 1.0
+        if arm.sizer is None:
+            return arm.tokens.value / arm.seconds.value if arm.seconds.value else float("inf")
+        speed = arm.sizer.times.speed(n_rows)
+        return float("inf") if speed is None else TIMED * speed * self.times.seconds(n_rows)[1] / n_rows
+
+    def _seconds(self, arm: Arm, n_rows: int) -> float:
+        """Seconds of an arm's step over those of a plain one; 0: not known."""
+        if arm.sizer is None:
+            return arm.seconds.value
+        return arm.sizer.times.step_s(n_rows) / self.times.seconds(n_rows)[1]
+
+    def _catch_up(self, arm: Arm, context: Context) -> None:
+        if arm.drafter is not None:
+            if late := range(len(arm.known), context.n_rows):
+                arm.drafter.prefill(context, None, late)
+                arm.known += [context.n_tokens[row] for row in late]
+            tokens, ends = context.tokens.numpy(), zip(arm.known, context.n_tokens, strict=True)
+            missed = [tokens[row, known:end].tolist() for row, (known, end) in enumerate(ends)]
+            if any(missed):
+                arm.drafter.resume(context, missed)
+            if arm.sizer is not None:
+                arm.sizer.resume(WARM_UP_STEPS // 2 if arm.n_steps <= WARM_UP_STEPS else 1)
+
+    def _seen_by(self, drafter: Drafter, output: TargetOutput) -> TargetOutput:
+        """The output with the captured layers that the drafter asked for."""
+        if output.captured is None or drafter.capture_layers == self.capture_layers:
+            return output
+        if not drafter.capture_layers:
+            return dataclasses.replace(output, captured=None)
+        places = [self.capture_layers.index(layer) for layer in drafter.capture_layers]
+        return dataclasses.replace(output, captured=output.captured[..., places, :])

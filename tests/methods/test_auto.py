@@ -1,0 +1,242 @@
+"""Choosing among methods: what slept drafts as if it had not, text and law stay, and the fastest runs."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from spectrain.decoding import Drafter, DraftTree, Sampling, Source, generate
+from spectrain.decoding.errors import UserError
+from spectrain.methods import auto
+from spectrain.methods.auto import PLAIN, Auto
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.registry import build_method, method_config, method_names
+from tests.conftest import random_prompts, tiny_model
+from tests.methods.every import Artifacts, build, build_auto
+
+N_NEW = 40
+FIXED = {"max_nodes": 9}
+CHAINS = {"spire": {"gamma": 3}, "speculative": {"gamma": 3}, "magicdec": {"gamma": 3}}
+STOPS = {name: {"max_candidates": 4} for name in ("specdecpp", "confidence_stop", "entropy_stop")}
+LOOKUPS = [name for name in method_names() if name not in {**CHAINS, **STOPS, PLAIN: None, "auto": None}]
+# Their guesses depend on the probes of steps that they did not run.
+PROBING = ("lookahead", "spectra_core", "spectra")
+REMEMBER = [name for name in (*LOOKUPS, "spire", "speculative") if name not in PROBING]
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory) -> Artifacts:
+    model = tiny_model("llama")
+    documents = [row * 3 for row in random_prompts([12, 20, 9], seed=3)]
+    folder = tmp_path_factory.mktemp("auto")
+    return Artifacts(folder, model, lambda: tiny_model("llama", seed=5), lambda: documents, k=3, window_tokens=8)
+
+
+def fixed(name: str, artifacts: Artifacts) -> Drafter:
+    return build(name, artifacts, CHAINS.get(name) or STOPS.get(name) or FIXED)
+
+
+def prompts() -> list[list[int]]:
+    return [row[:7] * 3 + row for row in random_prompts([9, 20, 13], seed=1)]
+
+
+class Shuffled(Auto):
+    """Every block runs an arm by lot, whatever is fast."""
+
+    def __init__(self, methods, seed: int = 0, lengths: tuple[int, ...] = (1, 2, 5)):
+        super().__init__(methods)
+        self.random, self.lengths = Random(seed), lengths
+
+    def _choose(self, context) -> None:
+        super()._choose(context)
+        self._left = self.random.choice(self.lengths)
+
+    def _speed(self, arm, n_rows) -> float:
+        return self.random.random()
+
+
+@pytest.mark.parametrize("name", REMEMBER)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifacts, name, batch_size):
+    """Both see the same text. Steps of the one that never sleeps are compared wherever the other one drafts."""
+    target, drafts, seen = artifacts.target, {}, 0
+    always = fixed(name, artifacts)
+
+    def watched(drafter: Drafter, found: dict) -> Drafter:
+        propose = drafter.propose
+
+        def noted(context):
+            texts = [tuple(context.tokens[row, :n].tolist()) for row, n in enumerate(context.n_tokens)]
+            tree = propose(context)
+            for row, text in enumerate(texts):
+                found[text] = [one[row][tree.parents[row] > -2].tolist() for one in (tree.tokens, tree.parents)]
+            return tree
+
+        drafter.propose = noted
+        return drafter
+
+    class Beside(Shuffled):
+        """Whoever runs, one token is emitted per step, so that both see every text."""
+
+        def propose(self, context):
+            super().propose(context)
+            return DraftTree.root_only(context.roots)
+
+    class OneByOne(Auto):
+        def _choose(self, context):
+            self.arms[-1].next_trial = 10**9  # plain decoding never runs
+            self.times.level.is_known = True
+            super()._choose(context)
+            self._left = 1000
+
+        def _speed(self, arm, n_rows):
+            return float(arm.drafter is not None)
+
+        def propose(self, context):
+            super().propose(context)
+            return DraftTree.root_only(context.roots)
+
+    generate(target, OneByOne({name: watched(always, drafts)}), prompts(), N_NEW, batch_size=batch_size)
+    for seed in range(3):
+        slept: dict = {}
+        drafter = Beside({name: watched(fixed(name, artifacts), slept)}, seed)
+        generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
+        assert 10 < len(slept) < len(drafts)
+        for text, tree in slept.items():
+            assert tree == drafts[text], (seed, len(text))
+            seen += len(tree[0]) > 1
+    assert seen
+
+
+@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_text_is_the_targets_own_while_methods_take_turns_by_lot(artifacts, name, batch_size):
+    if name in (PLAIN, "auto"):
+        pytest.skip("it is always an arm, or has arms")
+    target = artifacts.target
+    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
+    drafter = Shuffled({name: fixed(name, artifacts)})
+    for _ in range(2):
+        found = generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
+        assert [one.tokens for one in found] == plain
+    assert {arm for _, arm, _ in drafter.chosen} == {name, PLAIN}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_many_methods_share_a_generation(artifacts, batch_size):
+    target = artifacts.target
+    names = ["pld", "spire", "logitspec", "speculative", "sssd", "lookahead"]
+    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
+    drafter = Shuffled({name: fixed(name, artifacts) for name in names})
+    found = generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
+    assert [one.tokens for one in found] == plain
+    assert len({arm for _, arm, _ in drafter.chosen}) > 4
+
+
+def test_lookups_sample_what_plain_decoding_samples_while_they_take_turns(artifacts):
+    target, sampling = artifacts.target, Sampling(temperature=1.3)
+    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW, sampling, seed=3)]
+    drafter = Shuffled({name: fixed(name, artifacts) for name in ("pld", "logitspec", "sssd")})
+    assert [one.tokens for one in generate(target, drafter, prompts(), N_NEW, sampling, seed=3)] == plain
+
+
+class Oracle(Drafter):
+    """Drafts the text that is known to follow, or rubbish, and takes its time."""
+
+    sizer = None
+
+    def __init__(self, texts: list[list[int]], right: bool, seconds: float):
+        self.texts, self.right, self.seconds = texts, right, seconds
+        self.n_steps = 0
+
+    def propose(self, context):
+        self.n_steps += 1
+        time.sleep(self.seconds)
+        (known,) = context.tail(10**6)
+        follows = next(text[len(known) : len(known) + 4] for text in self.texts if text[: len(known)] == known)
+        tokens = [token if self.right else (token + 1) % 50 for token in follows][: max(0, context.room[0] - 1)]
+        if not tokens:
+            return DraftTree.root_only(context.roots)
+        return DraftTree.chain(context.roots, torch.tensor([tokens]), source=Source.INPUT)
+
+
+@pytest.mark.parametrize(("right", "seconds"), [(True, 0.0), (False, 0.01), (True, 0.05)])
+def test_a_method_runs_where_it_is_fast_and_hardly_where_it_is_not(artifacts, monkeypatch, right, seconds):
+    monkeypatch.setattr(auto, "times_of", lambda target, n: (auto_times(), auto_times(), 1))
+    target, asked = artifacts.target, prompts() * 3
+    plain = generate(target, Autoregressive(), asked, 60, stop_token_ids=())
+    score = target.score
+
+    def slow(*arguments):  # so that a forward is what a step costs
+        time.sleep(0.003)
+        return score(*arguments)
+
+    monkeypatch.setattr(target, "score", slow)
+    texts = [prompt + one.tokens for prompt, one in zip(asked, plain, strict=True)]
+    drafter = Oracle(texts, right, seconds)
+    chosen = Auto({"oracle": drafter})
+    found = generate(target, chosen, asked, 60, stop_token_ids=())
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    steps = sum(one.target_forwards for one in found)
+    share = drafter.n_steps / steps
+    assert share > 0.6 if (right and not seconds) else share < 0.2
+
+
+def auto_times():
+    from spectrain.stores.forward_times import ForwardTimes
+
+    return ForwardTimes([1, 2, 4, 64], [3e-3, 3e-3, 3e-3, 3e-3])
+
+
+def test_every_method_with_max_nodes_auto_decodes_beside_plain_decoding(artifacts):
+    target = artifacts.target
+    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
+    for name in method_names():
+        drafter = build_auto(name, artifacts)
+        assert isinstance(drafter, Auto) == (name != PLAIN), name
+        found = generate(target, drafter, prompts(), N_NEW, batch_size=2)
+        assert [one.tokens for one in found] == plain, name
+
+
+def test_auto_chooses_among_what_can_be_built(artifacts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no checkpoints/ lie
+    config, target = method_config("auto"), artifacts.target
+    nothing = build_method(config, target)
+    assert [arm.name for arm in nothing.arms] == ["pld", "logitspec", PLAIN]
+    store = {"datastore": artifacts.get("datastore"), "spire": artifacts.get("spire")}
+    with_store = build_method(config, target, store)
+    assert [arm.name for arm in with_store.arms] == ["pld", "logitspec", "sssd", "spire", PLAIN]
+    assert with_store.artifacts == store
+    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
+    for drafter in (nothing, with_store):
+        found = generate(target, drafter, prompts(), N_NEW, batch_size=2)
+        assert [one.tokens for one in found] == plain
+        assert sum(one["share"] for one in drafter.ran().values()) == pytest.approx(1)
+
+
+def test_auto_without_anything_to_choose_from_still_decodes(artifacts):
+    target = artifacts.target
+    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
+    config = OmegaConf.merge(method_config("auto"), {"methods": [PLAIN]})
+    drafter = build_method(config, target)
+    assert [one.tokens for one in generate(target, drafter, prompts(), N_NEW)] == plain
+    assert drafter.ran().keys() == {PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [(["plt"], "plt is unknown; choose among"), ("auto", "auto is unknown"), (["sssd"], "holds no datastore")],
+)
+def test_auto_refuses_what_it_cannot_build(artifacts, tmp_path, monkeypatch, methods, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=says):
+        build_method(OmegaConf.merge(method_config("auto"), {"methods": methods}), artifacts.target)
+
+
+def test_a_given_length_is_kept(artifacts):
+    for name, option in (("pld", {"max_nodes": 5}), ("spire", {"gamma": 2}), ("magicdec", {"max_nodes": 4})):
+        assert not isinstance(build_auto(name, artifacts, option), Auto)
