@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.sampling import Sampling, Uniforms, likeliest
 from spectrain.decoding.transfer import to_device, without
 
@@ -42,7 +43,7 @@ class Context:
         self.n_tokens: list[int] = []  # tokens of each row: prompt and output, the root (the last one) included
         self.room: list[int] = []  # tokens that each row may still emit; a draft deeper than room - 1 is wasted
         # On the device. The root of row b stands at position lengths[b] - 1.
-        self.uniforms = Uniforms(device=self.device)
+        self.uniforms = (SharedNoise if sampling.shares_noise else Uniforms)(device=self.device)
         self.lengths = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] n_tokens
         self.roots = torch.empty(0, dtype=torch.int64, device=self.device)  # [n]
         self._last_logits: Tensor | Callable[[], Tensor] = torch.empty(0, 0, device=self.device)
@@ -70,19 +71,23 @@ class Context:
         tokens = self._tokens
         return [tokens[row, max(0, end - n) : end].tolist() for row, end in enumerate(self.n_tokens)]
 
-    def draw(self, logits: Tensor, active: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: Tensor, active: Tensor | None = None, place: int = 1) -> tuple[Tensor, Tensor | None]:
         """Choose one draft token per row, as the target would: warped, with the row's own randomness.
 
         Args:
             logits: [n, V].
             active: [n] bool, rows that need a token; the others get any token and none of their randomness is used, so
                 that a row's sample does not depend on how long its neighbours draft. None: all.
+            place: of the tokens behind the roots, from 1 on.
 
         Returns:
-            Tokens [n] int64, and the q they were drawn from, [n, V] float32 (None when greedy: deterministic drafts).
+            Tokens [n] int64, and the q they were drawn from, [n, V] float32. None where drafts are deterministic:
+            greedy ones, and those that share the target's noise.
         """
         if self.sampling.greedy:
             return self.sampling.draw(logits, None)
+        if self.sampling.shares_noise:
+            return self.sampling.draw(logits, self.uniforms.next(place)[:, -1])[0], None
         return self.sampling.draw(logits, self.uniforms.take(1, active)[:, 0])
 
     def ends(self, tokens: Tensor) -> list[bool] | None:
@@ -117,7 +122,7 @@ class Context:
         """Add rows at the end, not rooted yet: `room` counts their first token too. The loop roots them at once."""
         self.n_tokens += [0] * len(prompts)
         self.room += [room + len(prompt) for prompt in prompts]  # `_extend` takes the prompt off
-        self.uniforms.append(generators)
+        self.uniforms.append(generators, [len(prompt) for prompt in prompts])
         self._extend(prompts, range(self.n_rows - len(prompts), self.n_rows))
 
     def root(self, rows: range, tokens: Tensor, logits: Tensor) -> None:
@@ -127,6 +132,7 @@ class Context:
         self._extend([[token] for token in tokens.tolist()], rows)
         new = torch.tensor([self.n_tokens[row] for row in rows])
         self.lengths = torch.cat([self.lengths[: rows.start], to_device(new, self.device)])
+        self.uniforms.follow(self.lengths)
 
     def advance(self, verified: Verified, last_logits: Tensor | Callable[[], Tensor]) -> None:
         """After verification, on the device: the bonus tokens are the new roots, drawn from last_logits [n, V].
@@ -135,6 +141,7 @@ class Context:
         """
         self.roots, self._last_logits = verified.bonus, last_logits
         self.lengths = self.lengths + verified.accepted + 1
+        self.uniforms.follow(self.lengths)
 
     def extend(self, emitted: Sequence[Sequence[int]]) -> None:
         """After the same step, on the host: row b gained emitted[b], the last of which is its new root."""

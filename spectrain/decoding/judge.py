@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import types
 
 from spectrain.decoding.intrinsics import doubles, fast, flags, floats, wholes
-from spectrain.decoding.warping import drawn, warp_row
+from spectrain.decoding.warping import drawn, drawn_by, warp_row
 
 
 @fast
@@ -27,13 +27,14 @@ def judge(op, thread, n_threads):
     weights, rule = frontier - 4 * size, (options, top_k, work)
     n_accepted, bonus, used = wholes(op[16]), wholes(op[16] + 8 * n_rows), wholes(op[16] + 16 * n_rows)
     for row in range(thread, n_rows, n_threads):
-        logits, numbers = op[8] + 4 * row * n * size, floats(op[9] + 4 * row * op[10])
+        logits = op[8] + 4 * row * n * size
         tokens, parents, path = wholes(op[11] + 8 * row * n), wholes(op[12] + 8 * row * n), wholes(op[15] + 8 * row * n)
         probe = 0 if op[13] == 0 else op[13] + row * n
         if op[14] != 0:
-            q = op[14] + 4 * row * n * size
+            q, numbers = op[14] + 4 * row * n * size, floats(op[9] + 4 * row * op[10])
             last, bonus[row], n_drafted = _chain(logits, q, size, n, tokens, parents, numbers, weights, rule)
         else:
+            numbers = op[9] + (8 if op[17] else 4) * row * op[10], op[17]
             last, bonus[row] = _tree(logits, size, n, tokens, parents, probe, frontier, numbers, weights, rule)
         count, node = 0, last
         while node > 0:
@@ -78,7 +79,7 @@ def _chain(logits, q, size, n, tokens, parents, numbers, weights, rule):
 def _tree(logits, size, n, tokens, parents, probe, reached, numbers, weights, rule):
     """Draw a token from p at each node of the path, and follow the child that equals it; else it is the bonus.
 
-    `reached` is where N flags are kept of all nodes that spell the path so far: more than one where siblings are equal.
+    `numbers` are an address, and whether keys of `SharedNoise` stand there. `reached` is where N flags are kept of all nodes that spell the path so far: more than one where siblings are equal.
     """
     options, top_k, work = rule
     p, frontier, last, level = floats(weights), flags(reached), 0, 0
@@ -86,7 +87,7 @@ def _tree(logits, size, n, tokens, parents, probe, reached, numbers, weights, ru
         frontier[i] = i == 0
     while True:
         warp_row(logits + 4 * last * size, p, size, options, top_k, work)
-        token, found = drawn(p, size, float(numbers[level])), -1
+        token, found = drawn_by(p, size, numbers[0], level, numbers[1], 0), -1
         for i in range(n - 1, 0, -1):  # parents stand before their children
             follows = parents[i] >= 0 and tokens[i] == token and frontier[parents[i]] != 0
             if follows and probe != 0:

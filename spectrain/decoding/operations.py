@@ -60,7 +60,9 @@ from spectrain.decoding.program import (
 from spectrain.decoding.warping import BLOCK, draw, largest, warp
 
 HERE = Path(__file__).parent
-SOURCES = ("operations.py", "attention.py", "ending.py", "intrinsics.py", "judge.py", "program.py", "warping.py")
+SOURCES = tuple(
+    f"{name}.py" for name in ("operations", "attention", "ending", "intrinsics", "judge", "noise", "program", "warping")
+)
 
 
 @fast

@@ -253,7 +253,8 @@ class Program:
         arguments = sampling.options, min(sampling.top_k, size), self.work, n_bytes
         warped = self.add(WARP, logits, size, 0, 0, n_rows, size, *arguments)
         drawing = numbers, numbers.stride(0), following[0], chosen, following[1], chosen.stride(0), n_rows, size
-        return warped, self.add(DRAW, 0, 0, *drawing, 0 if names is None else names)
+        by_noise = int(numbers.dtype == torch.int64)
+        return warped, self.add(DRAW, 0, 0, *drawing, 0 if names is None else names, by_noise)
 
     def goes_on(self, operation: int) -> int:
         """Let threads begin the next operation, which reads nothing of this one, before all have ended it."""

@@ -2,6 +2,7 @@
 
 Randomness is one CPU generator per row, and a row takes from it only for itself: its sample does not depend on its
 neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).
+With `draws=gumbel` random numbers belong to places in the text instead; see `noise.py`.
 
 Letters: B rows, V vocabulary.
 """
@@ -9,15 +10,18 @@ Letters: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.decoding.errors import UserError, check_choice, check_number, check_whole
+from spectrain.decoding.noise import draw_by_noise
 from spectrain.decoding.program import DRAW, WARP, run_alone, runner, warping_bytes
 from spectrain.decoding.transfer import to_device, without
+
+DRAWS = ("inverse", "gumbel")
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,13 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
+    draws: str = "inverse"  # gumbel: by noise that all methods share
 
     def __post_init__(self) -> None:
         for name, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]"), ("min_p", "[0, 1)")):
             check_number(f"sampling.{name}", getattr(self, name), interval)
         check_whole("sampling.top_k", self.top_k, 0)
+        check_choice("sampling.draws", self.draws, DRAWS)
         with torch.inference_mode(False):  # [3] float64, as compiled operations read them
             options = torch.tensor([self.temperature, self.top_p, self.min_p], dtype=torch.float64, device="cpu")
         object.__setattr__(self, "options", options)
@@ -57,16 +63,22 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def shares_noise(self) -> bool:
+        """Whether target and drafters draw with the same noise."""
+        return self.draws == "gumbel" and not self.greedy
+
     def same_distribution(self, other: Sampling) -> bool:
         """Whether both choose alike: greedy decoding reads no other option."""
-        return self == other or (self.greedy and other.greedy)
+        return replace(self, draws=other.draws) == other or (self.greedy and other.greedy)
 
     def describe(self) -> str:
         """Only what is not at its default: "temperature 0.8, top_k 50"; "greedy"."""
         if self.greedy:
             return "greedy"
         changed = [f.name for f in fields(self) if f.name == "temperature" or getattr(self, f.name) != f.default]
-        return ", ".join(f"{name} {getattr(self, name):g}" for name in changed)
+        values = ((name, getattr(self, name)) for name in changed)
+        return ", ".join(f"{name} {value}" if isinstance(value, str) else f"{name} {value:g}" for name, value in values)
 
     def warp(self, logits: Tensor) -> Tensor:
         """Turn logits [..., V] of any dtype into the probabilities [..., V] float32 that tokens are drawn from.
@@ -112,14 +124,14 @@ class Sampling:
         return WARP, *rows, self.options.data_ptr(), min(self.top_k, size), work.data_ptr(), work.shape[-1]
 
     def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Draw one token per row from logits [B, V], by uniforms [B] float32 in [0, 1), which greedy does not read.
+        """Draw one token per row from logits [B, V], by the next number of each row, which greedy does not read.
 
-        Returns the tokens [B] int64, and the probabilities [B, V] they were drawn from (None when greedy).
+        The numbers [B] are float32 in [0, 1) of `Uniforms`, or int64 of `SharedNoise`. Returns the tokens [B] int64, and the probabilities [B, V] they were drawn from (None when greedy).
         """
         if self.greedy:
             return likeliest(logits), None
         if runs_compiled(logits):
-            logits, uniforms = logits.contiguous(), uniforms.float().contiguous()
+            logits = logits.contiguous()
             probs, work, n_threads = self._room_for(logits)
             tokens = torch.empty(len(logits), dtype=torch.int64)
             run_alone(n_threads, self._warping(logits, probs, work), _drawing(probs, uniforms, tokens))
@@ -143,14 +155,18 @@ def _renormalised(probs: Tensor, keep: Tensor) -> Tensor:
 def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from rows of weights [B, V] float32 that need not sum to one; uniforms [B] in [0, 1). Return [B] int64.
 
+    Instead of uniforms there may be keys [B] int64 of `SharedNoise`.
+
     A token of weight 0 is never drawn: the first index whose cumulative sum is *above* the threshold has weight, and
     the threshold stays below the total, since float32 uniforms end at 1 - 2^-24.
     """
     if runs_compiled(weights):
-        weights, uniforms = weights.contiguous(), uniforms.float().contiguous()
+        weights = weights.contiguous()
         tokens = torch.empty(len(weights), dtype=torch.int64)
         run_alone(min(len(weights), torch.get_num_threads()), _drawing(weights, uniforms, tokens))
         return tokens
+    if uniforms.dtype == torch.int64:
+        return draw_by_noise(weights, uniforms)
     cumulative = weights.double().cumsum(-1)  # a parallel float32 scan is not monotonic, and would draw zero weights
     threshold = uniforms.double()[:, None] * cumulative[:, -1:]
     # Of weights that are NaN no draw comes: any token does, since verification rejects it where it was drafted.
@@ -158,8 +174,9 @@ def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _drawing(weights: Tensor, uniforms: Tensor, tokens: Tensor) -> tuple[int, ...]:
-    n_rows, size = weights.shape
-    return DRAW, weights.data_ptr(), size, uniforms.data_ptr(), 1, 0, tokens.data_ptr(), 0, 1, n_rows, size
+    (n_rows, size), by_noise = weights.shape, int(uniforms.dtype == torch.int64)
+    numbers = uniforms.data_ptr(), uniforms.stride(0)
+    return DRAW, weights.data_ptr(), size, *numbers, 0, tokens.data_ptr(), 0, 1, n_rows, size, 0, by_noise
 
 
 def runs_compiled(values: Tensor) -> bool:
@@ -200,8 +217,8 @@ class Uniforms:
         self._most_read = 0  # no row has read more of its block
         self.append(generators)
 
-    def append(self, generators: Sequence[torch.Generator]) -> None:
-        """Add rows at the end."""
+    def append(self, generators: Sequence[torch.Generator], lengths: Sequence[int] = ()) -> None:
+        """Add rows at the end. The lengths of their texts are not read here."""
         if not generators:
             return
         blocks = [torch.rand(self.ahead, generator=generator, dtype=torch.float32) for generator in generators]
@@ -213,6 +230,9 @@ class Uniforms:
         self.generators[row] = self.generators[-1]
         self.generators.pop()
         self._drawn, self._numbers, self.places = (without(v, row) for v in (self._drawn, self._numbers, self.places))
+
+    def follow(self, lengths: Tensor) -> None:
+        """The rows' texts have these lengths [B] now, which is not read here."""
 
     def take(self, count: int, used: Tensor | None = None) -> Tensor:
         """Return the next `count` numbers of each row, [B, count] float32.

@@ -97,7 +97,7 @@ def _judged(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Unifo
         *(JUDGE, size, n_nodes, n_rows, sampling.options.data_ptr(), min(sampling.top_k, size)),
         *(work.data_ptr(), work.shape[1], logits.data_ptr(), numbers.data_ptr(), numbers.stride(0)),
         *(tokens.data_ptr(), parents.data_ptr(), 0 if probe is None else probe.data_ptr()),
-        *(0 if q is None else q.data_ptr(), path.data_ptr(), ends.data_ptr()),
+        *(0 if q is None else q.data_ptr(), path.data_ptr(), ends.data_ptr(), int(sampling.shares_noise)),
     )
     run_alone(n_threads, operation)
     accepted, bonus, used = ends.unbind()
@@ -180,8 +180,9 @@ def _verify_deterministic(tree: DraftTree, logits: Tensor, sampling: Sampling, u
     # All nodes that spell the path so far: more than one where siblings are equal. Their logits are the same.
     frontier = torch.zeros(n_rows, n_nodes, dtype=torch.bool, device=logits.device)
     frontier[:, 0] = True
-    for _ in range(1 + tree.deepest):
-        drawn, _ = sampling.draw(logits[rows, last], uniforms.take(1, walking)[:, 0])
+    numbers = uniforms.next(1 + tree.deepest)
+    for level in range(1 + tree.deepest):
+        drawn, _ = sampling.draw(logits[rows, last], numbers[:, level])
         frontier = frontier.gather(1, tree.parents.clamp_min(0)) & tree.drafted & (tree.tokens == drawn[:, None])
         found = frontier.any(-1)
         bonus = torch.where(walking, drawn, bonus)  # stands if this is the row's last draw
@@ -189,7 +190,9 @@ def _verify_deterministic(tree: DraftTree, logits: Tensor, sampling: Sampling, u
         last = torch.where(walking, frontier.int().argmax(-1), last)
         if walking.device.type == "cpu" and not walking.any():  # elsewhere asking would cost more than the other levels
             break
-    return _ending_at(tree, last, bonus)
+    verified = _ending_at(tree, last, bonus)
+    uniforms.skip(verified.accepted + 1, 1 + tree.deepest)
+    return verified
 
 
 def _verify_chain(tree: DraftTree, logits: Tensor, sampling: Sampling, numbers: Tensor, verification: str) -> Verified:

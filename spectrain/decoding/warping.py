@@ -8,14 +8,18 @@ Letters: V vocabulary, w = e ** ((x - max x) / temperature), the weight of a tok
 
 from __future__ import annotations
 
+import math
+
 from numba import types
 
 from spectrain.decoding.intrinsics import bits_of, doubles, exp, fast, float_of, floats, wholes, words
+from spectrain.decoding.noise import FIRST, GAMMA, SECOND
 from spectrain.decoding.program import BUCKETS
 
 BLOCK = 64  # weights that are added up together
 LEVELS = ((20, 11), (10, 10), (0, 10))  # bits of a weight that are looked at together: from which on, and how many
 LEAST_EXPONENT = -87.0  # smaller weights become 0
+STEP, FIRST_MIXER, SECOND_MIXER = (number % 2**64 for number in (GAMMA, FIRST, SECOND))
 
 
 @fast
@@ -177,12 +181,54 @@ def drawn(w, size, uniform):
 
 
 @fast
+def uniform_of(key, token):
+    """The number in (0, 1) whose -log is that of `noise.exponentials`."""
+    x = types.uint64(key) + (types.uint64(token) + types.uint64(1)) * types.uint64(STEP)
+    x = (x ^ (x >> types.uint64(30))) * types.uint64(FIRST_MIXER)
+    x = (x ^ (x >> types.uint64(27))) * types.uint64(SECOND_MIXER)
+    x = x ^ (x >> types.uint64(31))
+    return (types.float64(x >> types.uint64(11)) + 0.5) * 2.0**-53
+
+
+@fast
+def _may_be_first(w, start, stop, names, key, least):
+    """How many of the tokens may have a -log(uniform) below least x weight. It is at least 1 - uniform."""
+    n = 0
+    for v in range(start, stop):
+        n += 1.0 - uniform_of(key, v if names == 0 else wholes(names)[v]) < least * w[v]
+    return n
+
+
+@fast
+def noised(w, size, names, key):
+    """The token for which -log(uniform) / weight is smallest. `names`: of the tokens that weights belong to, or 0."""
+    least, chosen = math.inf, size - 1
+    for start in range(0, size, BLOCK):
+        stop = min(start + BLOCK, size)
+        if _may_be_first(w, start, stop, names, key, least):
+            for v in range(start, stop):
+                if w[v] > types.float32(0.0):
+                    late = -math.log(uniform_of(key, v if names == 0 else wholes(names)[v]))
+                    if late < least * w[v]:
+                        least, chosen = late / w[v], v
+    return chosen
+
+
+@fast
+def drawn_by(w, size, numbers, i, by_noise, names):
+    """Draw by the i-th number at an address: a float32 in [0, 1), or a key of `SharedNoise`."""
+    if by_noise:
+        return noised(w, size, names, wholes(numbers)[i])
+    return drawn(w, size, float(floats(numbers)[i]))
+
+
+@fast
 def draw(op, thread, n_threads):
     """The token of each row of weights [M, V] is drawn by a number; it may become the next input, see `_pick`."""
-    numbers, tokens, chosen, positions = floats(op[3]), wholes(op[5]), wholes(op[6]), wholes(op[7])
+    tokens, chosen, positions = wholes(op[5]), wholes(op[6]), wholes(op[7])
     n_rows, size = op[9], op[10]
     for row in range(thread, n_rows, n_threads):
-        token = drawn(floats(op[1] + 4 * op[2] * row), size, float(numbers[row * op[4]]))
+        token = drawn_by(floats(op[1] + 4 * op[2] * row), size, op[3], row * op[4], op[12], op[11])
         token = token if op[11] == 0 else wholes(op[11])[token]
         chosen[row * op[8]] = token
         if op[5] != 0:

@@ -149,7 +149,7 @@ def draft_chain(
         if not any(drafting):
             break
         going = None if all(drafting) else to_device(torch.tensor(drafting), context.device)
-        token, q = context.draw(said.logits, going)
+        token, q = context.draw(said.logits, going, i)
         tokens.append(token)
         probs.append(q)
         lengths = [length + going for length, going in zip(lengths, drafting, strict=True)]
@@ -166,7 +166,7 @@ def draft_chain(
     if not tokens:
         return DraftTree.root_only(context.roots)
     ragged = to_device(torch.tensor(lengths), context.device) if min(lengths) < len(tokens) else None
-    return _cut(context, torch.stack(tokens, dim=1), ragged, None if context.sampling.greedy else probs)
+    return _cut(context, torch.stack(tokens, dim=1), ragged, probs)
 
 
 def _cut(
@@ -177,6 +177,8 @@ def _cut(
     The random numbers of the tokens that are cut off are given back, so that drafting step by step and as a whole chain
     give the same sample.
     """
+    if context.sampling.greedy or context.sampling.shares_noise:
+        probs = None
     kept = context.until_end(tokens)
     if kept is not None:
         before = tokens.shape[1] if lengths is None else lengths

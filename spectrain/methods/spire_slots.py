@@ -149,7 +149,8 @@ class DraftProgram(Program):
             self.step(slots, None, is_last=False)
         else:
             following = self.tokens, self.positions
-            self.numbers = self.floats(n_rows, n_steps)
+            kind = torch.int64 if sampling is not None and sampling.shares_noise else torch.float32
+            self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=kind))
             previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
             if stop is not None:
                 self.ends = DraftEnds(self, stop, n_rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import tempfile
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,8 +18,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, verify
+from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, noise, verify
+from spectrain.decoding import sampling as sampling_module
 from spectrain.decoding.lean import shape_of
+from spectrain.decoding.noise import SharedNoise, exponentials
 from spectrain.decoding.weights import on_cpu
 from spectrain.methods.registry import method_names
 from spectrain.methods.speculative import Speculative
@@ -37,6 +40,7 @@ PROMPT = [1, 3, 0, 2]
 N_SAMPLES = 4000
 PLAIN = Sampling(temperature=1.2)
 WARPED = Sampling(temperature=1.5, top_k=3, top_p=0.95, min_p=0.02)
+SHARED = dataclasses.replace(WARPED, draws="gumbel")
 TINY = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "hidden_size": 16, "initializer_range": 0.15}
 
 
@@ -205,6 +209,32 @@ def test_a_draft_that_leaves_out_the_token_that_ends_it_is_noticed(method, monke
 
     monkeypatch.setattr(Context, "until_end", before_end)
     assert p_value(DRAFTERS[method](), WARPED, end=0) < ALPHA
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_draws_with_shared_noise_follow_the_distribution_and_no_method_changes_the_text(method):
+    assert p_value(DRAFTERS[method](), SHARED) > ALPHA
+    tokens = [sampled(DRAFTERS[name](), batch_size) for name, batch_size in ((method, 3), ("autoregressive", 1))]
+    assert tokens[0] == tokens[1]
+
+
+def sampled(drafter: Drafter, batch_size: int) -> list[list[int]]:
+    prompts = [PROMPT[: 1 + i % 4] for i in range(24)]  # rows end at different steps
+    found = generate(target(), drafter, prompts, 9, SHARED, batch_size=batch_size, stop_token_ids=(1,))
+    return [one.tokens for one in found]
+
+
+def test_noise_that_returns_at_the_next_place_fails_the_same_test(monkeypatch):
+    monkeypatch.setattr(SharedNoise, "follow", lambda noise, lengths: None)
+    assert p_value(DRAFTERS["autoregressive"](), SHARED) < ALPHA
+
+
+def test_noise_that_is_not_exponential_fails_the_same_test(monkeypatch):
+    monkeypatch.setattr(sampling_module, "runs_compiled", lambda values: False)
+    monkeypatch.setattr(sys.modules[verify.__module__], "runs_compiled", lambda values: False)
+    assert p_value(DRAFTERS["tree"](), SHARED) > ALPHA
+    monkeypatch.setattr(noise, "exponentials", lambda keys, tokens: 1 - (-exponentials(keys, tokens)).exp())
+    assert p_value(DRAFTERS["tree"](), SHARED) < ALPHA
 
 
 def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best, graphs) -> Verified:

@@ -1,0 +1,93 @@
+"""Random numbers that belong to a place in a text (`draws=gumbel`): the sample depends on target and seed alone.
+
+A token is drawn by Gumbel-max: of all tokens the one for which E / p is smallest, p being its probability and E its
+number from the exponential distribution. This draws from p exactly (Maddison et al. 2014). E is fixed by the row's
+seed, the place in the text and the token. So whoever knows the seed knows the noise of tokens that are still to come:
+a draft model that draws with the same noise often draws what the target will (Daliri et al. 2024), and a guess whose E
+is large need not be scored.
+
+Letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding.transfer import to_device, without
+
+# Of splitmix64 (Steele et al. 2014), as signed numbers: torch has no others of 64 bits.
+GAMMA, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def _shifted(x: Tensor, n: int) -> Tensor:
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Splitmix64's finaliser of int64 numbers, a bijection."""
+    x = (x ^ _shifted(x, 30)) * FIRST
+    x = (x ^ _shifted(x, 27)) * SECOND
+    return x ^ _shifted(x, 31)
+
+
+def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
+    """E float64 of tokens int64 at places with these keys int64, of any shapes that fit together."""
+    uniform = (_shifted(mixed(keys + (tokens + 1) * GAMMA), 11).double() + 0.5) * 2.0**-53
+    return -uniform.log()
+
+
+def draw_by_noise(probs: Tensor, keys: Tensor) -> Tensor:
+    """Draw from rows of probabilities [B, V] with the noise of keys [B] int64. Return [B] int64."""
+    tokens = torch.arange(probs.shape[-1], device=probs.device)
+    late = exponentials(keys[:, None], tokens) / probs.double()
+    return late.nan_to_num(torch.inf).argmin(-1)
+
+
+class SharedNoise:
+    """What `Uniforms` is to other draws: each row's random numbers, which here are keys of the places that come next.
+
+    A key is read as often as somebody draws at its place; so nothing is used up.
+
+    Args:
+        generators: one per row, of which only the seed is read.
+        device: where the keys are read.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator] = (), device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
+        self._seeds = torch.zeros(0, dtype=torch.int64, device=device)  # [B]
+        self._places = torch.zeros(0, dtype=torch.int64, device=device)  # [B] where the next token of each row stands
+        self.append(generators, [0] * len(generators))
+
+    def append(self, generators: Sequence[torch.Generator], lengths: Sequence[int]) -> None:
+        """Add rows at the end, whose texts have these lengths."""
+        if generators:
+            seeds = mixed(torch.tensor([generator.initial_seed() for generator in generators]))
+            places = torch.tensor(lengths, dtype=torch.int64)
+            self._seeds = torch.cat([self._seeds, to_device(seeds, self.device)])
+            self._places = torch.cat([self._places, to_device(places, self.device)])
+
+    def free(self, row: int) -> None:
+        """Remove a row: the last row moves into its place."""
+        self._seeds, self._places = without(self._seeds, row), without(self._places, row)
+
+    def follow(self, lengths: Tensor) -> None:
+        """The rows' texts have these lengths [B] now."""
+        self._places = lengths
+
+    def take(self, count: int, used: Tensor | None = None) -> Tensor:
+        return self.next(count)
+
+    def next(self, count: int) -> Tensor:
+        """Return the keys [B, count] int64 of the places of each row's next tokens."""
+        steps = torch.arange(count, device=self.device)
+        return mixed(self._seeds[:, None] + (self._places[:, None] + steps) * GAMMA)
+
+    def skip(self, used: int | Tensor, most: int) -> None:
+        pass
+
+    def reserve(self, count: int) -> None:
+        pass
