@@ -79,7 +79,8 @@ def _chain(logits, q, size, n, tokens, parents, numbers, weights, rule):
 def _tree(logits, size, n, tokens, parents, probe, reached, numbers, weights, rule):
     """Draw a token from p at each node of the path, and follow the child that equals it; else it is the bonus.
 
-    `numbers` are an address, and whether keys of `SharedNoise` stand there. `reached` is where N flags are kept of all nodes that spell the path so far: more than one where siblings are equal.
+    `numbers` are an address, and whether keys of `SharedNoise` stand there. `reached` is where N flags are kept of all
+    nodes that spell the path so far: more than one where siblings are equal.
     """
     options, top_k, work = rule
     p, frontier, last, level = floats(weights), flags(reached), 0, 0

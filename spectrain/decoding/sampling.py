@@ -126,7 +126,8 @@ class Sampling:
     def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row from logits [B, V], by the next number of each row, which greedy does not read.
 
-        The numbers [B] are float32 in [0, 1) of `Uniforms`, or int64 of `SharedNoise`. Returns the tokens [B] int64, and the probabilities [B, V] they were drawn from (None when greedy).
+        The numbers [B] are float32 in [0, 1) of `Uniforms`, or int64 of `SharedNoise`. Returns the tokens [B] int64,
+        and the probabilities [B, V] they were drawn from (None when greedy).
         """
         if self.greedy:
             return likeliest(logits), None
