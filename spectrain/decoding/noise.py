@@ -58,7 +58,8 @@ class SharedNoise:
 
     def __init__(self, generators: Sequence[torch.Generator] = (), device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self._seeds = torch.zeros(0, dtype=torch.int64, device=device)  # [B]
+        self._host_seeds = torch.zeros(0, dtype=torch.int64)  # [B]
+        self._seeds = self._host_seeds.to(device)
         self._places = torch.zeros(0, dtype=torch.int64, device=device)  # [B] where the next token of each row stands
         self.append(generators, [0] * len(generators))
 
@@ -67,12 +68,14 @@ class SharedNoise:
         if generators:
             seeds = mixed(torch.tensor([generator.initial_seed() for generator in generators]))
             places = torch.tensor(lengths, dtype=torch.int64)
+            self._host_seeds = torch.cat([self._host_seeds, seeds])
             self._seeds = torch.cat([self._seeds, to_device(seeds, self.device)])
             self._places = torch.cat([self._places, to_device(places, self.device)])
 
     def free(self, row: int) -> None:
         """Remove a row: the last row moves into its place."""
-        self._seeds, self._places = without(self._seeds, row), without(self._places, row)
+        kept = (without(values, row) for values in (self._host_seeds, self._seeds, self._places))
+        self._host_seeds, self._seeds, self._places = kept
 
     def follow(self, lengths: Tensor) -> None:
         """The rows' texts have these lengths [B] now."""
@@ -85,6 +88,11 @@ class SharedNoise:
         """Return the keys [B, count] int64 of the places of each row's next tokens."""
         steps = torch.arange(count, device=self.device)
         return mixed(self._seeds[:, None] + (self._places[:, None] + steps) * GAMMA)
+
+    def on_host(self, lengths: Sequence[int], count: int) -> Tensor:
+        """The same on the host, which knows the lengths of the rows' texts."""
+        places = torch.tensor(lengths)[:, None] + torch.arange(count)
+        return mixed(self._host_seeds[:, None] + places * GAMMA)
 
     def skip(self, used: int | Tensor, most: int) -> None:
         pass

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.methods.sizing import ChainSizer, Mean, Sizer, StepTimes
+from spectrain.methods.sizing import ChainSizer, Sizer
+from spectrain.methods.step_times import Mean, StepTimes
 from spectrain.stores.forward_times import times_of
 
 PLAIN = "autoregressive"

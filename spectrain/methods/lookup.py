@@ -21,6 +21,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
 from spectrain.decoding.errors import check_whole
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import PADDING_PARENT
+from spectrain.methods.chances import NO_KEYS, Ranking
 from spectrain.methods.sizing import AUTO, Sizer
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 from spectrain.retrieval.datastore import Datastore
@@ -42,7 +43,7 @@ class LookupDrafter(Drafter):
 
     Args:
         max_nodes: nodes of a tree: root, guesses and probes. "auto" chooses them step by step, by what acceptance has
-            been so far and what forwards cost here (`sizing.py`); `self.max_nodes` is then the most.
+            been so far and what forwards cost here (`sizing.py`); `self.max_nodes` is then the most. See `rank`, too.
 
     Raises:
         UserError: max_nodes has no room for a guess.
@@ -59,16 +60,21 @@ class LookupDrafter(Drafter):
         if max_nodes == AUTO:
             self.sizer, max_nodes = Sizer(self.priors, MOST_NODES), MOST_NODES
         check_whole("max_nodes", max_nodes, 2)
-        self.max_nodes = max_nodes
+        self.max_nodes, self.ranking = max_nodes, self.sizer
         self.rows: list[RowState] = []
         self.ranked: list[list[int]] = []  # by row: the likeliest tokens of its last logits, best first
 
+    def rank(self) -> None:
+        """Score the likeliest candidates, by what has been accepted so far; not the first in the method's own order."""
+        self.ranking = self.ranking or Ranking(self.priors, self.max_nodes)
+
     @property
     def nodes_of_step(self) -> int:
-        """Nodes of each row's tree in this step, root, guesses and probes; with a sizer, which will be cut."""
-        if self.sizer is None:
+        """Nodes of each row's tree in this step, root, guesses and probes; with a ranking, which will be cut."""
+        if self.ranking is None:
             return self.max_nodes
-        return min(self.max_nodes, self.probe_shape.n_probes + 1 + self.sizer.n_candidates)
+        n_nodes = self.probe_shape.n_probes + 1 + self.ranking.n_candidates
+        return n_nodes if self.sizer is None else min(self.max_nodes, n_nodes)
 
     @abstractmethod
     def new_row(self, tokens: list[int]) -> RowState:
@@ -78,10 +84,12 @@ class LookupDrafter(Drafter):
         self.rows, self.ranked = [], []
         if self.sizer is not None:
             self.sizer.start(*times_of(target, cache.max_rows))
+        elif self.ranking is not None:
+            self.ranking.begin_rows(cache.max_rows)
 
     def prefill(self, context: Context, output: TargetOutput | None, rows: range) -> None:
-        if self.sizer is not None:
-            self.sizer.join(rows, context.sampling)
+        if self.ranking is not None:
+            self.ranking.join(rows, context.sampling)
         for row in rows:
             self.rows.append(self.new_row(context.tokens[row, : context.n_tokens[row]].tolist()))
         if self.n_ranked:
@@ -95,8 +103,8 @@ class LookupDrafter(Drafter):
             state.extend(tokens)
         if self.n_ranked:
             self.ranked = list(asked)
-        if self.sizer is not None:
-            self.sizer.end(emitted)
+        if self.ranking is not None:
+            self.ranking.end(emitted)
 
     def resume(self, context: Context, emitted: Sequence[list[int]]) -> None:
         for state, tokens in zip(self.rows, emitted, strict=True):
@@ -106,8 +114,8 @@ class LookupDrafter(Drafter):
             self.ranked = self._likeliest(context).tolist()
 
     def free(self, row: int) -> None:
-        if self.sizer is not None:
-            self.sizer.free(row, len(self.rows) - 1)
+        if self.ranking is not None:
+            self.ranking.free(row, len(self.rows) - 1)
         for values in (self.rows, self.ranked):
             if values:
                 values[row] = values[-1]
@@ -123,8 +131,11 @@ class LookupDrafter(Drafter):
             sizes: [n, 2] int64, how many of a row's nodes there are, and its depth.
         """
         n_probes = self.probe_shape.n_probes
-        if self.sizer is not None:
-            kept, depth, is_chain = self.sizer.trees(drafts, sizes[:, 0], n_probes)
+        if self.ranking is not None:
+            keys = NO_KEYS
+            if context.sampling.shares_noise:
+                keys = context.uniforms.on_host(context.n_tokens, int(sizes[:, 1].max())).numpy()
+            kept, depth, is_chain = self.ranking.trees(drafts, sizes[:, 0], n_probes, keys)
         else:
             kept, depth, is_chain = padded(drafts, sizes)
         if kept.shape[2] == 1:
@@ -167,8 +178,8 @@ class CandidateDrafter(LookupDrafter):
         return []
 
     def propose(self, context: Context) -> DraftTree:
-        if self.sizer is not None:
-            self.sizer.begin()
+        if self.ranking is not None:
+            self.ranking.begin()
         trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
         n_nodes = self.nodes_of_step
         for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):

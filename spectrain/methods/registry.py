@@ -6,6 +6,7 @@ of the method's `build(target, ...)`, which `_target_` names, and what others mu
     _artifact_: spire | vanilla | head | datastore    the folder that `build` takes besides
     _tuned_: name                                     the name of its options in files of spectrain.tune
     _nodes_: 64                                       the paper's `max_nodes`; without it: all, or gamma + 1
+    _ranks_: false                                    guesses are scored in the method's own order, see `LookupDrafter`
     _chooses_: true                                   `build` takes other methods, by name
 
 Every `build` raises UserError where options contradict each other, or a folder is missing, damaged or does not fit.
@@ -23,6 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.auto import METHODS, Auto
+from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.sizing import AUTO
 from spectrain.models.artifacts import KINDS, check_weights, decoded_by, is_export, newest_artifact, read_manifest
 from spectrain.models.head import own_drafter, read_head_facts
@@ -60,8 +62,9 @@ def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
 
 
 def with_papers_nodes(method: DictConfig) -> DictConfig:
-    """A method that drafts as many tokens as in its paper, where its `max_nodes` is auto."""
-    return OmegaConf.merge(method, {"max_nodes": method.get("_nodes_")}) if method.get("max_nodes") == AUTO else method
+    """A method that drafts as many tokens as in its paper, and in its order, where its `max_nodes` is auto."""
+    papers = {"max_nodes": method.get("_nodes_"), "_ranks_": False}
+    return OmegaConf.merge(method, papers) if method.get("max_nodes") == AUTO else method
 
 
 def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str, DictConfig]:
@@ -272,6 +275,8 @@ def build_method(
             drafter = _build_with_head(build, target, folder, options, artifacts, sampling)
         else:
             drafter = build(target, folder, **options)
+    if isinstance(drafter, LookupDrafter) and type(options.get("max_nodes")) is int and method.get("_ranks_", True):
+        drafter.rank()
     if chooses:
         drafter = Auto({tuned_name(method): drafter})
     drafter.target = target

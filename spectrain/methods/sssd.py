@@ -123,8 +123,8 @@ class Sssd(LookupDrafter):
         return ContinuationTrie(tokens, *((self.options.max_prefix, self.branch_tokens) if reads_text else (0, 0)))
 
     def propose(self, context: Context) -> DraftTree:
-        if self.sizer is not None:
-            self.sizer.begin()
+        if self.ranking is not None:
+            self.ranking.begin()
         n_rows, n_nodes = context.n_rows, self.nodes_of_step
         tokens, candidates = context.tokens.numpy(), self._candidates(context)
         drafts = np.zeros((n_rows, 4, n_nodes), dtype=np.int64)  # tokens, parents, sources, kinds

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from spectrain.decoding import Sampling
+from spectrain.decoding.noise import exponentials, mixed
 from spectrain.decoding.tree import PADDING_PARENT, ROOT_PARENT
 from spectrain.methods import sizing
-from spectrain.methods.sizing import (
+from spectrain.methods.chances import (
     DEPTHS,
     KIND_TRIALS,
     LIKELIEST,
+    NO_KEYS,
     PRIOR_TRIALS,
-    WIDTHS,
-    ChainSizer,
-    DraftTimes,
-    Level,
-    Sizer,
+    Ranking,
     chances,
     cut,
     learn,
 )
+from spectrain.methods.sizing import WIDTHS, ChainSizer, Sizer
+from spectrain.methods.step_times import DraftTimes, Level
 from spectrain.stores.forward_times import ForwardTimes
 
 NODES = [1, 2, 4, 8, 16, 32, 64]
@@ -39,10 +40,12 @@ def new_stats(priors: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.zeros((len(priors), DEPTHS + 1)), np.zeros((len(priors), DEPTHS + 1)), np.array(priors)
 
 
-def chances_of(draft: np.ndarray, stats: tuple, own: np.ndarray | None = None, n_probes: int = 0) -> list[float]:
+def chances_of(
+    draft: np.ndarray, stats: tuple, own: np.ndarray | None = None, n_probes: int = 0, keys=None
+) -> list[float]:
     out = np.empty((1, draft.shape[1]))
     own = np.zeros((1, 2, 2)) if own is None else own
-    chances(draft[None], np.array([draft.shape[1]]), n_probes, stats, own, out)
+    chances(draft[None], np.array([draft.shape[1]]), n_probes, stats, own, NO_KEYS if keys is None else keys, out)
     return out[0].tolist()
 
 
@@ -54,6 +57,28 @@ def test_before_anything_is_known_a_path_has_the_product_of_its_kinds_priors():
 def test_probes_have_no_chance_and_nothing_is_held_for_certain():
     draft = draft_of((1, 0, 0), (2, 1, 0), (3, 0, 0))
     assert chances_of(draft, new_stats([5.0]), n_probes=2) == [1, 0, 0, LIKELIEST]
+
+
+def test_known_noise_changes_chances_and_leaves_their_mean():
+    draft, stats = draft_of((1, 0, 0), (2, 1, 1)), new_stats([0.7, 0.2])
+    keys = mixed(torch.arange(20_000)).view(-1, 2).numpy()
+    found = np.array([chances_of(draft, stats, keys=keys[i : i + 1]) for i in range(len(keys))])
+    assert found.mean(0) == pytest.approx([1, 0.7, 0.7 * 0.2], abs=0.01)
+    late = exponentials(torch.from_numpy(keys), torch.tensor([1, 2])).numpy()
+    likely, other = late[:, 0] < np.quantile(late[:, 0], 0.1), late[:, 0] > np.quantile(late[:, 0], 0.9)
+    assert found[likely, 1].min() > 0.9 > 0.4 > found[other, 1].max()
+
+
+def test_a_ranking_of_fixed_size_keeps_what_was_right_and_not_what_came_first():
+    ranking, emitted = Ranking([0.5, 0.5], 3), [[4, 9]]
+    ranking.begin_rows(1)
+    ranking.join(range(1), Sampling())
+    drafts = draft_of((1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 1))[None]
+    kept = []
+    for _ in range(12):
+        kept.append(ranking.trees(drafts, np.array([5]))[0][0, 0].tolist())
+        ranking.end(emitted)
+    assert kept[0] == [9, 1, 2] and kept[-1] == [9, 1, 4]
 
 
 def test_what_was_right_is_learnt_by_kind_and_depth():

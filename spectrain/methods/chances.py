@@ -1,0 +1,254 @@
+"""How likely each candidate of a draft tree is right, and which ones are scored.
+
+A method that looks its guesses up hands over more candidates than are scored, each with a kind: how it was found (which
+source, how long a match, which rank). How often a candidate is right, given that its parent was, is learnt for each
+kind and depth while the text is written, and corrected for each row, as texts differ. A candidate's chance is the
+product along its path. The emitted tokens say of all candidates on their way whether they were right, whether these
+were scored or not; so nothing has to be tried out.
+
+Where tokens are drawn by noise that all methods share, a candidate's own number E says more. The target draws a token
+of probability p if its E / p is the smallest; all others, which are 1 - p together, stay behind it with the
+probability exp(-E (1 - p) / p), whose mean over E is p. The chance c of a kind is a mean over contexts in most of
+which p is next to 0, so a candidate counts as c / s tokens of probability s = max(c, PLAUSIBLE).
+
+Letters: b rows, N candidates and root, K kinds, D depths that are told apart, w width of the step's trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+
+from spectrain.decoding.sampling import Sampling
+from spectrain.decoding.tree import PADDING_PARENT
+from spectrain.decoding.warping import uniform_of
+
+TOKENS, PARENTS, SOURCES, KINDS = range(4)  # of a draft [4, N]
+DEPTHS = 6  # D: deeper candidates count as of the last
+PRIOR_TRIALS = 4.0  # that the prior of a kind is worth
+KIND_TRIALS = 8.0  # that a kind's mean is worth for each of its depths
+ROW_TRIALS = 6.0  # that a ratio of 1 is worth for a row's own ratio to the mean
+MOST_TRIALS = 512.0  # then counts are halved, so that what is older counts less
+MOST_ROW_TRIALS = 24.0  # the same for a row
+PLAUSIBLE = 0.5  # the chance that a candidate has, where it has one at all
+LIKELIEST = 0.98  # no candidate is held for more certain
+CANDIDATES = 2  # times the nodes that are scored, where their number is fixed
+NO_KEYS = np.zeros((0, 0), dtype=np.int64)
+
+
+@njit(nogil=True, cache=True)
+def _chance(kind, depth, hits, trials, prior):
+    """The chance that a candidate of this kind and depth (from 0) is right where its parent is, for any row."""
+    last = hits.shape[1] - 1  # where a kind's sum over depths stands
+    of_kind = (hits[kind, last] + PRIOR_TRIALS * prior[kind]) / (trials[kind, last] + PRIOR_TRIALS)
+    return (hits[kind, depth] + KIND_TRIALS * of_kind) / (trials[kind, depth] + KIND_TRIALS)
+
+
+@njit(nogil=True, cache=True)
+def _count(kind, depth, hit, hits, trials):
+    for place in (depth, hits.shape[1] - 1):
+        trials[kind, place] += 1.0
+        hits[kind, place] += hit
+        if trials[kind, place] > MOST_TRIALS:
+            trials[kind, place] *= 0.5
+            hits[kind, place] *= 0.5
+
+
+@njit(nogil=True, cache=True)
+def chances(drafts, sizes, n_probes, learnt, own, keys, out):
+    """Fill out [b, N] float64 with the chance that each candidate is accepted; probes and padding have 0.
+
+    Args:
+        drafts: [b, 4, N] int64.
+        sizes: [b] int64 nodes of each, root and probes included.
+        n_probes: nodes 1..P, which are not accepted.
+        learnt: hits and trials [K, D + 1], prior [K].
+        own: [b, 2, 2] right ones, and those expected, of each row: of the first token, of deeper ones.
+        keys: [b, depth] int64, see `Ranking.trees`.
+        out: see above.
+    """
+    hits, trials, prior = learnt
+    depths = np.zeros(drafts.shape[2], dtype=np.int64)
+    for row in range(len(drafts)):
+        draft, one = drafts[row], out[row]
+        one[:] = 0.0
+        one[0] = 1.0
+        for i in range(1 + n_probes, sizes[row]):
+            parent = draft[PARENTS, i]
+            depth = depths[parent]
+            depths[i] = depth + 1
+            near = min(depth, 1)
+            ratio = (own[row, near, 0] + ROW_TRIALS) / (own[row, near, 1] + ROW_TRIALS)
+            chance = min(ratio * _chance(draft[KINDS, i], min(depth, DEPTHS - 1), hits, trials, prior), LIKELIEST)
+            if depth < keys.shape[1] and chance > 0.0:
+                late = -math.log(uniform_of(keys[row, depth], draft[TOKENS, i]))
+                share = max(chance, PLAUSIBLE)
+                chance *= math.exp(-late * (1.0 - share) / share) / share
+            one[i] = one[parent] * chance
+
+
+@njit(nogil=True, cache=True)
+def learn(draft, size, n_probes, emitted, learnt, own):
+    """Count, of one row, which candidates the emitted tokens were."""
+    hits, trials, prior = learnt
+    node = 0
+    for depth in range(len(emitted)):
+        found, expected, least = -1, 0.0, min(depth, DEPTHS - 1)
+        for i in range(max(node, n_probes) + 1, size):
+            if draft[PARENTS, i] == node:
+                kind = draft[KINDS, i]
+                right = draft[TOKENS, i] == emitted[depth]
+                expected += _chance(kind, least, hits, trials, prior)
+                _count(kind, least, 1.0 if right else 0.0, hits, trials)
+                if right and found < 0:
+                    found = i
+        if expected > 0:
+            near = min(depth, 1)
+            own[near, 0] += 1.0 if found >= 0 else 0.0
+            own[near, 1] += min(expected, LIKELIEST)
+            if own[near, 1] > MOST_ROW_TRIALS:
+                own[near] *= 0.5
+        if found < 0:
+            break
+        node = found
+
+
+@njit(nogil=True, cache=True)
+def cut(drafts, sizes, n_probes, likely, worth, widths, kept):
+    """Keep the likeliest nodes of each row.
+
+    Args:
+        drafts: [b, 4, N] int64.
+        sizes: [b] int64.
+        n_probes: nodes 1..P, which are kept.
+        likely: [b, N] of `chances`.
+        worth: [>= N + 1] float64: tokens that a width must gain to be worth its seconds.
+        widths: ascending, without the root and the probes.
+        kept: [b, 3, N] int64, filled with tokens, parents and sources, padded.
+
+    Returns:
+        The width of the widest tree, its depth, whether all trees are chains, and the tokens gained on average.
+    """
+    n_rows, first = len(drafts), 1 + n_probes
+    order = np.zeros(likely.shape, dtype=np.int64)
+    widest = 0
+    for row in range(n_rows):
+        n = sizes[row] - first
+        order[row, :n] = first + np.argsort(-likely[row, first : sizes[row]], kind="mergesort")
+        widest = max(widest, n)
+    best, best_width, best_gained, gained, done = 0.0, 0, 0.0, 0.0, 0
+    for width in widths:
+        top = min(width, widest)
+        for place in range(done, top):
+            for row in range(n_rows):
+                if place < sizes[row] - first:
+                    gained += likely[row, order[row, place]]
+        done = top
+        if gained - worth[first + top] > best:
+            best, best_width, best_gained = gained - worth[first + top], top, gained
+        if top == widest:
+            break
+    deepest, chains = 0, True
+    places = np.zeros(likely.shape[1], dtype=np.int64)
+    depths = np.zeros(likely.shape[1], dtype=np.int64)
+    taken = np.zeros(likely.shape[1], dtype=np.bool_)
+    for row in range(n_rows):
+        n = min(best_width, sizes[row] - first)
+        taken[:first] = True
+        taken[first:] = False
+        taken[order[row, :n]] = True
+        end = 0
+        for i in range(sizes[row]):
+            if taken[i]:
+                parent = drafts[row, PARENTS, i]
+                above = places[parent] if i > 0 else parent
+                kept[row, 0, end], kept[row, 1, end] = drafts[row, TOKENS, i], above
+                kept[row, 2, end] = drafts[row, SOURCES, i]
+                depths[i] = depths[parent] + 1 if i > 0 else 0
+                deepest = max(deepest, depths[i])
+                chains = chains and above == end - 1
+                places[i] = end
+                end += 1
+        kept[row, 0, end:] = 0
+        kept[row, 1, end:] = PADDING_PARENT
+        kept[row, 2, end:] = 0
+    return first + best_width, deepest, chains and n_probes == 0, best_gained
+
+
+class Ranking:
+    """Chooses the likeliest nodes of a step, and learns from what became of them. It serves many generations.
+
+    Args:
+        priors: [K] chance of each kind's candidates before any was seen.
+        most_nodes: of a tree, root and probes included.
+    """
+
+    def __init__(self, priors: Sequence[float], most_nodes: int):
+        shape = len(priors), DEPTHS + 1
+        self.most_nodes = most_nodes
+        self.learnt = np.zeros(shape), np.zeros(shape), np.array(priors, dtype=np.float64)
+        self.own = np.zeros((0, 2, 2))  # see `chances`
+        self.sampling: Sampling | None = None
+        self.n_candidates = CANDIDATES * most_nodes  # that are worth looking for
+        self._last: tuple | None = None  # drafts, sizes and probes of this step
+
+    def begin_rows(self, n_rows: int) -> None:
+        """Begin a generation of at most so many rows."""
+        self.own, self._last = np.zeros((n_rows, 2, 2)), None
+
+    def join(self, rows: range, sampling: Sampling) -> None:
+        """New rows are decoded under this sampling; what was learnt under another one is forgotten."""
+        self.own[rows.start : rows.stop] = 0
+        if sampling != self.sampling:
+            self.sampling = sampling
+            self.learnt[0][:] = self.learnt[1][:] = 0
+
+    def free(self, row: int, last: int) -> None:
+        self.own[row] = self.own[last]
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def trees(
+        self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int = 0, keys: np.ndarray = NO_KEYS
+    ) -> tuple[np.ndarray, int, bool]:
+        """Choose among the candidates of all rows.
+
+        Args:
+            drafts: [b, 4, N] int64: tokens, parents, sources and kinds. Node 0 is the root, then come P probes; parents
+                stand before children.
+            sizes: [b] int64: nodes of each.
+            n_probes: P.
+            keys: [b, depth] int64 of `SharedNoise` for the places behind the root; empty where tokens are drawn
+                otherwise.
+
+        Returns:
+            Tokens, parents and sources [b, 3, w] int64; the depth; and whether all are chains.
+        """
+        n_rows, n_nodes = len(drafts), drafts.shape[2]
+        likely, kept = np.empty((n_rows, n_nodes)), np.empty((n_rows, 3, n_nodes), dtype=np.int64)
+        chances(drafts, sizes, n_probes, self.learnt, self.own, keys, likely)
+        widths, price = self.choices(n_rows, n_probes, n_nodes)
+        width, depth, chains, gained = cut(drafts, sizes, n_probes, likely, price, widths, kept)
+        self._last = drafts, sizes, n_probes
+        self.chose(width, n_probes, gained)
+        return kept[:, :, :width], depth, bool(chains)
+
+    def choices(self, n_rows: int, n_probes: int, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Widths to choose among, without the root and the probes, and what each must gain, see `cut`."""
+        return np.array([self.most_nodes - 1 - n_probes]), np.zeros(n_nodes + 1)
+
+    def chose(self, width: int, n_probes: int, gained: float) -> None:
+        """The trees have this width, and may gain so many tokens on average."""
+
+    def end(self, emitted: Sequence[Sequence[int]]) -> None:
+        """The step has ended: row b gained the tokens emitted[b]."""
+        if self._last is None:
+            return
+        drafts, sizes, n_probes = self._last
+        self._last = None
+        for row, tokens in enumerate(emitted):
+            learn(drafts[row], sizes[row], n_probes, np.array(tokens), self.learnt, self.own[row])

@@ -1,0 +1,169 @@
+"""Seconds of a step and of its draft on this machine, from timed forwards and from the steps themselves.
+
+Letters: n nodes, b rows, w width of a step's trees, g drafted tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spectrain.stores.forward_times import ForwardTimes
+
+OUTSIDE = 0.35, 0.6  # of a step without and with a draft, in forwards of one node, before any was timed
+WIDTH_STEPS = 8.0  # that the seconds guessed for a width are worth
+MOST_WIDTH_STEPS = 400.0
+LEVEL_STEPS = 6.0  # over which the machine's slowness is averaged
+RATE_STEPS = 48.0  # over which tokens per second are averaged
+TEXT_STEPS = 20.0  # the same where it is to follow the text
+DISTURBED = 2.5  # a step that takes so many times the usual seconds was disturbed
+DRAFT_STEPS = 32.0  # over which seconds of drafting are averaged
+FIRST_STEPS = 4.0  # that the guess about other lengths of drafts is worth
+
+
+class Level:
+    """How slow the machine is at the moment: seconds of late over those of a quiet one."""
+
+    def __init__(self):
+        self.value, self.is_known = 1.0, False
+        self.is_shared = False  # whether someone else counts the steps without a draft
+
+    def count(self, ratio: float, n_steps: float) -> None:
+        """Steps took `ratio` times the seconds of a quiet machine; what took far longer than most was disturbed."""
+        weight = 1 - (1 - 1 / LEVEL_STEPS) ** n_steps if self.is_known else 1.0
+        self.is_known = True
+        self.value += weight * (min(ratio, DISTURBED * self.value) - self.value)
+
+
+class Mean:
+    """A mean over the last steps."""
+
+    def __init__(self, n_steps: float):
+        self.most, self._n, self.value = n_steps, 0.0, 0.0
+
+    def count(self, value: float) -> None:
+        self._n = min(self._n + 1, self.most)
+        self.value += (value - self.value) / self._n
+
+
+class StepTimes:
+    """Seconds of a step behind its draft on a quiet machine, by rows and width, and tokens per second of late.
+
+    They begin as a guess from the forwards of this machine. What steps take is compared with what steps without a draft
+    take at about the same time (`level`), as other work may slow all of them down for a while.
+
+    Args:
+        most_nodes: of a tree, root and probes included.
+    """
+
+    def __init__(self, most_nodes: int):
+        self.most_nodes, self.level = most_nodes, Level()
+        self.forwards: list[np.ndarray] = []  # seconds by nodes, for each number of rows
+        self._of: tuple | None = None  # what they were made from
+
+    def start(self, one_row: ForwardTimes, all_rows: ForwardTimes, n_rows: int) -> None:
+        """Begin a generation of at most so many rows: what forwards of one and of all rows cost."""
+        if (one_row, all_rows, n_rows) == self._of:
+            return
+        self._of = one_row, all_rows, n_rows
+        few, many = one_row.up_to(self.most_nodes), all_rows.up_to(self.most_nodes)
+        shares = [row / max(1, n_rows - 1) for row in range(n_rows)]
+        self.forwards = [few + share * (many - few) for share in shares]
+        self.ratios, self.counts = np.ones((n_rows, self.most_nodes + 1)), np.zeros((n_rows, self.most_nodes + 1))
+        self.drafting = np.ones(n_rows)  # ratio of all widths with a draft
+        self.tokens, self.spent = ([Mean(RATE_STEPS) for _ in range(n_rows)] for _ in range(2))  # per step
+        self.draft_s = [Mean(DRAFT_STEPS) for _ in range(n_rows)]
+        self.expected, self.cost = ([Mean(TEXT_STEPS) for _ in range(n_rows)] for _ in range(2))  # behind the draft
+
+    def seconds(self, n_rows: int, least: int = 1) -> np.ndarray:
+        """Seconds by width [N + 1] of a step after its draft; `least` is the width without one."""
+        forward = self.forwards[n_rows - 1]
+        seconds = (forward + OUTSIDE[1] * forward[1]) * self.drafting[n_rows - 1] * self.ratios[n_rows - 1]
+        seconds[: least + 1] = forward[: least + 1] + OUTSIDE[0] * forward[1]
+        return seconds
+
+    def rate(self, n_rows: int, least: int = 1) -> float:
+        """Tokens per second of late."""
+        spent = self.spent[n_rows - 1].value
+        return self.tokens[n_rows - 1].value / spent if spent else n_rows / self.seconds(n_rows, least)[least]
+
+    def price(self, n_rows: int, least: int = 1) -> np.ndarray:
+        """Tokens that a step of each width must gain over one of `least` nodes, [N + 1]."""
+        seconds = self.seconds(n_rows, least)
+        return self.rate(n_rows, least) * (seconds - seconds[least])
+
+    def speed(self, n_rows: int) -> float | None:
+        """Tokens per second that the last steps with this method may have had on average; None: there were none.
+
+        Of another number of rows, the nearest, where there were none of this one.
+        """
+        tried = [n for n, cost in enumerate(self.cost, 1) if cost.value]
+        if tried and n_rows not in tried:
+            nearest = min(tried, key=lambda n: abs(n - n_rows))
+            share = self.seconds(nearest)[1] / self.seconds(n_rows)[1]
+            return self.speed(nearest) * share * n_rows / nearest
+        tokens = (self.expected[n_rows - 1].value + self.tokens[n_rows - 1].value) / 2  # of the text now, and what was
+        return tokens / self.step_s(n_rows) if self.cost[n_rows - 1].value else None
+
+    def step_s(self, n_rows: int) -> float:
+        """Seconds of the last steps with this method; 0: there were none."""
+        return self.cost[n_rows - 1].value + self.draft_s[n_rows - 1].value
+
+    def count(
+        self, n_rows: int, width: int, least: int, seconds: tuple[float, float], tokens: tuple[float, float]
+    ) -> None:
+        """A step has ended.
+
+        Args:
+            n_rows: of it.
+            width: nodes of its trees.
+            least: those without a draft.
+            seconds: that it took to draft; then to score, verify and commit.
+            tokens: that it gained; that it may gain on average.
+        """
+        n, expected_s = n_rows - 1, self.seconds(n_rows, least)[width]
+        ratio = min(seconds[1] / expected_s, DISTURBED * self.level.value)
+        if width <= least:
+            if not self.level.is_shared:
+                self.level.count(ratio, 1.0)
+        else:
+            self.counts[n, width] = min(self.counts[n, width] + 1, MOST_WIDTH_STEPS)
+            self.counts[n, 0] = min(self.counts[n, 0] + 1, MOST_WIDTH_STEPS)
+            change = ratio / self.level.value
+            self.ratios[n, width] *= change ** (1 / (self.counts[n, width] + WIDTH_STEPS))
+            self.drafting[n] *= change ** (1 / (self.counts[n, 0] + WIDTH_STEPS))
+        draft_s, usual_s = seconds[0] / self.level.value, self.draft_s[n].value
+        if draft_s < usual_s / DISTURBED:  # those before compiled something
+            self.draft_s[n] = Mean(DRAFT_STEPS)
+        elif usual_s:
+            draft_s = min(draft_s, DISTURBED * usual_s)
+        self.draft_s[n].count(draft_s)
+        self.tokens[n].count(tokens[0])
+        self.spent[n].count(draft_s + ratio * expected_s / self.level.value)
+        self.expected[n].count(tokens[1])
+        self.cost[n].count(expected_s)
+
+
+class DraftTimes:
+    """Seconds of drafting g tokens, as first + more x g: a line through those measured of late."""
+
+    def __init__(self):
+        self._sums = np.zeros(5)  # 1, g, g^2, seconds, g x seconds of the steps of late
+        self._first = self._more = 0.0
+
+    def seconds(self, n_tokens: int) -> float:
+        return max(0.0, self._first + self._more * n_tokens)
+
+    def count(self, n_tokens: int, seconds: float) -> None:
+        expected = self.seconds(n_tokens)
+        if seconds < expected / DISTURBED:  # those before compiled something
+            self._sums[:] = 0
+        elif expected > 0:
+            seconds = min(seconds, DISTURBED * expected)
+        g = n_tokens
+        self._sums = (1 - 1 / DRAFT_STEPS) * self._sums + np.array([1.0, g, g * g, seconds, g * seconds])
+        one, of_g, squares, total, by_g = self._sums.tolist()
+        # Least squares, with a weight on first = more, which alone says what other lengths cost where g is the same.
+        one, of_g, squares = one + FIRST_STEPS, of_g - FIRST_STEPS, squares + FIRST_STEPS
+        spread = one * squares - of_g**2
+        self._first = (squares * total - of_g * by_g) / spread
+        self._more = (one * by_g - of_g * total) / spread
