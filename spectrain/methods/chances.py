@@ -9,7 +9,8 @@ were scored or not; so nothing has to be tried out.
 Where tokens are drawn by noise that all methods share, a candidate's own number E says more. The target draws a token
 of probability p if its E / p is the smallest; all others, which are 1 - p together, stay behind it with the
 probability exp(-E (1 - p) / p), whose mean over E is p. The chance c of a kind is a mean over contexts in most of
-which p is next to 0, so a candidate counts as c / s tokens of probability s = max(c, PLAUSIBLE).
+which p is next to 0, so a candidate counts as c / s tokens of probability s = max(c, PLAUSIBLE). Kinds that are made
+from E already have s = 1, which leaves c as it is.
 
 Letters: b rows, N candidates and root, K kinds, D depths that are told apart, w width of the step's trees.
 """
@@ -33,7 +34,7 @@ KIND_TRIALS = 8.0  # that a kind's mean is worth for each of its depths
 ROW_TRIALS = 6.0  # that a ratio of 1 is worth for a row's own ratio to the mean
 MOST_TRIALS = 512.0  # then counts are halved, so that what is older counts less
 MOST_ROW_TRIALS = 24.0  # the same for a row
-PLAUSIBLE = 0.5  # the chance that a candidate has, where it has one at all
+PLAUSIBLE = 0.5  # the chance that a candidate of a lookup has, where it has one at all
 LIKELIEST = 0.98  # no candidate is held for more certain
 CANDIDATES = 2  # times the nodes that are scored, where their number is fixed
 NO_KEYS = np.zeros((0, 0), dtype=np.int64)
@@ -65,12 +66,12 @@ def chances(drafts, sizes, n_probes, learnt, own, keys, out):
         drafts: [b, 4, N] int64.
         sizes: [b] int64 nodes of each, root and probes included.
         n_probes: nodes 1..P, which are not accepted.
-        learnt: hits and trials [K, D + 1], prior [K].
+        learnt: hits and trials [K, D + 1], prior [K], and s of each kind [K].
         own: [b, 2, 2] right ones, and those expected, of each row: of the first token, of deeper ones.
         keys: [b, depth] int64, see `Ranking.trees`.
         out: see above.
     """
-    hits, trials, prior = learnt
+    hits, trials, prior, plausible = learnt
     depths = np.zeros(drafts.shape[2], dtype=np.int64)
     for row in range(len(drafts)):
         draft, one = drafts[row], out[row]
@@ -85,7 +86,7 @@ def chances(drafts, sizes, n_probes, learnt, own, keys, out):
             chance = min(ratio * _chance(draft[KINDS, i], min(depth, DEPTHS - 1), hits, trials, prior), LIKELIEST)
             if depth < keys.shape[1] and chance > 0.0:
                 late = -math.log(uniform_of(keys[row, depth], draft[TOKENS, i]))
-                share = max(chance, PLAUSIBLE)
+                share = max(chance, plausible[draft[KINDS, i]])
                 chance *= math.exp(-late * (1.0 - share) / share) / share
             one[i] = one[parent] * chance
 
@@ -190,6 +191,7 @@ class Ranking:
         shape = len(priors), DEPTHS + 1
         self.most_nodes = most_nodes
         self.learnt = np.zeros(shape), np.zeros(shape), np.array(priors, dtype=np.float64)
+        self.plausible = np.full(len(priors), PLAUSIBLE)
         self.own = np.zeros((0, 2, 2))  # see `chances`
         self.sampling: Sampling | None = None
         self.n_candidates = CANDIDATES * most_nodes  # that are worth looking for
@@ -230,7 +232,7 @@ class Ranking:
         """
         n_rows, n_nodes = len(drafts), drafts.shape[2]
         likely, kept = np.empty((n_rows, n_nodes)), np.empty((n_rows, 3, n_nodes), dtype=np.int64)
-        chances(drafts, sizes, n_probes, self.learnt, self.own, keys, likely)
+        chances(drafts, sizes, n_probes, (*self.learnt, self.plausible), self.own, keys, likely)
         widths, price = self.choices(n_rows, n_probes, n_nodes)
         width, depth, chains, gained = cut(drafts, sizes, n_probes, likely, price, widths, kept)
         self._last = drafts, sizes, n_probes

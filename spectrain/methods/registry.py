@@ -4,6 +4,7 @@
 of the method's `build(target, ...)`, which `_target_` names, and what others must know of the method:
 
     _artifact_: spire | vanilla | head | datastore    the folder that `build` takes besides
+    _more_: datastore                                 a folder that it takes besides, where there is one
     _tuned_: name                                     the name of its options in files of spectrain.tune
     _nodes_: 64                                       the paper's `max_nodes`; without it: all, or gamma + 1
     _ranks_: false                                    guesses are scored in the method's own order, see `LookupDrafter`
@@ -223,7 +224,7 @@ def check_taken(
         built: the built methods: only then is it known which kind of drafter a head takes.
         by_baselines: kinds.
     """
-    taken = {options.get("_artifact_") for options in methods.values()} | set(by_baselines)
+    taken = {options.get(key) for options in methods.values() for key in ("_artifact_", "_more_")} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.artifacts}
     for kind in given.keys() - taken:
         about = KINDS[kind]
@@ -261,6 +262,8 @@ def build_method(
     options, kind = plain_options(method), method.get("_artifact_")
     artifacts = {} if artifacts is None else artifacts
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
+    if more := method.get("_more_"):
+        options[more] = options[more] or artifacts.get(more)
     build = build_function(method)
     if kind is None:
         drafter = build(target, **options)

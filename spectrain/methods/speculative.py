@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.errors import UserError
@@ -122,6 +123,22 @@ class Speculative(ChainDrafter):
             step=lambda tokens, i: self._read(DraftTree.root_only(tokens.to(self.draft_model.device)), context),
             stop=self.stop,
         )
+
+    def read_roots(self, context: Context) -> Tensor:
+        return self._read_unseen(context).logits
+
+    def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
+        device = self.draft_model.device
+        lengths = self.cache.lengths_on(device) - 1
+        self.cache.truncate([length - 1 for length in self.cache.lengths], lengths)  # the root is read once more
+        moved = DraftTree(*(values.to(device) for values in (tree.tokens, tree.parents, tree.source)))
+        logits = self.draft_model.score(moved, self.cache).logits[:, -n_new:]
+        self.cache.keep(1)
+        return in_vocabulary(logits, self.vocab_size).to(context.device)
+
+    @property
+    def names(self) -> Tensor | None:
+        return None
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
         # What was drafted last stands in the cache behind the text of that time, whose last token may be unread.

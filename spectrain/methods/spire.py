@@ -22,6 +22,7 @@ from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetO
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
+from spectrain.decoding.program import MOST_TOKENS
 from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
@@ -63,6 +64,7 @@ class Spire(ChainDrafter):
         adapts: see `ChainDrafter`.
         stop: ends drafts before gamma tokens.
         draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
+        tree_nodes: most nodes of a tree that it reads, the root included (see `TreeDrafter`); 0: it drafts chains only.
 
     Raises:
         UserError: gamma is larger than the window.
@@ -76,8 +78,9 @@ class Spire(ChainDrafter):
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
         adapts: bool = False,
+        tree_nodes: int = 0,
     ) -> None:
-        config = drafter.config
+        config, self.tree_nodes = drafter.config, tree_nodes
         super().__init__(gamma_within(config.k if gamma is None else gamma, max_nodes), adapts)
         self.trained, self.stop, self.draft_dtype = drafter, stop, draft_dtype
         self.drafter = drafter  # as it drafts; `start` makes it
@@ -100,7 +103,7 @@ class Spire(ChainDrafter):
         if self.slots is not None and self.slots.fits(drafter, self.gamma, cache.max_rows):
             self.slots.clear()
         else:
-            self.slots = SlotStore(drafter, self.gamma, cache.max_rows)
+            self.slots = SlotStore(drafter, self.gamma, cache.max_rows, self.tree_nodes)
         # Captured states [n, P, C, D] and positions [n, P] of steps without this method, whose memories are missing.
         self._missed: deque[tuple[Tensor, Tensor]] = deque()
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
@@ -156,16 +159,57 @@ class Spire(ChainDrafter):
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
         if not self.capture_layers:
             return
+        if not tree.is_chain:
+            path = verified.path[:, : 1 + tree.deepest]
+            nodes, places = path.clamp_min(0), torch.arange(path.shape[1], device=path.device)
+            captured = output.captured.gather(1, nodes[:, :, None, None].expand(-1, -1, *output.captured.shape[2:]))
+            chain = DraftTree.chain(nodes[:, 0], nodes[:, 1:])  # whose tokens nobody reads
+            output = TargetOutput(output.logits, captured, output.positions[:, :1] + places)
+            verified = Verified(torch.where(path < 0, -1, places), verified.accepted, verified.bonus)
+            self.observe(context, chain, output, verified)
+            return
         if self.slots.fuses:
             self.slots.memory(*tree.shape).write(output.captured, output.positions, verified.accepted)
         elif self.graphs is None:
-            self._keep(output.captured, output.positions, verified.path[:, : self.gamma + 1])
+            self._keep(output.captured, output.positions, verified.path[:, : tree.shape[1]])
         else:
-            inputs = output.captured, output.positions, verified.path[:, : self.gamma + 1]
+            inputs = output.captured, output.positions, verified.path[:, : tree.shape[1]]
             self.graphs.run(("memories", self.slots.storage), self._keep, *inputs)
         if self.drafter.config.previous_state:
             last = verified.accepted  # of a chain
             self.finals[: context.n_rows] = _at(output.captured[:, :, -1], last)
+
+    def read_roots(self, context: Context) -> Tensor:
+        self._catch_up()
+        if not self.capture_layers:
+            self._read_context(context)
+        self.state = self.finals[: context.n_rows, None]
+        return self.read_nodes(context, DraftTree.root_only(context.roots), 1)[:, 0]
+
+    def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
+        n_rows, n_nodes = tree.shape
+        depth, tokens = tree.depth, tree.tokens[:, -n_new:]
+        positions = (context.lengths[:, None] - 1 + depth)[:, -n_new:]
+        parents = tree.parents[:, -n_new:].clamp_min(0)
+        above = self.state.gather(1, parents[:, :, None].expand(-1, -1, self.state.shape[2]))
+        seen, slots = self.slots.read_by(tree, context.lengths - 1, n_new)
+        if self.slots.fuses and n_rows * n_new <= MOST_TOKENS:
+            logits, states = self.slots.level(n_rows, n_new).read(tokens, positions, slots, seen, above)
+        else:
+            past, alone = self.slots.all_of(n_rows), torch.eye(n_new, dtype=torch.bool, device=seen.device)
+            seen = seen.scatter(2, slots[:, :, None], False)  # a node's own keys are not in its slot yet
+            mask = torch.cat([seen, alone.expand(n_rows, -1, -1)], dim=2)[:, None]
+            x = self.drafter.joined(self.drafter.embed(tokens), above)
+            rope = self.drafter.rope(positions)
+            states, memories = self.drafter.step(x, rope, past, additive(mask, past[0].keys.dtype))
+            self.slots.put(memories, slots, slice(0, n_rows))
+            logits = self.drafter.kept_logits(states)
+        self.state = states if n_nodes == n_new else torch.cat([self.state, states], dim=1)
+        return logits
+
+    @property
+    def names(self) -> Tensor | None:
+        return self.drafter.kept
 
     def watch(self, context: Context, output: TargetOutput, verified: Verified) -> None:
         captured, positions = output.captured, output.positions

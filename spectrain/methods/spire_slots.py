@@ -13,6 +13,7 @@ from spectrain.decoding.graphs import unique
 from spectrain.decoding.llama import KeysValues
 from spectrain.decoding.program import COPY, KEEP, MIX, WINDOW, Program, Programs, can_fuse
 from spectrain.decoding.sampling import Sampling
+from spectrain.decoding.tree import DraftTree
 from spectrain.methods.stopping import DraftEnds, StopRule
 from spectrain.models.spire import SpireDrafter
 
@@ -20,15 +21,17 @@ from spectrain.models.spire import SpireDrafter
 class SlotStore:
     """K/V of the sinks and of the last positions, of each row and draft block, in slots found by position.
 
-    Position p stands at slot p where it is a sink, else at slot s + p mod (W + g). The last slot takes what is to be
-    thrown away. `positions` [rows, S] int64 says what stands where, -1 nothing.
+    Position p stands at slot p where it is a sink, else at slot s + p mod (W + g). Behind these are slots for the nodes
+    of a tree that is being drafted, which several of one position may share. The last slot takes what is to be thrown
+    away. `positions` [rows, S] int64 says what stands where, -1 nothing, or a node.
     """
 
-    def __init__(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> None:
+    def __init__(self, drafter: SpireDrafter, gamma: int, max_rows: int, tree_nodes: int = 0) -> None:
         self.drafter, self.config = drafter, drafter.config
         shape, weight = self.config.shape, drafter.norm.weight
         self.ring_tokens = self.config.window_tokens + gamma
-        n_slots = self.config.sink_tokens + self.ring_tokens + 1
+        self.first_node = self.config.sink_tokens + self.ring_tokens  # the slot of a tree's root
+        n_slots = self.first_node + tree_nodes + 1
         size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
         self.stores = [KeysValues(weight.new_zeros(size), weight.new_zeros(size)) for _ in drafter.blocks]
         self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=weight.device)
@@ -43,6 +46,9 @@ class SlotStore:
     def chain(self, n_rows: int, n_steps: int, sampling: Sampling, stop: StopRule | None = None) -> DraftProgram:
         key = n_rows, n_steps, None if sampling.greedy else sampling, stop
         return self._programs.get(key, lambda: DraftProgram(self, *key))
+
+    def level(self, n_rows: int, n_nodes: int) -> LevelProgram:
+        return self._programs.get(("level", n_rows, n_nodes), lambda: LevelProgram(self, n_rows, n_nodes))
 
     def memory(self, n_rows: int, n_nodes: int) -> MemoryProgram:
         return self._programs.get(("memory", n_rows, n_nodes), lambda: MemoryProgram(self, n_rows, n_nodes))
@@ -76,6 +82,10 @@ class SlotStore:
         slots = torch.where(positions < n_sinks, positions, n_sinks + positions % self.ring_tokens)
         slots = slots.masked_fill(positions < 0, self.positions.shape[1] - 1)
         self.positions[rows].scatter_(1, slots, positions)
+        self.put(keys_values, slots, rows)
+
+    def put(self, keys_values: list[KeysValues], slots: Tensor, rows: slice) -> None:
+        """Stores K/V [n, H_kv, P, D_head] in slots [n, P] of rows `rows`."""
         for store, new in zip(self.stores, keys_values, strict=True):
             index = slots[:, None, :, None].expand_as(new.keys)
             store.keys[rows].scatter_(2, index, new.keys)
@@ -88,9 +98,27 @@ class SlotStore:
         near = (positions > t - self.config.window_tokens) | (positions < self.config.sink_tokens)
         seen = near & (positions >= 0) & (positions < t)
         seen = torch.nn.functional.pad(seen, (0, 1), value=True)[:, None, None]
-        return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores], seen
+        return self.all_of(n_rows), seen
 
-    def fits(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> bool:
+    def all_of(self, n_rows: int) -> list[KeysValues]:
+        """All slots of the first rows."""
+        return [KeysValues(store.keys[:n_rows], store.values[:n_rows]) for store in self.stores]
+
+    def read_by(self, tree: DraftTree, roots: Tensor, n_new: int) -> tuple[Tensor, Tensor]:
+        """Which slots the last n_new nodes of each row's tree see, [n, n_new, S] bool, and their own, [n, n_new].
+
+        `roots` [n] are the positions of the roots; what stands there, or behind, is of tokens that were rejected.
+        """
+        n_rows, n_nodes = tree.shape
+        positions, roots = self.positions[:n_rows, None], roots[:, None, None]
+        reach = roots + tree.depth[:, -n_new:, None] - self.config.window_tokens
+        near = (positions > reach) | (positions < self.config.sink_tokens)
+        seen = near & (positions >= 0) & (positions < roots)
+        seen[:, :, self.first_node : self.first_node + n_nodes] = tree.ancestors[:, -n_new:]
+        slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
+        return seen, slots.expand(n_rows, -1)
+
+    def fits(self, drafter: SpireDrafter, gamma: int, max_rows: int) -> bool:  # a method always reads as many nodes
         ring_tokens = self.config.window_tokens + gamma
         return self.drafter is drafter and (self.ring_tokens, len(self.positions)) == (ring_tokens, max_rows)
 
@@ -114,10 +142,93 @@ class SlotStore:
         self.n_rows = last
 
 
-class DraftProgram(Program):
-    """Draft steps of B rows as one program: what `Spire._read` computes, in the slots of a store.
+class StepProgram(Program):
+    """What a draft step computes for m nodes of each of B rows, in the slots of a store.
 
-    The token's own K/V are written to its slot, where it sees them, and then overwritten by those of its memory.
+    A node's own K/V are written to its slot, where it sees them, and then overwritten by those of its memory.
+    """
+
+    def __init__(self, slots: SlotStore, n_rows: int, n_nodes: int) -> None:
+        drafter, shape = slots.drafter, slots.config.shape
+        super().__init__(shape, n_rows, n_nodes)
+        self.final = self.floats(len(self.x), shape.hidden_size)
+        self.states = self.floats(len(drafter.blocks) + 1, *self.final.shape)
+        self.n_draft = slots.config.draft_vocab or shape.vocab_size
+        self.logits = self.floats(len(self.x), self.n_draft)
+
+    def step(self, slots: SlotStore, previous: Tensor | None, is_last: bool, seen: Tensor | None = None) -> None:
+        """Append a step.
+
+        Args:
+            slots: the store.
+            previous: [B m, D] final states one token earlier, which the input does not hold yet.
+            is_last: of a chain, whose last token has memories that are never read.
+            seen: [B, m, S] bool, the slots that each node sees, where `slots` says which are their own; None: the ring
+                says both.
+        """
+        drafter, config, added = slots.drafter, slots.config, None
+        if previous is not None:
+            self.product(previous, drafter.previous, self.added)
+            added = self.added
+        d, n_slots, m = config.shape.hidden_size, slots.positions.shape[1], len(self.x)
+        if seen is None:
+            seen = self.hold(torch.zeros(m, 1, n_slots, dtype=torch.bool))
+            window = config.window_tokens, config.sink_tokens, slots.ring_tokens, n_slots, m
+            self.goes_on(self.add(WINDOW, slots.positions, self.positions, self.slots, seen, *window))
+        self.angles(drafter.rope)
+        for i, (block, store) in enumerate(zip(drafter.blocks, slots.stores, strict=True)):
+            self.norm(self.states[i], added, block.input_norm, self.normed)
+            self.goes_on(self.add(COPY, self.states[i], self.states[i + 1], d, m))
+            self.product(self.normed, block.qkv, self.qkv)
+            self.rotate(block, store.keys, store.values)
+            self.attend(store.keys, store.values, seen, n_slots)
+            self.x = self.states[i + 1]
+            self.mlp(block)
+            added = self.added
+        self.norm(self.x, added, drafter.norm, self.final)
+        if config.feedback and not is_last:
+            mixed = self.floats(m, d)
+            shares = drafter.feedback_weight.softmax(-1).float()
+            for block, store, weights in zip(drafter.blocks, slots.stores, shares, strict=True):
+                self.add(MIX, self.states, weights.contiguous(), mixed, len(self.states), m * d)
+                self.norm(mixed, None, block.input_norm, self.normed)
+                self.remember(block, self.normed, store.keys, store.values)
+        self.product(self.final, drafter.lm_head, self.logits)
+
+
+class LevelProgram(StepProgram):
+    """A draft step that reads m nodes of each row's tree."""
+
+    def __init__(self, slots: SlotStore, n_rows: int, n_nodes: int) -> None:
+        super().__init__(slots, n_rows, n_nodes)
+        self.seen = self.hold(torch.zeros(n_rows, n_nodes, slots.positions.shape[1], dtype=torch.bool))
+        self.previous = self.floats(*self.final.shape) if slots.config.previous_state else None
+        self.embed(slots.drafter.embed_tokens.weight, self.states[0])
+        self.step(slots, self.previous, is_last=False, seen=self.seen)
+        self.finish()
+
+    def read(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, previous: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [B, m, K] and final states [B, m, D].
+
+        Args:
+            tokens: [B, m] int64.
+            positions: [B, m] int64.
+            slots: [B, m] int64, where their K/V are written.
+            seen: [B, m, S] bool, the slots that they see.
+            previous: [B, m, D] final states of their parents, which not every drafter reads.
+        """
+        for own, given in ((self.tokens, tokens), (self.positions, positions), (self.slots, slots), (self.seen, seen)):
+            own.copy_(given)
+        if self.previous is not None:
+            self.previous.copy_(previous.flatten(0, 1))
+        self.run()
+        return self.logits.view(*tokens.shape, -1).clone(), self.final.view(*tokens.shape, -1).clone()
+
+
+class DraftProgram(StepProgram):
+    """Draft steps of B rows as one program: what `Spire._read` computes.
 
     Args:
         slots: the store.
@@ -135,15 +246,11 @@ class DraftProgram(Program):
         sampling: Sampling | None = None,
         stop: StopRule | None = None,
     ) -> None:
+        super().__init__(slots, n_rows, 1)
         drafter, shape = slots.drafter, slots.config.shape
-        super().__init__(shape, n_rows, 1)
         self.spread, draws = drafter.spread, []
         self.ends: DraftEnds | None = None
-        self.final = self.floats(n_rows, shape.hidden_size)
-        self.states = self.floats(len(drafter.blocks) + 1, n_rows, shape.hidden_size)
-        self.n_draft = slots.config.draft_vocab or shape.vocab_size
         names = None if drafter.kept is None else self.hold(drafter.kept.contiguous())
-        self.logits = self.floats(n_rows, self.n_draft)
         self.drafted = self.hold(torch.zeros(n_rows, n_steps or 1, dtype=torch.int64))
         if n_steps is None:
             self.step(slots, None, is_last=False)
@@ -169,42 +276,6 @@ class DraftProgram(Program):
                     self.ends.drawn(self.drafted[:, i])
         self.draws = np.array(draws)  # [n_steps, 2] operations, see `Program.drawn`
         self.finish()
-
-    def step(self, slots: SlotStore, previous: Tensor | None, is_last: bool) -> None:
-        """Append a step.
-
-        Args:
-            slots: the store.
-            previous: [B, D] final states one token earlier, which the input does not hold yet.
-            is_last: of a chain, whose last token has memories that are never read.
-        """
-        drafter, config, n_rows, added = slots.drafter, slots.config, self.n_rows, None
-        if previous is not None:
-            self.product(previous, drafter.previous, self.added)
-            added = self.added
-        d, n_slots = config.shape.hidden_size, slots.positions.shape[1]
-        seen = self.hold(torch.zeros(n_rows, 1, n_slots, dtype=torch.bool))
-        window = config.window_tokens, config.sink_tokens, slots.ring_tokens, n_slots, n_rows
-        self.goes_on(self.add(WINDOW, slots.positions, self.positions, self.slots, seen, *window))
-        self.angles(drafter.rope)
-        for i, (block, store) in enumerate(zip(drafter.blocks, slots.stores, strict=True)):
-            self.norm(self.states[i], added, block.input_norm, self.normed)
-            self.goes_on(self.add(COPY, self.states[i], self.states[i + 1], d, n_rows))
-            self.product(self.normed, block.qkv, self.qkv)
-            self.rotate(block, store.keys, store.values)
-            self.attend(store.keys, store.values, seen, n_slots)
-            self.x = self.states[i + 1]
-            self.mlp(block)
-            added = self.added
-        self.norm(self.x, added, drafter.norm, self.final)
-        if config.feedback and not is_last:
-            mixed = self.floats(n_rows, d)
-            shares = drafter.feedback_weight.softmax(-1).float()
-            for block, store, weights in zip(drafter.blocks, slots.stores, shares, strict=True):
-                self.add(MIX, self.states, weights.contiguous(), mixed, len(self.states), n_rows * d)
-                self.norm(mixed, None, block.input_norm, self.normed)
-                self.remember(block, self.normed, store.keys, store.values)
-        self.product(self.final, drafter.lm_head, self.logits)
 
     def read(self, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, V] and final states [B, D] for embeddings [B, D] at positions [B]."""

@@ -125,7 +125,11 @@ class Sssd(LookupDrafter):
     def propose(self, context: Context) -> DraftTree:
         if self.ranking is not None:
             self.ranking.begin()
-        n_rows, n_nodes = context.n_rows, self.nodes_of_step
+        return self.drafted(context, *self.candidates(context, self.nodes_of_step))
+
+    def candidates(self, context: Context, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """The likeliest candidates of each row, up to n_nodes with the root, as `drafted` takes them."""
+        n_rows = context.n_rows
         tokens, candidates = context.tokens.numpy(), self._candidates(context)
         drafts = np.zeros((n_rows, 4, n_nodes), dtype=np.int64)  # tokens, parents, sources, kinds
         sizes = np.zeros((n_rows, 2), dtype=np.int64)  # nodes and depth of each draft
@@ -140,14 +144,14 @@ class Sssd(LookupDrafter):
         n_threads = min(torch.get_num_threads(), n_rows // ROWS_A_THREAD)
         if n_threads < 2:
             draft(range(n_rows), self.retrievers[0])
-            return self.drafted(context, drafts, sizes)
+            return drafts, sizes
         self._pool = self._pool or ThreadPoolExecutor(torch.get_num_threads() - 1, "sssd")
         self.retrievers += [self._new_retriever() for _ in range(n_threads - len(self.retrievers))]
         parts = [range(i, n_rows, n_threads) for i in range(n_threads)]
         others = self._pool.map(draft, parts[1:], self.retrievers[1:])  # they start at once
         draft(parts[0], self.retrievers[0])
         list(others)
-        return self.drafted(context, drafts, sizes)
+        return drafts, sizes
 
     def _candidates(self, context: Context) -> list[np.ndarray]:
         """The likeliest tokens of each row's last logits, best first, without the root."""

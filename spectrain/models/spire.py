@@ -213,9 +213,13 @@ class SpireDrafter(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [.., V] of final hidden states [.., D], -inf for tokens that it cannot draft."""
+        return self.spread(self.kept_logits(hidden))
+
+    def kept_logits(self, hidden: Tensor) -> Tensor:
+        """The same of the tokens `kept` alone, [.., K]."""
         if hasattr(self, "lm_head"):
-            return self.spread(self.lm_head(hidden))
-        return self.spread(F.linear(hidden, self.unembedding.to(hidden.dtype)))
+            return self.lm_head(hidden)
+        return F.linear(hidden, self.unembedding.to(hidden.dtype))
 
     def spread(self, logits: Tensor, others: float = -torch.inf) -> Tensor:
         """Put logits [.., K] of the tokens `kept` at their places among all, [.., V], where the others have a value."""

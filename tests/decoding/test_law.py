@@ -63,6 +63,7 @@ def same_tree_always(context, row) -> list[tuple[int, int]]:
     return [(0, 0), (1, 0), (2, 1), (0, 1), (1, 3)]
 
 
+TREES = ("spire_tree", "spire_sssd", "speculative_tree", "speculative_sssd")
 SMALL = {  # options in place of a method's yaml, so that tiny texts meet all of its branches
     "speculative": {"gamma": 3},
     "specdecpp": {"threshold": 0.6, "max_candidates": 3},
@@ -77,6 +78,7 @@ SMALL = {  # options in place of a method's yaml, so that tiny texts meet all of
     "sssd": {"max_nodes": 9},
     "sssd_logits": {"max_nodes": 9},
     "logitspec_datastore": {"max_nodes": 9},
+    **{name: {"levels": 3, "branches": 2, "max_nodes": 7} for name in TREES},
 }
 
 

@@ -15,6 +15,7 @@ from spectrain.methods.chances import (
     KIND_TRIALS,
     LIKELIEST,
     NO_KEYS,
+    PLAUSIBLE,
     PRIOR_TRIALS,
     Ranking,
     chances,
@@ -45,7 +46,8 @@ def chances_of(
 ) -> list[float]:
     out = np.empty((1, draft.shape[1]))
     own = np.zeros((1, 2, 2)) if own is None else own
-    chances(draft[None], np.array([draft.shape[1]]), n_probes, stats, own, NO_KEYS if keys is None else keys, out)
+    learnt = *stats, np.full(len(stats[2]), PLAUSIBLE)
+    chances(draft[None], np.array([draft.shape[1]]), n_probes, learnt, own, NO_KEYS if keys is None else keys, out)
     return out[0].tolist()
 
 
@@ -78,7 +80,8 @@ def test_a_ranking_of_fixed_size_keeps_what_was_right_and_not_what_came_first():
     for _ in range(12):
         kept.append(ranking.trees(drafts, np.array([5]))[0][0, 0].tolist())
         ranking.end(emitted)
-    assert kept[0] == [9, 1, 2] and kept[-1] == [9, 1, 4]
+    assert kept[0] == [9, 1, 2]
+    assert kept[-1] == [9, 1, 4]
 
 
 def test_what_was_right_is_learnt_by_kind_and_depth():

@@ -1,0 +1,371 @@
+"""Trees of a draft model's likeliest tokens, alone or together with what SSSD finds.
+
+The draft model reads the root and then, level by level, the nodes that are likeliest to be reached, all in one draft
+step (EAGLE-2, Li et al. 2024). Each node that was read gives its likeliest next tokens as candidates. How often a
+candidate is right is learnt by its rank among its siblings and its probability under the draft model, and the likeliest
+candidates are scored (`chances.py`). So drafts are deterministic, and verified as those of lookups are.
+
+SSSD's candidates join the same tree (in no paper): a node that both know is a kind of its own, since it is right more
+often. All compete by what was learnt of their kinds.
+
+Where target and drafter share their noise, a candidate's rank is by E / q, as the target ranks by E / p. The first ones
+are then draws from q without replacement (Kool et al. 2019).
+
+Letters: n active rows, N nodes of a draft, m nodes that a draft step reads of each row, B branches, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, TargetModel, TargetOutput, Verified
+from spectrain.decoding.errors import check_whole
+from spectrain.decoding.tree import ROOT_PARENT
+from spectrain.decoding.warping import uniform_of
+from spectrain.methods.chances import KINDS, PARENTS, SOURCES, TOKENS, chances
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.sizing import AUTO
+from spectrain.methods.speculative import Speculative, load_draft_model
+from spectrain.methods.spire import Spire
+from spectrain.methods.sssd import Sssd, SssdOptions
+from spectrain.methods.step_times import Mean
+from spectrain.models.artifacts import load_spire
+from spectrain.retrieval.datastore import open_datastore
+
+BRANCHES, LEVELS = 4, 5
+NEXT_LEVEL = 0.7  # of the chance that a level is reached: that one more token is accepted there, before it is read
+LEAST_REACHED = 0.05  # a level that is reached more seldom is not read where the number of nodes is fixed
+LEVEL_STEPS = 32.0  # over which the seconds of a draft step are averaged
+SHARES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])  # of q, where a new kind begins
+LEADS = np.array([0.1, 0.2, 0.35, 0.5, 0.7, 0.85])  # of E / q of the better one of two over the other's, likewise
+RANKS = 4  # that are told apart
+OF_SHARE = (0.01, 0.03, 0.06, 0.12, 0.22, 0.35, 0.5, 0.65, 0.78, 0.88, 0.95)
+OF_LEAD = ((0.9, 0.85, 0.75, 0.65, 0.6, 0.5, 0.45), (0.02, 0.05, 0.08, 0.12, 0.18, 0.22, 0.25))
+N_KINDS = RANKS * len(OF_SHARE)
+BOTH = 1.2  # how much likelier a candidate is that a lookup finds, too
+
+
+def build_spire(
+    target: TargetModel,
+    drafter: str | Path,
+    branches: int = BRANCHES,
+    levels: int = LEVELS,
+    max_nodes: int | str = AUTO,
+    draft_dtype: str = "auto",
+    datastore: str | None = None,
+    sssd: bool = False,
+) -> TreeDrafter:
+    """Trees from an exported SPIRe drafter; raises UserError where it was trained for another target.
+
+    Args:
+        target: which the drafter was trained for.
+        drafter: its folder.
+        branches: see `TreeDrafter`.
+        levels: see `TreeDrafter`.
+        max_nodes: see `LookupDrafter`.
+        draft_dtype: of the drafter's weights while it drafts, see `draft_dtype_of`.
+        datastore: folder of the datastore that SSSD reads besides the row's own text; None: none.
+        sssd: whether SSSD's candidates join the tree.
+    """
+    model = Spire(
+        load_spire(Path(drafter), target), levels, draft_dtype=draft_dtype, tree_nodes=_read(branches, levels)
+    )
+    return TreeDrafter(model, max_nodes, branches, levels, _lookup(target, datastore) if sssd else None)
+
+
+def build_speculative(
+    target: TargetModel,
+    drafter: str,
+    branches: int = BRANCHES,
+    levels: int = LEVELS,
+    max_nodes: int | str = AUTO,
+    draft_dtype: str = "auto",
+    datastore: str | None = None,
+    sssd: bool = False,
+) -> TreeDrafter:
+    """Trees from a draft model, a Hugging Face folder or id; see `load_draft_model`. Options are `build_spire`'s."""
+    model = Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
+    return TreeDrafter(model, max_nodes, branches, levels, _lookup(target, datastore) if sssd else None)
+
+
+def _lookup(target: TargetModel, datastore: str | None) -> Sssd:
+    store = None if datastore is None else open_datastore(datastore, target)
+    return Sssd(store, SssdOptions(datastore_source=store is not None))
+
+
+def _read(branches: int, levels: int) -> int:
+    """Nodes of a tree that a draft model reads: the root, and the branches of each level but the last."""
+    check_whole("branches", branches, 1)
+    check_whole("levels", levels, 1)
+    return 1 + branches * (levels - 1)
+
+
+class NodeReader(Protocol):
+    """What a draft model, itself a `Drafter`, must be able to do."""
+
+    def read_roots(self, context: Context) -> Tensor:
+        """Read the roots. Return the logits [n, K] of what follows them."""
+
+    def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
+        """Read the last n_new nodes of each row, in a tree of all that were read. Return their logits [n, n_new, K]."""
+
+    @property
+    def names(self) -> Tensor | None:
+        """The tokens [K] int64 that its logits stand for; None: 0, 1, ..."""
+
+
+class TreeDrafter(LookupDrafter):
+    """One tree per step of what a draft model, and perhaps SSSD, hold for likely.
+
+    Args:
+        model: a `NodeReader`.
+        max_nodes: see `LookupDrafter`.
+        branches: most nodes that a draft step reads of each row, and candidates behind each of them.
+        levels: most draft steps, and tokens of the longest branch that the model drafts.
+        lookup: whose candidates join the tree; None: the model's alone.
+    """
+
+    def __init__(
+        self,
+        model: Drafter,
+        max_nodes: int | str = AUTO,
+        branches: int = BRANCHES,
+        levels: int = LEVELS,
+        lookup: Sssd | None = None,
+    ):
+        self.model, self.branches, self.levels, self.lookup = model, branches, levels, lookup
+        self.n_read = _read(branches, levels)
+        found = [] if lookup is None else list(lookup.priors)
+        self.first_kind = len(found)  # of the model's; behind them those that the lookup found, too
+        of_share = [chance * (1.0 if rank == 0 else 0.8) for rank in range(RANKS) for chance in OF_SHARE]
+        self.priors = [*found, *of_share, *(min(0.98, BOTH * chance) for chance in of_share)]
+        super().__init__(max_nodes)
+        self.rank()
+        self.ranking.plausible[self.first_kind :] = 1.0  # the noise is in the kinds already
+        self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
+        self.store = None if lookup is None else lookup.store
+        self.level_s = Mean(LEVEL_STEPS)
+        self._stops: frozenset[int] = frozenset()
+
+    def new_row(self, tokens: list[int]) -> None:
+        """Rows have no state here: model and lookup have their own."""
+
+    def start(self, target: TargetModel, cache: KVCache) -> None:
+        super().start(target, cache)
+        for part in self._parts:
+            part.start(target, cache)
+
+    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
+        return self.model.read_of_prompts(lengths)
+
+    def prefill(self, context: Context, output: TargetOutput | None, rows: range) -> None:
+        if self.ranking.sampling is None or context.sampling.shares_noise != self.ranking.sampling.shares_noise:
+            self._set_priors(context.sampling.shares_noise)
+        super().prefill(context, output, rows)
+        for part in self._parts:
+            part.prefill(context, output, rows)
+        self._stops = frozenset(context.stop_ids.tolist())
+
+    def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
+        return self.model.observe(context, tree, output, verified)
+
+    def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
+        self.ranking.end(emitted)
+        for part in self._parts:
+            part.extend(context, emitted, asked)
+
+    def watch(self, context: Context, output: TargetOutput, verified: Verified) -> None:
+        self.model.watch(context, output, verified)
+
+    def resume(self, context: Context, emitted: Sequence[list[int]]) -> None:
+        for part in self._parts:
+            part.resume(context, emitted)
+
+    def free(self, row: int) -> None:
+        super().free(row)
+        for part in self._parts:
+            part.free(row)
+
+    @property
+    def _parts(self) -> list[Drafter]:
+        return [self.model] if self.lookup is None else [self.model, self.lookup]
+
+    def _set_priors(self, shares_noise: bool) -> None:
+        """Kinds are told apart by E / q or by q, which say different things."""
+        if shares_noise:
+            of_lead = [OF_LEAD[min(rank, 1)] + (0.1,) * (len(OF_SHARE) - len(OF_LEAD[0])) for rank in range(RANKS)]
+            chance = np.array(of_lead) / np.maximum(1, np.arange(RANKS))[:, None]
+        else:
+            chance = np.array(self.priors[self.first_kind : self.first_kind + N_KINDS])
+        first = self.first_kind + N_KINDS
+        self.ranking.learnt[2][self.first_kind : first] = chance.ravel()
+        self.ranking.learnt[2][first:] = np.minimum(0.98, BOTH * chance.ravel())
+
+    def propose(self, context: Context) -> DraftTree:
+        self.ranking.begin()
+        drafts, sizes = self._model_drafts(context)
+        if self.lookup is not None:
+            drafts, sizes = self._with_lookup(context, drafts, sizes)
+        return self.drafted(context, drafts, sizes)
+
+    def _model_drafts(self, context: Context) -> tuple[np.ndarray, np.ndarray]:
+        """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2]."""
+        n_rows, branches = context.n_rows, self.branches
+        levels = min(self.levels, max(context.room) - 1)
+        n_most = 1 + branches + max(0, levels - 1) * branches**2
+        drafts = np.zeros((n_rows, 4, n_most), dtype=np.int64)
+        drafts[:, TOKENS, 0], drafts[:, PARENTS, 0] = context.roots.tolist(), ROOT_PARENT
+        sizes = np.ones((n_rows, 2), dtype=np.int64)
+        sizes[:, 1] = 0
+        if levels < 1:
+            return drafts[:, :, :1], sizes
+        keys = None
+        if context.sampling.shares_noise:
+            keys = context.uniforms.on_host(context.n_tokens, levels).numpy()
+        read = np.zeros((n_rows, 1), dtype=np.int64)  # nodes of the drafts that were read: their candidates are known
+        began = time.perf_counter()
+        logits = self.model.read_roots(context)[:, None]
+        branches = min(branches, logits.shape[-1])
+        for level in range(levels):
+            m = logits.shape[1]
+            tokens, kinds = self._children(context, logits, branches, None if keys is None else keys[:, level])
+            first = sizes[0, 0]
+            new = slice(first, first + m * branches)
+            drafts[:, TOKENS, new] = tokens.reshape(n_rows, -1)
+            drafts[:, KINDS, new] = kinds.reshape(n_rows, -1)
+            drafts[:, PARENTS, new] = np.repeat(read[:, -m:], branches, axis=1)
+            drafts[:, SOURCES, new] = int(Source.DRAFT)
+            sizes[:, 0], sizes[:, 1] = new.stop, level + 1
+            if level + 1 == levels:
+                break
+            chosen = self._next_read(drafts, sizes, new)
+            if chosen is None:
+                break
+            read = np.concatenate([read, chosen], axis=1)
+            logits = self.model.read_nodes(context, _tree_of(drafts, read, context), chosen.shape[1])
+        self.level_s.count((time.perf_counter() - began) / (level + 1))
+        return drafts[:, :, : sizes[0, 0]], sizes
+
+    def _children(
+        self, context: Context, logits: Tensor, branches: int, keys: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
+        temperature = 1.0 if context.sampling.greedy else context.sampling.temperature
+        probs = (logits.float() / temperature).softmax(-1)
+        ranks = np.minimum(np.arange(branches), RANKS - 1)
+        if keys is None:
+            found = probs.topk(branches)
+            tokens, buckets = found.indices.cpu(), np.searchsorted(SHARES, found.values.cpu().numpy())
+            names = self.model.names
+            tokens = (tokens if names is None else names.cpu()[tokens]).numpy()
+        else:
+            n_rows, m, size = probs.shape
+            names = self.model.names
+            names = np.zeros(0, dtype=np.int64) if names is None else names.cpu().numpy()
+            tokens, late = (np.zeros((n_rows, m, branches), dtype=kind) for kind in (np.int64, np.float64))
+            first_ones(probs.cpu().numpy(), names, keys, tokens, late)
+            other = late.copy()
+            other[..., 0], other[..., 1:] = late[..., 1 % branches], late[..., :1]
+            buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
+        return tokens, self.first_kind + ranks * len(OF_SHARE) + buckets
+
+    def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice) -> np.ndarray | None:
+        """The nodes [n, m] of the newest level that are read next; None: it does not pay to read any."""
+        n_rows, first = len(drafts), new.start
+        likely = np.empty((n_rows, drafts.shape[2]))
+        none = np.zeros((0, 0), dtype=np.int64)
+        ranking = self.ranking
+        chances(drafts, sizes[:, 0], 0, (*ranking.learnt, ranking.plausible), ranking.own, none, likely)
+        level = likely[:, new]
+        if self._stops:
+            level[np.isin(drafts[:, TOKENS, new], list(self._stops))] = 0.0  # nothing is drafted behind an end
+        chosen = np.sort(np.argsort(-level, axis=1, kind="stable")[:, : self.branches], axis=1)
+        reached = NEXT_LEVEL * np.take_along_axis(level, chosen, axis=1).sum()
+        cost = LEAST_REACHED * n_rows
+        if self.sizer is not None:
+            cost = self.sizer.times.rate(n_rows) * self.level_s.value
+        return first + chosen if reached > cost else None
+
+    def _with_lookup(self, context: Context, drafts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The model's candidates and the lookup's in one tree for each row."""
+        found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
+        n_nodes = drafts.shape[2]
+        both = np.zeros((len(drafts), 4, n_nodes + found.shape[2]), dtype=np.int64)
+        both[:, :, :n_nodes] = drafts
+        for row, draft in enumerate(both):
+            sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], self.first_kind, N_KINDS)
+        sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
+        return both, sizes
+
+
+def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context) -> DraftTree:
+    """The tree of the nodes `read` [n, R] of drafts [n, 4, N], whose parents are among them."""
+    places = np.zeros((len(drafts), drafts.shape[2]), dtype=np.int64)
+    np.put_along_axis(places, read, np.arange(read.shape[1])[None], axis=1)
+    above = np.take_along_axis(drafts[:, PARENTS], read, axis=1)
+    parents = np.where(above < 0, ROOT_PARENT, np.take_along_axis(places, np.maximum(above, 0), axis=1))
+    tokens = np.take_along_axis(drafts[:, TOKENS], read, axis=1)
+    tokens, parents = (torch.from_numpy(values).to(context.device) for values in (tokens, parents))
+    return DraftTree(tokens, parents, torch.full_like(tokens, int(Source.DRAFT)))
+
+
+@njit(nogil=True, cache=True)
+def join(draft, size, found, found_size, first_kind, n_kinds):
+    """Add the nodes of another draft of the same root to draft [4, N]. Return how many nodes it has then.
+
+    A node of both gets the kind that is n_kinds behind the one it has.
+    """
+    places = np.zeros(found_size, dtype=np.int64)
+    for i in range(1, found_size):
+        parent, at = places[found[PARENTS, i]], -1
+        for node in range(parent + 1, size):
+            if draft[PARENTS, node] == parent and draft[TOKENS, node] == found[TOKENS, i]:
+                at = node
+                break
+        if at < 0:
+            at = size
+            size += 1
+            draft[:, at] = found[:, i]
+            draft[PARENTS, at] = parent
+        elif first_kind <= draft[KINDS, at] < first_kind + n_kinds:
+            draft[KINDS, at] += n_kinds
+        places[i] = at
+    return size
+
+
+@njit(nogil=True, cache=True)
+def first_ones(probs, names, keys, tokens, late):
+    """Find the tokens with the smallest E / q, in order, and these numbers.
+
+    Args:
+        probs: [n, m, K] float32, q.
+        names: [K] int64 tokens that q is of; empty: 0, 1, ...
+        keys: [n] int64 of `SharedNoise`.
+        tokens: [n, m, B] int64, filled.
+        late: [n, m, B] float64, filled.
+    """
+    n_best = tokens.shape[2]
+    for row in range(probs.shape[0]):
+        for node in range(probs.shape[1]):
+            least, chosen = late[row, node], tokens[row, node]
+            least[:] = np.inf
+            for v in range(probs.shape[2]):
+                q = probs[row, node, v]
+                if q > 0.0:
+                    name = v if len(names) == 0 else names[v]
+                    uniform = uniform_of(keys[row], name)
+                    if 1.0 - uniform < least[n_best - 1] * q:  # which is below -log(uniform)
+                        here, place = -np.log(uniform) / q, n_best - 1
+                        if here < least[place]:
+                            while place > 0 and here < least[place - 1]:
+                                least[place], chosen[place] = least[place - 1], chosen[place - 1]
+                                place -= 1
+                            least[place], chosen[place] = here, name
