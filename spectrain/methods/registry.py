@@ -278,7 +278,8 @@ def build_method(
             drafter = _build_with_head(build, target, folder, options, artifacts, sampling)
         else:
             drafter = build(target, folder, **options)
-    if isinstance(drafter, LookupDrafter) and type(options.get("max_nodes")) is int and method.get("_ranks_", True):
+    is_fixed = target is not None and type(options.get("max_nodes")) is int
+    if is_fixed and isinstance(drafter, LookupDrafter) and method.get("_ranks_", True):
         drafter.rank()
     if chooses:
         drafter = Auto({tuned_name(method): drafter})

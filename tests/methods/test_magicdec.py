@@ -31,7 +31,7 @@ SAMPLED = Sampling(temperature=1.0)
 class Recorded(Context):
     """A context that keeps the draft logits it was asked to draw from."""
 
-    def draw(self, logits, active=None):
+    def draw(self, logits, active=None, place=1):
         self.__dict__.setdefault("asked", []).append(logits)
         return super().draw(logits, active)
 

@@ -43,7 +43,7 @@ class ForcedContext(Context):
         index = torch.tensor(self.n_tokens) + ahead
         return self.sequences[torch.arange(len(index)), index]
 
-    def draw(self, logits, active=None):
+    def draw(self, logits, active=None, place=1):
         self.asked.append(logits)
         return self.following(len(self.asked) - 1), logits.softmax(-1)
 
