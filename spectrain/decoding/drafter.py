@@ -32,6 +32,7 @@ class Drafter(ABC):
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it needs in `TargetOutput.captured`
     artifacts: Mapping[str, str] = MappingProxyType({})  # folders it was made from, by kind, where its yaml cannot tell
     target: TargetModel | None = None  # what `generate` and `stream` decode; the registry sets it
+    max_positions = 2**31  # tokens of the longest text that it can follow
     joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
     warning: str | None = None  # what a reader of its numbers must know
 

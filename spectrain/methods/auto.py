@@ -31,13 +31,12 @@ BLOCK_STEPS = 12  # of the best arm before the arms are compared again
 PLAIN_STEPS = 64  # the most of plain decoding, likewise
 WARM_UP_STEPS = 10  # the first of a method, some of which write programs and compile
 LEAD = 1.03  # how much faster than the fastest arm so far another one must be to take its place
-KNOWN_STEPS = 10  # steps of an arm, after which its speed is believed
+KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
 ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is
 TIMED = 0.97  # of a method's step is what its sizer times
 TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
 SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
 MOST_BETWEEN = 2048  # steps between two trials of an arm
-EARLY_BETWEEN = 24  # the same until it is known
 
 
 METHODS = ("pld", "logitspec", "sssd", "spire", "speculative")  # to choose from; the last three need a folder
@@ -55,7 +54,7 @@ class Arm:
     name: str
     drafter: Drafter | None  # None: plain decoding
     tokens: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # of a row per step, where there is no sizer
-    seconds: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # over those of a plain step, likewise
+    cost: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # over those of a plain step, likewise
     n_steps: int = 0  # that it has run
     speed: float | None = None  # over that of plain decoding, when arms were compared last
     next_trial: int = 0  # number of the step
@@ -171,7 +170,7 @@ class Auto(Drafter):
             self.times.level.count(self._seconds_timed / n_steps, n_steps)
         elif n_steps and arm.sizer is None:
             arm.tokens.count(self._tokens_timed / n_steps)
-            arm.seconds.count(self._seconds_timed / n_steps / self.times.level.value)
+            arm.cost.count(self._seconds_timed / n_steps / self.times.level.value)
         self._left = self._untimed = self._n_timed = 0
         self._seconds_timed = self._tokens_timed = 0.0
 
@@ -207,23 +206,22 @@ class Auto(Drafter):
         if arm.drafter is None:
             return ANCHOR_STEPS
         loss = SWITCHING + 1 - speed if speed <= 1 else SWITCHING  # inf / inf, where neither has run
-        plain_steps = TRIAL_STEPS * max(1.0, self._seconds(arm, context.n_rows))  # in whose time it runs
-        most = MOST_BETWEEN if arm.n_steps >= KNOWN_STEPS else EARLY_BETWEEN
-        return int(min(plain_steps * loss / TRIAL_SHARE, most))
+        plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
+        return int(min(plain_steps * loss / TRIAL_SHARE, MOST_BETWEEN))
 
     def _speed(self, arm: Arm, n_rows: int) -> float:
         """Tokens of a row in the time of a plain step; a method that was never run hopes for the best."""
         if arm.drafter is None:
             return 1.0
         if arm.sizer is None:
-            return arm.tokens.value / arm.seconds.value if arm.seconds.value else float("inf")
+            return arm.tokens.value / arm.cost.value if arm.cost.value else float("inf")
         speed = arm.sizer.times.speed(n_rows)
         return float("inf") if speed is None else TIMED * speed * self.times.seconds(n_rows)[1] / n_rows
 
-    def _seconds(self, arm: Arm, n_rows: int) -> float:
+    def _cost(self, arm: Arm, n_rows: int) -> float:
         """Seconds of an arm's step over those of a plain one; 0: not known."""
         if arm.sizer is None:
-            return arm.seconds.value
+            return arm.cost.value
         return arm.sizer.times.step_s(n_rows) / self.times.seconds(n_rows)[1]
 
     def _catch_up(self, arm: Arm, context: Context) -> None:

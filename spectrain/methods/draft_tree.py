@@ -30,7 +30,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, Tar
 from spectrain.decoding.errors import check_whole
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.decoding.warping import uniform_of
-from spectrain.methods.chances import KINDS, PARENTS, SOURCES, TOKENS, chances
+from spectrain.methods.chances import KINDS, NO_KEYS, PARENTS, SOURCES, TOKENS, chances
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.sizing import AUTO
 from spectrain.methods.speculative import Speculative, load_draft_model
@@ -42,7 +42,6 @@ from spectrain.retrieval.datastore import open_datastore
 
 BRANCHES, LEVELS = 4, 5
 NEXT_LEVEL = 0.7  # of the chance that a level is reached: that one more token is accepted there, before it is read
-LEAST_REACHED = 0.05  # a level that is reached more seldom is not read where the number of nodes is fixed
 LEVEL_STEPS = 32.0  # over which the seconds of a draft step are averaged
 SHARES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])  # of q, where a new kind begins
 LEADS = np.array([0.1, 0.2, 0.35, 0.5, 0.7, 0.85])  # of E / q of the better one of two over the other's, likewise
@@ -153,7 +152,7 @@ class TreeDrafter(LookupDrafter):
         self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
         self.store = None if lookup is None else lookup.store
         self.level_s = Mean(LEVEL_STEPS)
-        self._stops: frozenset[int] = frozenset()
+        self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 
     def new_row(self, tokens: list[int]) -> None:
         """Rows have no state here: model and lookup have their own."""
@@ -172,7 +171,7 @@ class TreeDrafter(LookupDrafter):
         super().prefill(context, output, rows)
         for part in self._parts:
             part.prefill(context, output, rows)
-        self._stops = frozenset(context.stop_ids.tolist())
+        self._stops = context.stop_ids.cpu().numpy()
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
         return self.model.observe(context, tree, output, verified)
@@ -250,7 +249,7 @@ class TreeDrafter(LookupDrafter):
             if chosen is None:
                 break
             read = np.concatenate([read, chosen], axis=1)
-            logits = self.model.read_nodes(context, _tree_of(drafts, read, context), chosen.shape[1])
+            logits = self.model.read_nodes(context, _tree_of(drafts, read, context, level + 1), chosen.shape[1])
         self.level_s.count((time.perf_counter() - began) / (level + 1))
         return drafts[:, :, : sizes[0, 0]], sizes
 
@@ -279,20 +278,14 @@ class TreeDrafter(LookupDrafter):
 
     def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice) -> np.ndarray | None:
         """The nodes [n, m] of the newest level that are read next; None: it does not pay to read any."""
-        n_rows, first = len(drafts), new.start
+        n_rows, ranking = len(drafts), self.ranking
         likely = np.empty((n_rows, drafts.shape[2]))
-        none = np.zeros((0, 0), dtype=np.int64)
-        ranking = self.ranking
-        chances(drafts, sizes[:, 0], 0, (*ranking.learnt, ranking.plausible), ranking.own, none, likely)
-        level = likely[:, new]
-        if self._stops:
-            level[np.isin(drafts[:, TOKENS, new], list(self._stops))] = 0.0  # nothing is drafted behind an end
-        chosen = np.sort(np.argsort(-level, axis=1, kind="stable")[:, : self.branches], axis=1)
-        reached = NEXT_LEVEL * np.take_along_axis(level, chosen, axis=1).sum()
-        cost = LEAST_REACHED * n_rows
-        if self.sizer is not None:
-            cost = self.sizer.times.rate(n_rows) * self.level_s.value
-        return first + chosen if reached > cost else None
+        chances(drafts, sizes[:, 0], 0, (*ranking.learnt, ranking.plausible), ranking.own, NO_KEYS, likely)
+        n_scored = self.max_nodes - 1 if self.sizer is None else self.sizer.n_candidates
+        chosen = np.empty((n_rows, self.branches), dtype=np.int64)
+        m, reached = next_read(likely, drafts, (new.start, new.stop), self._stops, n_scored, chosen)
+        cost = 0.0 if self.sizer is None else self.sizer.times.rate(n_rows) * self.level_s.value
+        return chosen[:, :m] if m and NEXT_LEVEL * reached > cost else None
 
     def _with_lookup(self, context: Context, drafts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The model's candidates and the lookup's in one tree for each row."""
@@ -306,15 +299,56 @@ class TreeDrafter(LookupDrafter):
         return both, sizes
 
 
-def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context) -> DraftTree:
-    """The tree of the nodes `read` [n, R] of drafts [n, 4, N], whose parents are among them."""
+def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context, depth: int) -> DraftTree:
+    """The tree of the nodes `read` [n, R] of drafts [n, 4, N], whose parents are among them; `depth` is its own."""
     places = np.zeros((len(drafts), drafts.shape[2]), dtype=np.int64)
     np.put_along_axis(places, read, np.arange(read.shape[1])[None], axis=1)
     above = np.take_along_axis(drafts[:, PARENTS], read, axis=1)
     parents = np.where(above < 0, ROOT_PARENT, np.take_along_axis(places, np.maximum(above, 0), axis=1))
     tokens = np.take_along_axis(drafts[:, TOKENS], read, axis=1)
     tokens, parents = (torch.from_numpy(values).to(context.device) for values in (tokens, parents))
-    return DraftTree(tokens, parents, torch.full_like(tokens, int(Source.DRAFT)))
+    return DraftTree(tokens, parents, torch.full_like(tokens, int(Source.DRAFT)), max_depth=depth)
+
+
+@njit(nogil=True, cache=True)
+def next_read(likely, drafts, new, stops, n_scored, chosen):
+    """Choose the nodes of the newest level, `new`, that are read next.
+
+    A node is read if it is among the n_scored likeliest ones so far: nodes behind it are no likelier than it is. Behind
+    an end of the text nothing is drafted.
+
+    Args:
+        likely: [n, N] of `chances`.
+        drafts: [n, 4, N] int64.
+        new: the first node of the level, and the end.
+        stops: [E] int64 tokens that end a text.
+        n_scored: see above.
+        chosen: [n, B] int64, filled with the likeliest ones in their order.
+
+    Returns:
+        How many nodes of each row are read, as many as of the row that reads most, and the sum of their chances.
+    """
+    n_rows, most = chosen.shape
+    n_read, reached = 0, 0.0
+    for row in range(n_rows):
+        before = np.sort(likely[row, 1 : new[1]])[::-1]
+        least = before[min(n_scored, len(before)) - 1]
+        level = likely[row, new[0] : new[1]].copy()
+        for i in range(len(level)):
+            for stop in stops:
+                if drafts[row, TOKENS, new[0] + i] == stop:
+                    level[i] = -1.0
+        order = np.argsort(-level, kind="mergesort")[:most]
+        worth = 0
+        for place, i in enumerate(order):
+            chosen[row, place] = new[0] + i
+            if level[i] >= least and level[i] > 0.0:
+                worth += 1
+                reached += level[i]
+        n_read = max(n_read, worth)
+    for row in range(n_rows):
+        chosen[row, :n_read] = np.sort(chosen[row, :n_read])
+    return n_read, reached
 
 
 @njit(nogil=True, cache=True)

@@ -303,14 +303,19 @@ def _to_choose_from(
         if name == BASELINE:
             continue  # it is always one of them
         config = method_config(name)
+        is_chosen = asked or config.get("_artifact_") in artifacts
         try:
             built = build_method(config, target, artifacts, sampling)
         except UserError as error:
-            if asked or config.get("_artifact_") in artifacts:
+            if is_chosen:
                 raise
             log.info("%s is left out: %s", name, error)
             continue
-        found[name] = built.arms[0].drafter
+        drafter = built.arms[0].drafter
+        if drafter.max_positions < target.max_positions and not is_chosen:
+            log.info("%s is left out: its context holds %d tokens, the target's more", name, drafter.max_positions)
+            continue
+        found[name] = drafter
     return found
 
 

@@ -89,7 +89,7 @@ class Speculative(ChainDrafter):
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model
         self.stop = stop
         self.cache: KVCache | None = None
-        self.vocab_size = draft_model.vocab_size
+        self.vocab_size, self.max_positions = draft_model.vocab_size, draft_model.max_positions
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
@@ -106,10 +106,10 @@ class Speculative(ChainDrafter):
         super().prefill(context, output, rows)
         lengths = [context.n_tokens[row] - 1 for row in rows]
         longest = max(context.n_tokens[row] + context.room[row] for row in rows)
-        if longest > self.draft_model.max_positions:
+        if longest > self.max_positions:
             raise UserError(
                 f"prompt and new tokens may reach {longest}, but the draft model's context holds "
-                f"{self.draft_model.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
+                f"{self.max_positions}; shorten the prompt, lower max_new_tokens or choose another drafter"
             )
         prompts = context.tokens[rows.start : rows.stop, : max(lengths)].to(self.draft_model.device)
         self.draft_model.prefill(prompts, lengths, self.cache, rows)

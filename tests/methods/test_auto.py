@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, DraftTree, Sampling, Source, generate
 from spectrain.decoding.errors import UserError
-from spectrain.methods import auto
+from spectrain.methods import auto, registry
 from spectrain.methods.auto import PLAIN, Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_method, method_config, method_names
@@ -244,3 +244,13 @@ def test_auto_refuses_what_it_cannot_build(artifacts, tmp_path, monkeypatch, met
 def test_a_given_length_is_kept(artifacts):
     for name, option in (("pld", {"max_nodes": 5}), ("spire", {"gamma": 2}), ("magicdec", {"max_nodes": 4})):
         assert not isinstance(build_auto(name, artifacts, option), Auto)
+
+
+def test_a_draft_model_of_a_shorter_context_is_no_choice_unless_it_was_given(artifacts, monkeypatch, tmp_path):
+    short = Artifacts(tmp_path, artifacts.target, lambda: tiny_model("llama", max_position_embeddings=32), lambda: [])
+    folder = short.get("vanilla")
+    monkeypatch.setattr(registry, "METHODS", ("pld", "speculative"))
+    monkeypatch.setattr(registry, "find_artifact", lambda kind, target: folder)
+    config = OmegaConf.merge(method_config("auto"), {"methods": None})
+    assert "speculative" in [arm.name for arm in build_method(config, short.target, {"vanilla": folder}).arms]
+    assert [arm.name for arm in build_method(config, short.target, {}).arms] == ["pld", PLAIN]
