@@ -141,7 +141,6 @@ class TreeDrafter(LookupDrafter):
         lookup: Sssd | None = None,
     ):
         self.model, self.branches, self.levels, self.lookup = model, branches, levels, lookup
-        self.n_read = _read(branches, levels)
         found = [] if lookup is None else list(lookup.priors)
         self.first_kind = len(found)  # of the model's; behind them those that the lookup found, too
         of_share = [chance * (1.0 if rank == 0 else 0.8) for rank in range(RANKS) for chance in OF_SHARE]
@@ -150,6 +149,7 @@ class TreeDrafter(LookupDrafter):
         self.rank()
         self.ranking.plausible[self.first_kind :] = 1.0  # the noise is in the kinds already
         self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
+        self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
         self.level_s = Mean(LEVEL_STEPS)
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text

@@ -10,8 +10,10 @@ import dataclasses
 import itertools
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -23,7 +25,9 @@ from spectrain.decoding import sampling as sampling_module
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.noise import SharedNoise, exponentials
 from spectrain.decoding.weights import on_cpu
+from spectrain.methods.auto import Auto
 from spectrain.methods.registry import method_names
+from spectrain.methods.sizing import ChainSizer, Sizer
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
@@ -32,7 +36,7 @@ from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from tests.conftest import tiny_model
 from tests.decoding.reference import ScriptedDrafter
-from tests.methods.every import Artifacts, build
+from tests.methods.every import Artifacts, build, build_auto
 
 ALPHA = 1e-4
 VOCAB_SIZE = 4
@@ -269,6 +273,47 @@ def accepts_too_readily(tree, logits, sampling, uniforms, verification, best, gr
 def test_biased_verifier_fails_the_same_test(method, biased, monkeypatch):
     monkeypatch.setattr(loop, "verify", biased)
     assert p_value(DRAFTERS[method](), PLAIN) < ALPHA
+
+
+@pytest.fixture
+def budgets_by_lot(monkeypatch) -> Callable[[str], Drafter]:
+    """A method as users get it, whose trees have any number of nodes in each step, and which sleeps in some."""
+    lots = Random(0)
+
+    def choices(sizer, n_rows, n_probes, n_nodes):
+        return np.array([lots.choice([0, 1, 2, 5])]), np.zeros(n_nodes + 1)
+
+    def choose(auto, context):
+        auto._end_block()
+        before, auto.active = auto.active, lots.choice(auto.arms)
+        auto._left = lots.choice([1, 2])
+        if auto.active is not before:
+            before.known = list(context.n_tokens)
+            auto._catch_up(auto.active, context)
+
+    monkeypatch.setattr(Sizer, "choices", choices)
+    monkeypatch.setattr(ChainSizer, "begin", lambda sizer, n_rows: lots.choice([1, 2, 3]))
+    monkeypatch.setattr(ChainSizer, "drafted", lambda sizer, n_tokens: None)
+    monkeypatch.setattr(ChainSizer, "end", lambda sizer, emitted: None)
+    monkeypatch.setattr(Auto, "_choose", choose)
+    auto = {"max_nodes": "auto"}
+    return lambda name: build_auto(name, artifacts(), SMALL.get(name, {}) | auto | FREE.get(name, {}))
+        name, artifacts(), {**SMALL.get(name, {}), "max_nodes": "auto", **FREE.get(name, {})}
+    )
+
+
+FREE = {"speculative": {"gamma": None}}  # lengths of chains
+
+
+@pytest.mark.parametrize("method", ["pld", "sssd", "lookahead", "spire_tree", "speculative_sssd", "speculative"])
+def test_budgets_that_change_within_a_batch_leave_the_distribution(method, budgets_by_lot):
+    assert p_value(budgets_by_lot(method), WARPED) > ALPHA
+
+
+@pytest.mark.parametrize("method", ["sssd", "spire_tree"])
+def test_a_biased_verifier_is_noticed_where_budgets_change(method, budgets_by_lot, monkeypatch):
+    monkeypatch.setattr(loop, "verify", redraws_the_bonus)
+    assert p_value(budgets_by_lot(method), PLAIN) < ALPHA
 
 
 class DropsWhatItDrew(Speculative):
