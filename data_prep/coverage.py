@@ -2,9 +2,9 @@
 
 A lookup method drafts what followed the last tokens elsewhere. A document therefore offers a token of an answer where
 it holds that token behind the same one or two tokens, in other words an n-gram of the answer. The documents are
-ordered greedily: next comes the one that offers the most per token of its own. A token that m documents offer already
-counts log((m + 2) / (m + 1)) times, so that copies of a text do not all come first. (Sum of concave functions of n-gram
-counts: Kirchhoff and Bilmes 2014, "Submodularity for Data Selection in Machine Translation".)
+ordered greedily: next comes the one that offers the most per token of its own. A token that m documents offer is worth
+m / (m + 1), so that copies of a text do not all come first. (A sum of concave functions of n-gram counts, as in
+Kirchhoff and Bilmes 2014, "Submodularity for Data Selection in Machine Translation".)
 
 A token that its own prompt and answer said before, behind the same tokens, counts for nothing: every lookup method
 finds it there.
@@ -78,10 +78,10 @@ def acceptance_places(samples: Samples, documents: Iterable[np.ndarray]) -> np.n
     n_offering = np.zeros(len(samples.needed))  # documents so far, by n-gram
 
     def worth(i: int) -> float:
-        gain = np.log1p(1 / (n_offering[offered[i]] + 1))
-        return float((samples.needed[offered[i]] * gain).sum()) / lengths[i]
+        m = n_offering[offered[i]]
+        return float((samples.needed[offered[i]] / ((m + 1) * (m + 2))).sum()) / lengths[i]
 
-    # What a document is worth only falls. So the first of the queue is the best if it is still worth what it was.
+    # What a document adds only falls. So the first of the queue is the best if it still adds what it did.
     queue = [(-worth(i), i) for i in range(len(offered))]
     heapq.heapify(queue)
     places = np.zeros(len(offered), dtype=np.int64)

@@ -91,6 +91,7 @@ class DocumentParts(Parts):
                 "corpus or a smaller corpus.held_out_share"
             )
         if self.scored and self.score_on == "response" and not counts.with_answer:
+            build.clear()
             raise UserError(
                 f"score_on=response needs answers, but none of the {counts.documents} documents is a conversation or a "
                 "response; give such a corpus, or score_on=all"
