@@ -147,6 +147,26 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
         texts(tmp_path / "pq")
 
 
+def test_a_document_knows_its_source(tmp_path):
+    (tmp_path / "notes" / "old").mkdir(parents=True)
+    (tmp_path / "notes" / "old" / "a.md").write_text("a")
+    (tmp_path / "top.txt").write_text("b")
+    rows = [{"q": "c", "source": "wiki", "category": "x"}, {"q": "d", "dataset": None, "category": "y"}, {"q": "e"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = datasets.Dataset.from_list([{"source": None, "dataset": None, "category": None} | row for row in rows])
+    table.to_parquet(tmp_path / "table.parquet")
+    of_rows = {"1": "wiki", "2": "y"}
+    for fields in (None, ["q"]):
+        found = list(read_documents(str(tmp_path), fields))
+        for document in found:
+            name, _, number = document.id.partition(":")
+            expected = {"notes/old/a.md": "notes/old", "top.txt": "."}.get(name, name)
+            assert document.source == of_rows.get(number, expected)
+        assert len(found) == 8
+    table.save_to_disk(tmp_path / "saved")
+    assert [d.source for d in read_documents(str(tmp_path / "saved"), ["q"])] == ["wiki", "y", "row"]
+
+
 def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch):
     asked = []
 
