@@ -1,8 +1,9 @@
-"""Which documents a datastore keeps: those of lowest perplexity under the target (SPECTRA), or as many by chance.
+"""Which documents a datastore keeps: of lowest perplexity (SPECTRA), by sample answers (coverage.py), or by chance.
 
-The perplexity of a document is exp(-mean log p) over its tokens. A document longer than the window is read by a sliding
-one: each token is scored once, and except in the first window with at least window_tokens - stride_tokens tokens before
-it. Windows of about equal length share a batch; they are padded on the right, which a causal forward does not see.
+The perplexity of a document under the target is exp(-mean log p) over its tokens, or over those of its answers. A
+document longer than the window is read by a sliding one: each token is scored once, and except in the first window with
+at least window_tokens - stride_tokens tokens before it. Windows of about equal length share a batch; they are padded on
+the right, which a causal forward does not see.
 
 Letters: B rows, T tokens of a row, V vocabulary.
 """
@@ -84,16 +85,26 @@ def perplexities(
     documents: Sequence[np.ndarray],
     scoring: Scoring,
     advance: Advance = lambda n_tokens: None,
+    counted: Sequence[np.ndarray] | None = None,
 ) -> np.ndarray:
     """Compute the perplexity of each document (token ids without BOS), infinity where it has no token to score.
 
-    `advance` is called after each batch with the tokens that it scored.
+    Args:
+        target: scores the documents.
+        documents: [n] token ids of each.
+        scoring: how they are read.
+        advance: called after each batch with the tokens that it scored.
+        counted: [n] bool of each document, the tokens whose mean is taken; None: all.
 
     Returns:
         [documents] float64.
     """
     bos = np.array([] if scoring.bos_id is None else [scoring.bos_id], dtype=np.int64)
     texts = [np.concatenate([bos, document]) for document in documents]
+    if counted is None:
+        counts = [np.ones(len(text), dtype=bool) for text in texts]
+    else:
+        counts = [np.concatenate([np.zeros(len(bos), dtype=bool), tokens]) for tokens in counted]
     size = scoring.window_tokens, scoring.stride_tokens
     windows = [window for i, text in enumerate(texts) for window in windows_of(i, len(text), *size)]
     sums: list[Tensor] = []
@@ -101,7 +112,7 @@ def perplexities(
     budget_tokens = batch_tokens(scoring.batch_tokens, target.vocab_size)
     for batch in length_buckets([w.stop - w.start - 1 for w in windows], budget_tokens):
         rows = [windows[i] for i in batch]
-        sums.append(_log_likelihoods(target, texts, rows))
+        sums.append(_log_likelihoods(target, texts, counts, rows))
         order += batch
         advance(sum(w.stop - w.scored_from for w in rows))
     by_window = np.zeros(len(windows))
@@ -109,7 +120,7 @@ def perplexities(
         by_window[order] = torch.cat(sums).cpu().numpy()  # the one wait for the device
     log_likelihood = np.zeros(len(texts))
     np.add.at(log_likelihood, [w.document for w in windows], by_window)  # in the windows' order, whatever the batches
-    scored = np.array([len(text) - 1 for text in texts])
+    scored = np.array([int(tokens[1:].sum()) for tokens in counts])
     with np.errstate(over="ignore"):
         mean = np.where(scored > 0, -log_likelihood / np.maximum(scored, 1), np.inf)
         return np.exp(mean)
@@ -120,14 +131,17 @@ def batch_tokens(wanted: int, vocab_size: int) -> int:
     return max(1, min(wanted, LOGITS_BYTES // (4 * vocab_size)))
 
 
-def _log_likelihoods(target: TargetModel, texts: Sequence[np.ndarray], rows: Sequence[Window]) -> Tensor:
-    """Sum log p over each row's scored tokens: [B] float64."""
+def _log_likelihoods(
+    target: TargetModel, texts: Sequence[np.ndarray], counts: Sequence[np.ndarray], rows: Sequence[Window]
+) -> Tensor:
+    """Sum log p over the tokens that each row scores and that count: [B] float64."""
     n_rows, n_tokens = len(rows), max(w.stop - w.start for w in rows) - 1
     tokens = np.zeros((n_rows, n_tokens + 1), dtype=np.int64)
     scored = np.zeros((n_rows, n_tokens), dtype=bool)
     for row, window in enumerate(rows):
         tokens[row, : window.stop - window.start] = texts[window.document][window.start : window.stop]
-        scored[row, window.scored_from - window.start - 1 : window.stop - window.start - 1] = True
+        own = counts[window.document][window.scored_from : window.stop]
+        scored[row, window.scored_from - window.start - 1 : window.stop - window.start - 1] = own
     device_tokens = torch.from_numpy(tokens).to(target.device)
     logits = target.forward(device_tokens[:, :-1]).logits
     log_p = token_log_probs(logits, device_tokens[:, 1:])
@@ -156,15 +170,19 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents that are kept; all given limits hold together."""
+    """The documents that are kept; all given limits hold together, with quotas within each source of documents."""
 
     keep: int | float | None = 0.5  # documents: a count, or a share of them below 1
     max_perplexity: float | None = None
     keep_tokens: int | None = None  # most tokens in all
     by_perplexity: bool = True  # False: by a hash of seed and id
     seed: int = 0
+    rank: str = "perplexity"  # or "acceptance": in the order of coverage.py
+    quota: str | None = None  # or "source"
 
     def __post_init__(self):
+        if self.rank == "acceptance" and not self.by_perplexity:
+            raise UserError("rank=acceptance contradicts perplexity_filter=false, which chooses by chance; remove one")
         if self.max_perplexity is not None and not self.by_perplexity:
             raise UserError(f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; remove one")
 
@@ -175,42 +193,90 @@ class Selection:
 
     @property
     def needs_perplexities(self) -> bool:
-        return self.by_perplexity and not self.keeps_all
+        return not self.keeps_all and (self.ranks_by_perplexity or self.max_perplexity is not None)
+
+    @property
+    def ranks_by_perplexity(self) -> bool:
+        return self.by_perplexity and self.rank == "perplexity"
+
+    @property
+    def needs_places(self) -> bool:
+        return self.rank == "acceptance" and not self.keeps_all
 
 
 def select(
-    selection: Selection, ids: Sequence[str], lengths: np.ndarray, perplexities: np.ndarray | None
+    selection: Selection,
+    ids: Sequence[str],
+    lengths: np.ndarray,
+    perplexities: np.ndarray | None = None,
+    places: np.ndarray | None = None,
+    sources: Sequence[str] | None = None,
 ) -> np.ndarray:
     """Choose the best documents, ties by their place in the corpus.
 
-    `lengths` [documents] are in tokens, and `perplexities` [documents] are needed where the selection goes by them.
-    UserError is raised where nothing would be kept.
+    Args:
+        selection: what is kept.
+        ids: of the documents.
+        lengths: [documents] in tokens.
+        perplexities: [documents], needed where the selection goes by them.
+        places: [documents] of `acceptance_places`, needed with rank=acceptance.
+        sources: [documents], needed with quotas.
 
     Returns:
         [documents] bool: which are kept.
+
+    Raises:
+        UserError: nothing would be kept.
     """
-    n_documents, limit = len(ids), selection.max_perplexity
+    kept = np.zeros(len(ids), dtype=bool)
     if selection.keeps_all:
-        return np.ones(n_documents, dtype=bool)
-    scores = perplexities
+        return ~kept
+    scores = places if selection.rank == "acceptance" else perplexities
     if not selection.by_perplexity:
         scores = np.array([unit_hash(f"keep:{selection.seed}:{name}") for name in ids])
     order = np.argsort(scores, kind="stable")
-    if selection.keep is not None:
-        is_share = isinstance(selection.keep, float)
-        order = order[: max(1, round(selection.keep * n_documents)) if is_share else selection.keep]
-    if limit is not None:
-        order = order[scores[order] <= limit]
-        if not len(order):
-            raise UserError(f"max_perplexity={limit} keeps no document, the lowest has {scores.min():.4g}; raise it")
+    groups = [order]
+    if selection.quota is not None:
+        of = np.asarray(sources)[order]
+        groups = [order[of == source] for source in np.unique(of)]
+    for group in groups:
+        shares = len(group) / len(ids), int(lengths[group].sum()) / max(1, int(lengths.sum()))
+        kept[_best(selection, group, *shares, lengths, perplexities)] = True
+    if not kept.any():
+        raise _nothing_kept(selection, lengths[order[0]], perplexities, len(groups))
+    return kept
+
+
+def _best(
+    selection: Selection,
+    order: np.ndarray,
+    of_documents: float,
+    of_tokens: float,
+    lengths: np.ndarray,
+    perplexities: np.ndarray | None,
+) -> np.ndarray:
+    """Return the documents that are kept of a source, which are given best first; it has this share of all."""
+    if isinstance(selection.keep, float):
+        order = order[: max(1, round(selection.keep * len(order)))]
+    elif selection.keep is not None:
+        order = order[: round(selection.keep * of_documents)]
+    if selection.max_perplexity is not None:
+        order = order[perplexities[order] <= selection.max_perplexity]
     if selection.keep_tokens is not None:
-        total = np.cumsum(lengths[order])
-        if total[0] > selection.keep_tokens:
-            raise UserError(
-                f"keep_tokens={selection.keep_tokens} keeps nothing, the first has {total[0]} tokens; raise it"
-            )
-        order = order[total <= selection.keep_tokens]
-    return np.isin(np.arange(n_documents), order)
+        order = order[np.cumsum(lengths[order]) <= selection.keep_tokens * of_tokens]
+    return order
+
+
+def _nothing_kept(
+    selection: Selection, first_tokens: int, perplexities: np.ndarray | None, n_sources: int
+) -> UserError:
+    limit = selection.max_perplexity
+    if limit is not None and perplexities.min() > limit:
+        return UserError(f"max_perplexity={limit} keeps no document, the lowest has {perplexities.min():.4g}; raise it")
+    each = f" with a quota for each of {n_sources} sources" if n_sources > 1 else ""
+    given = {name: value for name in ("keep", "max_perplexity", "keep_tokens") if (value := getattr(selection, name))}
+    limits = " ".join(f"{name}={value}" for name, value in given.items())
+    return UserError(f"{limits} keeps nothing{each}, the first has {first_tokens} tokens; raise it")
 
 
 def rounded(value: float) -> float | None:

@@ -3,7 +3,7 @@
 A part holds what is left of some consecutive documents of the corpus. A resumed build reads the corpus again, but
 tokenises only what no part has: a part knows the digest of the texts that it was made from.
 
-    part-00000.npz    tokens [n], lengths [documents], ids and digest as JSON
+    part-00000.npz    tokens [n], lengths [documents], answers [n / 8], and ids, sources and digest as JSON
     corpus.json       written after the last part: the number of parts and what was counted
 """
 
@@ -44,6 +44,7 @@ class Counts:
     without_assistant: int = 0  # conversations
     held_out: int = 0
     duplicates: int = 0
+    with_answer: int = 0  # documents in the parts that say which tokens the target or the assistant wrote
     parts: int = 0
     documents: int = 0  # left in the parts
     tokens: int = 0
@@ -54,12 +55,29 @@ class Part:
     """Documents as tokens."""
 
     ids: list[str]
+    sources: list[str]  # of the documents
     digest: str  # of the texts that were read for it
     tokens: np.ndarray  # [n] uint16 or uint32
     lengths: np.ndarray  # [documents] int64
+    answers: np.ndarray  # [n] bools as bits: what the target or the assistant wrote
 
     def documents(self) -> list[np.ndarray]:
-        return np.split(self.tokens, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+        return self._split(self.tokens)
+
+    def counted_answers(self) -> list[np.ndarray]:
+        """Return the tokens of each document that its answers have, [n] bool; all of one without an answer."""
+        return [answer if answer.any() else np.ones_like(answer) for answer in self._answers()]
+
+    def _answers(self) -> list[np.ndarray]:
+        return self._split(np.unpackbits(self.answers, count=len(self.tokens)).astype(bool))
+
+    @property
+    def n_answered(self) -> int:
+        """Documents with an answer."""
+        return sum(bool(answer.any()) for answer in self._answers())
+
+    def _split(self, values: np.ndarray) -> list[np.ndarray]:
+        return np.split(values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
     @classmethod
     def read(cls, work: Path, index: int) -> Part:
@@ -67,13 +85,16 @@ class Part:
 
         def load(file: Path) -> Part:
             with np.load(file) as arrays:
-                return cls(**parse_json(arrays["facts"].tobytes()), tokens=arrays["tokens"], lengths=arrays["lengths"])
+                read = {name: arrays[name] for name in ("tokens", "lengths", "answers")}
+                return cls(**parse_json(arrays["facts"].tobytes()), **read)
 
         return read_part(part_file(work, index), load)
 
     def write(self, file: Path) -> None:
-        facts = np.frombuffer(json_line({"ids": self.ids, "digest": self.digest}).encode(), dtype=np.uint8)
-        write_whole(file, lambda out: np.savez(out, tokens=self.tokens, lengths=self.lengths, facts=facts))
+        named = json_line({"ids": self.ids, "sources": self.sources, "digest": self.digest})
+        arrays = {"tokens": self.tokens, "lengths": self.lengths, "answers": self.answers}
+        facts = np.frombuffer(named.encode(), dtype=np.uint8)
+        write_whole(file, lambda out: np.savez(out, **arrays, facts=facts))
 
 
 def part_file(work: Path, index: int) -> Path:
@@ -150,6 +171,7 @@ class Corpus:
                 counts.empty += len(new) - len(part.ids)
                 counts.documents += len(part.ids)
                 counts.tokens += len(part.tokens)
+                counts.with_answer += part.n_answered
                 advance(sum(len(document.content()) for document in batch), len(part.tokens))
         counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
         counts.empty += skipped.empty
@@ -188,9 +210,9 @@ class Corpus:
 
     def tokenised(self, documents: list[Document], digest: str) -> Part:
         """Return a part of these documents, without those that the tokenizer normalises away."""
-        found = token_documents(documents, self.tokenizer)
-        kept = [(document.id, document.tokens) for document in found if len(document.tokens)]
-        for name, row in kept:
+        found = zip(documents, token_documents(documents, self.tokenizer), strict=True)
+        kept = [(document, as_tokens) for document, as_tokens in found if len(as_tokens.tokens)]
+        for name, row in ((as_tokens.id, as_tokens.tokens) for _, as_tokens in kept):
             if len(row) >= MAX_SHARD_TOKENS:
                 raise UserError(f"{name} has {len(row)} tokens, a shard {MAX_SHARD_TOKENS - 1}; split the document")
             if row.max() >= self.vocab_size:
@@ -199,13 +221,20 @@ class Corpus:
                     "give a target whose tokenizer is its own"
                 )
         dtype = token_dtype(self.vocab_size)
-        tokens = np.concatenate([np.zeros(0, dtype), *(row.astype(dtype) for _, row in kept)])
-        return Part([name for name, _ in kept], digest, tokens, np.array([len(row) for _, row in kept], np.int64))
+        masks = [np.zeros(len(d.tokens), bool) if d.is_response is None else d.is_response for _, d in kept]
+        return Part(
+            ids=[document.id for document, _ in kept],
+            sources=[document.source for document, _ in kept],
+            digest=digest,
+            tokens=np.concatenate([np.zeros(0, dtype), *(d.tokens.astype(dtype) for _, d in kept)]),
+            lengths=np.array([len(d.tokens) for _, d in kept], np.int64),
+            answers=np.packbits(np.concatenate([np.zeros(0, bool), *masks])),
+        )
 
 
 def _digest(batch: list[Document]) -> str:
     digest = hashlib.sha256()
     for document in batch:
-        for encoded in (document.id.encode(), document.content()):
+        for encoded in (document.id.encode(), document.source.encode(), document.content()):
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
     return digest.hexdigest()

@@ -74,11 +74,19 @@ class DocumentCounts(TypedDict):
     duplicates: NotRequired[Count]
     empty: NotRequired[Count]
     without_assistant: NotRequired[Count]  # conversations
+    with_answer: NotRequired[Count]  # conversations and responses
     not_utf8: NotRequired[Count]  # files
     not_utf8_files: NotRequired[list[str]]
     held_out: NotRequired[Count]
     dropped: NotRequired[Count]
     tokens_dropped: NotRequired[Count]
+
+
+class SourceCounts(TypedDict):
+    """Documents of one source."""
+
+    documents: Count
+    kept: Count
 
 
 class Build(TypedDict):
@@ -87,6 +95,7 @@ class Build(TypedDict):
     __pydantic_config__ = MORE
     config: NotRequired[MadeBy]
     counts: NotRequired[DocumentCounts]
+    sources: NotRequired[dict[str, SourceCounts]]  # with quotas
     perplexity: NotRequired[Perplexities | None]
 
 

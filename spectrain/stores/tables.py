@@ -1,14 +1,14 @@
 """Rows of tables as texts or conversations: JSONL, Parquet, folders of `save_to_disk`, datasets of the hub.
 
 Everything is read row by row or batch by batch, so a table may be larger than memory. Every `*_texts` function yields
-the numbers of lines or rows, from 1, with their content: a text, or the messages of a conversation. UserError is raised
-where a row is malformed or lacks a field.
+the numbers of lines or rows, from 1, with their content, a text or the messages of a conversation, and the source that
+they name (`row_source`). UserError is raised where a row is malformed or lacks a field.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow.parquet
@@ -22,27 +22,28 @@ from spectrain.stores.prompts import SURROGATE, json_rows
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
 HUB_TIMEOUT_S = 20.0
+SOURCE_COLUMNS = "source", "dataset", "category"  # the first of them that a row has names its source
 SAVED = ("dataset_dict.json",), ("dataset_info.json", "state.json")  # what save_to_disk leaves, of splits and of one
 
 Content = str | Messages
+Rows = Iterator[tuple[int, Content, str | None]]
 
 
-def jsonl_texts(
-    file: Path, name: str, fields: Sequence[str] | None, most_bytes: int, otherwise: str
-) -> Iterator[tuple[int, Content]]:
+def jsonl_texts(file: Path, name: str, fields: Sequence[str] | None, most_bytes: int, otherwise: str) -> Rows:
     """Yield the texts of a JSONL file that messages call `name`; for longer lines see `json_rows`."""
     for number, row in json_rows(file, name, most_bytes, otherwise):
-        yield number, row_content(row, fields, f"line {number} of {name}")
+        yield number, row_content(row, fields, f"line {number} of {name}"), row_source(row)
 
 
-def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Iterator[tuple[int, Content]]:
+def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Rows:
     """Yield the texts of a Parquet file that messages call `name`."""
     try:
         # Opened here: pyarrow itself takes no path that is not UTF-8.
         with file.open("rb") as content, pyarrow.parquet.ParquetFile(content) as table:
-            batches = table.iter_batches(BATCH_ROWS, columns=list(fields) if fields else None)
+            columns = table.schema_arrow.names
+            batches = table.iter_batches(BATCH_ROWS, columns=_read(columns, fields) if fields else None)
             rows = (row for batch in batches for row in batch.to_pylist())
-            yield from _texts(rows, table.schema_arrow.names, name, fields)
+            yield from _texts(rows, columns, name, fields)
     except (ArrowException, OSError) as error:
         raise UserError(f"{name} cannot be read as Parquet ({_line(error)}); fetch or write it again") from error
 
@@ -64,7 +65,7 @@ def is_saved(path: str | None) -> bool:
     return any(all(os.path.isfile(Path(path).expanduser() / name) for name in names) for names in SAVED)
 
 
-def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, Content]]:
+def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Rows:
     """Yield the texts of a folder that `datasets.save_to_disk` wrote."""
     import datasets  # here: commands that read no dataset start without it
 
@@ -79,7 +80,7 @@ def saved_texts(folder: Path, split: str, fields: Sequence[str] | None) -> Itera
     yield from _texts(rows, rows.column_names, folder.name, fields)
 
 
-def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] | None) -> Iterator[tuple[int, Content]]:
+def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] | None) -> Rows:
     """Yield the texts of a dataset of the hub, or of a local folder that `load_dataset` knows, streamed."""
     import datasets  # see saved_texts
 
@@ -102,23 +103,32 @@ def hub_texts(name: str, subset: str | None, split: str, fields: Sequence[str] |
     yield from _texts(rows, rows.column_names, name, fields)
 
 
-def _texts(
-    rows: Iterable[dict], columns: Sequence[str] | None, name: str, fields: Sequence[str] | None
-) -> Iterator[tuple[int, Content]]:
+def _texts(rows: Iterable[dict], columns: Sequence[str] | None, name: str, fields: Sequence[str] | None) -> Rows:
     """Yield the texts of rows with these columns; None: the columns are not known beforehand."""
     if fields and columns is not None:
         if lacking := [field for field in fields if field not in columns]:
             raise UserError(f"{name} has no text field {lacking[0]!r}; set corpus.fields to its ({', '.join(columns)})")
         if hasattr(rows, "select_columns"):  # a dataset reads only these
-            rows = rows.select_columns(list(fields))
+            rows = rows.select_columns(_read(columns, fields))
     number = 0
     try:
         for number, row in enumerate(rows, start=1):
-            yield number, row_content(row, fields, f"row {number} of {name}")
+            yield number, row_content(row, fields, f"row {number} of {name}"), row_source(row)
     except UserError:
         raise
     except Exception as error:  # a shard that is damaged, or the network that went away
         raise UserError(f"{name} cannot be read after row {number} ({_line(error)}); fetch it anew") from error
+
+
+def _read(columns: Sequence[str], fields: Sequence[str]) -> list[str]:
+    """Return the columns that hold the text and the source of a row."""
+    return [*fields, *(name for name in SOURCE_COLUMNS if name in columns and name not in fields)]
+
+
+def row_source(row: Mapping) -> str | None:
+    """Return the name of the source that a row gives itself, the first text in SOURCE_COLUMNS; None: it gives none."""
+    named = (row[name] for name in SOURCE_COLUMNS if isinstance(row.get(name), str) and row[name])
+    return next((SURROGATE.sub("\ufffd", name) for name in named), None)
 
 
 def row_content(row: dict, fields: Sequence[str] | None, where: str) -> Content:

@@ -14,7 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,6 +56,7 @@ class Document:
     tokens: np.ndarray | None = None  # [n] int32: a prompt and its response, as the target read and wrote them
     n_prompt: int = 0  # tokens of the prompt
     prompt_id: str | None = None  # all draws of a prompt are held out, or none
+    source: str = ""  # what its row names, else its file or split, of a text of its own the folder
 
     def is_held_out(self, share: float) -> bool:
         """Return whether the document belongs to the held-out `share` (0 to 1) of its corpus."""
@@ -120,8 +121,8 @@ def read_documents(
         return
     try:
         for name, contents in _sources(path, fields, split, subset, skipped, max_document_bytes, max_files):
-            for number, content in contents:
-                document = _document(name if number is None else f"{name}:{number}", content)
+            for number, content, source in contents:
+                document = _document(name if number is None else f"{name}:{number}", content, source or name)
                 text = document.text
                 if document.messages is not None and not has_assistant(document.messages):
                     skipped.without_assistant += 1
@@ -137,9 +138,9 @@ def read_documents(
         raise UserError(f"{error.filename or path} cannot be read ({reason}); make it readable or remove it") from error
 
 
-def _document(name: str, content: Content) -> Document:
+def _document(name: str, content: Content, source: str) -> Document:
     is_text = isinstance(content, str)
-    return Document(name, content) if is_text else Document(name, plain_text(content), content)
+    return Document(name, content if is_text else plain_text(content), None if is_text else content, source=source)
 
 
 def _sources(
@@ -150,8 +151,11 @@ def _sources(
     skipped: Skipped,
     most_bytes: int,
     most_files: int,
-) -> Iterator[tuple[str, Iterable[tuple[int | None, Content]]]]:
-    """Yield the name of each file or dataset of a corpus, and its contents with their numbers; None: its only text."""
+) -> Iterator[tuple[str, Iterable[tuple[int | None, Content, str | None]]]]:
+    """Yield the name of each file or dataset of a corpus, and its contents with their numbers and sources.
+
+    Without a number the content is the file's only text, without a source it has the name's.
+    """
     if is_remote(path):
         log.info("streaming %s from the Hugging Face hub", path)
         yield f"{subset or ''}:{split}".lstrip(":"), hub_texts(path, subset, split, fields)
@@ -175,7 +179,7 @@ def _sources(
         elif file.stat().st_size > most_bytes:
             raise UserError(f"{name} has more than {most_bytes} bytes; {SPLIT_IT}")
         else:
-            yield name, [(None, file.read_text(encoding="utf-8"))]
+            yield name, [(None, file.read_text(encoding="utf-8"), str(PurePath(name).parent))]
 
 
 def is_responses(path: str | None) -> bool:
@@ -202,9 +206,10 @@ def _responses(path: str, tokenizer: PreTrainedTokenizerBase | None) -> Iterator
     stores = responses_of(path, tokenizer)
     for store in stores:
         before = f"{store.folder.name}:" if len(stores) > 1 else ""
-        for row in store.rows.with_format("numpy", columns=["id", "prompt", "response"]):
+        for row in store.rows.with_format("numpy", columns=["id", "category", "prompt", "response"]):
             tokens, prompt_id = np.concatenate([row["prompt"], row["response"]]).astype(np.int32), str(row["id"])
-            yield Document(f"{before}{prompt_id}", "", None, tokens, len(row["prompt"]), prompt_id)
+            of_prompt = len(row["prompt"]), prompt_id, str(row["category"])
+            yield Document(f"{before}{prompt_id}", "", None, tokens, *of_prompt)
 
 
 def is_remote(path: str | None) -> bool:

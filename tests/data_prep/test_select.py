@@ -63,6 +63,25 @@ def test_longer_documents_equal_a_slow_loop_of_windows(target, window, stride):
         assert expected[0] != pytest.approx(by_hand(target, few[0]), rel=1e-3)
 
 
+@pytest.mark.parametrize("bos_id", [None, 1])
+def test_only_the_tokens_that_count_are_in_the_mean(target, bos_id):
+    many, rng = documents([12, 40, 17, 30]), np.random.default_rng(0)
+    counted = [rng.random(len(document)) < 0.4 for document in many]
+    counted[3][:] = True
+    found = perplexities(target, many, Scoring(16, 8, 90, bos_id), counted=counted)
+    for document, tokens, perplexity in zip(many, counted, found, strict=True):
+        ids = np.concatenate([[] if bos_id is None else [bos_id], document]).astype(np.int64)
+        log_p = []
+        for window in windows_of(0, len(ids), 16, 8):
+            with torch.inference_mode():
+                piece = torch.from_numpy(ids[None, window.start : window.stop])
+                all_log_p = target.model(input_ids=piece).logits[0].log_softmax(-1)
+            for position in range(window.scored_from, window.stop):
+                if tokens[position - (bos_id is not None)]:
+                    log_p.append(float(all_log_p[position - window.start - 1, ids[position]]))
+        assert perplexity == pytest.approx(np.exp(-np.mean(log_p)), rel=1e-4)
+
+
 def test_every_token_is_scored_once():
     for n_tokens in range(2, 60):
         for window, stride in ((2, 1), (8, 4), (8, 7), (10, 3)):

@@ -34,7 +34,10 @@ ODD = (
 NO_PLACE = ("/dev/null", "/proc/fuzz", "a_file/below", "fifo", "b" * 256, "a/" * 2500)
 PLACES = (*NO_PLACE, "a_file", "a_folder", "a_folder/below", "dangling", "dangling/below", "link", ".", "..", "/", "~")
 WRITTEN = ("out", "run_dir")
-READ = ("prompts", "responses", "run", "runs", "tuned", "results", "inspect", "target.path", "corpus.path", "data.path")
+READ = (
+    *("prompts", "responses", "samples", "run", "runs", "tuned", "results", "inspect"),
+    *("target.path", "corpus.path", "data.path"),
+)
 # An export of a run, a training with data=online do not look at them.
 NOT_READ = (("export", "target.path"), ("train", "data.path"), ("tune", "responses"))
 READ_BY_SOME = ("drafter", "head", "datastore", "vanilla")  # by some methods

@@ -131,7 +131,7 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
         assert corpus_bytes(str(tmp_path / folder)) > 30, folder
     assert texts(tmp_path / "splits", None, "test") == TEXTS[2:]
     streamed = tables.hub_texts(str(tmp_path / "pq"), None, "train", ["q", "a"])
-    assert list(streamed) == list(enumerate(TEXTS, start=1))
+    assert list(streamed) == [(number, text, None) for number, text in enumerate(TEXTS, start=1)]
     with pytest.raises(UserError, match="has no split dev; set corpus.split to one of train, test"):
         texts(tmp_path / "splits", None, "dev")
     for folder in ("pq", "saved"):
@@ -147,17 +147,40 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
         texts(tmp_path / "pq")
 
 
+def test_a_document_knows_its_source(tmp_path):
+    (tmp_path / "notes" / "old").mkdir(parents=True)
+    (tmp_path / "notes" / "old" / "a.md").write_text("a")
+    (tmp_path / "top.txt").write_text("b")
+    rows = [{"q": "c", "source": "wiki", "category": "x"}, {"q": "d", "dataset": None, "category": "y"}, {"q": "e"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = datasets.Dataset.from_list([{"source": None, "dataset": None, "category": None} | row for row in rows])
+    table.to_parquet(tmp_path / "table.parquet")
+    of_rows = {"1": "wiki", "2": "y"}
+    for fields in (None, ["q"]):
+        found = list(read_documents(str(tmp_path), fields))
+        for document in found:
+            name, _, number = document.id.partition(":")
+            expected = {"notes/old/a.md": "notes/old", "top.txt": "."}.get(name, name)
+            assert document.source == of_rows.get(number, expected)
+        assert len(found) == 8
+    table.save_to_disk(tmp_path / "saved")
+    assert [d.source for d in read_documents(str(tmp_path / "saved"), ["q"])] == ["wiki", "y", "row"]
+
+
 def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch):
     asked = []
 
     def stream(*arguments):
         asked.append(arguments)
-        return iter([(1, "a"), (2, " "), (3, "b")])
+        return iter([(1, "a", None), (2, " ", None), (3, "b", "mine")])
 
     monkeypatch.setattr("spectrain.stores.texts.hub_texts", stream)
     skipped = Skipped()
     found = list(read_documents("owner/name", ["text"], "test", "small", skipped))
-    assert found == [Document("small:test:1", "a"), Document("small:test:3", "b")]
+    assert found == [
+        Document("small:test:1", "a", source="small:test"),
+        Document("small:test:3", "b", source="mine"),
+    ]
     assert asked == [("owner/name", "small", "test", ["text"])]
     assert skipped.empty == 1
     assert corpus_bytes("owner/name") is None
