@@ -298,8 +298,6 @@ def budgets_by_lot(monkeypatch) -> Callable[[str], Drafter]:
     monkeypatch.setattr(Auto, "_choose", choose)
     auto = {"max_nodes": "auto"}
     return lambda name: build_auto(name, artifacts(), SMALL.get(name, {}) | auto | FREE.get(name, {}))
-        name, artifacts(), {**SMALL.get(name, {}), "max_nodes": "auto", **FREE.get(name, {})}
-    )
 
 
 FREE = {"speculative": {"gamma": None}}  # lengths of chains
