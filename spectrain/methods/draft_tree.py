@@ -28,6 +28,7 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, TargetModel, TargetOutput, Verified
 from spectrain.decoding.errors import check_whole
+from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.decoding.warping import uniform_of
 from spectrain.methods.chances import KINDS, NO_KEYS, PARENTS, SOURCES, TOKENS, chances
@@ -171,6 +172,8 @@ class TreeDrafter(LookupDrafter):
         super().prefill(context, output, rows)
         for part in self._parts:
             part.prefill(context, output, rows)
+        names = self.model.names
+        self._names = torch.zeros(0, dtype=torch.int64) if names is None else names.cpu()
         self._stops = context.stop_ids.cpu().numpy()
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
@@ -221,7 +224,7 @@ class TreeDrafter(LookupDrafter):
         levels = min(self.levels, max(context.room) - 1)
         n_most = 1 + branches + max(0, levels - 1) * branches**2
         drafts = np.zeros((n_rows, 4, n_most), dtype=np.int64)
-        drafts[:, TOKENS, 0], drafts[:, PARENTS, 0] = context.roots.tolist(), ROOT_PARENT
+        drafts[:, TOKENS, 0], drafts[:, PARENTS, 0] = np.array(context.tail(1))[:, 0], ROOT_PARENT
         sizes = np.ones((n_rows, 2), dtype=np.int64)
         sizes[:, 1] = 0
         if levels < 1:
@@ -259,18 +262,16 @@ class TreeDrafter(LookupDrafter):
         """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
         temperature = 1.0 if context.sampling.greedy else context.sampling.temperature
         probs = (logits.float() / temperature).softmax(-1)
-        ranks = np.minimum(np.arange(branches), RANKS - 1)
+        ranks, names = np.minimum(np.arange(branches), RANKS - 1), self._names
         if keys is None:
             found = probs.topk(branches)
-            tokens, buckets = found.indices.cpu(), np.searchsorted(SHARES, found.values.cpu().numpy())
-            names = self.model.names
-            tokens = (tokens if names is None else names.cpu()[tokens]).numpy()
+            shares, tokens = torch.stack([found.values.double(), found.indices.double()]).cpu()  # in one transfer
+            tokens, buckets = tokens.long(), np.searchsorted(SHARES, shares.numpy())
+            tokens = (names[tokens] if len(names) else tokens).numpy()
         else:
             n_rows, m, size = probs.shape
-            names = self.model.names
-            names = np.zeros(0, dtype=np.int64) if names is None else names.cpu().numpy()
             tokens, late = (np.zeros((n_rows, m, branches), dtype=kind) for kind in (np.int64, np.float64))
-            first_ones(probs.cpu().numpy(), names, keys, tokens, late)
+            first_ones(probs.cpu().numpy(), names.numpy(), keys, tokens, late)
             other = late.copy()
             other[..., 0], other[..., 1:] = late[..., 1 % branches], late[..., :1]
             buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
@@ -306,7 +307,7 @@ def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context, depth: int)
     above = np.take_along_axis(drafts[:, PARENTS], read, axis=1)
     parents = np.where(above < 0, ROOT_PARENT, np.take_along_axis(places, np.maximum(above, 0), axis=1))
     tokens = np.take_along_axis(drafts[:, TOKENS], read, axis=1)
-    tokens, parents = (torch.from_numpy(values).to(context.device) for values in (tokens, parents))
+    tokens, parents = (to_device(torch.from_numpy(values), context.device) for values in (tokens, parents))
     return DraftTree(tokens, parents, torch.full_like(tokens, int(Source.DRAFT)), max_depth=depth)
 
 

@@ -20,6 +20,7 @@ from spectrain.decoding import Drafter, Sampling, TargetModel, generate
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.loop import _Batch
 from spectrain.decoding.sampling import Uniforms
+from spectrain.methods.draft_tree import LEVELS
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards
@@ -29,10 +30,13 @@ from tests.support.pretend import Copy, PretendDevice, pretend_device
 
 LENGTHS, N_NEW = (5, 14, 9), 12
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
-MOST_READS = {  # of a step, where it is not one: stop rules are asked token by token, of at most 6
+# Of a step, where it is not one. Stop rules are asked token by token, of at most 6; the host chooses which nodes of a
+# tree are read next, level by level.
+MOST_READS = {
     "confidence_stop": 7,
     "entropy_stop": 7,
     "specdecpp": 7,
+    **{f"{model}_{kind}": 1 + LEVELS for model in ("spire", "speculative") for kind in ("tree", "sssd")},
 }
 
 
