@@ -27,7 +27,7 @@ from spectrain.retrieval.ngram_table import PositionTable
 # Ranks count from 0, and the root keeps its own, as in the reference implementation.
 RANKS = (1, 2, 3, 4, 6, 10, 18, 34)  # of candidates of the last logits that are alike, where a new kind begins
 RANK_PRIORS = (0.25, 0.25, 0.12, 0.08, 0.05, 0.03, 0.015, 0.008, 0.003)
-# Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32, and y alone behind.
+# Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32, else y alone.
 KEPT_BY_RANK = (4,) * 9 + (3,) * 24
 
 
