@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.memory import USABLE_SHARE, free_bytes, slot_bytes
 from spectrain.measure import questions, stopping
 from spectrain.measure.sssd import Clock, choose_options
 from spectrain.methods import registry
@@ -28,7 +29,7 @@ from spectrain.reporting.tables import show
 from spectrain.reporting.tuning import discount_parts, stopping_parts, tuned_at
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import sha256
-from spectrain.stores.forward_times import NODES, forward_times
+from spectrain.stores.forward_times import CONTEXT_TOKENS, NODES, forward_times
 from spectrain.training.runs import RunFolder
 
 NOT_TUNED = ("max_nodes", "datastore")
@@ -53,6 +54,7 @@ def tune_sssd(cfg: DictConfig, sampling: Sampling) -> None:
     if method["max_nodes"] == AUTO:  # a number is chosen for each setting, of the first nodes of the largest trees
         tuned.max_nodes, budgets = MOST_NODES, NODES[1:]
     opened = registry.build_method(tuned, target, registry.given_artifacts(cfg))
+    check_rows(target, cfg.batch_size)
     with begun(cfg, target, {"questions": questions.digest(asked), "method": method}) as run:
         file = answered(cfg, target, opened, asked, sampling, run)
         texts = questions.read_answers(file, target, sampling, least=2)
@@ -68,6 +70,15 @@ def tune_sssd(cfg: DictConfig, sampling: Sampling) -> None:
         registry.write_tuned(output, {"sssd": changed}, "spectrain.tune method=sssd", how)
         run.finish(results)
         show(discount_parts(results), 100, f"{output}: python -m spectrain.bench tuned={output} ...")
+
+
+def check_rows(target: TargetModel, n_rows: int) -> None:
+    """Raise UserError where the forwards of so many rows cannot be timed for want of memory."""
+    free = free_bytes(target.device)
+    row_bytes = (CONTEXT_TOKENS + NODES[-1]) * slot_bytes(target) + NODES[-1] * target.vocab_size * 4  # cache, logits
+    if free is not None and n_rows * row_bytes > USABLE_SHARE * free:
+        fitting = max(1, int(USABLE_SHARE * free / row_bytes))
+        raise UserError(f"batch_size={n_rows} rows do not fit into memory, about {fitting} do; lower batch_size")
 
 
 def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:

@@ -151,6 +151,7 @@ def test_an_interrupted_run_keeps_its_responses(run, command, monkeypatch):
         (["grid.input_scale=[-1]"], "input_scale=-1 must be a number in"),
         (["method.last_logits=true"], "cannot be simulated without the target"),
         (["limit=1"], "give more prompts"),
+        (["batch_size=100000000"], "batch_size=100000000 rows do not fit into memory, about"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
