@@ -36,7 +36,7 @@ def main() -> None:
     for name, runs in pools.items():
         cells = [difference(rows, runs, options.of, other) for other in options.others]
         own = pairs(rows, runs, options.of, options.of)
-        table.add_row(name, str(len(own)), f"{tau(own[:, 0].sum(0)):.2f}", *cells)
+        table.add_row(name, str(len(own)), f"{tau(own[:, 0].sum(0)):.3f}", *cells)
     Console(width=max(100, 48 + 26 * len(options.others))).print(table)
 
 
@@ -78,8 +78,8 @@ def difference(rows: dict, runs: Sequence[Path], one: str, other: str) -> str:
     drawn = tau(both[picks].sum(axis=1))
     low, high = np.quantile(drawn[:, 0] - drawn[:, 1], [0.025, 0.975])
     if math.isnan(low):
-        return f"{value:+.2f}"
-    return f"{value:+.2f} \\[{low:+.2f}, {high:+.2f}]"
+        return f"{value:+.3f}"
+    return f"{value:+.3f} \\[{low:+.3f}, {high:+.3f}]"
 
 
 if __name__ == "__main__":

@@ -17,19 +17,21 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.memory import USABLE_SHARE, free_bytes, slot_bytes
 from spectrain.measure import questions, stopping
-from spectrain.measure.sssd import choose_options
+from spectrain.measure.sssd import Clock, choose_options
 from spectrain.methods import registry
+from spectrain.methods.lookup import MOST_NODES
 from spectrain.methods.sizing import AUTO
 from spectrain.reporting.cost_plots import stopping_fronts
 from spectrain.reporting.drawing import write_png
 from spectrain.reporting.tables import show
-from spectrain.reporting.tuning import discount_parts, stopping_parts
+from spectrain.reporting.tuning import discount_parts, stopping_parts, tuned_at
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import sha256
+from spectrain.stores.forward_times import CONTEXT_TOKENS, NODES, forward_times
 from spectrain.training.runs import RunFolder
 
-SIMULATED_NODES = 16  # of SSSD's trees, where max_nodes is auto
 NOT_TUNED = ("max_nodes", "datastore")
 
 
@@ -41,27 +43,42 @@ def main(cfg: DictConfig) -> None:
     searches[method](cfg, Sampling.from_options(cfg.sampling))
 
 
-def tune_sssd(cfg: DictConfig, _: Sampling) -> None:
-    """Search for SSSD's discounts and calibrate its sources, on answers that the target writes greedily."""
+def tune_sssd(cfg: DictConfig, sampling: Sampling) -> None:
+    """Search for SSSD's discounts and calibrate its sources, on answers that the target writes with this sampling."""
     tuned = registry.with_tuned(cfg.method, cfg.tuned)
     method, grid = OmegaConf.to_container(tuned), OmegaConf.to_container(cfg.grid)
     if method["last_logits"]:
         raise UserError("last_logits cannot be simulated without the target; give method.last_logits=false")
     asked = [] if cfg.responses else questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
-    target = open_target(cfg)
-    if method["max_nodes"] == AUTO:  # which has no trees to simulate before it has seen what is accepted
-        tuned.max_nodes = method["max_nodes"] = SIMULATED_NODES
+    target, budgets = open_target(cfg), [method["max_nodes"]]
+    if method["max_nodes"] == AUTO:  # a number is chosen for each setting, of the first nodes of the largest trees
+        tuned.max_nodes, budgets = MOST_NODES, NODES[1:]
     opened = registry.build_method(tuned, target, registry.given_artifacts(cfg))
+    check_rows(target, cfg.batch_size)
     with begun(cfg, target, {"questions": questions.digest(asked), "method": method}) as run:
-        file = answered(cfg, target, opened, asked, Sampling(), run)
-        found = choose_options(opened, method, grid, questions.read_answers(file, target, least=2))
-        defaults = registry.method_config("sssd")
-        changed = {k: v for k, v in found["options"].items() if v != defaults.get(k) and k not in NOT_TUNED}
-        output = registry.write_tuned(run.path / "sssd.yaml", {"sssd": changed}, "spectrain.tune method=sssd")
-        tau = {name: [one.value, one.low, one.high] for name, one in found["tau"].items()}
-        run.finish({"tau": tau, "chosen": changed, "tried": found["tried"], "responses": found["responses"]})
-        parts = discount_parts(tau, found["responses"][1], found["winner"])
-        show(parts, 100, f"{output}: python -m spectrain.bench tuned={output} ...")
+        file = answered(cfg, target, opened, asked, sampling, run)
+        texts = questions.read_answers(file, target, sampling, least=2)
+        clock = Clock(forward_times(target, cfg.batch_size).up_to(opened.max_nodes), cfg.batch_size, budgets)
+        found = choose_options(opened, method, grid, texts, clock)
+        options, defaults = found.pop("options"), registry.method_config("sssd")
+        changed = {k: v for k, v in options.items() if v != defaults.get(k) and k not in NOT_TUNED}
+        results = device_facts(target.device, target.dtype) | found
+        results |= {"chosen": changed, "sampling": sampling.describe(), "batch_size": cfg.batch_size}
+        results |= {"max_nodes": method["max_nodes"], "plain_tokens_per_s": clock.plain_tokens_per_s}
+        how = f"for tokens/s on {results['device']}: {tuned_at(results)}"
+        output = run.path / "sssd.yaml"
+        registry.write_tuned(output, {"sssd": changed}, "spectrain.tune method=sssd", how)
+        run.finish(results)
+        show(discount_parts(results), 100, f"{output}: python -m spectrain.bench tuned={output} ...")
+
+
+def check_rows(target: TargetModel, n_rows: int) -> None:
+    """Raise UserError where the forwards of so many rows cannot be timed for want of memory."""
+    free = free_bytes(target.device)
+    row_bytes = (CONTEXT_TOKENS + NODES[-1]) * slot_bytes(target) + NODES[-1] * target.vocab_size * 4  # cache, logits
+    if free is not None and n_rows * row_bytes > USABLE_SHARE * free:
+        fitting = max(1, int(USABLE_SHARE * free / row_bytes))
+        raise UserError(f"batch_size={n_rows} rows do not fit into memory, about {fitting} do; lower batch_size")
 
 
 def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:

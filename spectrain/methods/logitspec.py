@@ -6,7 +6,8 @@ steps (paper, Figure 2). So the draft has two parts, both from a table of the n-
 (a) what followed the longest suffix that ends in the root;
 (b) for each token y of the first ranks: y, and what followed the longest suffix that ends in (root, y).
 
-In no paper: a datastore says what follows where the text knows nothing, or only what followed a single token.
+In no paper: a copy goes on past the end of the text, so that the latest occurrence always has as many tokens as the
+tree has room for; and a datastore says what follows where the text knows nothing, or only what followed a single token.
 
 Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behind the root.
 """
@@ -23,10 +24,10 @@ from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.retrieval.ngram_table import PositionTable
 
-# Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32 (counted from 0),
-# and y alone behind them.
-RANKS = (1, 2, 3, 5, 9, 17, 33)  # of candidates of the last logits that are alike, where a new kind begins
-RANK_PRIORS = (0.25, 0.12, 0.08, 0.05, 0.03, 0.015, 0.008, 0.003)
+# Ranks count from 0, and the root keeps its own, as in the reference implementation.
+RANKS = (1, 2, 3, 4, 6, 10, 18, 34)  # of candidates of the last logits that are alike, where a new kind begins
+RANK_PRIORS = (0.25, 0.25, 0.12, 0.08, 0.05, 0.03, 0.015, 0.008, 0.003)
+# Paper, section 4.2: tokens that a branch of (b) keeps, y included: 4 up to rank 8, 3 up to rank 32, else y alone.
 KEPT_BY_RANK = (4,) * 9 + (3,) * 24
 
 
@@ -68,7 +69,9 @@ class LogitSpec(CandidateDrafter):
     Args:
         max_nodes: K, the root included; see `LookupDrafter`.
         max_ngram: longest suffix that is looked for.
-        continuation_tokens: tokens of a full continuation: the latest occurrence that has as many wins.
+        continuation_tokens: tokens of a full continuation: the latest occurrence that has as many in the text wins
+            (reference: 20). None: the latest occurrence wins, and its copy goes on with what it has copied where it
+            reaches the end of the text.
         input_tokens: most nodes of (a). The paper does not limit it, so its 20 tokens come before all of (b); in small
             trees (K = 16) they leave no room for it. Which is better depends on the text: one that repeats itself
             gains more from (a).
@@ -85,7 +88,7 @@ class LogitSpec(CandidateDrafter):
         self,
         max_nodes: int | str = 64,
         max_ngram: int = 3,
-        continuation_tokens: int = 20,
+        continuation_tokens: int | None = None,
         input_tokens: int = 20,
         last_logits: bool = True,
         retrieval: bool = True,
@@ -99,27 +102,31 @@ class LogitSpec(CandidateDrafter):
                 "propose; set last_logits=true, or retrieval=true with input_tokens of at least 1"
             )
         self.max_ngram, self.continuation_tokens = max_ngram, continuation_tokens
-        self.input_tokens = min(input_tokens, continuation_tokens)
+        self.input_tokens = min(input_tokens, continuation_tokens or input_tokens)
         self.last_logits, self.retrieval = last_logits, retrieval
-        longest = 1 + continuation_tokens if retrieval else 1
+        longest = 1 + (continuation_tokens or max(KEPT_BY_RANK)) if retrieval else 1
         self.kept = [min(kept, longest) for kept in KEPT_BY_RANK] + [1] * self.max_nodes  # by rank; more than are used
         # K - 1 tokens fill a tree, and the root may be among them: K are enough.
         self.n_ranked = self.max_nodes if last_logits else 0
 
     def new_row(self, tokens: list[int]) -> PositionTable:
+        if self.continuation_tokens is None:
+            return PositionTable(tokens, self.max_ngram, past_end=True)
         return PositionTable(tokens, self.max_ngram, "latest_full", self.continuation_tokens)
 
     def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
         if self.retrieval:
-            found, source, kind = self.continuation(state, self.input_tokens, ask_store=self.retriever is not None)
+            limit = min(self.input_tokens, tree.n_free)
+            found, source, kind = self.continuation(state, limit, ask_store=self.retriever is not None)
             tree.add(found, source, kind=kind)
         if not self.last_logits:
             return
         root = tree.tokens[0]
-        guesses = (token for token in self.ranked[row] if token != root)
-        for rank, (token, kept) in enumerate(zip(guesses, self.kept, strict=False)):
+        for rank, (token, kept) in enumerate(zip(self.ranked[row], self.kept, strict=False)):
             if not tree.n_free:
                 return
+            if token == root:
+                continue
             node = tree.add((token,), Source.LOGITS, kind=int(np.searchsorted(RANKS, rank, side="right")))
             if kept > 1:
                 found = self.continuation(state, kept - 1, (token,), ask_store=rank < self.datastore_ranks)

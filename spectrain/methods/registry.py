@@ -174,11 +174,11 @@ def check_tuned(tuned: Mapping[str, Mapping[str, Mapping]], methods: Iterable[Ma
             raise UserError(f"tuned={file} has no options of {', '.join(sorted(asked))}, {held}; give another file")
 
 
-def write_tuned(file: Path, options: Mapping[str, Mapping], command: str) -> Path:
-    """Write options of methods, by name, as `with_tuned` reads them. `command`: what has found them."""
+def write_tuned(file: Path, options: Mapping[str, Mapping], command: str, how: str = "") -> None:
+    """Write options of methods, by name, as `with_tuned` reads them. `command` has found them, chosen `how`."""
     header = f"# python -m spectrain.bench tuned={file} ...   (written by {command})\n"
+    header += f"# Chosen {how}\n" if how else ""
     write_whole(file, header + OmegaConf.to_yaml(OmegaConf.create(options)))
-    return file
 
 
 def drafts_trees(method: DictConfig) -> bool:

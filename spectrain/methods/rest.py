@@ -33,7 +33,8 @@ def build(
         datastore: folder.
         max_suffix: longest suffix that is looked for.
         min_suffix: shortest suffix.
-        max_matches: continuations read, the first ones in sorted order, as the reference reads them.
+        max_matches: continuations read, the first ones in sorted order, as the reference reads them; of a store of
+            several shards the first ones of each, by its share of all matches.
         branch_tokens: tokens of a continuation.
         max_nodes: of a tree, the root included.
     """

@@ -43,10 +43,10 @@ class CoreOptions:
     ngram_tokens: int = 5  # N, tokens of a candidate
     pool_sequences: int = 15  # W, candidates
     max_guesses: int = 15  # G: the latest G - 1 of the forward dictionary, one of the backward dictionary
-    # tau: a candidate with r < tau gets a token that is no key of the forward dictionary yet.
-    # Differs from the paper: Algorithm 1, line 28, prints r > tau, which would force 90 % of the predicted tokens, and
-    # soon all candidates would be made of unlikely ones: measured, fewer tokens are accepted than with Lookahead.
-    # Appendix B.4 has tau = 0.1 determine when to *force* such a token. A threshold of 0.9 gives the printed rule.
+    # The probability with which a candidate's token is forced to be no key of the forward dictionary yet.
+    # Differs from the paper: Algorithm 1, line 28, forces it where r > tau, and tau is 0.1 (appendix B.4), so with
+    # probability 0.9; threshold=0.9 is that rule. By B.4, tau determines "when to force" such a token, which reads as
+    # if forcing were the exception, and fewer tokens are accepted where it is the rule (docs/benchmarks.md).
     threshold: float = 0.1
     forward: bool = True  # False: the forward dictionary gives no guesses
     backward: bool = True  # False: the backward dictionary gives no guess

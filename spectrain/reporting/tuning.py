@@ -6,12 +6,12 @@ Each part is a title and its table, or a text and None.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pandas import DataFrame
 
 from spectrain.measure.results import BASELINE
-from spectrain.reporting.formats import MISSING, fixed, interval, measured, number, percent
+from spectrain.reporting.formats import MISSING, count, fixed, interval, measured, number, percent
 from spectrain.reporting.tables import table_of
 
 HEADS_SHOWN = 10  # of acceptance heads
@@ -29,16 +29,30 @@ ALONE |= {"R2": ("r2", 4), "uncentred": ("r2_uncentred", 4)}
 Part = tuple[str, DataFrame | None]
 
 
-def discount_parts(taus: Mapping[str, Sequence[float]], n_texts: int, chosen: str) -> list[Part]:
-    """Acceptance length of SSSD's options, as value, low, high."""
+def tuned_at(results: Mapping) -> str:
+    """What SSSD's options were chosen for: sampling, nodes of a tree, rows."""
+    nodes = count(results["candidates"][results["winner"]]["nodes"], "node")
+    nodes += " of max_nodes=auto" if results["max_nodes"] == "auto" else ""
+    return f"sampling {results['sampling']}; {nodes}; {count(results['batch_size'], 'row')}"
+
+
+def discount_parts(results: Mapping) -> list[Part]:
+    """Modelled tokens per second and acceptance length of SSSD's options, beside plain decoding."""
+    plain = results["plain_tokens_per_s"]
     rows = [
         {
-            "options": name + (" (chosen)" if name == chosen else ""),
-            "tau": interval({"value": value, "low": low, "high": high}, 3),
+            "options": name + (" (chosen)" if name == results["winner"] else ""),
+            "nodes": str(one["nodes"]),
+            "tau": interval(one["tau"], 3),
+            "tokens/s": interval(one["tokens_per_s"], 0),
+            "/ plain": fixed(one["tokens_per_s"]["value"] / plain, 2),
         }
-        for name, (value, low, high) in taus.items()
+        for name, one in results["candidates"].items()
     ]
-    return [(f"SSSD, simulated on {n_texts} responses that nothing was chosen on", table_of(rows))]
+    rows.append({"options": "plain decoding", "nodes": "1", "tau": fixed(1, 3), "tokens/s": fixed(plain, 0)})
+    where = f"simulated on {count(results['responses'][1], 'response')} that nothing was chosen on"
+    about = f"SSSD, chosen for tokens/s: {tuned_at(results)}\n{where}; tokens/s are over the seconds of forwards alone"
+    return [(about, table_of(rows))]
 
 
 def stopping_parts(results: Mapping) -> list[Part]:

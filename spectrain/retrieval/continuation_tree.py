@@ -53,8 +53,8 @@ def gather(index, context, lengths, matches, branch, tree, ranges):
         context: [n] int64.
         lengths: of the shortest and the longest suffix to look for.
         matches: maximum number of continuations in all (M of SSSD); number that is enough to stop before a shorter
-            suffix (1: the first hit wins); whether to take the first of the sorted range, as REST does, or an unbiased
-            sample at regular intervals.
+            suffix (1: the first hit wins); whether to take the first of each shard's sorted range, as REST does, or an
+            unbiased sample at regular intervals.
         branch: tokens of the longest continuation.
         tree: [capacity, 4] int32, overwritten. What does not fit is left out.
         ranges: [n_shards, 2] int64 scratch.
@@ -71,7 +71,7 @@ def gather(index, context, lengths, matches, branch, tree, ranges):
     while total > 0:
         take = min(total, most - taken)
         for i in range(take):
-            n = i if first_ones else ((2 * i + 1) * total) // (2 * take)
+            n = _first_of_shards(ranges, i, take, total) if first_ones else ((2 * i + 1) * total) // (2 * take)
             shard, position = nth_match(index, ranges, n)
             n_nodes = _insert(tree, n_nodes, index[0][shard], position + length, branch, separator)
         taken += take
@@ -81,6 +81,18 @@ def gather(index, context, lengths, matches, branch, tree, ranges):
         total = find_ranges(index, context, length, ranges)
     tree[0, COUNT] = taken
     return longest
+
+
+@njit(nogil=True, cache=True)
+def _first_of_shards(ranges, i, take, total):
+    """Return which match is the i-th of `take`, of all `total`: the first ones of each shard, by its share of them."""
+    begin = 0
+    for shard in range(len(ranges)):
+        end = begin + ranges[shard, 1] - ranges[shard, 0]
+        if i < end * take // total:
+            break
+        begin = end
+    return begin + i - begin * take // total
 
 
 @njit(nogil=True, cache=True)

@@ -191,7 +191,7 @@ class RetrievalOptions:
     branch_tokens: int  # tokens of the longest continuation
     max_matches: int = 100  # continuations that are read
     min_matches: int = 1  # with fewer matches than this, shorter suffixes are looked up, too
-    first_matches: bool = False  # True: read the first of the sorted range, as REST; False: at regular intervals
+    first_matches: bool = False  # True: read the first of each shard, as REST; False: at regular intervals of all
 
     def __post_init__(self) -> None:
         if self.max_suffix < self.min_suffix:

@@ -64,16 +64,34 @@ def test_branches_keep_4_3_or_1_tokens_by_rank():
     tree = proposed(drafter, [[*FOLLOWED, ROOT]], last_logits=logits_in_order([*RANKED[:3], ROOT, *RANKED[3:]], 1000))
     expected = []
     for y in range(60):
-        kept = 4 if y <= 8 else 3 if y <= 32 else 1
+        rank = y + (y >= 3)  # the root is at rank 3 of the logits and keeps it, as in the reference
+        kept = 4 if rank <= 8 else 3 if rank <= 32 else 1
         expected.append(([100 + y, 200 + y, 300 + y, 400 + y][:kept], [LOGITS, INPUT, INPUT, INPUT][:kept]))
-    assert paths(tree)[:60] == expected  # the root, at rank 3 of the logits, takes no rank
+    assert paths(tree)[:60] == expected
 
 
 def test_the_tree_is_filled_by_rank_until_64_nodes():
     tree = proposed(LogitSpec(), [[*FOLLOWED, ROOT]], last_logits=logits_in_order([ROOT, *RANKED], 1000))
     assert tree.shape == (1, 64)
-    # 9 x 4 = 36 nodes, then 9 x 3 = 27: 63 and the root.
-    assert [len(tokens) for tokens, _ in paths(tree)] == [4] * 9 + [3] * 9
+    # The root has rank 0. Ranks 1 to 8: 8 x 4 = 32 nodes, then 10 x 3 = 30: 62, the root, and one more.
+    assert [len(tokens) for tokens, _ in paths(tree)] == [4] * 8 + [3] * 10 + [1]
+
+
+@pytest.mark.parametrize(
+    ("continuation_tokens", "expected"),
+    [
+        (None, [7, 8, ROOT, 7, 8, ROOT, 7]),  # the latest occurrence, copied past the end
+        (3, [7, 8, ROOT]),
+        (4, [4, 5, 6, 0]),
+        (7, [4, 5, 6, 0, 0, ROOT, 7]),
+        (8, [4, 5, 6, 0, 0, ROOT, 7]),
+        (20, [1, 2, 3, ROOT, 4, 5, 6]),  # nowhere: the first one has most
+    ],
+)
+def test_the_roots_continuation_has_as_many_tokens_as_fit(continuation_tokens, expected):
+    text = [ROOT, 1, 2, 3, ROOT, 4, 5, 6, 0, 0, ROOT, 7, 8, ROOT]
+    drafter = LogitSpec(max_nodes=8, continuation_tokens=continuation_tokens, last_logits=False)
+    assert proposed(drafter, [text]).tokens[0, 1:].tolist() == expected
 
 
 def test_the_roots_continuation_is_not_pruned_and_comes_first():

@@ -46,6 +46,16 @@ def test_only_the_first_matches_in_sorted_order_are_read(tmp_path):
     assert tree.tokens == [1, 100, 101, 102, 103, 104]
 
 
+def test_every_shard_gives_its_share_of_the_matches(tmp_path):
+    others = [[9]] * 40  # so that shards have 30 documents each, 30, 15 and 5 of them matches
+    matches = [[0, 1, token] for token in [*range(100, 130), *range(130, 145), *range(150, 155)]]
+    documents = [*matches[:45], *others[:15], *matches[45:], *others[15:]]
+    store = make_store(tmp_path, documents, V, n_shards=3)
+    tree = drafted(rest(store, max_matches=10), [0, 1])
+    assert tree.tokens == [1, *range(100, 106), *range(130, 133), 150]
+    assert drafted(rest(store), [0, 1]).tokens == [1, *sorted(token for _, _, token in matches)]
+
+
 def test_depth_is_what_may_still_be_emitted(tmp_path):
     store = make_store(tmp_path, [list(range(40))], V)
     assert len(drafted(rest(store), [0, 1]).tokens) == 11
