@@ -90,7 +90,8 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
         check_weights(folder, "drafter")
     told = ("max_nodes",) if kind != "lookup" else ()
     described = {key: value for key, value in method_config(name).items() if key.startswith("_") or key in told}
-    return _built(name, OmegaConf.create(described | own), target, options)
+    ranks = {"_ranks_": kind != "lookup"}  # an exported lookup drafts what the serving engine drafts
+    return _built(name, OmegaConf.create(described | own | ranks), target, options)
 
 
 def _built(name: str, config: DictConfig, target: TargetModel | None, options: Mapping) -> Drafter:

@@ -166,7 +166,9 @@ def test_an_option_that_is_no_number_is_named(option):
 
 
 def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
-    with pytest.raises(UserError, match=r"repetition_penalty; .* temperature, top_k, top_p, min_p, and nothing that"):
+    with pytest.raises(
+        UserError, match=r"repetition_penalty; .* temperature, top_k, top_p, min_p, draws, and nothing that"
+    ):
         Sampling.from_options({"temperature": 1.0, "repetition_penalty": 1.2})
     with pytest.raises(UserError, match=r"unknown sampling option: typical_p; .* temperature"):
         Sampling.from_options({"typical_p": 0.9})
@@ -175,6 +177,7 @@ def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
 
 def test_greedy_is_one_law_whatever_else_is_set():
     assert Sampling().same_distribution(Sampling(top_k=50))
+    assert Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0, draws="gumbel"))
     assert Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0))
     assert not Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0, top_k=50))
     assert not Sampling().same_distribution(Sampling(temperature=1.0))

@@ -64,6 +64,6 @@ def test_a_method_of_one_file_and_one_yaml_is_found_benchmarked_and_tested(tmp_p
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     # Greedy text of 1 of the 5 families at 2 batch sizes, 1 sampling distribution, and 3 checks of the yaml.
-    assert "6 passed" in done.stdout, done.stdout
+    assert "7 passed" in done.stdout, done.stdout
     results = json.loads((tmp_path / "bench" / "results.json").read_text())
     assert results["methods"]["echo"]["lossless"] is True
