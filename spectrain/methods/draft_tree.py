@@ -213,13 +213,30 @@ class TreeDrafter(LookupDrafter):
 
     def propose(self, context: Context) -> DraftTree:
         self.ranking.begin()
-        drafts, sizes = self._model_drafts(context)
-        if self.lookup is not None:
-            drafts, sizes = self._with_lookup(context, drafts, sizes)
-        return self.drafted(context, drafts, sizes)
+        if self.lookup is None:
+            return self.drafted(context, *self._model_drafts(context, np.zeros((context.n_rows, 0))))
+        found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
+        drafts, sizes = self._model_drafts(
+            context, self._likely(found, found_sizes[:, 0], self.keys(context, found_sizes))
+        )
+        both = np.zeros((len(drafts), 4, drafts.shape[2] + found.shape[2]), dtype=np.int64)
+        both[:, :, : drafts.shape[2]] = drafts
+        for row, draft in enumerate(both):
+            sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], self.first_kind, N_KINDS)
+        sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
+        return self.drafted(context, both, sizes)
 
-    def _model_drafts(self, context: Context) -> tuple[np.ndarray, np.ndarray]:
-        """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2]."""
+    def _likely(self, drafts: np.ndarray, sizes: np.ndarray, keys: np.ndarray = NO_KEYS) -> np.ndarray:
+        """The chance [n, N] that each candidate is accepted; 1 for the roots."""
+        ranking, likely = self.ranking, np.empty((len(drafts), drafts.shape[2]))
+        chances(drafts, sizes, 0, (*ranking.learnt, ranking.plausible), ranking.own, keys, likely)
+        return likely
+
+    def _model_drafts(self, context: Context, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2].
+
+        `others` [n, M] are the chances of candidates that somebody else has found.
+        """
         n_rows, branches = context.n_rows, self.branches
         levels = min(self.levels, max(context.room) - 1)
         n_most = 1 + branches + max(0, levels - 1) * branches**2
@@ -248,7 +265,7 @@ class TreeDrafter(LookupDrafter):
             sizes[:, 0], sizes[:, 1] = new.stop, level + 1
             if level + 1 == levels:
                 break
-            chosen = self._next_read(drafts, sizes, new)
+            chosen = self._next_read(drafts, sizes, new, others)
             if chosen is None:
                 break
             read = np.concatenate([read, chosen], axis=1)
@@ -277,27 +294,14 @@ class TreeDrafter(LookupDrafter):
             buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
         return tokens, self.first_kind + ranks * len(OF_SHARE) + buckets
 
-    def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice) -> np.ndarray | None:
+    def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray) -> np.ndarray | None:
         """The nodes [n, m] of the newest level that are read next; None: it does not pay to read any."""
-        n_rows, ranking = len(drafts), self.ranking
-        likely = np.empty((n_rows, drafts.shape[2]))
-        chances(drafts, sizes[:, 0], 0, (*ranking.learnt, ranking.plausible), ranking.own, NO_KEYS, likely)
+        n_rows, likely = len(drafts), self._likely(drafts, sizes[:, 0])
         n_scored = self.max_nodes - 1 if self.sizer is None else self.sizer.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
-        m, reached = next_read(likely, drafts, (new.start, new.stop), self._stops, n_scored, chosen)
+        m, reached = next_read(likely, others, drafts, (new.start, new.stop), self._stops, n_scored, chosen)
         cost = 0.0 if self.sizer is None else self.sizer.times.rate(n_rows) * self.level_s.value
         return chosen[:, :m] if m and NEXT_LEVEL * reached > cost else None
-
-    def _with_lookup(self, context: Context, drafts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The model's candidates and the lookup's in one tree for each row."""
-        found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
-        n_nodes = drafts.shape[2]
-        both = np.zeros((len(drafts), 4, n_nodes + found.shape[2]), dtype=np.int64)
-        both[:, :, :n_nodes] = drafts
-        for row, draft in enumerate(both):
-            sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], self.first_kind, N_KINDS)
-        sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
-        return both, sizes
 
 
 def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context, depth: int) -> DraftTree:
@@ -312,7 +316,7 @@ def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context, depth: int)
 
 
 @njit(nogil=True, cache=True)
-def next_read(likely, drafts, new, stops, n_scored, chosen):
+def next_read(likely, others, drafts, new, stops, n_scored, chosen):
     """Choose the nodes of the newest level, `new`, that are read next.
 
     A node is read if it is among the n_scored likeliest ones so far: nodes behind it are no likelier than it is. Behind
@@ -320,6 +324,7 @@ def next_read(likely, drafts, new, stops, n_scored, chosen):
 
     Args:
         likely: [n, N] of `chances`.
+        others: [n, M] the same of candidates that are not in the draft.
         drafts: [n, 4, N] int64.
         new: the first node of the level, and the end.
         stops: [E] int64 tokens that end a text.
@@ -332,7 +337,7 @@ def next_read(likely, drafts, new, stops, n_scored, chosen):
     n_rows, most = chosen.shape
     n_read, reached = 0, 0.0
     for row in range(n_rows):
-        before = np.sort(likely[row, 1 : new[1]])[::-1]
+        before = np.sort(np.concatenate((likely[row, 1 : new[1]], others[row])))[::-1]
         least = before[min(n_scored, len(before)) - 1]
         level = likely[row, new[0] : new[1]].copy()
         for i in range(len(level)):

@@ -132,10 +132,7 @@ class LookupDrafter(Drafter):
         """
         n_probes = self.probe_shape.n_probes
         if self.ranking is not None:
-            keys = NO_KEYS
-            if context.sampling.shares_noise:
-                keys = context.uniforms.on_host(context.n_tokens, int(sizes[:, 1].max())).numpy()
-            kept, depth, is_chain = self.ranking.trees(drafts, sizes[:, 0], n_probes, keys)
+            kept, depth, is_chain = self.ranking.trees(drafts, sizes[:, 0], n_probes, self.keys(context, sizes))
         else:
             kept, depth, is_chain = padded(drafts, sizes)
         if kept.shape[2] == 1:
@@ -147,6 +144,12 @@ class LookupDrafter(Drafter):
             probe = torch.zeros(parents.shape, dtype=torch.bool, device=context.device)
             probe[:, 1 : n_probes + 1] = True
         return DraftTree(*(tokens, parents, sources, None, probe), is_chain, depth, n_silent=self.probe_shape.n_silent)
+
+    def keys(self, context: Context, sizes: np.ndarray) -> np.ndarray:
+        """The noise of the places that drafts of these sizes reach, see `Ranking.trees`."""
+        if not context.sampling.shares_noise:
+            return NO_KEYS
+        return context.uniforms.on_host(context.n_tokens, int(sizes[:, 1].max())).numpy()
 
     def _likeliest(self, context: Context) -> Tensor:
         logits = context.last_logits
