@@ -79,7 +79,7 @@ def measure(
         benchmark = Benchmark(target, decoders, asked, prompt_ids, cfg.max_new_tokens, cfg.batch_size)
         rows = benchmark.run(run.path / "questions.jsonl")
     kinds = dict.fromkeys(drafters, "method") | dict.fromkeys(baselines, "peer")
-    measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32)
+    measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32, sampling.shares_noise)
     if not measured[registry.BASELINE]["questions"]:
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
     for name, drafter in drafters.items():

@@ -97,11 +97,14 @@ def _summed(counts: Iterable[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
-def summarise(rows: Sequence[QuestionRow], kinds: Mapping[str, str], greedy: bool, float32: bool) -> dict[str, dict]:
+def summarise(
+    rows: Sequence[QuestionRow], kinds: Mapping[str, str], greedy: bool, float32: bool, shares_noise: bool = False
+) -> dict[str, dict]:
     """Compute the `methods` of `results.json` from rows in any order.
 
     `kinds` has "method" or "peer" (a baseline) by name, in the order of the result. Texts are compared with those of
-    autoregressive decoding if sampling was `greedy`, and judged in float32 only: elsewhere a tie may be rounded.
+    autoregressive decoding if sampling was `greedy`, those of our own methods also if it `shares_noise`, and judged in
+    float32 only: elsewhere a tie may be rounded.
     """
     answered = {name: {r.question_id: r for r in rows if r.method == name and r.error is None} for name in kinds}
     plain = answered.get(BASELINE, {})
@@ -110,14 +113,15 @@ def summarise(rows: Sequence[QuestionRow], kinds: Mapping[str, str], greedy: boo
         own = list(answered[name].values())
         compared = [r for r in own if r.question_id in plain]
         mismatches = sum(r.replies != plain[r.question_id].replies for r in compared)
-        judged = greedy and float32 and own and len(compared) == len(own)
+        alike = greedy or (shares_noise and kind == "method")
+        judged = alike and float32 and own and len(compared) == len(own)
         categories = dict.fromkeys(r.category for r in own)
         summary[name] = {
             **_measures(own, plain),
             "kind": kind,
             **(_steps(own) if kind == "method" else dict.fromkeys(_steps([]))),
             "errors": sum(r.method == name and r.error is not None for r in rows),
-            "greedy_mismatches": mismatches if greedy else None,
+            "greedy_mismatches": mismatches if alike else None,
             "lossless": mismatches == 0 if judged else None,
             "by_category": {c: _measures([r for r in own if r.category == c], plain) for c in categories},
         }

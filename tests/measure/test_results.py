@@ -101,7 +101,7 @@ def test_measures_of_a_method():
     assert lookup["by_category"]["code"]["questions"] == 1
 
 
-def test_lossless_is_said_of_greedy_float32_only():
+def test_lossless_is_said_of_float32_and_of_texts_that_no_method_may_change():
     summary = summarise(ROWS, KINDS, greedy=True, float32=True)
     assert (summary[BASELINE]["lossless"], summary[BASELINE]["greedy_mismatches"]) == (True, 0)
     assert (summary["lookup"]["lossless"], summary["lookup"]["greedy_mismatches"]) == (False, 1)
@@ -109,6 +109,10 @@ def test_lossless_is_said_of_greedy_float32_only():
     assert (half["lossless"], half["greedy_mismatches"]) == (None, 1)
     sampled = summarise(ROWS, KINDS, greedy=False, float32=True)["lookup"]
     assert (sampled["lossless"], sampled["greedy_mismatches"]) == (None, None)
+    shared = summarise(ROWS, {**KINDS, "lookup": "method"}, greedy=False, float32=True, shares_noise=True)["lookup"]
+    assert (shared["lossless"], shared["greedy_mismatches"]) == (False, 1)
+    peer = summarise(ROWS, {**KINDS, "lookup": "peer"}, greedy=False, float32=True, shares_noise=True)["lookup"]
+    assert (peer["lossless"], peer["greedy_mismatches"]) == (None, None)
 
 
 def test_a_method_that_drafts_from_no_table_or_store_has_no_hit_rate():
