@@ -91,7 +91,7 @@ def describe(
     cfg: DictConfig, target: TargetModel, drafter: OpenDrafter, sampling: Sampling, responses: str
 ) -> AcceptanceManifest:
     """Return the manifest of the store, with all that was left open resolved, and without counts."""
-    rollout_tokens, drawn = drafter.states.block_tokens, dataclasses.asdict(sampling)
+    rollout_tokens, drawn = drafter.states.block_tokens, sampling.law()
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
     if cfg.mixing_share is None:

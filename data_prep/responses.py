@@ -88,7 +88,7 @@ def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answe
         target=cfg.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),
         tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
-        sampling=dataclasses.asdict(answering.sampling),
+        sampling=answering.sampling.law(),
         max_new_tokens=answering.max_new_tokens,
         config=config,
         counts={},

@@ -132,7 +132,7 @@ def test_a_head_is_trained_and_used(run, small, made):
     names = {f.name for f in folder.iterdir()}
     assert names >= {"model.safetensors", "config.json", "spectrain.json", "tokenizer.json", "README.md", "drafter"}
     facts = json.loads((folder / "config.json").read_text())
-    assert facts["sampling"] == SAMPLING
+    assert facts["sampling"] == {**SAMPLING, "draws": "inverse"}
     assert facts["drafter"]["kind"] == "vanilla"
     run_folder = Path("runs") / folder.name
     assert (run_folder / "calibration.png").stat().st_size > 5000

@@ -72,6 +72,10 @@ class Sampling:
         """Whether both choose alike: greedy decoding reads no other option."""
         return replace(self, draws=other.draws) == other or (self.greedy and other.greedy)
 
+    def law(self) -> dict[str, float]:
+        """The options by name that say what is drawn, not how: what records of data keep."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "draws"}
+
     def describe(self) -> str:
         """Only what is not at its default: "temperature 0.8, top_k 50"; "greedy"."""
         if self.greedy:

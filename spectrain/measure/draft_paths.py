@@ -133,7 +133,7 @@ class _TextContext(Context):
         self.accepted = torch.zeros_like(self.places)
         self.depth = 0
 
-    def draw(self, logits: Tensor, active: Sequence[bool] | None = None) -> tuple[Tensor, None]:
+    def draw(self, logits: Tensor, active: Sequence[bool] | None = None, place: int = 1) -> tuple[Tensor, None]:
         self.places, self.depth = self.places + 1, self.depth + 1
         n_tokens = len(self.known.text.response)
         self.alive &= self.places < n_tokens  # a draft beyond the end is cut off

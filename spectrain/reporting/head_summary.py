@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
@@ -38,6 +37,6 @@ def head_table(facts: HeadFacts, result: Mapping, rows: str, picture: Path) -> T
 def next_command(out: Path, target: str, sampling: Sampling) -> str:
     """The command that finds the best threshold for an exported head whose labels were warped by this sampling."""
     chosen = "" if target == "pystdlib-8l" else f" target={target}"
-    off = asdict(Sampling())
-    warped = "".join(f" sampling.{name}={v:g}" for name, v in asdict(sampling).items() if v != off[name])
+    off = Sampling().law()
+    warped = "".join(f" sampling.{name}={v:g}" for name, v in sampling.law().items() if v != off[name])
     return f"python -m spectrain.tune method=specdecpp head={out}{chosen}{warped}"
