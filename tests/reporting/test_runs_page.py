@@ -267,17 +267,22 @@ def test_parity_stands_by_position():
     assert "T=1, the loop 0.720 [0.710, 0.730] 0.700 [0.690, 0.710] 2.710 [2.690, 2.730] 1,234" in text
 
 
+ESTIMATE = {"value": 4.5, "low": 4.0, "high": 5.0}
+
+
 def test_discounts_of_sssd_tell_what_was_chosen():
     result = {
-        "tau": {"defaults": [4.5, 4.0, 5.0]},
+        "candidates": {"defaults": {"nodes": 8, "tau": ESTIMATE, "tokens_per_s": ESTIMATE}},
+        **{"winner": "defaults", "plain_tokens_per_s": 2.0, "max_nodes": 8, "sampling": "greedy", "batch_size": 1},
         "chosen": {"min_matches": 20},
         "tried": [{}, {}],
         "responses": [3, 4],
     }
     text = text_of(tuned("t", "sssd", result))
-    assert "simulated on 4 responses" in text
-    assert "2 combinations tried on 3" in text
-    assert "defaults 4.500 [4.000, 5.000]" in text
+    assert "sampling greedy; 8 nodes; 1 row simulated on 4 responses" in text
+    assert "2 combinations tried on 3 responses." in text
+    assert "defaults (chosen) 8 4.500 [4.000, 5.000]" in text
+    assert "2.25" in text  # 4.5 of 2.0
     assert "Chosen: min_matches=20." in text
 
 
