@@ -37,7 +37,8 @@ NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not be
 
 
 def main(cfg: DictConfig) -> None:
-    Sampling.from_options(cfg.get("sampling") or {})
+    if Sampling.from_options(cfg.get("sampling") or {}).shares_noise:
+        raise UserError("labels are of tokens that are drawn; give sampling.draws=inverse")
     with interruptible("to resume"):
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = open_target(cfg, rank_device(fabric))
@@ -91,7 +92,7 @@ def describe(
     cfg: DictConfig, target: TargetModel, drafter: OpenDrafter, sampling: Sampling, responses: str
 ) -> AcceptanceManifest:
     """Return the manifest of the store, with all that was left open resolved, and without counts."""
-    rollout_tokens, drawn = drafter.states.block_tokens, sampling.law()
+    rollout_tokens, drawn = drafter.states.block_tokens, sampling.distribution()
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
     if cfg.mixing_share is None:

@@ -63,6 +63,8 @@ def check_answering(cfg: DictConfig) -> Answering:
             raise UserError("source=server needs the server's address; give base_url=http://host:port")
         if not cfg.method["_target_"].endswith(".autoregressive.build"):
             raise UserError("method= is an option of source=loop, not of a server; remove method=")
+        if cfg.sampling.draws != "inverse":
+            raise UserError("a server draws its own tokens; give sampling.draws=inverse, or source=loop")
     return Answering(Sampling.from_options(cfg.sampling), cfg.max_new_tokens, cfg.seed, tuple(names(cfg.stop_strings)))
 
 
@@ -88,7 +90,7 @@ def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answe
         target=cfg.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),
         tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
-        sampling=answering.sampling.law(),
+        sampling=answering.sampling.distribution(),
         max_new_tokens=answering.max_new_tokens,
         config=config,
         counts={},

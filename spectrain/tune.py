@@ -83,6 +83,8 @@ def check_rows(target: TargetModel, n_rows: int) -> None:
 
 def tune_specdecpp(cfg: DictConfig, sampling: Sampling) -> None:
     """Compare stop rules: heads at several thresholds, heuristics and fixed lengths, on one set of answers."""
+    if sampling.shares_noise:
+        raise UserError("method=specdecpp is tuned for tokens that are drawn; give sampling.draws=inverse")
     cfg.method = registry.with_tuned(cfg.method, cfg.tuned)
     lists = ("gammas", "confidence", "entropy", "thresholds", "judge")
     given = {**cfg.stopping, **{name: registry.names(cfg.stopping[name]) for name in lists}}

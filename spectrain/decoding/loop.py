@@ -84,7 +84,8 @@ def stream(
         max_new_tokens: maximum length of a continuation.
         sampling: None is greedy.
         seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless the
-            drafter chooses by the clock how many tokens it draws (max_nodes=auto of methods with a draft model).
+            drafter chooses by the clock how many tokens it draws (max_nodes=auto of methods with a draft model). With
+            `draws=gumbel` it is the same with any drafter.
         prompt_numbers: the numbers i; None: 0, 1, ...
         batch_size: rows decoded together; None: all prompts.
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.

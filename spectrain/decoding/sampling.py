@@ -72,7 +72,7 @@ class Sampling:
         """Whether both choose alike: greedy decoding reads no other option."""
         return replace(self, draws=other.draws) == other or (self.greedy and other.greedy)
 
-    def law(self) -> dict[str, float]:
+    def distribution(self) -> dict[str, float]:
         """The options by name that say what is drawn, not how: what records of data keep."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "draws"}
 
@@ -179,6 +179,7 @@ def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _drawing(weights: Tensor, uniforms: Tensor, tokens: Tensor) -> tuple[int, ...]:
+    assert uniforms.dtype in (torch.float32, torch.int64)  # compiled code reads what it is told
     (n_rows, size), by_noise = weights.shape, int(uniforms.dtype == torch.int64)
     numbers = uniforms.data_ptr(), uniforms.stride(0)
     return DRAW, weights.data_ptr(), size, *numbers, 0, tokens.data_ptr(), 0, 1, n_rows, size, 0, by_noise

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spectrain.decoding.errors import check_choice
 from spectrain.decoding.graphs import Graphs
+from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.program import JUDGE, run_alone, warping_bytes
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, likeliest, runs_compiled
 from spectrain.decoding.tree import DraftTree
@@ -47,7 +48,7 @@ def verify(
     tree: DraftTree,
     logits: Tensor,
     sampling: Sampling,
-    uniforms: Uniforms | None = None,
+    uniforms: Uniforms | SharedNoise | None = None,
     verification: str = "token",
     best: Tensor | None = None,
     graphs: Graphs | None = None,
@@ -68,6 +69,8 @@ def verify(
         UserError: `verification` is neither.
     """
     check_choice("verification", verification, VERIFICATIONS)
+    # A q is judged by uniform numbers; where the noise is shared there are none.
+    assert tree.probs is None or not sampling.shares_noise, "with shared noise drafts are deterministic"
     has_rule = sampling.greedy or tree.probs is not None or tree.shape[1] == 1
     if graphs is not None and tree.is_chain and has_rule and logits.numel() <= MOST_REPLAYED:
         return _replayed(graphs, tree, logits, sampling, uniforms, verification)
@@ -81,7 +84,7 @@ def verify(
     return _verify_chain(tree, logits, sampling, _numbers(tree, uniforms), verification)
 
 
-def _judged(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms) -> Verified:
+def _judged(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms | SharedNoise) -> Verified:
     """Verify sampled trees on a CPU by one compiled operation, which has the rules of the functions below."""
     (n_rows, n_nodes), size = tree.shape, logits.shape[-1]
     tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
@@ -167,7 +170,9 @@ def _verify_greedy_chain(tree: DraftTree, best: Tensor) -> Verified:
     return Verified(path, accepted, bonus)
 
 
-def _verify_deterministic(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms) -> Verified:
+def _verify_deterministic(
+    tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms | SharedNoise
+) -> Verified:
     """Draw a token from the warped p at each node of the path. Follow the child that equals it, else it is the bonus.
 
     The draws go level by level, for the rows still walking: a row pays (and takes randomness) for its path only.

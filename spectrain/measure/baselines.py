@@ -104,7 +104,7 @@ def generate_with_transformers(
     sampling, options = sampling or Sampling(), dict(options or {})
     drafts = bool(options) or assistant is not None
     eos_ids = list(target.eos_ids if stop_token_ids is None else stop_token_ids)
-    if not sampling.greedy:
+    if not sampling.greedy:  # Hugging Face draws its own numbers, whatever `draws` says
         options |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
         options |= {"min_p": sampling.min_p or None}
     config = GenerationConfig(

@@ -90,7 +90,7 @@ def best_choice(drafter: Sssd, texts: Sequence[Text], clock: Clock) -> Choice:
     return Choice(clock.budgets[best], float(tokens / steps), float(rates[best]))
 
 
-def told(drafter: Sssd, texts: Sequence[Text], clock: Clock, nodes: int) -> dict:
+def rates_of(drafter: Sssd, texts: Sequence[Text], clock: Clock, nodes: int) -> dict:
     """Tau and tokens per second with so many nodes, with their intervals over texts, for JSON."""
     tokens, seconds, steps = clock.totals(simulated(drafter, texts, [nodes])[0]).T
     rates = {"tau": ratio_of_sums(tokens, steps), "tokens_per_s": ratio_of_sums(tokens, seconds)}
@@ -110,8 +110,8 @@ def choose_options(
         clock: see there.
 
     Returns:
-        `options`: those chosen; `candidates`: `told` of each of the three on the texts that did not decide; `winner`:
-        the name of the chosen one; `tried`: nodes, tau and tokens/s of each combination; `responses`: texts of both
+        `options`: those chosen; `candidates`: `rates_of` of each of the three on the texts that did not decide; `winner` the
+        name of the chosen one; `tried`: nodes, tau and tokens/s of each combination; `responses`: texts of both
         halves.
 
     Raises:
@@ -139,7 +139,7 @@ def choose_options(
     winner = max(decided, key=lambda name: decided[name].tokens_per_s)  # of equal ones the plainest, which stands first
     return {
         "options": candidates[winner],
-        "candidates": {name: told(one, telling, clock, decided[name].nodes) for name, one in drafters.items()},
+        "candidates": {name: rates_of(one, telling, clock, decided[name].nodes) for name, one in drafters.items()},
         "winner": winner,
         "tried": [{**changes, **asdict(one)} for changes, one in zip(combinations, found, strict=True)],
         "responses": [len(deciding), len(telling)],

@@ -37,7 +37,7 @@ from spectrain.methods.sizing import AUTO
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
-from spectrain.methods.step_times import Mean
+from spectrain.methods.step_times import DISTURBED, Mean
 from spectrain.models.artifacts import load_spire
 from spectrain.retrieval.datastore import open_datastore
 
@@ -180,9 +180,9 @@ class TreeDrafter(LookupDrafter):
         return self.model.observe(context, tree, output, verified)
 
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
-        self.ranking.end(emitted)
         for part in self._parts:
             part.extend(context, emitted, asked)
+        self.ranking.end(emitted)
 
     def watch(self, context: Context, output: TargetOutput, verified: Verified) -> None:
         self.model.watch(context, output, verified)
@@ -216,9 +216,8 @@ class TreeDrafter(LookupDrafter):
         if self.lookup is None:
             return self.drafted(context, *self._model_drafts(context, np.zeros((context.n_rows, 0))))
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
-        drafts, sizes = self._model_drafts(
-            context, self._likely(found, found_sizes[:, 0], self.keys(context, found_sizes))
-        )
+        others = self._likely(found, found_sizes[:, 0], self.keys(context, found_sizes))[:, 1:]
+        drafts, sizes = self._model_drafts(context, others)
         both = np.zeros((len(drafts), 4, drafts.shape[2] + found.shape[2]), dtype=np.int64)
         both[:, :, : drafts.shape[2]] = drafts
         for row, draft in enumerate(both):
@@ -250,8 +249,8 @@ class TreeDrafter(LookupDrafter):
         if context.sampling.shares_noise:
             keys = context.uniforms.on_host(context.n_tokens, levels).numpy()
         read = np.zeros((n_rows, 1), dtype=np.int64)  # nodes of the drafts that were read: their candidates are known
-        began = time.perf_counter()
         logits = self.model.read_roots(context)[:, None]
+        began = time.perf_counter()
         branches = min(branches, logits.shape[-1])
         for level in range(levels):
             m = logits.shape[1]
@@ -270,7 +269,11 @@ class TreeDrafter(LookupDrafter):
                 break
             read = np.concatenate([read, chosen], axis=1)
             logits = self.model.read_nodes(context, _tree_of(drafts, read, context, level + 1), chosen.shape[1])
-        self.level_s.count((time.perf_counter() - began) / (level + 1))
+        if level:
+            seconds, usual = (time.perf_counter() - began) / level, self.level_s.value
+            if seconds < usual / DISTURBED:  # those before compiled something
+                self.level_s = Mean(LEVEL_STEPS)
+            self.level_s.count(min(seconds, DISTURBED * usual) if usual else seconds)
         return drafts[:, :, : sizes[0, 0]], sizes
 
     def _children(
@@ -324,7 +327,7 @@ def next_read(likely, others, drafts, new, stops, n_scored, chosen):
 
     Args:
         likely: [n, N] of `chances`.
-        others: [n, M] the same of candidates that are not in the draft.
+        others: [n, M] the same of another draft's candidates, some of which may be in this one.
         drafts: [n, 4, N] int64.
         new: the first node of the level, and the end.
         stops: [E] int64 tokens that end a text.

@@ -88,7 +88,8 @@ class Spire(ChainDrafter):
         self.slots: SlotStore | None = None
         self.graphs: Graphs | None = None  # that run draft steps
         if self.gamma > config.window_tokens:
-            raise UserError(f"gamma={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
+            option = "levels" if tree_nodes else "gamma"
+            raise UserError(f"{option}={self.gamma} must be 1..window_tokens={config.window_tokens} of the drafter")
         self.capture_layers = config.captured_layers
 
     def start(self, target: TargetModel, cache: KVCache) -> None:

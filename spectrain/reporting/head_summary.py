@@ -37,6 +37,6 @@ def head_table(facts: HeadFacts, result: Mapping, rows: str, picture: Path) -> T
 def next_command(out: Path, target: str, sampling: Sampling) -> str:
     """The command that finds the best threshold for an exported head whose labels were warped by this sampling."""
     chosen = "" if target == "pystdlib-8l" else f" target={target}"
-    off = Sampling().law()
-    warped = "".join(f" sampling.{name}={v:g}" for name, v in sampling.law().items() if v != off[name])
+    off = Sampling().distribution()
+    warped = "".join(f" sampling.{name}={v:g}" for name, v in sampling.distribution().items() if v != off[name])
     return f"python -m spectrain.tune method=specdecpp head={out}{chosen}{warped}"
