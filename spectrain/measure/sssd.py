@@ -110,12 +110,9 @@ def choose_options(
         clock: see there.
 
     Returns:
-        `options`: those chosen; `candidates`: `rates_of` of each of the three on the texts that did not decide; `winner` the
-        name of the chosen one; `tried`: nodes, tau and tokens/s of each combination; `responses`: texts of both
-        halves.
-
-    Raises:
-        UserError: an option is out of range.
+        `options`: those chosen; `candidates`: `rates_of` of each of the three on the texts that did not decide;
+        `winner`: the name of the chosen one; `tried`: nodes, tau and tokens/s of each combination; `responses`: texts
+        of both halves.
     """
     deciding, telling = texts[::2], texts[1::2]
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
