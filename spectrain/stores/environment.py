@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -54,6 +55,7 @@ def date_of(seconds: float | None = None) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
+@cache  # the system takes a millisecond to tell
 def cpu_name() -> str:
     """Return the model of this machine's processor, as the system tells it."""
     cpuinfo = Path("/proc/cpuinfo")
