@@ -7,6 +7,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from spectrain.decoding import sampling as module
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.noise import draw_by_noise, mixed
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, row_generator
 
 
@@ -173,6 +174,12 @@ def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():
     with pytest.raises(UserError, match=r"unknown sampling option: typical_p; .* temperature"):
         Sampling.from_options({"typical_p": 0.9})
     assert Sampling.from_options({"temperature": 1.0, "top_k": 5}) == Sampling(temperature=1.0, top_k=5)
+
+
+def test_draws_by_noise_are_the_same_compiled_and_in_torch():
+    probs, keys = torch.randn(200, 300).mul(2).softmax(-1), mixed(torch.arange(200))
+    assert draw_token(probs, keys).tolist() == draw_by_noise(probs, keys).tolist()
+    assert len(set(draw_token(probs[:1].expand(200, -1), keys).tolist())) > 20
 
 
 def test_greedy_is_one_law_whatever_else_is_set():
