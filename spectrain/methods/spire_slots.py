@@ -107,13 +107,13 @@ class SlotStore:
     def read_by(self, tree: DraftTree, roots: Tensor, n_new: int) -> tuple[Tensor, Tensor]:
         """Which slots the last n_new nodes of each row's tree see, [n, n_new, S] bool, and their own, [n, n_new].
 
-        `roots` [n] are the positions of the roots; what stands there, or behind, is of tokens that were rejected.
+        `roots` [n] are the positions of the roots. The ring holds tokens before them alone, as no chain is drafted.
         """
         n_rows, n_nodes = tree.shape
         positions, roots = self.positions[:n_rows, None], roots[:, None, None]
         reach = roots + tree.depth[:, -n_new:, None] - self.config.window_tokens
         near = (positions > reach) | (positions < self.config.sink_tokens)
-        seen = near & (positions >= 0) & (positions < roots)
+        seen = near & (positions >= 0)
         seen[:, :, self.first_node : self.first_node + n_nodes] = tree.ancestors[:, -n_new:]
         slots = torch.arange(n_nodes - n_new, n_nodes, device=seen.device) + self.first_node
         return seen, slots.expand(n_rows, -1)
