@@ -47,7 +47,7 @@ def draw_by_noise(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 class SharedNoise:
-    """What `Uniforms` is to other draws: each row's random numbers, which here are keys of the places that come next.
+    """The random numbers of each row, in place of `Uniforms`: keys of the positions whose tokens come next.
 
     A key is read as often as somebody draws at its place; so nothing is used up.
 

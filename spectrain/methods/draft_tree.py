@@ -37,7 +37,7 @@ from spectrain.methods.sizing import AUTO
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
-from spectrain.methods.step_times import DISTURBED, Mean
+from spectrain.methods.step_times import Mean
 from spectrain.models.artifacts import load_spire
 from spectrain.retrieval.datastore import open_datastore
 
@@ -58,10 +58,8 @@ def build_spire(
     drafter: str | Path,
     branches: int = BRANCHES,
     levels: int = LEVELS,
-    max_nodes: int | str = AUTO,
     draft_dtype: str = "auto",
-    datastore: str | None = None,
-    sssd: bool = False,
+    **options,
 ) -> TreeDrafter:
     """Trees from an exported SPIRe drafter; raises UserError where it was trained for another target.
 
@@ -70,15 +68,13 @@ def build_spire(
         drafter: its folder.
         branches: see `TreeDrafter`.
         levels: see `TreeDrafter`.
-        max_nodes: see `LookupDrafter`.
         draft_dtype: of the drafter's weights while it drafts, see `draft_dtype_of`.
-        datastore: folder of the datastore that SSSD reads besides the row's own text; None: none.
-        sssd: whether SSSD's candidates join the tree.
+        options: those of `_trees`.
     """
     model = Spire(
         load_spire(Path(drafter), target), levels, draft_dtype=draft_dtype, tree_nodes=_read(branches, levels)
     )
-    return TreeDrafter(model, max_nodes, branches, levels, _lookup(target, datastore) if sssd else None)
+    return _trees(target, model, branches, levels, **options)
 
 
 def build_speculative(
@@ -86,19 +82,39 @@ def build_speculative(
     drafter: str,
     branches: int = BRANCHES,
     levels: int = LEVELS,
-    max_nodes: int | str = AUTO,
     draft_dtype: str = "auto",
-    datastore: str | None = None,
-    sssd: bool = False,
+    **options,
 ) -> TreeDrafter:
     """Trees from a draft model, a Hugging Face folder or id; see `load_draft_model`. Options are `build_spire`'s."""
     model = Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
-    return TreeDrafter(model, max_nodes, branches, levels, _lookup(target, datastore) if sssd else None)
+    return _trees(target, model, branches, levels, **options)
 
 
-def _lookup(target: TargetModel, datastore: str | None) -> Sssd:
-    store = None if datastore is None else open_datastore(datastore, target)
-    return Sssd(store, SssdOptions(datastore_source=store is not None))
+def _trees(
+    target: TargetModel,
+    model: Drafter,
+    branches: int,
+    levels: int,
+    max_nodes: int | str = AUTO,
+    datastore: str | None = None,
+    sssd: bool = False,
+) -> TreeDrafter:
+    """The method over a draft model.
+
+    Args:
+        target: what is decoded.
+        model: a `NodeReader`.
+        branches: see `TreeDrafter`.
+        levels: see `TreeDrafter`.
+        max_nodes: see `LookupDrafter`.
+        datastore: folder of the datastore that SSSD reads besides the row's own text; None: none.
+        sssd: whether SSSD's candidates join the tree.
+    """
+    lookup = None
+    if sssd:
+        store = None if datastore is None else open_datastore(datastore, target)
+        lookup = Sssd(store, SssdOptions(datastore_source=store is not None))
+    return TreeDrafter(model, max_nodes, branches, levels, lookup)
 
 
 def _read(branches: int, levels: int) -> int:
@@ -270,10 +286,7 @@ class TreeDrafter(LookupDrafter):
             read = np.concatenate([read, chosen], axis=1)
             logits = self.model.read_nodes(context, _tree_of(drafts, read, context, level + 1), chosen.shape[1])
         if level:
-            seconds, usual = (time.perf_counter() - began) / level, self.level_s.value
-            if seconds < usual / DISTURBED:  # those before compiled something
-                self.level_s = Mean(LEVEL_STEPS)
-            self.level_s.count(min(seconds, DISTURBED * usual) if usual else seconds)
+            self.level_s.count_usual((time.perf_counter() - began) / level)
         return drafts[:, :, : sizes[0, 0]], sizes
 
     def _children(

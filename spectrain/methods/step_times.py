@@ -44,6 +44,15 @@ class Mean:
         self._n = min(self._n + 1, self.most)
         self.value += (value - self.value) / self._n
 
+    def count_usual(self, seconds: float) -> float:
+        """Count seconds, but not how far something else disturbed them. Return what was counted."""
+        if seconds < self.value / DISTURBED:  # those before compiled something
+            self._n, self.value = 0.0, 0.0
+        elif self.value:
+            seconds = min(seconds, DISTURBED * self.value)
+        self.count(seconds)
+        return seconds
+
 
 class StepTimes:
     """Seconds of a step behind its draft on a quiet machine, by rows and width, and tokens per second of late.
@@ -131,12 +140,7 @@ class StepTimes:
             change = ratio / self.level.value
             self.ratios[n, width] *= change ** (1 / (self.counts[n, width] + WIDTH_STEPS))
             self.drafting[n] *= change ** (1 / (self.counts[n, 0] + WIDTH_STEPS))
-        draft_s, usual_s = seconds[0] / self.level.value, self.draft_s[n].value
-        if draft_s < usual_s / DISTURBED:  # those before compiled something
-            self.draft_s[n] = Mean(DRAFT_STEPS)
-        elif usual_s:
-            draft_s = min(draft_s, DISTURBED * usual_s)
-        self.draft_s[n].count(draft_s)
+        draft_s = self.draft_s[n].count_usual(seconds[0] / self.level.value)
         self.tokens[n].count(tokens[0])
         self.spent[n].count(draft_s + ratio * expected_s / self.level.value)
         self.expected[n].count(tokens[1])
