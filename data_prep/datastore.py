@@ -56,6 +56,8 @@ def main(cfg: DictConfig) -> None:
         raise UserError("rank=acceptance needs sample answers; give samples=<folder of data_prep.responses>")
     if selection.rank != "acceptance" and cfg.samples is not None:
         raise UserError(f"samples={cfg.samples} is an option of rank=acceptance; give rank=acceptance or remove it")
+    if cfg.score_on == "response" and not (selection.needs_perplexities or cfg.always_score):
+        raise UserError("score_on=response is for perplexities, which this choice does not need; remove score_on")
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     scored_config = {key: value for key, value in config.items() if key not in CHOICE}
     out = store_path(cfg.out, "datastore", config)

@@ -185,11 +185,17 @@ class Selection:
             raise UserError("rank=acceptance contradicts perplexity_filter=false, which chooses by chance; remove one")
         if self.max_perplexity is not None and not self.by_perplexity:
             raise UserError(f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; remove one")
+        if self.quota is not None and not self.limits_amount:
+            raise UserError(f"quota={self.quota} divides keep or keep_tokens; give one of them, or remove quota")
+
+    @property
+    def limits_amount(self) -> bool:
+        whole = self.keep is None or (isinstance(self.keep, float) and self.keep == 1.0)
+        return not whole or self.keep_tokens is not None
 
     @property
     def keeps_all(self) -> bool:
-        whole = self.keep is None or (isinstance(self.keep, float) and self.keep == 1.0)
-        return whole and self.max_perplexity is None and self.keep_tokens is None
+        return not self.limits_amount and self.max_perplexity is None
 
     @property
     def needs_perplexities(self) -> bool:

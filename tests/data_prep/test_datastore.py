@@ -477,6 +477,8 @@ BAD = {
     "samples without rank": (["samples=x"], "samples=x is an option of rank=acceptance; give rank=acceptance"),
     "samples are none": (["rank=acceptance", "samples=taken"], "samples=taken: responses=taken has no manifest.json"),
     "rank by chance": (["rank=acceptance", "samples=x", "perplexity_filter=false"], "contradicts perplexity_filter=f"),
+    "answers of no scores": (["score_on=response", "keep=null"], "score_on=response is for perplexities, which this"),
+    "quota of nothing": (["quota=source", "keep=null"], "quota=source divides keep or keep_tokens; give one of them"),
     "no answers": (["score_on=response"], "score_on=response needs answers, but none of the 29 documents is a conv"),
     "window": (["window_tokens=9999"], "window_tokens=9999 is above the target's 256 tokens"),
     "fields": (["corpus.fields=[n]"], "line 1 of corpus.jsonl has no text field 'n'"),
