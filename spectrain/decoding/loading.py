@@ -151,18 +151,21 @@ def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 def read_config(name: str | Path) -> PretrainedConfig:
     """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises.
 
-    Also raises ValueError where a dimension is no number of any model: zero, a text, or so many that building it would
-    take hours.
+    Also raises ValueError where a dimension is no number of any model; see `check_dimensions`.
     """
     _ask_hub(name)
-    content, _ = PretrainedConfig.get_config_dict(name)
+    check_dimensions(PretrainedConfig.get_config_dict(name)[0])
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def check_dimensions(content: Mapping) -> None:
+    """Raise ValueError where a dimension of a config is zero, a text, or so many that building it would take hours."""
     for part in (content, *(part for part in content.values() if isinstance(part, Mapping))):
         for dimension, most in LARGEST_DIMENSIONS.items():
             value, least = part.get(dimension), 0 if "experts" in dimension else 1
             for one in value if isinstance(value, list) else [value]:  # of some models, one for each layer
                 if one is not None and not (type(one) is int and least <= one <= most):  # null: transformers' default
                     raise ValueError(f"{dimension}={one} must be a whole number from {least} to {most}")
-    return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def check_size(

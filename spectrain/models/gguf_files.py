@@ -26,7 +26,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.loading import DTYPES, check_complete, first_line, load_target, quiet_transformers
+from spectrain.decoding.loading import (
+    DTYPES,
+    check_complete,
+    check_dimensions,
+    first_line,
+    load_target,
+    quiet_transformers,
+)
 from spectrain.stores.folder import write_manifest
 from spectrain.stores.typed import Count, FileFacts
 
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("gguf", "accelerate")
 MAGIC = b"GGUF"
+TEXTS = ("general.architecture", "general.name", "general.license", "tokenizer.ggml.model")  # that are read here
 UNQUANTIZED = {"F32", "F16"}  # which lose something in bfloat16
 ROPE_TENSORS = ("rope_freqs", "rope_factors")  # divisors of frequencies, no weights
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # as in every Llama 3.1 to 3.3
@@ -136,6 +144,7 @@ def open_gguf(file: Path, called: str) -> GGUFReader:
     other = "give a file of another quantization, such as Q8_0 or Q4_K"
     try:
         reader = gguf.GGUFReader(file)
+        architecture, *_ = [_text(reader, key) for key in TEXTS]
     except OSError:
         raise
     except Exception as error:  # of numpy and gguf, each of its own type
@@ -147,7 +156,7 @@ def open_gguf(file: Path, called: str) -> GGUFReader:
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError:
             raise UserError(f"{called} has tensors of the type {kind.name}, which gguf cannot read; {other}") from None
-    if not _text(reader, "general.architecture") or not reader.tensors:
+    if not architecture or not reader.tensors:
         raise UserError(f"{called} names no architecture, or holds no weights; give a file that holds a whole model")
     return reader
 
@@ -161,6 +170,8 @@ def read_model(reader: GGUFReader, file: Path, dtype: str, called: str) -> tuple
         with quiet_libraries():
             config = AutoConfig.from_pretrained(**here)
             complete_config(config, reader, called)
+            check_dimensions(config.to_dict())
+            check_count(config, reader, called)
             read, found = AutoModelForCausalLM.from_pretrained(**here, config=config, dtype=DTYPES[dtype], **reported)
             part = f"tokenizer ({_text(reader, 'tokenizer.ggml.model') or 'none'})"
             tokenizer = AutoTokenizer.from_pretrained(**here)
@@ -170,13 +181,18 @@ def read_model(reader: GGUFReader, file: Path, dtype: str, called: str) -> tuple
         why = f"{called} has an {part}" if part.startswith("a") else f"{called} has a {part}"
         raise UserError(f"{why} that transformers cannot read ({first_line(error)}); give another file") from error
     check_complete(called, found)
-    model = unquantized(read)
+    return unquantized(read), tokenizer
+
+
+def check_count(config: PretrainedConfig, reader: GGUFReader, called: str) -> None:
+    """Raise UserError unless a model of this config has as many weights as the file, of which none is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     n_here = sum(int(one.n_elements) for one in reader.tensors if not one.name.startswith(ROPE_TENSORS))
     n_there = sum(parameter.numel() for parameter in model.parameters())
     if n_here != n_there:
         why = f"{called} holds {n_here:,} weights, but the {type(model).__name__} of transformers has {n_there:,}"
         raise UserError(f"{why}; give a file of another architecture, such as llama")
-    return model, tokenizer
 
 
 @contextlib.contextmanager

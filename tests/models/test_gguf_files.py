@@ -16,7 +16,7 @@ from spectrain.models.gguf_files import Origin, TargetManifest, write_target
 from spectrain.stores.folder import read_json
 from tests.conftest import tiny_model
 from tests.decoding.test_lean import LLAMA3, MODELS
-from tests.models.gguf_writer import TEMPLATE, gguf, with_type, write_file
+from tests.models.gguf_writer import TEMPLATE, gguf, with_type, with_value, write_file
 
 ORIGIN = Origin("gguf=a.gguf", "the file a.gguf", "f" * 64)
 WRITTEN = [name for name in MODELS if name not in ("llama, gelu", "llama, yarn")]  # GGUF states neither so
@@ -136,6 +136,7 @@ def with_a_norm_of_queries(writer) -> None:
     [
         ({}, lambda c: b"PK" + c[2:], r"gguf=a.gguf is no GGUF file; give a file of type \.gguf"),
         ({}, lambda c: c[:3], "gguf=a.gguf is no GGUF file"),
+        ({}, lambda c: c.replace(b"gpt2", b"gp\xff2"), "gguf=a.gguf is truncated or damaged"),
         ({}, lambda c: c[:40], r"gguf=a.gguf is truncated or damaged \(.*\); fetch it again"),
         ({}, lambda c: c[:2000], "gguf=a.gguf is truncated or damaged"),
         ({}, lambda c: c[: len(c) // 2], "gguf=a.gguf is truncated or damaged"),
@@ -147,6 +148,7 @@ def with_a_norm_of_queries(writer) -> None:
         ({}, lambda c: c.replace(b"blk.2.attn_q.", b"blk.2.attn_z."), r"lacks weights \(model.layers.2.self_attn.q_"),
         ({"more": with_a_norm_of_queries}, None, "holds [0-9,]+ weights, but the LlamaForCausalLM of transformers has"),
         ({"more": with_odd_divisors}, None, "scales its RoPE in a way that is not known here"),
+        ({}, lambda c: with_value(c, "llama.block_count", 2**30), r"num_hidden_layers=1073741824 must be a whole num"),
         ({"more": scaled("longrope", 2.0)}, None, "scales its RoPE in a way that is not known here"),
     ],
 )  # fmt: skip
