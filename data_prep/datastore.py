@@ -28,10 +28,10 @@ from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import read_tokenizer
+from spectrain.models.packages import target_path
 from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import digest
-from spectrain.stores.locations import bundled_folder
 from spectrain.stores.rows import RESPONSES, id_range
 from spectrain.stores.texts import responses_of
 
@@ -164,8 +164,9 @@ def inspect(cfg: DictConfig) -> None:
         return
     named = any(o.startswith(("target=", "target.path=")) for o in HydraConfig.get().overrides.task)
     path = cfg.target.path if named else store.manifest.target
+    folder = target_path(path)
     try:
-        tokenizer = read_tokenizer(bundled_folder(path) or path)
+        tokenizer = read_tokenizer(folder)
     except Exception as error:  # tokenizers, JSON and the hub each raise their own types here
         raise UserError(f"the tokenizer of {path} cannot be read ({type(error).__name__}); give target=...") from error
     store.check_fits(tokenizer_fingerprint(tokenizer), path)

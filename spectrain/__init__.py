@@ -27,7 +27,7 @@ def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device
     """Load the model whose text is decoded.
 
     Args:
-        name: a bundled checkpoint, a Hugging Face folder, or an id on the hub.
+        name: a bundled checkpoint, smollm2, which is downloaded once, a Hugging Face folder, or an id on the hub.
         dtype: float32, bfloat16 or float16.
         device: "auto" takes a GPU where there is one.
 
@@ -35,9 +35,9 @@ def load_target(name: str | Path = "pystdlib-8l", dtype: str = "float32", device
         UserError: says in one sentence what is missing or unsupported.
     """
     from spectrain.decoding import load_target  # here: the commands import this package too, and most need no model
-    from spectrain.stores.locations import bundled_folder
+    from spectrain.models.packages import target_path
 
-    return load_target(bundled_folder(str(name)) or name, dtype, device)
+    return load_target(target_path(str(name)), dtype, device)
 
 
 def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:

@@ -38,8 +38,9 @@ from omegaconf.errors import (
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.errors import AllRanksError, UserError
 from spectrain.models.artifacts import decoded_by, is_export
+from spectrain.models.packages import target_path
 from spectrain.stores.environment import TYPED_COMMAND
-from spectrain.stores.locations import bundled_folder, conf_dir
+from spectrain.stores.locations import conf_dir
 from spectrain.stores.options import check_options
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
 from spectrain.stores.writing import drop_stdout, is_stdout_closed, naming_a_full_disk, stdout_room
@@ -329,7 +330,7 @@ def quiet_libraries() -> None:
 
 
 def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
-    """Load the target of a config's `target` node, on `device` where given; a bare name may be a bundled checkpoint."""
+    """Load the target of a config's `target` node, on `device` where given; see `target_path` for bare names."""
     chosen = cfg.target
-    path, device = bundled_folder(chosen.path) or chosen.path, device or chosen.device
+    path, device = target_path(chosen.path), device or chosen.device
     return load_target(path, chosen.dtype, device, chosen.parallel, engine=chosen.engine, graphs=chosen.graphs)

@@ -108,7 +108,7 @@ def _load_model(name: str, called: str, config: PretrainedConfig, options: Mappi
             per_byte = PACKED_WEIGHTS_PER_BYTE if hasattr(config, "quantization_config") else WEIGHTS_PER_BYTE
             model = partial(AutoModelForCausalLM.from_config, copy.deepcopy(config), trust_remote_code=False)
             check_size(model, Path(name), called, per_byte)
-        with _quiet_transformers():
+        with quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **options)
             if (Path(name) / "generation_config.json").is_file():  # transformers passes over a broken one
                 GenerationConfig.from_pretrained(name)
@@ -116,7 +116,7 @@ def _load_model(name: str, called: str, config: PretrainedConfig, options: Mappi
         raise
     except Exception as error:  # safetensors, torch and transformers each raise their own types here
         raise UserError(f"{called} {_why_no_model(error)}") from error
-    _check_complete(called, found)
+    check_complete(called, found)
     return model
 
 
@@ -151,18 +151,21 @@ def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 def read_config(name: str | Path) -> PretrainedConfig:
     """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises.
 
-    Also raises ValueError where a dimension is no number of any model: zero, a text, or so many that building it would
-    take hours.
+    Also raises ValueError where a dimension is no number of any model; see `check_dimensions`.
     """
     _ask_hub(name)
-    content, _ = PretrainedConfig.get_config_dict(name)
+    check_dimensions(PretrainedConfig.get_config_dict(name)[0])
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def check_dimensions(content: Mapping) -> None:
+    """Raise ValueError where a dimension of a config is zero, a text, or so many that building it would take hours."""
     for part in (content, *(part for part in content.values() if isinstance(part, Mapping))):
         for dimension, most in LARGEST_DIMENSIONS.items():
             value, least = part.get(dimension), 0 if "experts" in dimension else 1
             for one in value if isinstance(value, list) else [value]:  # of some models, one for each layer
                 if one is not None and not (type(one) is int and least <= one <= most):  # null: transformers' default
                     raise ValueError(f"{dimension}={one} must be a whole number from {least} to {most}")
-    return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def check_size(
@@ -195,7 +198,7 @@ def check_finite(model: nn.Module, name: str) -> None:
             raise UserError(f"{name} has a weight that is no number ({parameter_name}); export or fetch it again")
 
 
-def _check_complete(name: str, found: Mapping[str, Iterable]) -> None:
+def check_complete(name: str, found: Mapping[str, Iterable]) -> None:
     """Raise UserError unless the files held every weight of the model, in its shape, and nothing else."""
     mismatched = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
     for what, keys in (
@@ -209,7 +212,7 @@ def _check_complete(name: str, found: Mapping[str, Iterable]) -> None:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence the bar and the report of transformers on the weights that it loads. Downloads keep their bars."""
     before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
     level = transformers.logging.get_verbosity()

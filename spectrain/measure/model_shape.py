@@ -16,9 +16,10 @@ from spectrain.decoding.modules import find_blocks
 from spectrain.decoding.supported import unsupported_layer_type
 from spectrain.measure.cost import Shape
 from spectrain.methods.registry import names
+from spectrain.models.packages import target_path
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.folder import read_json, read_object
-from spectrain.stores.locations import BUNDLED, bundled_folder
+from spectrain.stores.locations import BUNDLED
 
 BY_NUMBERS = "given by numbers"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # without them transformers takes its own defaults
@@ -96,8 +97,9 @@ def shape_of_model(name: str, option: str) -> Shape:
     Raises:
         UserError: there is no such config, it lacks a dimension, or the model does not cost what the formulas say.
     """
-    given = f"{option}={bundled_folder(name) or name}"
-    config = _read_config(str(bundled_folder(name) or name), given)
+    path = target_path(name)
+    given = f"{option}={path}"
+    config = _read_config(path, given)
     text = config.get_text_config()
     try:
         with torch.device("meta"):

@@ -33,6 +33,7 @@ from spectrain.models.artifacts import (
     write_manifest,
 )
 from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
+from spectrain.models.packages import target_path
 from spectrain.models.vanilla import save_pretrained
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.stores.folder import MANIFEST, load_json, write_json
@@ -175,7 +176,8 @@ def named(out: Path) -> str:
 
 def engine_path(target: str) -> str:
     """A target as other engines find it: a bundled one by its folder."""
-    return f"checkpoints/{target}" if target and bundled_folder(target) else target
+    folder = bundled_folder(target) if target else None
+    return f"checkpoints/{folder.name}" if folder else target
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
 
 def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
     """The target's tokenizer and vocabulary, without its weights. Raises UserError where they cannot be read."""
-    path = str(bundled_folder(target) or target)
+    path = target_path(target)
     try:
         return read_tokenizer(path), read_config(path).get_text_config().vocab_size
     except Exception as error:  # transformers, tokenizers and the hub each raise their own types here

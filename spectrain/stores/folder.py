@@ -141,7 +141,8 @@ class StoreKind(Generic[M]):
 def write_manifest(folder: Path, manifest: object, files: Mapping[str, FileFacts] | None = None) -> None:
     """Write the dataclass with its `files` (None: all in the folder): bytes and sha256 of each, by name."""
     if files is None:
-        files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
+        whole = sorted(file for file in folder.iterdir() if file.is_file())
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in whole}
     write_json(folder / MANIFEST, dataclasses.replace(manifest, files=files))
 
 
@@ -284,15 +285,17 @@ def sha256(file: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path, by: str = "another process", otherwise: str = "", is_file: bool = False) -> Iterator[None]:
+def locked(
+    folder: Path, by: str = "another process", otherwise: str = "", is_file: bool = False, wait: bool = False
+) -> Iterator[None]:
     """Keep other processes out of a folder or file that need not exist yet.
 
     The lock is on a file beside the folder, and ends with the process that holds it. At its end the file is removed,
     and so are parents that were made for it and are empty. A link has the lock of what it points to.
 
     Raises:
-        UserError: another process holds the lock; the message calls it `by`, and `otherwise` says what can be done
-            other than waiting. Or the folder cannot be made, or is a file.
+        UserError: another process holds the lock, and `wait` is false; the message calls it `by`, and `otherwise` says
+            what can be done other than waiting. Or the folder cannot be made, or is a file.
     """
     folder = real_path(folder)
     if folder.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
@@ -302,7 +305,7 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "", is_fi
     made = [parent for parent in folder.parents if not parent.exists()]
     file = folder.with_name(f".{folder.name}.lock")
     try:
-        handle = _lock_file(file)
+        handle = _lock_file(file, wait)
     except BlockingIOError as error:
         raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
     except OSError as error:
@@ -320,8 +323,8 @@ def locked(folder: Path, by: str = "another process", otherwise: str = "", is_fi
                 parent.rmdir()
 
 
-def _lock_file(file: Path) -> int:
-    """Make and lock a file. Raises BlockingIOError where another process has locked it."""
+def _lock_file(file: Path, wait: bool) -> int:
+    """Make and lock a file. Raises BlockingIOError where another process has locked it, and `wait` is false."""
     for attempt in itertools.count():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -331,7 +334,7 @@ def _lock_file(file: Path) -> int:
                 continue
             raise  # nothing can be made there, as in /proc or below a file
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             os.close(handle)
             raise

@@ -6,6 +6,7 @@ from pathlib import Path
 
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
+MADE = {"smollm2": "smollm2-135m"}  # targets that are made at first use (spectrain.models.packages), and their folders
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -16,8 +17,11 @@ def conf_dir() -> Path:
 
 
 def bundled_folder(name: str) -> Path | None:
-    """Where a bundled checkpoint of this name lies (wheel or checkout), or None."""
-    for root in (PACKAGE / "checkpoints", PACKAGE.parent / "checkpoints"):
+    """Where a bundled checkpoint of this name lies (wheel or checkout), or one of `MADE` that was made; or None."""
+    roots = [PACKAGE / "checkpoints", PACKAGE.parent / "checkpoints"]
+    if name in MADE:
+        name, roots = MADE[name], [CHECKPOINTS, *roots]
+    for root in roots:
         if "/" not in name and (root / name / "config.json").is_file():
             return root / name
     return None
