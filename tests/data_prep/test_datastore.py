@@ -260,7 +260,7 @@ SOURCES = list("aaabbb")
         ({"keep": None, "keep_tokens": 100}, [1, 3, 4]),  # 31 of 151 tokens are of a
         ({"keep": None, "keep_tokens": 90}, [3, 4]),  # the first of a has 20 tokens, more than its 18
         ({"keep": None, "keep_tokens": 60}, [4]),
-        ({"keep": 1.0, "max_perplexity": 3.0}, [1, 3, 4]),
+        ({"keep_tokens": 1000, "keep": None, "max_perplexity": 3.0}, [1, 3, 4]),
     ],
 )
 def test_a_quota_holds_within_each_source_in_proportion(options, kept):
