@@ -36,7 +36,7 @@ from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from spectrain.stores import forward_times
+from spectrain.stores import forward_times, locations
 from spectrain.stores.texts import train_tokenizer
 
 VOCAB_SIZE = 61
@@ -135,6 +135,13 @@ def _forwards_timed_once(tmp_path_factory):
     """Time forwards roughly, and keep the times outside of the working folder, which is another in each test."""
     forward_times.FEWEST_ROUNDS = forward_times.MOST_ROUNDS = 1
     forward_times.CHECKPOINTS = tmp_path_factory.mktemp("forwards")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_shipped(monkeypatch, request):
+    """Hide the drafters that come with spectrain, unless a test has the mark `shipped`: most tests make their own."""
+    if "shipped" not in request.keywords:
+        monkeypatch.setattr(locations, "SHIPPED", ())
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The wheel carries what the commands need: configs and the bundled target."""
+"""The wheel carries what the commands need: configs, the bundled target and the shipped drafters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
+from spectrain.stores import locations
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.shipped
 def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
@@ -19,7 +24,8 @@ def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
     empty.mkdir()
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    assert (site / "spectrain/checkpoints/pystdlib-8l/model.safetensors").is_file()
+    for name in ("pystdlib-8l", *locations.SHIPPED):
+        assert (site / "spectrain/checkpoints" / name / "model.safetensors").is_file()
     templates = [file.name for file in (ROOT / "spectrain/reporting/templates").iterdir()]
     assert templates
     assert all((site / "spectrain/reporting/templates" / name).is_file() for name in templates)

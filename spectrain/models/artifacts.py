@@ -23,6 +23,7 @@ from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import check_finite, check_size
 from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.stores import locations
 from spectrain.stores.folder import read_json, read_object, write_json
 from spectrain.stores.typed import from_json
 
@@ -157,15 +158,20 @@ def fastest_gamma(folder: Path) -> int | None:
 
 
 def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
-    """Return the newest folder of this kind below `root` for this target. Raise UserError if there is none."""
-    for file in sorted(root.glob(f"*/{MANIFEST}"), key=lambda file: file.stat().st_mtime, reverse=True):
+    """Return the newest folder of this kind below `root` for this target, else the one that comes with spectrain.
+
+    Raise UserError if there is neither.
+    """
+    own = [file for file in root.glob(f"*/{MANIFEST}") if file.parent.name not in locations.SHIPPED]
+    own = [file.parent for file in sorted(own, key=lambda file: file.stat().st_mtime, reverse=True)]
+    for folder in (*own, *locations.shipped_folders()):
         try:
-            artifact = read_manifest(file.parent)
+            artifact = read_manifest(folder)
         except UserError as error:
             log.warning("passed over: %s", error)
             continue
         if (artifact.kind, artifact.target_fingerprint) == (kind, target_fingerprint):
-            return file.parent
+            return folder
     about = KINDS[kind]
     raise UserError(
         f"{root}/ holds no {about.noun} for this target; train one with python -m {about.made_by}, or give "

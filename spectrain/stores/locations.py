@@ -7,6 +7,7 @@ from pathlib import Path
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
 MADE = {"smollm2": "smollm2-135m"}  # targets that are made at first use (spectrain.models.packages), and their folders
+SHIPPED = ("pystdlib-8l-spire",)  # trained drafters that come with spectrain, by their folders
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -25,3 +26,8 @@ def bundled_folder(name: str) -> Path | None:
         if "/" not in name and (root / name / "config.json").is_file():
             return root / name
     return None
+
+
+def shipped_folders() -> list[Path]:
+    """The folders of `SHIPPED` that are there. Where the user has a drafter of the same kind, that one goes first."""
+    return [folder for name in SHIPPED if (folder := bundled_folder(name))]

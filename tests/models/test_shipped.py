@@ -1,0 +1,57 @@
+"""The drafters that come with spectrain: they open, they are accepted, and a user's own goes before them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+
+import pytest
+
+from spectrain import load_method, load_target
+from spectrain.decoding import generate
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.registry import find_artifact
+from spectrain.stores.locations import SHIPPED, shipped_folders
+from tests.models.test_artifacts import export_spire
+
+pytestmark = pytest.mark.shipped
+PROMPT = 'def read_config(path):\n    """Read the configuration of a file."""\n'
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return load_target("pystdlib-8l")
+
+
+def test_the_bundled_target_gains_from_the_first_command(bundled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # without a checkpoints/ folder, as after an installation
+    method = load_method("spire", bundled)
+    prompt = bundled.tokenizer(PROMPT)["input_ids"]
+    (plain,) = generate(bundled, Autoregressive(), [prompt], 64)
+    (drafted,) = generate(bundled, method, [prompt], 64)
+    assert drafted.tokens == plain.tokens
+    reply = method.generate(PROMPT, max_new_tokens=64)
+    assert reply.acceptance_length > 2
+
+
+def test_a_drafter_of_the_users_own_goes_before_the_shipped_one(bundled, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    assert find_artifact("spire", bundled).endswith("pystdlib-8l-spire")
+    (tmp_path / "checkpoints").mkdir()
+    own = export_spire(tmp_path / "checkpoints" / "spire-own", bundled)
+    os.utime(own / "spectrain.json", (0, 0))  # however old it is
+    with caplog.at_level(logging.INFO):
+        assert find_artifact("spire", bundled) == "checkpoints/spire-own"
+    assert "drafter: checkpoints/spire-own" in caplog.text
+
+
+def test_each_shipped_folder_has_a_card_with_its_numbers_and_is_small():
+    assert [folder.name for folder in shipped_folders()] == list(SHIPPED)
+    for folder in shipped_folders():
+        trained = json.loads((folder / "spectrain.json").read_text())["trained"]
+        assert trained["tau"], folder
+        card = (folder / "README.md").read_text()
+        assert "Acceptance length tau" in card
+        assert "/tmp" not in card + (folder / "spectrain.json").read_text()
+        assert sum(file.stat().st_size for file in folder.iterdir()) < 24e6
