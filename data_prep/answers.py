@@ -1,5 +1,8 @@
 """The responses of a target to prompts, kept in the work folder of a build (pipeline.py) as they are finished.
 
+Each turn of a question is a prompt: the conversation so far, with the target's own replies. All first turns are
+answered together, then all second ones.
+
     rows-0.jsonl     one row per finished prompt, appended by rank 0; likewise rows-1.jsonl, ...
     failed-0.jsonl   {"id", "reason"} of each prompt that failed in this attempt
 
@@ -11,10 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -28,10 +30,8 @@ from spectrain.stores.folder import digest, json_line
 from spectrain.stores.lines import end_last_line, read_lines
 from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
-from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, unit_hash
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
 from spectrain.stores.typed import from_json
-
-log = logging.getLogger(__name__)
 
 DECODED_TOGETHER = 1024  # prompts handed to the loop at once, at least: batches stay full and memory small
 SHOWN_FAILURES = 20
@@ -45,8 +45,8 @@ STDLIB_STRIDE = 4800  # characters, so that a response of 512 tokens ends before
 class Prompt:
     """A prompt as the target reads it."""
 
-    number: int  # in the prompt file
-    id: str
+    number: int  # of the question in its file; later turns count on behind all first ones
+    id: str  # of the question, and of the turn (`turn_id`)
     category: str
     tokens: Sequence[int] = dataclasses.field(repr=False)
 
@@ -89,12 +89,14 @@ class Answers:
 
     build: Build
     advance: Advance  # called with the prompts that are finished and the tokens that were drawn
+    replies: dict[str, list[int]]  # to all prompts so far, by their ids
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Keep an answer; once this returns, a kill does not lose it."""
         of_prompt = {name: getattr(prompt, name) for name in ("id", "category", "number")}
         of_answer = {name: getattr(answer, name) for name in ("finish_reason", "retokenized")}
         self._append("rows", vars(AnsweredRow(list(prompt.tokens), answer.tokens, **of_prompt, **of_answer)))
+        self.replies[prompt.id] = answer.tokens
 
     def fail(self, prompt: Prompt, reason: str) -> None:
         """Note why a prompt has no answer."""
@@ -127,10 +129,10 @@ def answer_in_loop(
 
 @dataclass(frozen=True)
 class PromptParts(Parts):
-    """The prompts of a store, each a part of its build."""
+    """The questions of a store, each a part of its build."""
 
     manifest: ResponseManifest  # without counts
-    questions: Sequence[Question]  # their first turns are answered
+    questions: Sequence[Question]
     target: TargetModel
     chat: bool | str  # see `conversation_ids`
     answering: Answering
@@ -148,42 +150,60 @@ class PromptParts(Parts):
             "set_of_prompts": digest({"prompts": [dataclasses.astuple(question) for question in self.questions]}),
         }
 
-    @cached_property
-    def prompts(self) -> list[Prompt]:
-        ids = partial(conversation_ids, self.target.tokenizer, replies=[], chat=self.chat)
-        return [Prompt(number, q.id, q.category, ids(q.turns[:1])) for number, q in enumerate(self.questions)]
-
     @property
     def sizes(self) -> list[int]:
-        return [1] * len(self.questions)
+        return [len(question.turns) for question in self.questions]
 
     def missing(self, build: Build) -> list[int]:
-        """Return the numbers of the prompts that have no answer yet, and forget the failures."""
-        later = sum(len(question.turns) > 1 for question in self.questions)
-        if later:
-            log.warning("%d prompts have more than one turn; the first of each is answered", later)
+        """Return the numbers of the questions that lack an answer yet, and forget the failures."""
+        ids = [name for question in self.questions for name in prompt_ids_of(question)]
+        if len(set(ids)) < len(ids):
+            twice = next(name for name, count in Counter(ids).items() if count > 1)
+            raise UserError(f"two questions have the id {twice!r}, one of them as a later turn; rename one of them")
         for file in build.work.glob("failed-*.jsonl"):
             file.unlink()
         for file in build.work.glob("rows-*.jsonl"):
             end_last_line(file)
         done = {row["id"] for row in answered_rows(build.work)}
-        return [prompt.number for prompt in self.prompts if prompt.id not in done]
+        return [n for n, question in enumerate(self.questions) if not done.issuperset(prompt_ids_of(question))]
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
-        """Have the prompts of these numbers answered; those that the target cannot read have failed."""
-        answers, readable = Answers(build, advance), []
-        for prompt in (self.prompts[number] for number in parts):
-            try:
-                check_prompt(self.target, prompt.tokens, self.answering.max_new_tokens)
-                readable.append(prompt)
-            except UserError as error:
-                answers.fail(prompt, str(error))
-        if readable:
-            self.answer(readable, answers)
+        """Have all turns of these questions answered; those that the target cannot read have failed."""
+        answers = Answers(build, advance, {row["id"]: row["response"] for row in answered_rows(build.work)})
+        for turn in range(max((len(self.questions[number].turns) for number in parts), default=0)):
+            readable = []
+            for number in parts:
+                question, id_ = self.questions[number], turn_id(self.questions[number].id, turn)
+                if turn >= len(question.turns):
+                    continue
+                if id_ in answers.replies:
+                    advance(1, 0)  # by an earlier attempt, which did not reach the later turns
+                    continue
+                before, tokens = prompt_ids_of(question)[:turn], []
+                reason = "an earlier turn has no answer"
+                if all(name in answers.replies for name in before):
+                    own = [answers.replies[name] for name in before]
+                    tokens = conversation_ids(self.target.tokenizer, question.turns[: turn + 1], own, self.chat)
+                    reason = self._why_unreadable(tokens)
+                prompt = Prompt(number + turn * len(self.questions), id_, question.category, tokens)
+                if reason:
+                    answers.fail(prompt, reason)
+                else:
+                    readable.append(prompt)
+            if readable:
+                self.answer(readable, answers)
+
+    def _why_unreadable(self, tokens: Sequence[int]) -> str | None:
+        """Return why the target cannot answer this prompt, or None."""
+        try:
+            check_prompt(self.target, tokens, self.answering.max_new_tokens)
+        except UserError as error:
+            return str(error)
+        return None
 
     def n_tokens(self, build: Build, made: Sequence[int]) -> int:
-        numbers = set(made)
-        return sum(len(row["response"]) for row in answered_rows(build.work) if row["number"] in numbers)
+        ids = {name for number in made for name in prompt_ids_of(self.questions[number])}
+        return sum(len(row["response"]) for row in answered_rows(build.work) if row["id"] in ids)
 
     def write_store(self, build: Build) -> None:
         """Write the store and put it in its place; UserError where prompts failed that may not be left out."""
@@ -191,7 +211,8 @@ class PromptParts(Parts):
         files = sorted(file for file in build.work.glob("failed-*.jsonl") if file.stat().st_size)
         reasons = {row["id"]: row["reason"] for file in files for row in read_lines(file)}
         done = {row["id"] for row in rows}
-        failed = [{"id": q.id, "reason": reasons[q.id]} for q in self.questions if q.id not in done]
+        ids = [name for question in self.questions for name in prompt_ids_of(question)]
+        failed = [{"id": name, "reason": reasons[name]} for name in ids if name not in done]
         if failed and not (self.allow_failed and rows):
             shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
             more = len(failed) - len(shown)
@@ -199,19 +220,24 @@ class PromptParts(Parts):
             where = files[0] if len(files) == 1 else build.work / "failed-*.jsonl"
             again = "the same command tries them again"
             advice = f"{again}, allow_failed=true finishes without them" if rows else f"see to the cause, {again}"
-            raise UserError(f"{len(failed)} of {len(self.questions)} prompts failed (listed in {where}); {advice}")
+            raise UserError(f"{len(failed)} of {len(ids)} prompts failed (listed in {where}); {advice}")
         counts = {
-            "prompts": len(self.questions),
+            "prompts": len(ids),
             "responses": len(rows),
             "failed": len(failed),
             "tokens": sum(len(row["response"]) for row in rows),
             "retokenized": sum(row["retokenized"] for row in rows),
-            "later_turns": sum(len(question.turns) - 1 for question in self.questions),
+            "later_turns": len(ids) - len(self.questions),
         }
         drawn = {"sampling": self.manifest.sampling, "seed": self.answering.seed}
         manifest = dataclasses.replace(self.manifest, counts=counts, failed=failed)
         write_responses(build.new_store(), (row | drawn for row in rows), manifest)
         build.publish()
+
+
+def prompt_ids_of(question: Question) -> list[str]:
+    """Return the ids of a question's turns, each a prompt of its own."""
+    return [turn_id(question.id, turn) for turn in range(len(question.turns))]
 
 
 def answered_rows(work: Path) -> list[dict]:

@@ -34,7 +34,7 @@ from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy, SamplingFacts
 
 RESPONSE_COLUMNS = Features(
     {
-        "id": Value("string"),  # of the prompt, unique
+        "id": Value("string"),  # of the prompt, unique; see `spectrain.stores.texts.turn_id`
         "category": Value("string"),
         "prompt": List(Value("int32")),  # token ids as the target read them, chat template applied
         "response": List(Value("int32")),  # token ids; ends with the EOS where one was drawn
@@ -46,7 +46,7 @@ RESPONSE_COLUMNS = Features(
             "min_p": Value("float32"),
         },
         "seed": Value("int64"),  # (seed, number) seeds the row's generator
-        "number": Value("int64"),  # of the prompt in its file
+        "number": Value("int64"),  # of the question in its file; later turns count on behind all first ones
     }
 )
 LABEL_COLUMNS = Features(

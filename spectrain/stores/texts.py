@@ -43,6 +43,7 @@ HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
 MAX_DOCUMENT_BYTES, MAX_FILES = 2**25, 100_000  # as in conf/corpus/stdlib.yaml
 SPLIT_IT = "split it into documents, or raise corpus.max_document_bytes"
+LATER_TURN = re.compile(r" turn \d+$")  # see `turn_id`
 STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees, as in conf/corpus/stdlib.yaml
 
 
@@ -265,8 +266,16 @@ def _is_utf8(file: Path) -> bool:
 
 
 def is_held_out(document_id: str, share: float) -> bool:
-    """Return whether a document belongs to the held-out `share` (0 to 1) of its corpus, by a hash of its id."""
-    return unit_hash(f"held-out:{document_id}") < share
+    """Return whether a document belongs to the held-out `share` (0 to 1) of its corpus, by a hash of its id.
+
+    All turns of a conversation are held out, or none.
+    """
+    return unit_hash(f"held-out:{LATER_TURN.sub('', document_id)}") < share
+
+
+def turn_id(question_id: str, turn: int) -> str:
+    """Return the id of a question's turn (from 0) as a prompt of its own; that of the first one is the question's."""
+    return f"{question_id} turn {turn + 1}" if turn else question_id
 
 
 def unit_hash(text: str) -> float:

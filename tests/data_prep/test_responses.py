@@ -18,6 +18,7 @@ from data_prep.responses import check_answering
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.methods.registry import build_method, method_config
+from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 from tests.conftest import tiny_model
@@ -245,13 +246,76 @@ def test_a_finished_store_is_replaced_only_when_asked(respond, asked, tmp_path):
     assert "out=other exists and was not written by data_prep.responses" in err
 
 
-def test_later_turns_are_named(respond, asked, tmp_path):
-    row = {"question_id": 1, "category": "c", "turns": ["first", "second", "third"]}
-    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+CONVERSATIONS = [["first", "second", "third"], ["alone"], ["one", "two"]]
+
+
+def write_conversations(file: Path) -> None:
+    rows = [{"question_id": f"q{i}", "category": "c", "turns": turns} for i, turns in enumerate(CONVERSATIONS)]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def test_each_later_turn_reads_the_targets_own_replies(respond, asked, tmp_path, made):
+    write_conversations(tmp_path / "p.jsonl")
+    code, _, err = respond(*asked, "out=r", "batch_size=2")
+    assert code == 0, err
+    found, target = {row["id"]: row for row in rows("r")}, load_target(made / "target", device="cpu")
+    assert list(found) == ["q0", "q1", "q2", "q0 turn 2", "q2 turn 2", "q0 turn 3"]
+    assert [row["number"] for row in found.values()] == [0, 1, 2, 3, 5, 6]
+    method = build_method(method_config("autoregressive"), target, {})
+    for name, turns, replies in (
+        ("q0 turn 2", CONVERSATIONS[0][:2], ["q0"]),
+        ("q0 turn 3", CONVERSATIONS[0], ["q0", "q0 turn 2"]),
+        ("q2 turn 2", CONVERSATIONS[2], ["q2"]),
+    ):
+        row = found[name]
+        assert row["prompt"] == conversation_ids(target.tokenizer, turns, [found[id_]["response"] for id_ in replies])
+        drawn = {"seed": SEED, "prompt_numbers": [row["number"]]}
+        (alone,) = generate(target, method, [row["prompt"]], 16, Sampling(temperature=1.0), **drawn)
+        assert row["response"] == alone.tokens
+    counts = open_responses("r").manifest.counts
+    assert (counts["prompts"], counts["responses"], counts["later_turns"]) == (6, 6, 3)
+    for share in (0.2, 0.5, 0.8):  # all turns of a conversation are held out, or none
+        assert len({is_held_out(name, share) for name in found if name.startswith("q0")}) == 1
+
+
+def test_a_build_that_was_cut_between_turns_goes_on_as_if_it_had_not_been(respond, asked, tmp_path, monkeypatch):
+    write_conversations(tmp_path / "p.jsonl")
+    assert respond(*asked, "out=whole")[0] == 0
+    add, added = Answers.add, []
+
+    def cut(self, prompt, answer):
+        add(self, prompt, answer)
+        added.append(prompt.id)
+        if len(added) == 4:
+            raise UserError("cut")
+
+    monkeypatch.setattr(Answers, "add", cut)
+    assert respond(*asked, "out=r")[0] == 2
     code, _, err = respond(*asked, "out=r")
-    assert code == 0
-    assert "1 prompts have more than one turn; the first of each is answered" in err
-    assert open_responses("r").manifest.counts["later_turns"] == 2
+    assert code == 0, err
+    assert sorted(added) == sorted(row["id"] for row in rows("whole"))  # none twice
+    assert rows("r") == rows("whole")
+
+
+def test_later_turns_of_a_prompt_that_failed_fail_too(respond, asked, tmp_path):
+    row = {"question_id": "long", "category": "c", "turns": ["def read(path): " * 60, "second"]}
+    short = {"question_id": "short", "category": "c", "turns": ["x"]}
+    (tmp_path / "p.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(short)}")
+    code, _, err = respond(*asked, "out=r", "allow_failed=true")
+    assert code == 0, err
+    manifest = open_responses("r").manifest
+    assert [entry["id"] for entry in manifest.failed] == ["long", "long turn 2"]
+    assert manifest.failed[1]["reason"] == "an earlier turn has no answer"
+    assert manifest.counts["failed"] == 2
+
+
+def test_an_id_that_is_that_of_anothers_later_turn_is_refused(respond, asked, tmp_path):
+    write_conversations(tmp_path / "p.jsonl")
+    with (tmp_path / "p.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"question_id": "q2 turn 2", "category": "c", "turns": ["x"]}))
+    code, _, err = respond(*asked, "out=r")
+    assert code == 2
+    assert "two questions have the id 'q2 turn 2', one of them as a later turn; rename one of them" in err
 
 
 def test_half_characters_become_replacement_characters(respond, asked, tmp_path):
