@@ -42,7 +42,8 @@ def main(cfg: DictConfig) -> None:
         config.pop("held_out_share" if cfg.responses is None else "corpus")
         source = {"kind": "corpus", "corpus": cfg.corpus.path or "stdlib"}
         if cfg.responses is not None:
-            source = {"kind": "responses", "responses": Path(cfg.responses).resolve().name}
+            names = [Path(folder).expanduser().resolve().name for folder in cfg.responses.split(":")]
+            source = {"kind": "responses", "responses": ":".join(names)}
         facts = {"target": cfg.target.path, "config": config, "source": source}
         parts = ShardParts(rows, target, cfg.precision, cfg.dtype, cfg.batch_tokens, cfg.shard_tokens, facts)
         out = store_path(cfg.out, "activations", parts.identity)
@@ -66,9 +67,10 @@ def capturing_target(cfg: DictConfig, target: TargetModel) -> TargetModel:
 def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
     """Read the rows to capture, as training packs them; UserError where there are none for this target."""
     if cfg.responses is not None:
-        store = open_responses(cfg.responses)
-        store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path, target.vocab_size)
-        return rows_of_responses(store, min(cfg.row_tokens, target.max_positions), cfg.held_out_share)
+        stores = [open_responses(Path(folder).expanduser()) for folder in cfg.responses.split(":")]
+        for store in stores:
+            store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path, target.vocab_size)
+        return rows_of_responses(stores, min(cfg.row_tokens, target.max_positions), cfg.held_out_share)
     if cfg.row_tokens > target.max_positions:
         raise UserError(f"row_tokens={cfg.row_tokens} is above the target's {target.max_positions} tokens; lower it")
     corpus = cfg.corpus

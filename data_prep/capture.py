@@ -12,6 +12,7 @@ Letters: B rows of a batch, T its padded length, n tokens of a shard, C captured
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -109,10 +110,11 @@ class TokenRows:
         return digest.hexdigest()[:8]
 
 
-def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: float) -> TokenRows:
+def rows_of_responses(stores: Sequence[ResponseStore], row_tokens: int, held_out_share: float) -> TokenRows:
     """Return one row per response, with its prompt before it, cut to `row_tokens`; UserError where a side is empty."""
     texts, cut = [], 0
-    for row in store.rows.with_format("numpy", columns=["id", "prompt", "response"]):
+    rows = [store.rows.with_format("numpy", columns=["id", "prompt", "response"]) for store in stores]
+    for row in itertools.chain.from_iterable(rows):
         text, n_prompt = np.concatenate([row["prompt"], row["response"]]).astype(np.int32), len(row["prompt"])
         if min(len(text), row_tokens) > n_prompt:
             cut += len(text) > row_tokens
@@ -120,10 +122,10 @@ def rows_of_responses(store: ResponseStore, row_tokens: int, held_out_share: flo
     n_held_out = sum(held_out for _, _, held_out in texts)
     if not 0 < n_held_out < len(texts):
         raise UserError(
-            f"responses={store.folder} gives {len(texts) - n_held_out} training rows and {n_held_out} held-out rows "
+            f"responses={':'.join(str(store.folder) for store in stores)} gives {len(texts) - n_held_out} training rows and {n_held_out} held-out rows "
             f"within row_tokens={row_tokens}; give more responses, or change row_tokens or held_out_share"
         )
-    return TokenRows.of_texts(texts, cut, skipped=len(store.rows) - len(texts))
+    return TokenRows.of_texts(texts, cut, skipped=sum(map(len, rows)) - len(texts))
 
 
 @dataclass(frozen=True)

@@ -139,9 +139,21 @@ def test_responses_are_rows_of_prompt_and_answer(capture, shared, answers):
     assert store.manifest.source == {"kind": "responses", "responses": "responses"}
 
 
+def test_several_stores_of_responses_are_captured_together_and_share_what_is_held_out(capture, shared, answers):
+    shutil.copytree(answers, "more")
+    options = [f"target={shared / 'target'}", "precision=32-true", "held_out_share=0.4"]
+    assert capture(*options, f"responses={answers}", "out=a")[0] == 0
+    assert capture(*options, f"responses={answers}:more", "out=b")[0] == 0
+    one, both = open_features("a"), open_features("b")
+    assert len(both) == 2 * len(one)
+    assert both.held_out.tolist() == 2 * one.held_out.tolist()
+    assert both.read(len(one)).tokens.tolist() == one.read(0).tokens.tolist()
+    assert both.manifest.source["responses"] == "responses:more"
+
+
 def test_responses_that_leave_a_side_empty_are_said(answers):
     with pytest.raises(UserError, match=r"gives 0 training rows and 13 held-out rows within row_tokens=256; give more"):
-        rows_of_responses(open_responses(answers), 256, 0.9999999)
+        rows_of_responses([open_responses(answers)], 256, 0.9999999)
 
 
 def test_shards_hold_whole_rows():
