@@ -121,8 +121,9 @@ def rows_of_responses(stores: Sequence[ResponseStore], row_tokens: int, held_out
             texts.append((text[:row_tokens], n_prompt, is_held_out(str(row["id"]), held_out_share)))
     n_held_out = sum(held_out for _, _, held_out in texts)
     if not 0 < n_held_out < len(texts):
+        folders = ":".join(str(store.folder) for store in stores)
         raise UserError(
-            f"responses={':'.join(str(store.folder) for store in stores)} gives {len(texts) - n_held_out} training rows and {n_held_out} held-out rows "
+            f"responses={folders} gives {len(texts) - n_held_out} training rows and {n_held_out} held-out rows "
             f"within row_tokens={row_tokens}; give more responses, or change row_tokens or held_out_share"
         )
     return TokenRows.of_texts(texts, cut, skipped=sum(map(len, rows)) - len(texts))

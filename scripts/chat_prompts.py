@@ -5,8 +5,8 @@
 
 Every function of Python's standard library that has a docstring and belongs to no held-out module becomes one prompt:
 to complete it, to write it by its description, to explain it, or a conversation of two turns about it. Further prompts
-ask for one of TASKS in one of LANGUAGES. All prompts are shuffled, so that the first ones are a sample of all. Longer prompts than `--most-characters` are left out, and the
-script says how many.
+ask for one of TASKS in one of LANGUAGES. All prompts are shuffled, so that the first ones are a sample of all. Longer
+prompts than `--most-characters` are left out, and the script says how many.
 """
 
 from __future__ import annotations
