@@ -51,8 +51,6 @@ from spectrain.stores.writing import free_bytes, real_path, rename, to_disk
 log = logging.getLogger(__name__)
 
 WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
-MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
-BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 DISK_MARGIN = 1.1  # of the estimated need
 OTHER_OUT = ", or give another out"
 NOT_HASHED_OF_TARGET = ("device", "engine", "parallel")  # they change nothing but rounding
@@ -75,25 +73,6 @@ def store_path(out: str | None, kind: str, named_by: dict) -> Path:
     if path.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
         raise UserError(f"out={out} has no name of its own; give the path of a folder that is to be made")
     return path
-
-
-def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[int]]:
-    """Yield indices in batches of at most budget_tokens with padding, longest rows first; a longer row stands alone.
-
-    A batch ends early before a row that would be more than a sixteenth padding, unless the batch is still so small that
-    it would not keep the device busy.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    start = 0
-    while start < len(order):
-        longest = lengths[order[start]]
-        full = max(1, budget_tokens // longest)
-        busy = max(1, full // BUSY_PART)
-        end = min(start + full, len(order))
-        shorter = (i for i in range(start + busy, end) if lengths[order[i]] < longest * (1 - MAX_PADDING))
-        stop = next(shorter, end)
-        yield order[start:stop]
-        start = stop
 
 
 def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_tokens") -> None:

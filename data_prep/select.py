@@ -22,9 +22,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data_prep.pipeline import length_buckets
 from data_prep.progress import Advance
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.target import TargetModel
 from spectrain.stores.texts import unit_hash
 from spectrain.stores.writing import write_whole

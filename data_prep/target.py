@@ -75,9 +75,9 @@ def show(out: Path, manifest: TargetManifest) -> None:
         "chat template": "yes" if manifest.chat else "no",
         "size on disk": decimal(sum(file.stat().st_size for file in out.iterdir())),
     }
-    chat = " chat=true" if manifest.chat else ""
     name = next((name for name, folder in MADE.items() if CHECKPOINTS / folder == out), out)
-    show_facts("target", facts, f'python -m spectrain.generate method=pld target={name}{chat} prompt="..."')
+    method = "spire" if name in MADE else "pld"  # for which a trained drafter comes with spectrain
+    show_facts("target", facts, f'python -m spectrain.generate method={method} target={name} prompt="..."')
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from data_prep.capture import AUTOCAST, ShardParts, TokenRows, autocast, shard_facts
-from data_prep.pipeline import Build, length_buckets
+from data_prep.pipeline import Build
 from data_prep.ranks import launch
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.lean import shape_of
+from spectrain.decoding.masks import length_buckets
 from spectrain.measure.statistics import Estimate, median
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig

@@ -55,7 +55,8 @@ def main(cfg: DictConfig) -> None:
     console, pieces = Console(highlight=False, soft_wrap=True), Pieces(target.tokenizer)
     steps = decode(drafter)
     first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
-    console.print(Text(str(cfg.prompt), style="dim"), end="")
+    is_chat = cfg.chat is not False and target.tokenizer.chat_template is not None
+    console.print(Text(str(cfg.prompt), style="dim"), end="\n\n" if is_chat else "")
     for step in chain([first], steps):
         for token, source in zip(step.tokens, step.sources, strict=True):
             if text := pieces.add(token):

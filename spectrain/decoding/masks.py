@@ -1,16 +1,21 @@
 """Which positions attend to which: masks of bool for causal texts, trees behind cached tokens, and packed documents.
 
+Packed documents can also be read without a mask, as texts of their own in batches of like length.
+
 Letters: B rows, N nodes, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from spectrain.decoding.tree import DraftTree
+
+MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
+BUSY_PART = 8  # a batch of 1 / 8 of the budget is
 
 
 def tree_mask(tree: DraftTree, starts: Sequence[int], slots: Tensor, used: int) -> Tensor:
@@ -49,3 +54,32 @@ def packed_mask(starts: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.arange(starts.shape[1], device=starts.device) - starts
     mask = causal_mask(starts.shape[1], starts.shape[1], starts.device)
     return positions, mask & (starts[:, None, :, None] == starts[:, None, None, :])
+
+
+def document_offsets(starts: Tensor) -> list[int]:
+    """Return where the documents of packed rows begin among all tokens, row by row, and the number of tokens.
+
+    starts: [B, T] int64, where in the row each token's document begins.
+    """
+    begins = torch.ones_like(starts, dtype=torch.bool)
+    begins[:, 1:] = starts[:, 1:] != starts[:, :-1]
+    return [*begins.flatten().nonzero()[:, 0].tolist(), starts.numel()]
+
+
+def length_buckets(lengths: Sequence[int], budget_tokens: int) -> Iterator[list[int]]:
+    """Yield indices in batches of at most budget_tokens with padding, longest rows first; a longer row stands alone.
+
+    A batch ends early before a row that would be more than a sixteenth padding, unless the batch is still so small that
+    it would not keep the device busy.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    start = 0
+    while start < len(order):
+        longest = lengths[order[start]]
+        full = max(1, budget_tokens // longest)
+        busy = max(1, full // BUSY_PART)
+        end = min(start + full, len(order))
+        shorter = (i for i in range(start + busy, end) if lengths[order[i]] < longest * (1 - MAX_PADDING))
+        stop = next(shorter, end)
+        yield order[start:stop]
+        start = stop

