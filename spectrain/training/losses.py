@@ -163,13 +163,13 @@ def _chunk(
         cross_entropy = -log_q.gather(-1, labels.clamp_min(0)[:, None])[:, 0] * kept
     if not needs_grad:
         return cross_entropy, alpha, None
-    if labels is None:
-        grad = weights[0] * (q - p)
-    else:
-        grad = q.scatter_add(-1, labels.clamp_min(0)[:, None], -torch.ones_like(q[:, :1])) * kept[:, None] * weights[0]
-    if weights[1]:
-        mass = q * (q < p)  # q_v m_v
-        grad -= weights[1] * (mass - q * mass.sum(dim=-1, keepdim=True))
+    if labels is not None:
+        grad = q.scatter_add(-1, labels.clamp_min(0)[:, None], -torch.ones_like(q[:, :1])) * kept[:, None]
+        return cross_entropy, alpha, grad
+    mass = q.where(q < p, 0)  # q_v m_v
+    # In place, as each pass over [n, V] goes through memory: w0 (q - p) - w1 (mass - q <q, m>)
+    grad = q.mul_(weights[0] + weights[1] * mass.sum(dim=-1, keepdim=True))
+    grad.sub_(p, alpha=weights[0]).sub_(mass, alpha=weights[1])
     return cross_entropy, alpha, grad
 
 
