@@ -10,7 +10,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
 from spectrain.training.data import Rows
 
-AUTO_SHARE = 0.995  # of a text's tokens that "auto" keeps
+AUTO_SHARE = 0.995  # of the tokens of new text, as far as is known, that "auto" keeps
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetMode
     """The tokens that a drafter can draft, [K] int64 ascending: those that are the most frequent in its training text.
 
     Args:
-        draft_vocab: K, or "auto" for as many as make AUTO_SHARE of the text. None: all tokens, and None is returned.
+        draft_vocab: K, or "auto" for as many as make AUTO_SHARE of new text. None: all tokens, and None is returned.
         rows: for training. Where responses are marked, these count alone.
         target: whose special tokens are always kept.
     """
@@ -34,10 +34,25 @@ def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetMode
     weights = counts.clone()
     weights[[token for token in special if token < target.vocab_size]] = n_text + 1
     order = weights.argsort(descending=True, stable=True)
+    shares = expected_shares(counts)[order].cumsum(0)
     if draft_vocab == "auto":
-        shares = counts[order].cumsum(0) / max(1, n_text)
         draft_vocab = min(target.vocab_size, 1 + int((shares < AUTO_SHARE).sum()))
     kept = order[:draft_vocab].sort().values
-    share = float(counts[kept].sum()) / max(1, n_text)
-    log.info("draft_vocab: %d of %d tokens, %.2f %% of the text", len(kept), target.vocab_size, 100 * share)
+    of_text, of_new = float(counts[kept].sum()) / max(1, n_text), float(shares[len(kept) - 1])
+    about = f"{100 * of_text:.2f} % of the text, about {100 * of_new:.2f} % of new text like it"
+    log.info("draft_vocab: %d of %d tokens, %s", len(kept), target.vocab_size, about)
     return kept
+
+
+def expected_shares(counts: Tensor) -> Tensor:
+    """Estimate the share of each token [V] float64 in new text of the kind that was counted, [V] int64.
+
+    A text never has all tokens of its kind, so those that it has are rarer in new text. Each count is lowered by the
+    discount that Ney, Essen and Kneser (1994) estimate from the tokens that occur once and twice. The tokens that do not
+    occur share what is taken.
+    """
+    once, twice, is_seen = int((counts == 1).sum()), int((counts == 2).sum()), counts > 0
+    n_seen, n_unseen = int(is_seen.sum()), int((~is_seen).sum())
+    discount = once / max(1, once + 2 * twice) if n_unseen else 0.0
+    unseen = discount * n_seen / max(1, n_unseen)
+    return (counts - discount).double().where(is_seen, unseen) / max(1, int(counts.sum()))
