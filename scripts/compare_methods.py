@@ -1,6 +1,7 @@
 """Compare how much methods accept: differences of tau on the same questions, from finished benchmarks.
 
     python scripts/compare_methods.py runs/bench-a runs/bench-b --of sssd --with pld rest sssd_input
+    python scripts/compare_methods.py runs/bench-a runs/bench-b     # speed and tau of all methods, as Markdown
 
 The questions of all folders are pooled. If there are several folders, each is also shown by itself. tau is the number
 of tokens produced per target forward pass. The interval of a difference is a 95 % bootstrap that draws questions, for
@@ -19,15 +20,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from spectrain.measure.results import QuestionRow, summarise
+
 RESAMPLES = 4000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="folders of spectrain.bench")
-    parser.add_argument("--of", required=True, help="the method")
-    parser.add_argument("--with", nargs="+", required=True, dest="others", help="methods to compare it with")
+    parser.add_argument("--of", help="the method")
+    parser.add_argument("--with", nargs="+", dest="others", help="methods to compare it with")
     options = parser.parse_args()
+    if options.of is None or options.others is None:
+        print("\n".join(overview(options.runs)))
+        return
     rows = {run: counts(run) for run in options.runs}
     pools = {run.name: [run] for run in rows} | ({"all": list(rows)} if len(rows) > 1 else {})
     table = Table(title=f"tau of {options.of}, and what it has more than others, in pairs")
@@ -40,14 +46,43 @@ def main() -> None:
     Console(width=max(100, 48 + 26 * len(options.others))).print(table)
 
 
-def counts(run: Path) -> dict[tuple[str, str], tuple[int, int]]:
-    """(question, method) -> tokens that steps emitted, and steps; questions without a step are left out."""
+def overview(runs: Sequence[Path]) -> list[str]:
+    """Return the lines of a Markdown table: each method's speed over plain decoding and its tau, by run and of all."""
+    by_run = {
+        run.name: [QuestionRow(**row | {"question_id": f"{run.name}:{row['question_id']}"}) for row in lines_of(run)]
+        for run in runs
+    }
+    pools = by_run | ({"all": [row for rows in by_run.values() for row in rows]} if len(runs) > 1 else {})
+    names = dict.fromkeys(row.method for rows in by_run.values() for row in rows)
+    found = {pool: summarise(rows, dict.fromkeys(names, "method"), False, False) for pool, rows in pools.items()}
+    heads = [f"{pool}: speed | tau" for pool in pools]
+    lines = [f"| method | {' | '.join(heads)} |", "|---" * (1 + 2 * len(heads)) + "|"]
+    for name in names:
+        cells = [cell for pool in pools for cell in measured(found[pool][name])]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def measured(of_method: dict) -> tuple[str, str]:
+    """Return the speedup with its interval, and tau."""
+    if not of_method["questions"]:
+        return "", ""
+    interval, tau_ = of_method["speedup_ci95"], of_method["mean_accepted"]
+    around = "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+    return f"{of_method['speedup']:.2f}{around}", "" if tau_ is None else f"{tau_:.2f}"
+
+
+def lines_of(run: Path) -> list[dict]:
     file = run / "questions.jsonl"
     if not file.is_file():
         raise SystemExit(f"error: {run} holds no questions.jsonl; give the folder of a benchmark")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def counts(run: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    """(question, method) -> tokens that steps emitted, and steps; questions without a step are left out."""
     found = {}
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
+    for row in lines_of(run):
         if row["error"] is None and row["target_forwards"]:
             tokens = sum(map(len, row["replies"])) - row["turns"]
             found[row["question_id"], row["method"]] = tokens, row["target_forwards"]
