@@ -107,9 +107,9 @@ class LookupDrafter(Drafter):
             self.ranking.end(emitted)
 
     def resume(self, context: Context, emitted: Sequence[list[int]]) -> None:
-        for state, tokens in zip(self.rows, emitted, strict=True):
-            if tokens:
-                state.extend(tokens)
+        for state, missed in zip(self.rows, emitted, strict=True):
+            if missed:
+                state.extend(missed)
         if self.n_ranked:
             self.ranked = self._likeliest(context).tolist()
 
