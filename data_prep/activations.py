@@ -25,7 +25,7 @@ from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import pack
-from spectrain.stores.rows import open_responses
+from spectrain.stores.rows import open_several_responses
 from spectrain.stores.texts import read_documents
 
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
@@ -42,7 +42,8 @@ def main(cfg: DictConfig) -> None:
         config.pop("held_out_share" if cfg.responses is None else "corpus")
         source = {"kind": "corpus", "corpus": cfg.corpus.path or "stdlib"}
         if cfg.responses is not None:
-            names = [Path(folder).expanduser().resolve().name for folder in cfg.responses.split(":")]
+            stores = open_several_responses(cfg.responses)
+            names = [store.folder.resolve().name for store in stores]
             source = {"kind": "responses", "responses": ":".join(names)}
         facts = {"target": cfg.target.path, "config": config, "source": source}
         parts = ShardParts(rows, target, cfg.precision, cfg.dtype, cfg.batch_tokens, cfg.shard_tokens, facts)
@@ -67,7 +68,7 @@ def capturing_target(cfg: DictConfig, target: TargetModel) -> TargetModel:
 def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
     """Read the rows to capture, as training packs them; UserError where there are none for this target."""
     if cfg.responses is not None:
-        stores = [open_responses(Path(folder).expanduser()) for folder in cfg.responses.split(":")]
+        stores = open_several_responses(cfg.responses)
         for store in stores:
             store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path, target.vocab_size)
         return rows_of_responses(stores, min(cfg.row_tokens, target.max_positions), cfg.held_out_share)

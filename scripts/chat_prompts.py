@@ -3,10 +3,11 @@
     python scripts/chat_prompts.py gsm8k.jsonl p3.jsonl roleplay.jsonl --out prompts.jsonl
     python -m data_prep.responses prompts=prompts.jsonl target=<folder> source=loop batch_size=32
 
-Every function of Python's standard library that has a docstring and belongs to no held-out module becomes one prompt:
-to complete it, to write it by its description, to explain it, or a conversation of two turns about it. Further prompts
-ask for one of TASKS in one of LANGUAGES. All prompts are shuffled, so that the first ones are a sample of all. Longer
-prompts than `--most-characters` are left out, and the script says how many.
+Up to `--code` functions of Python's standard library that have a docstring and belong to no held-out module become one
+prompt each: to complete it, to write it by its description, to explain it, or a conversation of two turns about it. Up
+to `--tasks` prompts ask for one of TASKS in one of LANGUAGES; some of these tasks resemble those of HumanEval. All
+prompts are shuffled, so that the first ones are a sample of all. Longer prompts than `--most-characters` are left out,
+and the script says how many.
 """
 
 from __future__ import annotations

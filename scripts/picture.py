@@ -1,10 +1,10 @@
-"""Draw README's picture: one answer, written by plain decoding and by a method, side by side, as it really went.
+"""Draw README's picture: one answer, written by plain decoding and by a method, side by side, from recorded times.
 
     python scripts/picture.py --target smollm2 --method spire --prompt "..." --out docs/figures/generate.svg
 
-Both run in turns, `--turns` times, and of each the turn with the median time is drawn. Every token appears when it was
-really there, `--slower` times later, so that the eye can follow; a browser plays it once. Accepted draft tokens are in
-colour. The numbers below the panes are those of the turns that are drawn.
+Both run in turns, `--turns` times, and the turn with the median time is drawn for each. Each token appears at its
+recorded time multiplied by `--slower`, so that the eye can follow; a browser plays it once. Accepted draft tokens are
+in colour. The numbers below the panes are those of the turns that are drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spectrain.decoding import Drafter, Source, TargetModel, stream
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.text import Pieces, Reply, prompt_ids
 
-PROMPT = "Write a Python class `Stack` with push, pop, peek and is_empty. Then explain each method in one sentence."
+PROMPT = "What is the difference between weather and climate? Give three examples of each."
 COLUMNS, LINES = 62, 30  # characters of a pane
 CHARACTER, LINE, MARGIN, TOP = 7.25, 16, 18, 64  # pixels
 COLOURS = {"ROOT": "#d4d8de", "DRAFT": "#7ee787", "other": "#79c0ff"}
@@ -29,19 +29,20 @@ COLOURS = {"ROOT": "#d4d8de", "DRAFT": "#7ee787", "other": "#79c0ff"}
 
 @dataclass(frozen=True)
 class Turn:
-    """What a method wrote in one turn: pieces of text, when each was there, and where it came from."""
+    """One decoding: pieces of text with their times and sources."""
 
     pieces: list[tuple[float, str, Source]]  # seconds after the first token
     generation: Generation
 
     @property
     def seconds(self) -> float:
-        return self.pieces[-1][0]
+        """From the first token, which prefill draws, to the last one."""
+        return sum(self.generation.time_s.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="pystdlib-8l")
+    parser.add_argument("--target", default="smollm2")
     parser.add_argument("--method", default="spire", help="a name of conf/method/, or an exported folder")
     parser.add_argument("--prompt", default=PROMPT, help="goes through the chat template, where the target has one")
     parser.add_argument("--new", type=int, default=160, help="tokens")
@@ -98,7 +99,7 @@ def picture(turns: dict[str, Turn], prompt: str, slower: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
         f'aria-label="{escape(", ".join(f"{name}: {caption(turn)}" for name, turn in turns.items()))}">',
         "<style>text{font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre;fill:#d4d8de}"
-        "@keyframes shown{to{opacity:1}}.p{opacity:0;animation:shown 0s forwards}"
+        "@keyframes hidden{from{opacity:0}to{opacity:0}}.p{animation-name:hidden}"  # visible where nothing is animated
         ".h{font-weight:bold}.d{fill:#8b949e}</style>",
         '<rect width="100%" height="100%" rx="8" fill="#161b22"/>',
         f'<text class="d" x="{MARGIN}" y="24">{escape(prompt)}</text>',
@@ -110,20 +111,20 @@ def picture(turns: dict[str, Turn], prompt: str, slower: float) -> str:
             if line < n_lines and text.strip():
                 colour = COLOURS.get(source.name, COLOURS["other"])
                 parts.append(
-                    f'<text class="p" style="animation-delay:{seconds * slower:.2f}s;fill:{colour}" '
+                    f'<text class="p" style="animation-duration:{seconds * slower:.2f}s;fill:{colour}" '
                     f'x="{left + column * CHARACTER:.1f}" y="{TOP + line * LINE + 4}" '
                     f'textLength="{len(text) * CHARACTER:.1f}" lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
                 )
         parts.append(f'<text class="h" x="{left:.1f}" y="{height - LINE * 1.6:.1f}">{escape(caption(turn))}</text>')
     sources = {source for pieces in laid_out.values() for _, source, *_ in pieces} - {Source.ROOT}
-    kinds = ["the drafter's" if source == Source.DRAFT else "found in a text" for source in sorted(sources)]
+    kinds = ["the drafter's" if source == Source.DRAFT else "of a lookup" for source in sorted(sources)]
     colours = " and ".join(
         f"{'green' if kind.startswith('the') else 'blue'}: accepted draft tokens, {kind}"
         for kind in dict.fromkeys(kinds)
     )
     parts.append(
-        f'<text class="d" x="{MARGIN}" y="{height - LINE * 0.5:.1f}">{escape(colours)}; both texts are equal. '
-        f"{slower:g} times slower than recorded.</text></svg>"
+        f'<text class="d" x="{MARGIN}" y="{height - LINE * 0.5:.1f}">{escape(colours + "; " if colours else "")}'
+        f"both texts are equal; {slower:g} times slower than recorded.</text></svg>"
     )
     return "\n".join(parts) + "\n"
 

@@ -5,9 +5,9 @@
 #
 # PROMPTS are files of questions whose licences permit it; prompts about code are made by chat_prompts.py. On two cores
 # it takes about two hours: half of it for the responses, an eighth for the activations, the rest for the training.
-# Each command resumes where it was interrupted.
+# After an interruption the same command goes on. It needs pip install -e '.[gguf]'.
 set -euo pipefail
-PROMPTS=${PROMPTS?give the .jsonl files of questions}
+PROMPTS=${PROMPTS:?give the .jsonl files of questions}
 RANKS=${RANKS-2}
 WORK=${WORK-runs/smollm2}
 PYTHON=${PYTHON-python}
@@ -20,10 +20,16 @@ half=$(($(wc -l < "$WORK/prompts.jsonl") / 2))
 head -n "$half" "$WORK/prompts.jsonl" > "$WORK/sampled.jsonl"
 tail -n +$((half + 1)) "$WORK/prompts.jsonl" > "$WORK/greedy.jsonl"
 
-ranks() { torchrun --nproc-per-node "$RANKS" -m "$@"; }
-ranks data_prep.responses prompts="$WORK/sampled.jsonl" limit="${SAMPLED-2800}" sampling=t1 target=smollm2 \
-    max_new_tokens=192 batch_size=32 out="$WORK/own-sampled"
-ranks data_prep.responses prompts="$WORK/greedy.jsonl" limit="${GREEDY-1300}" sampling=greedy target=smollm2 \
-    max_new_tokens=192 batch_size=32 out="$WORK/own-greedy"
-ranks data_prep.activations responses="$WORK/own-sampled:$WORK/own-greedy" target=smollm2 'layers=[27,28,29]' \
-    out="$WORK/activations"
+store() {   # name, command, options: unless it is finished
+    [ -e "$WORK/$1/manifest.json" ] ||
+        $PYTHON -m torch.distributed.run --nproc-per-node "$RANKS" -m "$2" target=smollm2 out="$WORK/$1" "${@:3}"
+}
+store own-sampled data_prep.responses prompts="$WORK/sampled.jsonl" limit="${SAMPLED-2800}" sampling=t1 \
+    max_new_tokens=192 batch_size=32
+store own-greedy data_prep.responses prompts="$WORK/greedy.jsonl" limit="${GREEDY-1300}" sampling=greedy \
+    max_new_tokens=192 batch_size=32
+store activations data_prep.activations responses="$WORK/own-sampled:$WORK/own-greedy" 'layers=[27,28,29]'
+$PYTHON -m spectrain.train +exp=spire target=smollm2 data=offline data.path="$WORK/activations" data.batch_size=8 \
+    data.val_rows=96 trainer=ddp trainer.accelerator=cpu trainer.devices="$RANKS" draft_vocab=24576 max_steps=1950 \
+    optimizer.lr=3e-3 optimizer.warmup_steps=60 trainer.val_check_interval=650 select.every=0 tau.contexts=32 \
+    'tau.context_tokens=[96,160]' run_dir="$WORK/spire" out="${OUT-checkpoints/smollm2-135m-spire}"

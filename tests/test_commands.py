@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -328,6 +329,22 @@ def test_unknown_options_are_named(run, small, tmp_path):
         assert "Traceback" not in err
     assert run("train")[0] == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chat_model_is_given_its_template_unless_told_otherwise(run, shared):
+    shutil.copytree(shared / "target", "chat")
+    tokenizer = AutoTokenizer.from_pretrained("chat")
+    tokenizer.chat_template = "{% for m in messages %}class {{ m['content'] }}:\n    def {% endfor %}"
+    tokenizer.save_pretrained("chat")
+    options = ["method=autoregressive", "prompt=Reader", "max_new_tokens=12", "baseline=false"]
+    found = {}
+    for chat in ("auto", "true", "false"):
+        code, found[chat], err = run("generate", *options, f"chat={chat}", target="chat")
+        assert code == 0, err
+    assert found["auto"] == found["true"] != found["false"]
+    assert found["auto"].startswith("Reader\n\n")
+    assert run("generate", *options, target="chat")[1] == found["auto"]
+    assert not run("generate", *options)[1].startswith("Reader\n\n")  # a target without a template
 
 
 BAD_GENERATION = {

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from spectrain.decoding.tree import DraftTree
 
-MAX_PADDING = 1 / 16  # of a row, in batches that are large enough
-BUSY_PART = 8  # a batch of 1 / 8 of the budget is
+MAX_PADDING = 1 / 16  # largest share of padding in a row, once the batch is large enough
+BUSY_PART = 8  # a batch keeps the device busy from 1 / 8 of the budget on
 
 
 def tree_mask(tree: DraftTree, starts: Sequence[int], slots: Tensor, used: int) -> Tensor:

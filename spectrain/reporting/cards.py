@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
 CORPUS_MARGIN = 1.2  # SGLang refuses a corpus that has more tokens than it was told
 OPTIONS = (  # of a training's config that say what was trained and how; the others say where and how fast
-    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "input", "head"),
+    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "input", "head", "draft_vocab"),
     *(
         "previous_state",
         "feedback",

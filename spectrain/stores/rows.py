@@ -209,6 +209,17 @@ def open_responses(folder: str | Path) -> ResponseStore:
     return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder), lambda _: RESPONSE_COLUMNS, "responses"))
 
 
+def open_several_responses(folders: str) -> list[ResponseStore]:
+    """Open the stores of a value such as `responses=<folder>:<folder>`; UserError as `open_responses`.
+
+    A folder whose own name has colons is one store.
+    """
+    names = [folders] if Path(folders).expanduser().exists() else folders.split(":")
+    if "" in names or len(set(names)) < len(names):
+        raise UserError(f"{folders} must be different folders of data_prep.responses, separated by colons")
+    return [open_responses(Path(name).expanduser()) for name in names]
+
+
 def open_acceptance(folder: str | Path) -> AcceptanceStore:
     """Open a store of acceptance labels, or raise UserError where the folder holds no whole one of this version."""
     return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder), label_columns, "rows"))

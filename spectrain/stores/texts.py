@@ -190,13 +190,13 @@ def is_responses(path: str | None) -> bool:
 
 def responses_of(path: str, tokenizer: PreTrainedTokenizerBase | None) -> list[ResponseStore]:
     """Open the stores of a corpus responses:<store>; UserError where one is none, or of another tokenizer."""
-    from spectrain.stores.rows import RESPONSES, open_responses  # here: it imports datasets, see stores.tables
+    from spectrain.stores.rows import RESPONSES, open_several_responses  # here: it imports datasets, see stores.tables
 
     if tokenizer is None:
         raise UserError(
             f"corpus={path} is made of tokens of a target, which +exp=target is to train; give a text corpus"
         )
-    stores = [open_responses(Path(name).expanduser()) for name in path.removeprefix(OF_RESPONSES).split(":")]
+    stores = open_several_responses(path.removeprefix(OF_RESPONSES))
     for store in stores:
         RESPONSES.check_tokenizer(store.folder, store.manifest, tokenizer_fingerprint(tokenizer))
     return stores

@@ -10,7 +10,7 @@ from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
 from spectrain.training.data import Rows
 
-AUTO_SHARE = 0.995  # of the tokens of new text, as far as is known, that "auto" keeps
+AUTO_SHARE = 0.995  # estimated share of new text that "auto" covers
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetMode
 def expected_shares(counts: Tensor) -> Tensor:
     """Estimate the share of each token [V] float64 in new text of the kind that was counted, [V] int64.
 
-    A text never has all tokens of its kind, so those that it has are rarer in new text. Each count is lowered by the
-    discount that Ney, Essen and Kneser (1994) estimate from the tokens that occur once and twice. The tokens that do not
-    occur share what is taken.
+    A sample lacks some tokens that new text has, so seen tokens are rarer in new text than in the sample. Each seen
+    count is lowered by the discount that Ney, Essen and Kneser (1994) estimate from the numbers of tokens that occur
+    once and twice. Unseen tokens share that mass equally.
     """
     once, twice, is_seen = int((counts == 1).sum()), int((counts == 2).sum()), counts > 0
     n_seen, n_unseen = int(is_seen.sum()), int((~is_seen).sum())
     discount = once / max(1, once + 2 * twice) if n_unseen else 0.0
     unseen = discount * n_seen / max(1, n_unseen)
-    return (counts - discount).double().where(is_seen, unseen) / max(1, int(counts.sum()))
+    return (counts.double() - discount).where(is_seen, unseen) / max(1, int(counts.sum()))

@@ -164,10 +164,13 @@ def _chunk(
     if not needs_grad:
         return cross_entropy, alpha, None
     if labels is not None:
+        assert weights == (1.0, 0.0), weights
         grad = q.scatter_add(-1, labels.clamp_min(0)[:, None], -torch.ones_like(q[:, :1])) * kept[:, None]
         return cross_entropy, alpha, grad
+    if not weights[1]:
+        return cross_entropy, alpha, q.sub_(p).mul_(weights[0])
     mass = q.where(q < p, 0)  # q_v m_v
-    # In place, as each pass over [n, V] goes through memory: w0 (q - p) - w1 (mass - q <q, m>)
+    # In place, because each new [n, V] tensor costs memory traffic: w0 (q - p) - w1 (mass - q <q, m>)
     grad = q.mul_(weights[0] + weights[1] * mass.sum(dim=-1, keepdim=True))
     grad.sub_(p, alpha=weights[0]).sub_(mass, alpha=weights[1])
     return cross_entropy, alpha, grad

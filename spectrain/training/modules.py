@@ -158,7 +158,7 @@ class SpireTraining(Training):
             places_of = torch.full((len(of_target),), -100, device=self.device)
             places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)
             next_tokens = torch.where(next_tokens >= 0, places_of[next_tokens.clamp_min(0)], -100)
-        # DeepSpeed computes in bfloat16, whatever the target's dtype.
+        # head=target: cast to the drafter's dtype, because DeepSpeed computes in bfloat16 whatever the target's dtype.
         has_own = self.drafter.config.head != "target"
         unembedding = self.drafter.unembedding if has_own else rows.to(hidden.dtype)
         states = hidden.flatten(0, 1)[places]

@@ -139,7 +139,7 @@ def test_responses_are_rows_of_prompt_and_answer(capture, shared, answers):
     assert store.manifest.source == {"kind": "responses", "responses": "responses"}
 
 
-def test_several_stores_of_responses_are_captured_together_and_share_what_is_held_out(capture, shared, answers):
+def test_several_stores_of_responses_are_captured_together_and_hold_out_the_same_ids(capture, shared, answers):
     shutil.copytree(answers, "more")
     options = [f"target={shared / 'target'}", "precision=32-true", "held_out_share=0.4"]
     assert capture(*options, f"responses={answers}", "out=a")[0] == 0
@@ -149,6 +149,13 @@ def test_several_stores_of_responses_are_captured_together_and_share_what_is_hel
     assert both.held_out.tolist() == 2 * one.held_out.tolist()
     assert both.read(len(one)).tokens.tolist() == one.read(0).tokens.tolist()
     assert both.manifest.source["responses"] == "responses:more"
+    Path("more").rename("at 10:30")
+    assert capture(*options, "responses=at 10:30", "out=c")[0] == 0
+    assert len(open_features("c")) == len(one)
+    for wrong in (f"{answers}:", f"{answers}:{answers}"):
+        code, _, err = capture(*options, f"responses={wrong}", "out=d")
+        assert code == 2
+        assert "must be different folders of data_prep.responses, separated by colons" in err
 
 
 def test_responses_that_leave_a_side_empty_are_said(answers):

@@ -105,7 +105,7 @@ def test_packed_documents_do_not_see_each_other(family_target):
         torch.testing.assert_close(features.captured[:, document], alone.captured, rtol=1e-4, atol=1e-4)
 
 
-def test_packed_documents_of_several_rows_are_read_one_by_one(family_target):
+def test_packed_documents_of_several_rows_are_texts_of_their_own(family_target, monkeypatch):
     lengths = [[5, 1, 9], [15], [7, 8]]
     tokens = torch.tensor(random_prompts([15, 15, 15]))
     starts = torch.tensor([[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in lengths])
@@ -113,6 +113,12 @@ def test_packed_documents_of_several_rows_are_read_one_by_one(family_target):
     features, masked = target.features(tokens, starts), target.forward(tokens, starts)
     torch.testing.assert_close(features.captured, masked.captured, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(target.logits_of(features.final_hidden), masked.logits, rtol=1e-4, atol=1e-4)
+    with monkeypatch.context() as elsewhere:  # elsewhere than on a CPU a mask keeps them apart
+        elsewhere.setattr(TargetModel, "device", torch.device("meta"))
+        torch.testing.assert_close(target.features(tokens, starts).captured, masked.captured, rtol=1e-4, atol=1e-4)
+        elsewhere.setattr("spectrain.decoding.target.packed_mask", None)
+        with pytest.raises(TypeError):
+            target.features(tokens, starts)
     alone = family_target.with_capture([]).features(tokens, starts)
     assert alone.captured is None
     torch.testing.assert_close(alone.final_hidden, features.final_hidden)

@@ -115,6 +115,9 @@ def test_the_most_frequent_tokens_of_responses_are_kept_and_special_ones_always(
     assert kept(len(ends) + 1) == sorted([5, *ends])
     assert kept(len(ends) + 2) == sorted([5, 9, *ends])
     assert kept("auto") == sorted([5, 7, 9, *ends])
+    # Once: 7. Twice: 9. A third of each count is taken for the tokens that are not there, so they are needed, too.
+    new = torch.tensor([[5, 5, 5, 5, 9, 9, 7]], dtype=torch.int32)
+    assert len(drafted_tokens("auto", TokenRows(new), target)) > len({5, 7, 9} | ends)
     of_response = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
     assert kept("auto", of_response) == sorted([9, *ends])
     assert drafted_tokens(None, TokenRows(tokens), target) is None
