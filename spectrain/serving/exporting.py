@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,9 @@ def save_head_and_drafter(folder: Path, head: AcceptanceHead, facts: HeadFacts, 
 def trained_facts(run: RunFolder, step: int) -> dict:
     """The facts for spectrain.json: the run's result where it is of these weights, else how far they are trained."""
     result, best, kind = run.read_result(), run.best.read(), run.config["kind"]
-    tokens = {} if kind == "specdecpp" else {"tokens": tokens_of(run.config, step)}
+    # Stored rows have any length, which only the training itself knows.
+    is_known = kind != "specdecpp" and run.config["data"].get("source") != "offline"
+    tokens = {"tokens": tokens_of(run.config, step)} if is_known else {}
     if kind == "target":
         return {"steps": step, **tokens}
     if result is not None and step == (result.get("selected") or {"step": result["steps"]})["step"]:
@@ -141,10 +143,11 @@ def trained_facts(run: RunFolder, step: int) -> dict:
     return {"steps": step, **tokens, "selected": selected, "metrics": metrics, "finished": bool(result)}
 
 
-def tokens_of(config: Mapping, steps: int) -> int:
-    """Tokens that a training saw in this many steps."""
+def tokens_of(config: Mapping, steps: int, row_lengths: Sequence[int] | None = None) -> int:
+    """Tokens that a training saw in this many steps, about, where rows have the given lengths; None: `row_tokens`."""
     data = config["data"]
-    return steps * config["trainer"]["accumulate_grad_batches"] * data["batch_size"] * data["row_tokens"]
+    rows = steps * config["trainer"]["accumulate_grad_batches"] * data["batch_size"]
+    return round(rows * (data["row_tokens"] if row_lengths is None else sum(row_lengths) / len(row_lengths)))
 
 
 def fill(folder: Path, export: Export) -> tuple[str, str]:
