@@ -96,7 +96,7 @@ def picture(turns: dict[str, Turn], prompt: str, slower: float) -> str:
     n_lines = min(LINES, 1 + max(line for pieces in laid_out.values() for *_, line, _ in pieces))
     width, height = len(turns) * pane, TOP + n_lines * LINE + 3 * LINE
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width:.0f} {height}" role="img" '
         f'aria-label="{escape(", ".join(f"{name}: {caption(turn)}" for name, turn in turns.items()))}">',
         "<style>text{font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre;fill:#d4d8de}"
         "@keyframes hidden{from{opacity:0}to{opacity:0}}.p{animation-name:hidden}"  # visible where nothing is animated
