@@ -25,7 +25,7 @@ from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import pack
-from spectrain.stores.rows import open_several_responses
+from spectrain.stores.rows import open_several_responses, response_folders
 from spectrain.stores.texts import read_documents
 
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
@@ -42,8 +42,7 @@ def main(cfg: DictConfig) -> None:
         config.pop("held_out_share" if cfg.responses is None else "corpus")
         source = {"kind": "corpus", "corpus": cfg.corpus.path or "stdlib"}
         if cfg.responses is not None:
-            stores = open_several_responses(cfg.responses)
-            names = [store.folder.resolve().name for store in stores]
+            names = [folder.resolve().name for folder in response_folders(cfg.responses)]
             source = {"kind": "responses", "responses": ":".join(names)}
         facts = {"target": cfg.target.path, "config": config, "source": source}
         parts = ShardParts(rows, target, cfg.precision, cfg.dtype, cfg.batch_tokens, cfg.shard_tokens, facts)

@@ -209,15 +209,20 @@ def open_responses(folder: str | Path) -> ResponseStore:
     return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder), lambda _: RESPONSE_COLUMNS, "responses"))
 
 
-def open_several_responses(folders: str) -> list[ResponseStore]:
-    """Open the stores of a value such as `responses=<folder>:<folder>`; UserError as `open_responses`.
+def response_folders(folders: str) -> list[Path]:
+    """Return the folders of a value such as `responses=<folder>:<folder>`; UserError where one is empty or repeated.
 
     A folder whose own name has colons is one store.
     """
     names = [folders] if Path(folders).expanduser().exists() else folders.split(":")
     if "" in names or len(set(names)) < len(names):
         raise UserError(f"{folders} must be different folders of data_prep.responses, separated by colons")
-    return [open_responses(Path(name).expanduser()) for name in names]
+    return [Path(name).expanduser() for name in names]
+
+
+def open_several_responses(folders: str) -> list[ResponseStore]:
+    """Open the stores of `response_folders`; UserError as `open_responses`."""
+    return [open_responses(folder) for folder in response_folders(folders)]
 
 
 def open_acceptance(folder: str | Path) -> AcceptanceStore:
