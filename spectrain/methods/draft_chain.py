@@ -42,11 +42,12 @@ class ChainDrafter(Drafter):
         gamma: most tokens of a chain.
         adapts: whether fewer are drafted where fewer are faster, by what acceptance has been so far and what forwards
             and draft steps cost here.
+        acceptance: of drafted tokens after training, from which it then starts; None: not known.
     """
 
-    def __init__(self, gamma: int, adapts: bool = False):
+    def __init__(self, gamma: int, adapts: bool = False, acceptance: float | None = None):
         self.gamma = gamma
-        self.sizer = ChainSizer(gamma) if adapts else None
+        self.sizer = ChainSizer(gamma, acceptance) if adapts else None
 
     @abstractmethod
     def draft(self, context: Context, gamma: int) -> DraftTree:

@@ -23,7 +23,8 @@ from spectrain.methods.step_times import DraftTimes, StepTimes
 from spectrain.stores.forward_times import ForwardTimes
 
 AUTO = "auto"  # max_nodes: as many in each step as pay on this machine
-FIRST_CHANCE = 0.6  # that a draft model's token is accepted, before any was seen
+FIRST_CHANCE = 0.6  # that a draft model's token is accepted, where its training did not say
+TRAINED_TRIALS = 24.0  # that the acceptance which a training measured is worth
 WIDTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128])
 FIRST_CANDIDATES = 16
 FEWEST_CANDIDATES = 8
@@ -79,10 +80,14 @@ class ChainSizer:
 
     Args:
         most: tokens of a chain.
+        acceptance: of drafted tokens after training, [0, 1]; None: not known.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, acceptance: float | None = None):
         self.most = most
+        # The chance of a first token before any was seen, and the trials that it is worth. Likewise a place's chance is
+        # worth so many for the next place.
+        self.prior = (FIRST_CHANCE, KIND_TRIALS) if acceptance is None else (acceptance, TRAINED_TRIALS)
         self.hits, self.trials = np.zeros(most), np.zeros(most)
         self.times = StepTimes(most + 1)
         self.sampling: Sampling | None = None
@@ -113,9 +118,9 @@ class ChainSizer:
         price = self.times.price(n_rows)[2:]  # of 1, 2, .. tokens
         rate = self.times.rate(n_rows)
         gained, reached, best, chosen = 0.0, 1.0, -np.inf, 1
-        chance = FIRST_CHANCE
+        chance, worth = self.prior
         for place in range(self.most):
-            chance = (self.hits[place] + KIND_TRIALS * chance) / (self.trials[place] + KIND_TRIALS)
+            chance = (self.hits[place] + worth * chance) / (self.trials[place] + worth)
             reached *= chance
             gained += n_rows * reached
             value = gained - price[place] - rate * self._draft_times.seconds(place + 1)

@@ -22,7 +22,7 @@ from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import draft_dtype_of
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
 from spectrain.methods.stopping import StopRule
-from spectrain.models.artifacts import fastest_gamma
+from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.draft_states import in_vocabulary
 
 GAMMA = 4  # drafted tokens per step
@@ -43,7 +43,8 @@ def build(
     """
     length, adapts = lengths_of(gamma, max_nodes, fastest_gamma(Path(drafter)) or GAMMA, MOST)
     model = load_draft_model(target, drafter, draft_dtype)
-    return Speculative(model, length, draft_dtype=draft_dtype, adapts=adapts)
+    acceptance = trained_acceptance(Path(drafter))
+    return Speculative(model, length, draft_dtype=draft_dtype, adapts=adapts, acceptance=acceptance)
 
 
 def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:
@@ -68,7 +69,7 @@ class Speculative(ChainDrafter):
         gamma: drafted tokens per step; fewer where a row has less room.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
-        adapts: see `ChainDrafter`.
+        adapts, acceptance: see `ChainDrafter`.
         draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
     """
 
@@ -82,8 +83,9 @@ class Speculative(ChainDrafter):
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
         adapts: bool = False,
+        acceptance: float | None = None,
     ):
-        super().__init__(gamma_within(gamma, max_nodes), adapts)
+        super().__init__(gamma_within(gamma, max_nodes), adapts, acceptance)
         if draft_dtype_of(draft_dtype, draft_model.device, draft_model.dtype) == torch.int8:
             draft_model = draft_model.in_8_bits()
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model

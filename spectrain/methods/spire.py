@@ -28,7 +28,7 @@ from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
-from spectrain.models.artifacts import fastest_gamma, load_spire
+from spectrain.models.artifacts import fastest_gamma, load_spire, trained_acceptance
 from spectrain.models.rollout import chunk_tokens, windowed_states
 from spectrain.models.spire import SpireDrafter
 
@@ -48,7 +48,8 @@ def build(
     loaded, fastest = load_spire(Path(drafter), target), fastest_gamma(Path(drafter))
     k, window = loaded.config.k, loaded.config.window_tokens
     length, adapts = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window))
-    return Spire(loaded, length, draft_dtype=draft_dtype, adapts=adapts)
+    acceptance = trained_acceptance(Path(drafter))
+    return Spire(loaded, length, draft_dtype=draft_dtype, adapts=adapts, acceptance=acceptance)
 
 
 LONGER = 2  # times the k of training a chain may have that adapts
@@ -61,7 +62,7 @@ class Spire(ChainDrafter):
         drafter: trained for the target at hand.
         gamma: draft tokens per step; None takes the k it was trained with.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
-        adapts: see `ChainDrafter`.
+        adapts, acceptance: see `ChainDrafter`.
         stop: ends drafts before gamma tokens.
         draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
         tree_nodes: most nodes of a tree that it reads, the root included (see `TreeDrafter`); 0: it drafts chains only.
@@ -79,9 +80,10 @@ class Spire(ChainDrafter):
         draft_dtype: str = "float32",
         adapts: bool = False,
         tree_nodes: int = 0,
+        acceptance: float | None = None,
     ) -> None:
         config, self.tree_nodes = drafter.config, tree_nodes
-        super().__init__(gamma_within(config.k if gamma is None else gamma, max_nodes), adapts)
+        super().__init__(gamma_within(config.k if gamma is None else gamma, max_nodes), adapts, acceptance)
         self.trained, self.stop, self.draft_dtype = drafter, stop, draft_dtype
         self.drafter = drafter  # as it drafts; `start` makes it
         self._made_for: tuple = ()

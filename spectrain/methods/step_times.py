@@ -9,7 +9,7 @@ import numpy as np
 
 from spectrain.stores.forward_times import ForwardTimes
 
-OUTSIDE = 0.35, 0.6  # of a step without and with a draft, in forwards of one node, before any was timed
+OUTSIDE_S = 0.15e-3, 0.25e-3  # of a step without and with a draft, beside its forward, before any was timed
 WIDTH_STEPS = 8.0  # that the seconds guessed for a width are worth
 MOST_WIDTH_STEPS = 400.0
 LEVEL_STEPS = 6.0  # over which the machine's slowness is averaged
@@ -37,17 +37,17 @@ class Level:
 class Mean:
     """A mean over the last steps."""
 
-    def __init__(self, n_steps: float):
-        self.most, self._n, self.value = n_steps, 0.0, 0.0
+    def __init__(self, most_steps: float):
+        self.most_steps, self.n_steps, self.value = most_steps, 0.0, 0.0
 
     def count(self, value: float) -> None:
-        self._n = min(self._n + 1, self.most)
-        self.value += (value - self.value) / self._n
+        self.n_steps = min(self.n_steps + 1, self.most_steps)
+        self.value += (value - self.value) / self.n_steps
 
     def count_usual(self, seconds: float) -> float:
         """Count seconds, but not how far something else disturbed them. Return what was counted."""
         if seconds < self.value / DISTURBED:  # those before compiled something
-            self._n, self.value = 0.0, 0.0
+            self.n_steps, self.value = 0.0, 0.0
         elif self.value:
             seconds = min(seconds, DISTURBED * self.value)
         self.count(seconds)
@@ -86,8 +86,8 @@ class StepTimes:
     def seconds(self, n_rows: int, least: int = 1) -> np.ndarray:
         """Seconds by width [N + 1] of a step after its draft; `least` is the width without one."""
         forward = self.forwards[n_rows - 1]
-        seconds = (forward + OUTSIDE[1] * forward[1]) * self.drafting[n_rows - 1] * self.ratios[n_rows - 1]
-        seconds[: least + 1] = forward[: least + 1] + OUTSIDE[0] * forward[1]
+        seconds = (forward + OUTSIDE_S[1]) * self.drafting[n_rows - 1] * self.ratios[n_rows - 1]
+        seconds[: least + 1] = forward[: least + 1] + OUTSIDE_S[0]
         return seconds
 
     def rate(self, n_rows: int, least: int = 1) -> float:
@@ -110,7 +110,9 @@ class StepTimes:
             nearest = min(tried, key=lambda n: abs(n - n_rows))
             share = self.seconds(nearest)[1] / self.seconds(n_rows)[1]
             return self.speed(nearest) * share * n_rows / nearest
-        tokens = (self.expected[n_rows - 1].value + self.tokens[n_rows - 1].value) / 2  # of the text now, and what was
+        expected, gained = self.expected[n_rows - 1].value, self.tokens[n_rows - 1]
+        share = gained.n_steps / (gained.n_steps + RATE_STEPS)  # a few steps gained it by chance
+        tokens = expected + share * (gained.value - expected)
         return tokens / self.step_s(n_rows) if self.cost[n_rows - 1].value else None
 
     def step_s(self, n_rows: int) -> float:

@@ -157,6 +157,15 @@ def fastest_gamma(folder: Path) -> int | None:
     return gamma
 
 
+def trained_acceptance(folder: Path) -> float | None:
+    """Return how often a drafter's tokens were accepted on held-out text after training; None: nobody has said."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    metrics = read_manifest(folder).trained.get("metrics")
+    alpha = metrics.get("eval/alpha") if isinstance(metrics, dict) else None
+    return alpha if isinstance(alpha, float) and 0 < alpha < 1 else None
+
+
 def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     """Return the newest folder of this kind below `root` for this target, else the one that comes with spectrain.
 

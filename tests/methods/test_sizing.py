@@ -215,7 +215,7 @@ CHAIN = draft_of(*((token, token - 1, 0) for token in range(1, 12)))
 def test_where_nodes_cost_nothing_all_are_scored_and_where_they_are_dear_none():
     sizes = np.array([12])
     free, dear = started(FREE), started(DEAR)
-    free.times.drafting[:] = 0.5  # of 1.6 and 1.35 forwards: a step with a draft is no slower
+    free.times.drafting[:] = 0.5  # a step with a draft is no slower
     assert free.trees(CHAIN[None], sizes)[0].shape == (1, 3, 12)
     kept, depth, chains = dear.trees(CHAIN[None], sizes)
     assert (kept.shape, depth, chains) == ((1, 3, 1), 0, True)
@@ -265,6 +265,39 @@ def test_a_chain_is_as_long_as_its_tokens_are_accepted(clock):
         lengths[accepted] = n
     assert lengths[0] == 1
     assert lengths[0] <= lengths[1] <= 3 < lengths[8]
+
+
+def test_a_chain_begins_as_long_as_training_says_and_learns_all_the_same():
+    times = ForwardTimes(NODES, [1e-3 * (1 + 0.1 * n) for n in NODES])
+    firsts, lasts = [], []
+    for acceptance in (0.2, None, 0.9):
+        sizer = ChainSizer(8, acceptance)
+        sizer.start(times, times, 1)
+        sizer.join(Sampling())
+        firsts.append(sizer.begin(1))
+        sizer.hits[:], sizer.trials[:] = 30, 100
+        lasts.append(sizer.begin(1))
+    assert firsts[0] < firsts[1] < firsts[2]
+    assert max(lasts) <= 2 < firsts[1]
+
+
+@pytest.mark.parametrize("forward_s", [0.5e-3, 20e-3])
+def test_what_a_step_takes_beside_its_forward_is_no_share_of_it(forward_s):
+    """Before any step was timed: a large target's step must not seem dear only because it drafts."""
+    seconds = started(ForwardTimes(NODES, [forward_s] * 7)).times.seconds(1)
+    assert seconds[2] - seconds[1] == pytest.approx(1e-4)
+    assert seconds[1] == pytest.approx(forward_s + 1.5e-4)
+
+
+def test_a_few_unlucky_steps_do_not_outweigh_what_was_expected():
+    times = started(FREE).times
+    for i in range(200):
+        times.count(1, 3, 1, (0.0, float(times.seconds(1)[3])), (1.0, 2.0))  # 2 tokens were expected, 1 was gained
+        if i == 4:
+            early = times.speed(1)
+    seconds = times.step_s(1)
+    assert early * seconds > 1.85
+    assert times.speed(1) * seconds == pytest.approx(1.5, abs=0.01)  # of late and for long
 
 
 def test_drafting_takes_a_first_token_and_more():

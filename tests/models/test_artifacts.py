@@ -16,6 +16,7 @@ from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import shape_of
 from spectrain.methods import speculative, spire
+from spectrain.methods.sizing import FIRST_CHANCE
 from spectrain.models.artifacts import MANIFEST, Artifact, load_spire, newest_artifact, save_spire, write_manifest
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
@@ -183,6 +184,19 @@ def test_the_fastest_draft_length_is_the_default_of_an_export(tmp_path, target, 
         else:
             with pytest.raises(UserError, match="is damaged .fastest_gamma="):
                 build(target, str(folder))
+
+
+@pytest.mark.parametrize("kind", ["spire", "vanilla"])
+def test_a_length_that_adapts_starts_from_the_acceptance_that_training_measured(tmp_path, target, kind):
+    folder = {"spire": export_spire, "vanilla": export_vanilla}[kind](tmp_path / "one", target)
+    build = {"spire": spire.build, "vanilla": speculative.build}[kind]
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for alpha, expected in ((0.25, 0.25), (2.0, FIRST_CHANCE), ("?", FIRST_CHANCE)):
+        trained = {"metrics": {"eval/alpha": alpha}}
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": trained}))
+        assert build(target, str(folder), max_nodes="auto").sizer.prior[0] == expected
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": None}}))
+    assert build(target, str(folder), max_nodes="auto").sizer.prior[0] == FIRST_CHANCE
 
 
 def test_the_newest_fitting_export_is_found(tmp_path, target):
