@@ -42,6 +42,7 @@ from spectrain.training import experiments
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
 from spectrain.training.runs import FinishedRun, RunFolder
+from spectrain.training.strategies import precision_of
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def main(cfg: DictConfig) -> None:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
     if cfg.data.source != "online" and cfg.kind not in ("spire", "specdecpp"):
         raise UserError(f"data={cfg.data.source} is for +exp=spire and +exp=specdecpp only; give data=online")
+    cfg.trainer.precision = precision_of(cfg.trainer)  # runs are named by what they compute
     with ExitStack() as claim:
         try:
             run = claim.enter_context(RunFolder.claim(cfg))

@@ -137,21 +137,27 @@ def openmp() -> ctypes.CDLL:
 
 
 @cache
-def _features() -> dict[str, bool]:
+def cpu_features() -> dict[str, bool]:
+    """Return which instructions this machine's processor has, by LLVM's names."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return dict(llvm.get_host_cpu_features())
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies matrices of bfloat16 in hardware; else float32 is many times faster."""
+    return bool(cpu_features().get("avx512bf16") or cpu_features().get("amx-bf16"))
+
+
 def _width() -> int:
     """Return the floats of a vector register."""
-    found = _features()
+    found = cpu_features()
     return 16 if found.get("avx512f") else 8 if found.get("avx2") else 4
 
 
 def _pair_sums() -> str | None:
     """Return the name of what multiplies neighbours of 16 bits and adds each two, of two full registers."""
-    if _width() == 16 and _features().get("avx512bw"):
+    if _width() == 16 and cpu_features().get("avx512bw"):
         return "llvm.x86.avx512.pmaddw.d.512"
     return "llvm.x86.avx2.pmadd.wd" if _width() == 8 else None
 
@@ -176,7 +182,7 @@ def mixes(size: int) -> bool:
 def _compiled(dtype: torch.dtype) -> dict[str, int]:
     """Compile the kernels of a dtype of weights. Return their addresses by name and T."""
     openmp()
-    if not (_features().get("fma") or _features().get("neon")):
+    if not (cpu_features().get("fma") or cpu_features().get("neon")):
         raise RuntimeError("its vectors have no fused multiply-add")
     module = ir.Module("spectrain")
     written = [_Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, MOST_T + 1)]

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError, check_choice
-from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, product, works
+from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies_bfloat16, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Rows up to which the kernel is the fastest, by the dtype of the inputs; torch multiplies bfloat16 by its own units.
-MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 8}
+MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8 if multiplies_bfloat16() else 64, torch.float16: 8}
+EMULATED = () if multiplies_bfloat16() else (torch.bfloat16, torch.float16)  # what torch multiplies very slowly
+MOST_EMULATED = 16  # rows up to which that is still faster than a copy of the weights in float32
 
 
 class RowsLinear(nn.Module):
@@ -38,7 +40,10 @@ class RowsLinear(nn.Module):
             rows = x.reshape(n_rows, -1).float().contiguous()
             y = product(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], -1)
         else:
-            y = F.linear(x, weight.to(x.dtype) if scale is None else (weight * scale[:, None]).to(x.dtype))
+            slow = x.device.type == "cpu" and x.dtype in EMULATED and n_rows > MOST_EMULATED
+            dtype = torch.float32 if slow else x.dtype
+            weight = weight.to(dtype) if scale is None else (weight * scale[:, None]).to(dtype)
+            y = F.linear(x.to(dtype), weight).to(x.dtype)
         return y if self.bias is None else y + self.bias[first:]
 
 

@@ -36,7 +36,7 @@ from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_a
 from spectrain.training.experiments import Experiment
 from spectrain.training.loggers import keep_config, loggers
 from spectrain.training.runs import RunFolder
-from spectrain.training.strategies import ZeroStrategy, strategy, uses_gpu
+from spectrain.training.strategies import ZeroStrategy, precision_of, strategy, uses_gpu
 
 log = logging.getLogger(__name__)
 
@@ -130,12 +130,13 @@ def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logg
 
     Raise UserError where Lightning does not take the `trainer` node, or ranks cannot share a batch or a sweep.
     """
-    precision = str(config["trainer"].get("precision"))
+    precision = precision_of(config["trainer"])
     if precision.startswith("16"):  # the gradients of `losses.py` are computed with the loss
         raise UserError(
             f"trainer.precision={precision} would round gradients before they are scaled; give bf16-mixed or 32-true"
         )
-    options = {name: value for name, value in config["trainer"].items() if name not in OURS} | ranks_of_torchrun()
+    options = {name: value for name, value in config["trainer"].items() if name not in OURS}
+    options |= {"precision": precision, **ranks_of_torchrun()}
     try:
         trainer = Trainer(
             **options,

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
@@ -28,6 +29,7 @@ from spectrain.stores.features import open_features
 from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out, read_documents
+from spectrain.training import strategies
 from spectrain.training.data import FeatureRows
 from tests import ranks
 from tests.conftest import tiny_model
@@ -312,7 +314,7 @@ def test_a_begun_build_refuses_another_corpus_and_other_options(capture, asked, 
 BAD = {
     "long rows": (["row_tokens=512"], "row_tokens=512 is above the target's 256 tokens; lower it"),
     "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "corpus too small: the "),
-    "precision": (["precision=64-true"], "precision=64-true must be one of 32-true"),
+    "precision": (["precision=64-true"], "precision=64-true must be one of auto, 32-true"),
     "layers": (["layers=[3,4]"], "layers=[3, 4] must be blocks 0 to 3, each once and in order"),
     "layers in disorder": (["layers=[3,1]"], "each once and in order"),
     "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
@@ -396,6 +398,19 @@ def test_responses_as_a_corpus_are_learned_alike_from_the_store_and_beside_the_t
     everything = ["data=offline", "data.path=a", "data.loss_on=all", "run_dir=all", "out=exported_all"]
     assert learn(*training, *everything)[0] == 0
     assert abs(curve("all", "train/loss")[0] - curve("offline", "train/loss")[0]) > 1e-3
+
+
+def test_precision_is_what_the_processor_multiplies_the_fastest(capture, learn, training, shared, monkeypatch):
+    for multiplies, expected in ((True, "bf16-mixed"), (False, "32-true")):
+        monkeypatch.setattr(strategies, "multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
+        out = f"out={expected}"
+        assert capture(*source(shared), f"row_tokens={ROW_TOKENS}", "corpus.max_documents=30", out)[0] == 0
+        assert open_features(expected).manifest.precision == expected
+        offline = ["trainer.precision=auto", "data=offline", f"data.path={expected}", f"run_dir=run-{expected}"]
+        code, _, err = learn(*training, *offline, f"out=exported-{expected}")
+        assert code == 0, err
+        assert "losses differ by rounding" not in err
+        assert OmegaConf.load(f"run-{expected}/config.yaml").trainer.precision == expected
 
 
 def test_training_goes_on_with_no_other_store(capture, learn, training, asked):

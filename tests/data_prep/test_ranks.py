@@ -47,7 +47,7 @@ def options(made: Path, ready: Path, shared: Path, folder: Path) -> dict[str, li
         "responses": [f"prompts={folder / 'p.jsonl'}", target, "max_new_tokens=16"],
         "acceptance": [target, answered, f"drafter={ready / 'draft'}", "draws=2", "part_rows=1", "batch_tokens=40"],
         "activations": [*source(shared), *shards, "batch_tokens=100", "precision=32-true"],
-        "stored": [*source(shared), *shards],
+        "stored": [*source(shared), *shards, "precision=bf16-mixed"],
         "train": [*training_options(shared), *offline],
     }
 

@@ -89,12 +89,12 @@ def test_rows_that_are_not_finite_stay_so_beside_8_bits(number):
 
 
 def test_matrices_that_the_kernel_does_not_take_go_through_torch():
-    assert not fits(torch.randn(40, 24))  # no whole number of vectors
+    assert not fits(torch.randn(40, 18))  # no whole number of vectors of any machine
     assert not fits(torch.randn(7, 32))
     assert not fits(torch.randn(32, 40).T)
     assert not fits(torch.randn(40, 32, dtype=torch.float64))
     assert not fits(torch.zeros(8, 2 * kernels.MOST_ROUNDED, dtype=torch.int8))  # its rows need a larger stack
-    for n_out, n_in, bias in ((40, 24, True), (7, 32, False), (40, 32, True)):
+    for n_out, n_in, bias in ((40, 18, True), (7, 32, False), (40, 32, True)):
         linear, x = nn.Linear(n_in, n_out, bias=bias).requires_grad_(False), torch.randn(2, 70, n_in)
         for rows in (x, x[:, :3], x[:1, :1]):
             torch.testing.assert_close(RowsLinear(linear)(rows), linear(rows), rtol=1e-4, atol=1e-5)
@@ -104,6 +104,25 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
         torch.testing.assert_close(
             RowsLinear(linear)(x[:, :2], first=5), linear(x[:, :2])[..., 5:], rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_of_a_dtype_without_arithmetic_are_multiplied_in_float32(monkeypatch, dtype):
+    linear = nn.Linear(32, 40).requires_grad_(False).to(dtype)
+    few, many = (torch.randn(n, 32).to(dtype) for n in (weights.MOST_EMULATED, weights.MOST_EMULATED + 1))
+    used = []
+    multiply = F.linear
+    monkeypatch.setattr(weights.F, "linear", lambda x, w: used.append(w.dtype) or multiply(x, w))
+    for emulated, expected in (((), dtype), ((dtype,), torch.float32)):
+        monkeypatch.setattr(weights, "EMULATED", emulated)
+        used.clear()
+        for rows in (few, many):
+            found = weights.TextLinear(linear)(rows)
+            assert found.dtype == dtype
+            torch.testing.assert_close(
+                found.float(), (rows.float() @ linear.weight.float().T + linear.bias), rtol=0.02, atol=0.02
+            )
+        assert used == [dtype, expected]
 
 
 def test_gradients_of_inputs_pass():
