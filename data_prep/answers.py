@@ -138,6 +138,7 @@ class PromptParts(Parts):
     answering: Answering
     answer: Callable[[Sequence[Prompt], Answers], None]  # in the loop, or by a server
     allow_failed: bool  # whether the store is finished without the prompts that failed
+    finish_early: bool = False  # whether no more are answered: the store holds those that were
 
     stage, made_before = "answer", "prompts are answered"
 
@@ -165,6 +166,10 @@ class PromptParts(Parts):
         for file in build.work.glob("rows-*.jsonl"):
             end_last_line(file)
         done = {row["id"] for row in answered_rows(build.work)}
+        if self.finish_early:
+            if not done.intersection(ids):
+                raise UserError("finish_early=true needs prompts that an earlier attempt answered; there are none yet")
+            return []
         return [n for n, question in enumerate(self.questions) if not done.issuperset(prompt_ids_of(question))]
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
@@ -212,6 +217,8 @@ class PromptParts(Parts):
         reasons = {row["id"]: row["reason"] for file in files for row in read_lines(file)}
         done = {row["id"] for row in rows}
         ids = [name for question in self.questions for name in prompt_ids_of(question)]
+        if self.finish_early:
+            ids = [name for name in ids if name in done]
         failed = [{"id": name, "reason": reasons[name]} for name in ids if name not in done]
         if failed and not (self.allow_failed and rows):
             shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
@@ -227,7 +234,7 @@ class PromptParts(Parts):
             "failed": len(failed),
             "tokens": sum(len(row["response"]) for row in rows),
             "retokenized": sum(row["retokenized"] for row in rows),
-            "later_turns": len(ids) - len(self.questions),
+            "later_turns": len(set(ids) - {turn_id(question.id, 0) for question in self.questions}),
         }
         drawn = {"sampling": self.manifest.sampling, "seed": self.answering.seed}
         manifest = dataclasses.replace(self.manifest, counts=counts, failed=failed)

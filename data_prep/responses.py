@@ -32,7 +32,7 @@ from spectrain.stores.prompts import Question
 from spectrain.stores.rows import ResponseManifest, open_responses
 
 # They change no response, or not beyond rounding.
-NOT_HASHED = ("out", "fresh", "allow_failed", "batch_size", "base_url", "concurrency", "retries", "timeout_s")
+NOT_HASHED = ("out", "fresh", "allow_failed", "finish_early", "batch_size", "base_url", "concurrency", "retries", "timeout_s")
 OF_LOOP = ("drafter", "head", "datastore", "tuned")  # options that a server has no use for
 OF_SERVER = ("base_url", "model")
 
@@ -95,7 +95,7 @@ def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answe
         config=config,
         counts={},
     )
-    return PromptParts(manifest, questions, target, cfg.chat, answering, source, cfg.allow_failed)
+    return PromptParts(manifest, questions, target, cfg.chat, answering, source, cfg.allow_failed, cfg.finish_early)
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:

@@ -202,6 +202,24 @@ def test_ctrl_c_is_one_line_and_code_130(respond, asked, monkeypatch):
     assert contents("cut") == contents("whole")
 
 
+def test_a_build_that_takes_too_long_is_finished_with_what_was_answered(respond, asked, monkeypatch):
+    assert respond(*asked, "out=whole")[0] == 0
+    code, _, err = respond(*asked, "out=cut", "finish_early=true")
+    assert code == 2
+    assert "finish_early=true needs prompts that an earlier attempt answered; there are none yet" in err
+    assert not Path(".cut.partial").exists()
+    with monkeypatch.context() as patch:
+        interrupted_after(4, patch)
+        assert respond(*asked, "out=cut")[0] == 130
+    code, out, err = respond(*asked, "out=cut", "finish_early=true")
+    assert code == 0, err
+    found = rows("cut")
+    assert 4 <= len(found) < len(rows("whole"))
+    assert [row for row in rows("whole") if row["id"] in {one["id"] for one in found}] == found
+    manifest = open_responses("cut").manifest
+    assert (manifest.counts["prompts"], manifest.counts["failed"], manifest.failed) == (len(found), 0, [])
+
+
 def test_only_the_same_responses_go_on(respond, asked, made, monkeypatch, tmp_path):
     shutil.copytree(made / "target", tmp_path / "target")
     arguments = [*asked, "target=./target", "out=r"]
