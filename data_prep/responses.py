@@ -32,7 +32,17 @@ from spectrain.stores.prompts import Question
 from spectrain.stores.rows import ResponseManifest, open_responses
 
 # They change no response, or not beyond rounding.
-NOT_HASHED = ("out", "fresh", "allow_failed", "finish_early", "batch_size", "base_url", "concurrency", "retries", "timeout_s")
+NOT_HASHED = (
+    "out",
+    "fresh",
+    "allow_failed",
+    "finish_early",
+    "batch_size",
+    "base_url",
+    "concurrency",
+    "retries",
+    "timeout_s",
+)
 OF_LOOP = ("drafter", "head", "datastore", "tuned")  # options that a server has no use for
 OF_SERVER = ("base_url", "model")
 

@@ -139,9 +139,10 @@ def _forwards_timed_once(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _nothing_shipped(monkeypatch, request):
-    """Hide the drafters that come with spectrain, unless a test has the mark `shipped`: most tests make their own."""
+    """Hide what was trained and comes with spectrain, unless a test has the mark `shipped`: most make their own."""
     if "shipped" not in request.keywords:
         monkeypatch.setattr(locations, "SHIPPED", ())
+        monkeypatch.setattr(locations, "SHIPPED_STORES", ())
 
 
 @pytest.fixture(autouse=True)

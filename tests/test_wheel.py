@@ -26,6 +26,7 @@ def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
         archive.extractall(site)
     for name in ("pystdlib-8l", *locations.SHIPPED):
         assert (site / "spectrain/checkpoints" / name / "model.safetensors").is_file()
+    assert all((site / "spectrain/checkpoints" / name / "manifest.json").is_file() for name in locations.SHIPPED_STORES)
     templates = [file.name for file in (ROOT / "spectrain/reporting/templates").iterdir()]
     assert templates
     assert all((site / "spectrain/reporting/templates" / name).is_file() for name in templates)

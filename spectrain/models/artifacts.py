@@ -173,7 +173,7 @@ def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     """
     own = [file for file in root.glob(f"*/{MANIFEST}") if file.parent.name not in locations.SHIPPED]
     own = [file.parent for file in sorted(own, key=lambda file: file.stat().st_mtime, reverse=True)]
-    for folder in (*own, *locations.shipped_folders()):
+    for folder in (*own, *locations.shipped_folders(locations.SHIPPED)):
         try:
             artifact = read_manifest(folder)
         except UserError as error:

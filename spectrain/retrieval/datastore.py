@@ -35,6 +35,7 @@ from spectrain.retrieval.suffix_array import (
     pair_dtype,
     token_dtype,
 )
+from spectrain.stores import locations
 from spectrain.stores.folder import MANIFEST, StoreKind, sha256, write_json
 from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy
 from spectrain.stores.writing import write_whole
@@ -291,7 +292,7 @@ def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
 def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
     """Return the newest datastore below `root` for this tokenizer, if possible one that this very target ranked.
 
-    Raises UserError where there is none.
+    Where there is none, one that comes with spectrain; else UserError.
     """
 
     def fits(manifest: Manifest) -> int:
@@ -300,4 +301,5 @@ def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint:
         return 2 if manifest.target_fingerprint == target_fingerprint else 1
 
     build_one = f"build one with {DATASTORES.built_by} corpus=... target=..., or give datastore=<folder>"
-    return DATASTORES.newest(root, fits, f"datastore for this target; {build_one}")
+    shipped = locations.shipped_folders(locations.SHIPPED_STORES)
+    return DATASTORES.newest(root, fits, f"datastore for this target; {build_one}", shipped)

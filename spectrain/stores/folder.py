@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -117,25 +117,29 @@ class StoreKind(Generic[M]):
     def _again(self) -> str:
         return f"run {self.built_by} again with fresh=true"
 
-    def newest(self, root: Path, fits: Callable[[M], int], otherwise: str) -> Path:
+    def newest(self, root: Path, fits: Callable[[M], int], otherwise: str, shipped: Sequence[Path] = ()) -> Path:
         """Return the newest store of this kind below `root` whose manifest fits best (0: not at all).
 
-        Where there is none, UserError says of what, and what to do, in the words of `otherwise`.
+        Where there is none, the same of the `shipped` folders; else UserError says of what, and what to do, in the
+        words of `otherwise`.
         """
-        fitting = []
-        for file in root.glob(f"[!.]*/{MANIFEST}"):
-            if kind_of(file) not in (self.name, None):
-                continue  # another command's store
-            try:
-                manifest = self.read_manifest(file.parent)
-            except UserError as error:
-                log.warning("passed over: %s", error)
-                continue
-            if rank := fits(manifest):
-                fitting.append((rank, file.stat().st_mtime, file.parent))
-        if not fitting:
-            raise UserError(f"{root}/ holds no {otherwise}")
-        return max(fitting)[2]
+        names = {folder.name for folder in shipped}
+        own = [file for file in root.glob(f"[!.]*/{MANIFEST}") if file.parent.name not in names]
+        for files in (own, [folder / MANIFEST for folder in shipped]):
+            fitting = []
+            for file in files:
+                if kind_of(file) not in (self.name, None):
+                    continue  # another command's store
+                try:
+                    manifest = self.read_manifest(file.parent)
+                except UserError as error:
+                    log.warning("passed over: %s", error)
+                    continue
+                if rank := fits(manifest):
+                    fitting.append((rank, file.stat().st_mtime, file.parent))
+            if fitting:
+                return max(fitting)[2]
+        raise UserError(f"{root}/ holds no {otherwise}")
 
 
 def write_manifest(folder: Path, manifest: object, files: Mapping[str, FileFacts] | None = None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
 MADE = {"smollm2": "smollm2-135m"}  # targets that are made at first use (spectrain.models.packages), and their folders
 SHIPPED = ("pystdlib-8l-spire", "smollm2-135m-spire")  # trained drafters that come with spectrain, by their folders
+SHIPPED_STORES = ("smollm2-135m-answers",)  # datastores that come with spectrain, likewise
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -23,11 +25,11 @@ def bundled_folder(name: str) -> Path | None:
     if name in MADE:
         name, roots = MADE[name], [CHECKPOINTS, *roots]
     for root in roots:
-        if "/" not in name and (root / name / "config.json").is_file():
+        if "/" not in name and any((root / name / file).is_file() for file in ("config.json", "manifest.json")):
             return root / name
     return None
 
 
-def shipped_folders() -> list[Path]:
-    """The folders of `SHIPPED` that are there. Where the user has a drafter of the same kind, that one goes first."""
-    return [folder for name in SHIPPED if (folder := bundled_folder(name))]
+def shipped_folders(names: Sequence[str]) -> list[Path]:
+    """The folders of `SHIPPED` or `SHIPPED_STORES` that are there; what the user has made goes before them."""
+    return [folder for name in names if (folder := bundled_folder(name))]
