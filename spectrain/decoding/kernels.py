@@ -162,15 +162,23 @@ def _pair_sums() -> str | None:
     return "llvm.x86.avx2.pmadd.wd" if _width() == 8 else None
 
 
-def _matrix_rows(t: int) -> int:
-    """Return R for T rows of x: R T sums, R weights and T inputs stay in the registers."""
-    n_registers = 16 if _width() == 8 else 32
-    return max(1, min(LEAST_OUTPUTS, (n_registers * 3 // 4) // t))
+def _n_registers() -> int:
+    return 16 if _width() == 8 else 32
+
+
+def _matrix_rows(t: int, in_8_bits: bool = False) -> int:
+    """Return R for T rows of x, so that what the innermost loop adds to and reads again stays in the registers.
+
+    These are R T sums, the fewer of R weights and T inputs, one of the others, and a product of 8 bits before it is
+    added. A single one too many is written to memory and read again in every round, which then takes twice as long.
+    """
+    fitting = [r for r in range(1, LEAST_OUTPUTS + 1) if r * t + min(r, t) + 1 + in_8_bits <= _n_registers()]
+    return max(fitting, default=1)
 
 
 def _mixed_vectors(t: int) -> int:
-    """Return the vectors of a row of values that stay in the registers for T rows of weights."""
-    return 4 if t <= 4 and _width() != 8 else 2
+    """Return the vectors of a row of values that stay in the registers for T rows of weights, likewise."""
+    return next(n for n in (4, 2, 1) if t * n + n + 1 <= _n_registers())
 
 
 def mixes(size: int) -> bool:
@@ -204,12 +212,28 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
 _engines: list[llvm.ExecutionEngine] = []
 
 
+def crossed(
+    weights: Sequence[Callable[[], ir.Value]], inputs: Sequence[Callable[[], ir.Value]]
+) -> Iterator[tuple[int, ir.Value, ir.Value]]:
+    """Yield the place of each sum, with its weight and its input. The fewer of both are read first, and kept."""
+    if len(weights) < len(inputs):
+        kept = [read() for read in weights]
+        for j, read in enumerate(inputs):
+            value = read()
+            yield from ((i * len(inputs) + j, weight, value) for i, weight in enumerate(kept))
+    else:
+        kept = [read() for read in inputs]
+        for i, read in enumerate(weights):
+            weight = read()
+            yield from ((i * len(kept) + j, weight, value) for j, value in enumerate(kept))
+
+
 class _Kernel:
     """Writes the function for T rows of x in LLVM's language. A last part of fewer rows overlaps the one before."""
 
     def __init__(self, module: ir.Module, dtype: torch.dtype, t: int, name: str) -> None:
-        self.module, self.dtype, self.t, self.r, self.width = module, dtype, t, _matrix_rows(t), _width()
-        self.vector = ir.VectorType(FLOAT, self.width)
+        self.module, self.dtype, self.t, self.width = module, dtype, t, _width()
+        self.r, self.vector = _matrix_rows(t, dtype == torch.int8), ir.VectorType(FLOAT, self.width)
         self.weight_type = FLOAT if dtype == torch.float32 else ir.IntType(BITS[dtype])
         kind = ir.FunctionType(ir.VoidType(), [INT.as_pointer()])
         self.function = ir.Function(module, kind, name)
@@ -326,12 +350,11 @@ class _Kernel:
         with self.loop(INT(0), n_in, INT(self.width), [zero] * (r * t)) as (k, carried):
             for one in rows:
                 self.fetch(b.gep(one, [b.add(k, b.mul(INT(r), n_in))]))
-            values = [self.load(b.gep(one, [k]), FLOAT) for one in inputs]
+            weights = [lambda one=one: self.widened(self.load(b.gep(one, [k]), self.weight_type)) for one in rows]
+            values = [lambda one=one: self.load(b.gep(one, [k]), FLOAT) for one in inputs]
             added = list(carried)
-            for i, one in enumerate(rows):
-                weights = self.widened(self.load(b.gep(one, [k]), self.weight_type))
-                for j, value in enumerate(values):
-                    carried[i * t + j] = b.call(fma, [weights, value, added[i * t + j]])
+            for place, weight, value in crossed(weights, values):
+                carried[place] = b.call(fma, [weight, value, added[place]])
         return carried
 
     def whole_sums(self, rows: Sequence[ir.Value], inputs: Sequence[ir.Value], n_in: ir.Value) -> list[ir.Value]:
@@ -360,15 +383,11 @@ class _Kernel:
         with self.loop(first, end, INT(wide.count), sums) as (k, carried):
             for one in rows:
                 self.fetch(b.gep(one, [b.add(k, b.mul(INT(len(rows)), end))]))
-            values = [self.load(b.gep(one, [k]), SHORT, wide.count) for one in inputs]
-            if wide.element != SHORT:
-                values = [b.sext(value, wide) for value in values]
+            weights = [lambda one=one: b.sext(self.load(b.gep(one, [k]), BYTE, wide.count), wide) for one in rows]
+            values = [lambda one=one: b.sext(self.load(b.gep(one, [k]), SHORT, wide.count), wide) for one in inputs]
             before = list(carried)
-            for i, one in enumerate(rows):
-                weights = b.sext(self.load(b.gep(one, [k]), BYTE, wide.count), wide)
-                for j, value in enumerate(values):
-                    place = i * len(inputs) + j
-                    carried[place] = b.add(before[place], multiply(weights, value))
+            for place, weight, value in crossed(weights, values):
+                carried[place] = b.add(before[place], multiply(weight, value))
         return carried
 
     def round(self, x: ir.Value, to: ir.Value, n_in: ir.Value) -> ir.Value:
