@@ -65,11 +65,13 @@ def kernel(dtype: torch.dtype, n_rows: int) -> int:
     return _compiled(dtype)[f"rows{_rows_together(n_rows)}"]
 
 
+@cache
 def _rows_together(n_rows: int) -> int:
     """Return T for M rows: few rows are computed twice, and each pass has enough to do with the weights it reads."""
-    if n_rows <= MOST_T:
+    most = max(t for t in range(1, MOST_T + 1) if _matrix_rows(t) > 1)  # or a pass has too little to do with inputs
+    if n_rows <= most:
         return n_rows
-    return min(range(4, MOST_T + 1), key=lambda t: (-(-n_rows // t) * t, -t))
+    return min(range(4, most + 1), key=lambda t: (-(-n_rows // t) * t, -t))
 
 
 def attention_kernels() -> list[int]:

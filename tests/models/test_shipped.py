@@ -1,18 +1,21 @@
-"""The drafters that come with spectrain: they open, they are accepted, and a user's own goes before them."""
+"""The drafters and datastores that come with spectrain: they open, and a user's own goes before them."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import shutil
 
 import pytest
 
 from spectrain import load_method, load_target
 from spectrain.decoding import generate
+from spectrain.decoding.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import find_artifact
-from spectrain.stores.locations import SHIPPED, shipped_folders
+from spectrain.retrieval.datastore import newest_datastore, open_datastore
+from spectrain.stores.locations import SHIPPED, SHIPPED_STORES, shipped_folders
 from tests.models.test_artifacts import export_spire
 
 pytestmark = pytest.mark.shipped
@@ -55,3 +58,22 @@ def test_each_shipped_folder_has_a_card_with_its_numbers_and_is_small():
         assert "Acceptance length tau" in card
         assert "/tmp" not in card + (folder / "spectrain.json").read_text()
         assert sum(file.stat().st_size for file in folder.iterdir()) < 24e6
+
+
+def test_a_shipped_datastore_opens_and_one_of_the_users_own_goes_before_it(tmp_path):
+    folders = shipped_folders(SHIPPED_STORES)
+    assert [folder.name for folder in folders] == list(SHIPPED_STORES)
+    for folder in folders:
+        store = open_datastore(folder, None)
+        store.verify()
+        manifest = store.manifest
+        prints = manifest.tokenizer_fingerprint, manifest.target_fingerprint
+        assert newest_datastore(tmp_path, *prints) == folder
+        card = (folder / "README.md").read_text()
+        assert f"{manifest.tokens:,} tokens" in card
+        assert "/tmp" not in card + (folder / "manifest.json").read_text()
+        assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
+        shutil.copytree(folder, tmp_path / "own")
+        assert newest_datastore(tmp_path, *prints) == tmp_path / "own"
+        with pytest.raises(UserError, match="holds no datastore for this target; build one with"):
+            newest_datastore(tmp_path / "none", "another tokenizer", prints[1])
