@@ -34,7 +34,7 @@ from spectrain.stores.typed import Count, from_json
 log = logging.getLogger(__name__)
 _of_process: WeakKeyDictionary[PreTrainedModel, dict[tuple, ForwardTimes]] = WeakKeyDictionary()
 
-SCHEMA = 1
+SCHEMA = 2  # of the file, and of the kernels whose seconds it holds
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
 CONTEXT_TOKENS = 256  # committed tokens of the timed forwards
@@ -90,7 +90,7 @@ def times_of(target: TargetModel, n_rows: int) -> tuple[ForwardTimes, ForwardTim
 def _kept_times(target: TargetModel, n_rows: int, folder: Path) -> ForwardTimes:
     machine = machine_of(target)
     prints = fingerprint(target.model, target.tokenizer)
-    file = folder / f"forwards-{prints}-{digest(machine)}.json"
+    file = folder / f"forwards-{prints}-{digest({**machine, 'schema': SCHEMA})}.json"
     known: dict[str, ForwardTimes] = {}
     if file.is_file():
         try:

@@ -62,7 +62,7 @@ def test_other_threads_dtype_or_engine_have_times_of_their_own(llama_target, tmp
     [
         lambda text: text[:40],
         lambda text: "{}",
-        lambda text: text.replace('"schema": 1', '"schema": 9'),
+        lambda text: text.replace(f'"schema": {module.SCHEMA}', '"schema": 99'),
         lambda text: text.replace("1.5", "-1.5"),
         lambda text: text.replace("1.5", '"fast"'),
         lambda text: text.replace('"threads"', '"yarns"'),
