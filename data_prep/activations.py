@@ -27,7 +27,7 @@ from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_several_responses, response_folders
 from spectrain.stores.texts import read_documents
-from spectrain.training.strategies import AUTO, fast_precision
+from spectrain.training.precision import fast_precision
 
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
@@ -37,8 +37,7 @@ def main(cfg: DictConfig) -> None:
     with interruptible("to resume"):
         fabric = launch(cfg.target.device, cfg.target.parallel)
         target = capturing_target(cfg, open_target(cfg, rank_device(fabric)))
-        if cfg.precision == AUTO:
-            cfg.precision = fast_precision(target.device.type)
+        cfg.precision = fast_precision(cfg.precision, target.device.type)
         rows = decided(fabric, partial(read_rows, cfg, target))
         config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
         config |= {"layers": list(target.capture_layers)}

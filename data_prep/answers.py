@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_id
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
 from spectrain.stores.typed import from_json
+
+log = logging.getLogger(__name__)
 
 DECODED_TOGETHER = 1024  # prompts handed to the loop at once, at least: batches stay full and memory small
 SHOWN_FAILURES = 20
@@ -138,7 +141,7 @@ class PromptParts(Parts):
     answering: Answering
     answer: Callable[[Sequence[Prompt], Answers], None]  # in the loop, or by a server
     allow_failed: bool  # whether the store is finished without the prompts that failed
-    finish_early: bool = False  # whether no more are answered: the store holds those that were
+    finish_early: bool  # whether to answer no more prompts, and to store those that are answered already
 
     stage, made_before = "answer", "prompts are answered"
 
@@ -169,6 +172,7 @@ class PromptParts(Parts):
         if self.finish_early:
             if not done.intersection(ids):
                 raise UserError("finish_early=true needs prompts that an earlier attempt answered; there are none yet")
+            log.info("%d of %d prompts are answered; the store is finished with them", len(done), len(ids))
             return []
         return [n for n, question in enumerate(self.questions) if not done.issuperset(prompt_ids_of(question))]
 
@@ -216,9 +220,8 @@ class PromptParts(Parts):
         files = sorted(file for file in build.work.glob("failed-*.jsonl") if file.stat().st_size)
         reasons = {row["id"]: row["reason"] for file in files for row in read_lines(file)}
         done = {row["id"] for row in rows}
-        ids = [name for question in self.questions for name in prompt_ids_of(question)]
-        if self.finish_early:
-            ids = [name for name in ids if name in done]
+        asked = [name for question in self.questions for name in prompt_ids_of(question)]
+        ids = [name for name in asked if name in done] if self.finish_early else asked
         failed = [{"id": name, "reason": reasons[name]} for name in ids if name not in done]
         if failed and not (self.allow_failed and rows):
             shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
@@ -232,6 +235,7 @@ class PromptParts(Parts):
             "prompts": len(ids),
             "responses": len(rows),
             "failed": len(failed),
+            "unanswered": len(asked) - len(ids),
             "tokens": sum(len(row["response"]) for row in rows),
             "retokenized": sum(row["retokenized"] for row in rows),
             "later_turns": len(set(ids) - {turn_id(question.id, 0) for question in self.questions}),

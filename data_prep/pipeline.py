@@ -100,6 +100,7 @@ class Parts(ABC):
     made_before: str  # how the log calls parts of an earlier attempt
     identity: dict  # what the parts depend on
     sizes: Sequence[int]  # units of progress of each part: tokens
+    finish_early = False  # whether the store is finished without the parts that are missing
 
     @abstractmethod
     def missing(self, build: Build) -> list[int]:
@@ -172,7 +173,7 @@ class Build:
             load: opens what the parts are made with; not called where nothing is left to make.
 
         Returns:
-            Tokens/s of the parts that were missing; None where the store was complete but for its last renames.
+            Tokens/s of the parts that were missing; None where nothing was left to make.
 
         Raises:
             UserError: the folder is in use, finished, or of another build, or the parts cannot be made.
@@ -195,7 +196,7 @@ class Build:
             elapsed_s = max(time.monotonic() - start_s, 1e-9)
             n_tokens = decided(fabric, partial(parts.n_tokens, self, todo))
             decided(fabric, partial(parts.write_store, self))
-            return n_tokens / elapsed_s
+            return n_tokens / elapsed_s if todo else None
 
     def _open(self, lock: contextlib.ExitStack) -> bool:
         """Lock `out` and the work folder. Return whether this very store was complete but for its last renames."""
@@ -232,7 +233,7 @@ class Build:
         with self._cleared_if_nothing_begun():
             todo = parts.missing(self)
         n_parts = len(parts.sizes)
-        if len(todo) < n_parts:
+        if len(todo) < n_parts and not parts.finish_early:
             log.info("%d of %d %s already", n_parts - len(todo), n_parts, parts.made_before)
         return todo
 

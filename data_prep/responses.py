@@ -49,6 +49,8 @@ OF_SERVER = ("base_url", "model")
 
 def main(cfg: DictConfig) -> None:
     answering = check_answering(cfg)
+    if cfg.fresh and cfg.finish_early:
+        raise UserError("fresh=true begins anew, and finish_early=true keeps what was answered; give one of them")
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
     out = store_path(cfg.out, "responses", config)
     questions = read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
@@ -119,6 +121,7 @@ def show(out: Path, tokens_per_s: float | None) -> None:
         "prompts": f"{counts['prompts']:,}",
         "responses": f"{counts['responses']:,}",
         "failed": f"{counts['failed']:,}",
+        "not answered": f"{counts['unanswered']:,}" if counts.get("unanswered") else None,
         "tokens": f"{counts['tokens']:,}",
         "mean length": f"{counts['tokens'] / counts['responses']:.1f} tokens",
         **{f"ended by {reason}": f"{count / counts['responses']:.0%}" for reason, count in reasons},

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The drafter that comes with spectrain for SmolLM2-135M-Instruct, from its prompts to the exported folder.
+# A drafter for SmolLM2-135M-Instruct as the one that comes with spectrain, from its prompts to the exported folder, and
+# a datastore of the answers.
 #
 #   PROMPTS="gsm8k.jsonl p3.jsonl roleplay.jsonl" scripts/smollm2_drafter.sh
 #
@@ -28,6 +29,9 @@ store own-sampled data_prep.responses prompts="$WORK/sampled.jsonl" limit="${SAM
     max_new_tokens=192 batch_size=32
 store own-greedy data_prep.responses prompts="$WORK/greedy.jsonl" limit="${GREEDY-1300}" sampling=greedy \
     max_new_tokens=192 batch_size=32
+[ -e "${STORE-checkpoints/smollm2-own-answers}/manifest.json" ] ||
+    $PYTHON -m data_prep.datastore corpus=responses:"$WORK/own-sampled:$WORK/own-greedy" target=smollm2 keep=null \
+        perplexity_filter=false out="${STORE-checkpoints/smollm2-own-answers}"
 store activations data_prep.activations responses="$WORK/own-sampled:$WORK/own-greedy" 'layers=[27,28,29]'
 $PYTHON -m spectrain.train +exp=spire target=smollm2 data=offline data.path="$WORK/activations" data.batch_size=8 \
     data.val_rows=96 trainer=ddp trainer.accelerator=cpu trainer.devices="$RANKS" draft_vocab=24576 max_steps=1950 \

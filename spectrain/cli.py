@@ -37,6 +37,7 @@ from omegaconf.errors import (
 
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.errors import AllRanksError, UserError
+from spectrain.decoding.weights import is_emulated
 from spectrain.models.artifacts import decoded_by, is_export
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import TYPED_COMMAND
@@ -333,4 +334,7 @@ def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
     """Load the target of a config's `target` node, on `device` where given; see `target_path` for bare names."""
     chosen = cfg.target
     path, device = target_path(chosen.path), device or chosen.device
-    return load_target(path, chosen.dtype, device, chosen.parallel, engine=chosen.engine, graphs=chosen.graphs)
+    target = load_target(path, chosen.dtype, device, chosen.parallel, engine=chosen.engine, graphs=chosen.graphs)
+    if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0 and cfg.get("source") != "server":
+        log.warning("this processor computes %s slowly; target.dtype=float32 is faster here", chosen.dtype)
+    return target

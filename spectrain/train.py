@@ -41,8 +41,8 @@ from spectrain.serving.exporting import Export, export_of, tokens_of, write_expo
 from spectrain.training import experiments
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
+from spectrain.training.precision import precision_of
 from spectrain.training.runs import FinishedRun, RunFolder
-from spectrain.training.strategies import precision_of
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The wheel carries what the commands need: configs, the bundled target and the shipped drafters."""
+"""The wheel carries what the commands need: configs, the bundled target, and the shipped drafters and datastores."""
 
 from __future__ import annotations
 

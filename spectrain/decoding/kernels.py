@@ -31,7 +31,12 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
-MOST_T = 7  # the sums of eight rows do not fit into the registers: four rows twice are faster
+MOST_T = 7  # of the rows that are multiplied at a time: four rows twice are faster than eight
+# What a processor multiplies half precision with, by LLVM's names.
+ARITHMETIC = {
+    torch.bfloat16: ("avx512bf16", "amx-bf16", "bf16"),
+    torch.float16: ("avx512fp16", "amx-fp16", "fullfp16"),
+}
 MOST_QUERIES = 8  # that attention multiplies at a time
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
@@ -68,10 +73,15 @@ def kernel(dtype: torch.dtype, n_rows: int) -> int:
 @cache
 def _rows_together(n_rows: int) -> int:
     """Return T for M rows: few rows are computed twice, and each pass has enough to do with the weights it reads."""
-    most = max(t for t in range(1, MOST_T + 1) if _matrix_rows(t) > 1)  # or a pass has too little to do with inputs
+    most = _most_together()
     if n_rows <= most:
         return n_rows
     return min(range(4, most + 1), key=lambda t: (-(-n_rows // t) * t, -t))
+
+
+def _most_together() -> int:
+    """Return the largest T. With one row of the matrix at a time, each input that is read would be used only once."""
+    return max(t for t in range(1, MOST_T + 1) if _matrix_rows(t) > 1)
 
 
 def attention_kernels() -> list[int]:
@@ -146,9 +156,9 @@ def cpu_features() -> dict[str, bool]:
     return dict(llvm.get_host_cpu_features())
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies matrices of bfloat16 in hardware; else float32 is many times faster."""
-    return bool(cpu_features().get("avx512bf16") or cpu_features().get("amx-bf16"))
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies numbers of this dtype itself; if not, float32 is many times faster."""
+    return dtype not in ARITHMETIC or any(cpu_features().get(name) for name in ARITHMETIC[dtype])
 
 
 def _width() -> int:
@@ -171,8 +181,9 @@ def _n_registers() -> int:
 def _matrix_rows(t: int, in_8_bits: bool = False) -> int:
     """Return R for T rows of x, so that what the innermost loop adds to and reads again stays in the registers.
 
-    These are R T sums, the fewer of R weights and T inputs, one of the others, and a product of 8 bits before it is
-    added. A single one too many is written to memory and read again in every round, which then takes twice as long.
+    These are the R T sums, all of the weights or all of the inputs (whichever are fewer), one of the others, and for 8
+    bits one product. A single one too many is written to memory and read again in every round, which then takes twice
+    as long.
     """
     fitting = [r for r in range(1, LEAST_OUTPUTS + 1) if r * t + min(r, t) + 1 + in_8_bits <= _n_registers()]
     return max(fitting, default=1)
@@ -195,7 +206,7 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     if not (cpu_features().get("fma") or cpu_features().get("neon")):
         raise RuntimeError("its vectors have no fused multiply-add")
     module = ir.Module("spectrain")
-    written = [_Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, MOST_T + 1)]
+    written = [_Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, _most_together() + 1)]
     if dtype == torch.float32:
         for t in range(1, MOST_QUERIES + 1):
             written.append(_Kernel(module, dtype, t, f"part{t}").build(alone=True))

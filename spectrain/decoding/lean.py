@@ -16,7 +16,7 @@ from spectrain.decoding.graphs import unique
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
 from spectrain.decoding.program import MOST_TOKENS, Forward, Programs, can_fuse
-from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, on_cpu, version
+from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
@@ -195,7 +195,8 @@ class LeanEngine:
             whole = lean_decoder(self.model, self.dtype)
             on_a_cpu = self.device.type == "cpu"
             self._decoder = on_cpu(whole, self.layers) if on_a_cpu else whole
-            self._text_decoder = on_cpu(whole, TextLinear) if own.dtype != self.dtype else whole
+            converts = own.dtype != self.dtype or (on_a_cpu and is_emulated(self.dtype))
+            self._text_decoder = on_cpu(whole, TextLinear) if converts else whole
         self._made_of = own.data_ptr(), *made_of[1:]  # which may have become a view
         self._storage = unique()
         self._fuses = on_a_cpu and can_fuse(self._decoder, whole.shape)

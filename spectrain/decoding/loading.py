@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +27,7 @@ from spectrain.decoding.kernels import works
 from spectrain.decoding.lean import why_not_lean
 from spectrain.decoding.supported import check_layers
 from spectrain.decoding.target import TargetModel
-from spectrain.decoding.weights import EMULATED, to_dtype
-
-log = logging.getLogger(__name__)
+from spectrain.decoding.weights import to_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_TIMEOUT_S = 10
@@ -91,8 +88,6 @@ def load_target(
         raise UserError(f"{role} {name} has no tokenizer that transformers can read ({first_line(error)})") from error
     if parallel == "none":
         model = _placed(model, device)
-    if role == "target" and model.device.type == "cpu" and DTYPES[dtype] in EMULATED:
-        log.warning("this processor has no arithmetic of %s: target.dtype=float32 is faster here", dtype)
     check_finite(model, called)
     model.eval().requires_grad_(False)
     if engine != "transformers" and why_not_lean(model) is None:

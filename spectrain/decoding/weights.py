@@ -6,25 +6,40 @@ Letters: I input features, O output features.
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError, check_choice
-from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies_bfloat16, product, works
+from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-# Rows up to which the kernel is the fastest, by the dtype of the inputs; torch multiplies bfloat16 by its own units.
-MOST_ROWS = {torch.float32: 64, torch.bfloat16: 8 if multiplies_bfloat16() else 64, torch.float16: 8}
-EMULATED = () if multiplies_bfloat16() else (torch.bfloat16, torch.float16)  # what torch multiplies very slowly
-MOST_EMULATED = 16  # rows up to which that is still faster than a copy of the weights in float32
+MOST_ROWS, MOST_HALF_ROWS = (
+    64,
+    8,
+)  # up to which the kernel is the fastest; of inputs that the processor multiplies itself
+MOST_EMULATED = 16  # rows up to which torch is faster than with a copy of the weights in float32
+
+
+@cache
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies this dtype very slowly on this processor."""
+    return not multiplies(dtype)
+
+
+@cache
+def most_rows(dtype: torch.dtype) -> int:
+    """Return the rows of inputs of this dtype up to which the kernel is the fastest."""
+    return MOST_ROWS if dtype == torch.float32 or is_emulated(dtype) else MOST_HALF_ROWS
 
 
 class RowsLinear(nn.Module):
     """A linear layer for inference, over the weight of another. It computes in the dtype of its inputs."""
 
     scale: Tensor | None = None  # [O]
+    most_emulated = MOST_EMULATED
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -35,12 +50,12 @@ class RowsLinear(nn.Module):
         """Return the outputs [.., O - first] of inputs [.., I], from the row `first` of the weight on."""
         weight, scale = self.weight[first:], None if self.scale is None else self.scale[first:]
         n_rows = x.numel() // x.shape[-1]
-        few = 0 < n_rows <= MOST_ROWS[x.dtype] and len(weight) >= LEAST_OUTPUTS
+        few = 0 < n_rows <= most_rows(x.dtype) and len(weight) >= LEAST_OUTPUTS
         if self.fits and few and not (x.requires_grad and torch.is_grad_enabled()):
             rows = x.reshape(n_rows, -1).float().contiguous()
             y = product(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], -1)
         else:
-            slow = x.device.type == "cpu" and x.dtype in EMULATED and n_rows > MOST_EMULATED
+            slow = x.device.type == "cpu" and n_rows > self.most_emulated and is_emulated(x.dtype)
             dtype = torch.float32 if slow else x.dtype
             weight = weight.to(dtype) if scale is None else (weight * scale[:, None]).to(dtype)
             y = F.linear(x.to(dtype), weight).to(x.dtype)
@@ -49,6 +64,8 @@ class RowsLinear(nn.Module):
 
 class TextLinear(RowsLinear):
     """A linear layer for whole texts: a text's states must not depend on what is computed beside it."""
+
+    most_emulated = 0  # all texts alike
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)

@@ -368,7 +368,10 @@ def _build_with_head(
 
 
 def find_artifact(kind: str, target: TargetModel) -> str:
-    """The newest folder of this kind below `checkpoints/` that fits. Raises UserError where there is none."""
+    """The newest folder of this kind below `checkpoints/` that fits, else the one that comes with spectrain.
+
+    Raises UserError where there is neither.
+    """
     print_ = fingerprint(target.model, target.tokenizer)
     if kind == "datastore":
         folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)

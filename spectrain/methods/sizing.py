@@ -23,8 +23,8 @@ from spectrain.methods.step_times import DraftTimes, StepTimes
 from spectrain.stores.forward_times import ForwardTimes
 
 AUTO = "auto"  # max_nodes: as many in each step as pay on this machine
-FIRST_CHANCE = 0.6  # that a draft model's token is accepted, where its training did not say
-TRAINED_TRIALS = 24.0  # that the acceptance which a training measured is worth
+FIRST_CHANCE = 0.6  # that a draft model's token is accepted, where its export does not say
+TRAINED_TRIALS = 24.0  # seen tokens that the acceptance measured in training counts as
 WIDTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128])
 FIRST_CANDIDATES = 16
 FEWEST_CANDIDATES = 8
@@ -80,13 +80,13 @@ class ChainSizer:
 
     Args:
         most: tokens of a chain.
-        acceptance: of drafted tokens after training, [0, 1]; None: not known.
+        acceptance: mean acceptance probability of drafted tokens after training; None: not known.
     """
 
     def __init__(self, most: int, acceptance: float | None = None):
         self.most = most
-        # The chance of a first token before any was seen, and the trials that it is worth. Likewise a place's chance is
-        # worth so many for the next place.
+        # What the chance of a first token starts from, and the number of seen tokens that this counts as. Each later
+        # place starts from the chance of the place before, which counts as much.
         self.prior = (FIRST_CHANCE, KIND_TRIALS) if acceptance is None else (acceptance, TRAINED_TRIALS)
         self.hits, self.trials = np.zeros(most), np.zeros(most)
         self.times = StepTimes(most + 1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from spectrain.stores.forward_times import ForwardTimes
 
-OUTSIDE_S = 0.15e-3, 0.25e-3  # of a step without and with a draft, beside its forward, before any was timed
+OUTSIDE_S = 0.15e-3, 0.25e-3  # of a step beside its forward, without and with a draft, until steps have been timed
 WIDTH_STEPS = 8.0  # that the seconds guessed for a width are worth
 MOST_WIDTH_STEPS = 400.0
 LEVEL_STEPS = 6.0  # over which the machine's slowness is averaged
@@ -111,8 +111,9 @@ class StepTimes:
             share = self.seconds(nearest)[1] / self.seconds(n_rows)[1]
             return self.speed(nearest) * share * n_rows / nearest
         expected, gained = self.expected[n_rows - 1].value, self.tokens[n_rows - 1]
-        share = gained.n_steps / (gained.n_steps + RATE_STEPS)  # a few steps gained it by chance
-        tokens = expected + share * (gained.value - expected)
+        # What a few steps gained may be luck, so that what was expected counts more at first.
+        weight = gained.n_steps / (gained.n_steps + RATE_STEPS)
+        tokens = expected + weight * (gained.value - expected)
         return tokens / self.step_s(n_rows) if self.cost[n_rows - 1].value else None
 
     def step_s(self, n_rows: int) -> float:

@@ -158,12 +158,17 @@ def fastest_gamma(folder: Path) -> int | None:
 
 
 def trained_acceptance(folder: Path) -> float | None:
-    """Return how often a drafter's tokens were accepted on held-out text after training; None: nobody has said."""
+    """Return the mean acceptance probability that training measured at T = 1 on held-out rows.
+
+    None where the export does not say. Raises UserError where it is damaged.
+    """
     if not (folder / MANIFEST).is_file():
         return None
-    metrics = read_manifest(folder).trained.get("metrics")
-    alpha = metrics.get("eval/alpha") if isinstance(metrics, dict) else None
-    return alpha if isinstance(alpha, float) and 0 < alpha < 1 else None
+    metrics = read_manifest(folder).trained.get("metrics") or {}
+    alpha = metrics.get("eval/alpha") if isinstance(metrics, dict) else metrics
+    if alpha is not None and not (type(alpha) in (int, float) and 0 <= alpha <= 1):
+        raise UserError(f"drafter={folder} is damaged (eval/alpha={alpha!r}); export it again")
+    return alpha
 
 
 def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:

@@ -292,7 +292,7 @@ def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
 def newest_datastore(root: Path, tokenizer_fingerprint: str, target_fingerprint: str) -> Path:
     """Return the newest datastore below `root` for this tokenizer, if possible one that this very target ranked.
 
-    Where there is none, one that comes with spectrain; else UserError.
+    If there is none, return one that comes with spectrain. Raises UserError if there is none either.
     """
 
     def fits(manifest: Manifest) -> int:

@@ -198,7 +198,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
 
     Args:
         method: the content of its yaml.
-        datastore: folder; None: the newest fitting one below `checkpoints/`.
+        datastore: folder; None: see `find_artifact`.
         target: folder or id.
 
     Raises:

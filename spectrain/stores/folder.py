@@ -120,8 +120,8 @@ class StoreKind(Generic[M]):
     def newest(self, root: Path, fits: Callable[[M], int], otherwise: str, shipped: Sequence[Path] = ()) -> Path:
         """Return the newest store of this kind below `root` whose manifest fits best (0: not at all).
 
-        Where there is none, the same of the `shipped` folders; else UserError says of what, and what to do, in the
-        words of `otherwise`.
+        If there is none, return the best of the `shipped` folders. Raises UserError if there is none either;
+        `otherwise` says what is missing, and what to do.
         """
         names = {folder.name for folder in shipped}
         own = [file for file in root.glob(f"[!.]*/{MANIFEST}") if file.parent.name not in names]

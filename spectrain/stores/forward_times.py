@@ -34,7 +34,7 @@ from spectrain.stores.typed import Count, from_json
 log = logging.getLogger(__name__)
 _of_process: WeakKeyDictionary[PreTrainedModel, dict[tuple, ForwardTimes]] = WeakKeyDictionary()
 
-SCHEMA = 2  # of the file, and of the kernels whose seconds it holds
+SCHEMA = 2  # of the file; another one also where kernels have become faster, so that all is timed again
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
 CONTEXT_TOKENS = 256  # committed tokens of the timed forwards
@@ -90,19 +90,21 @@ def times_of(target: TargetModel, n_rows: int) -> tuple[ForwardTimes, ForwardTim
 def _kept_times(target: TargetModel, n_rows: int, folder: Path) -> ForwardTimes:
     machine = machine_of(target)
     prints = fingerprint(target.model, target.tokenizer)
-    file = folder / f"forwards-{prints}-{digest({**machine, 'schema': SCHEMA})}.json"
+    file = folder / f"forwards-{prints}-{digest(machine)}.json"
     known: dict[str, ForwardTimes] = {}
     if file.is_file():
         try:
             values = load_json(file)
-            if (values["kind"], values["schema"]) != ("forwards", SCHEMA):
-                raise ValueError(f"schema {values['schema']}")
+            if values["kind"] != "forwards":
+                raise ValueError(f"kind {values['kind']}")
+            if values["schema"] != SCHEMA:
+                raise ValueError(f"schema {values['schema']}, of another version of spectrain")
             found = from_json(_File, {key: values[key] for key in ("target_fingerprint", "machine", "rows")})
             if (found.target_fingerprint, dict(found.machine)) != (prints, machine):
                 raise ValueError("it is of another target or machine")
             known = dict(found.rows)
         except (ValueError, KeyError, TypeError, AttributeError, UserError) as error:
-            log.warning("%s is damaged (%s); its forwards are timed again", file, error)
+            log.warning("%s cannot be used (%s); its forwards are timed again", file, error)
     if str(n_rows) not in known:
         known[str(n_rows)] = timed_forwards(target, n_rows)
         kept = {"kind": "forwards", "schema": SCHEMA, "target_fingerprint": prints, "machine": machine}

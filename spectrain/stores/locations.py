@@ -9,7 +9,7 @@ CHECKPOINTS = Path("checkpoints")  # where commands export to and look for draft
 BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
 MADE = {"smollm2": "smollm2-135m"}  # targets that are made at first use (spectrain.models.packages), and their folders
 SHIPPED = ("pystdlib-8l-spire", "smollm2-135m-spire")  # trained drafters that come with spectrain, by their folders
-SHIPPED_STORES = ("smollm2-135m-answers",)  # datastores that come with spectrain, likewise
+SHIPPED_STORES = ("smollm2-135m-answers",)  # datastores that come with spectrain, by their folders
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -31,5 +31,5 @@ def bundled_folder(name: str) -> Path | None:
 
 
 def shipped_folders(names: Sequence[str]) -> list[Path]:
-    """The folders of `SHIPPED` or `SHIPPED_STORES` that are there; what the user has made goes before them."""
+    """Return the folders of these names that exist. Commands prefer what the user has made."""
     return [folder for name in names if (folder := bundled_folder(name))]

@@ -46,6 +46,7 @@ from spectrain.training.draft_vocab import drafted_tokens
 from spectrain.training.losses import LossSettings
 from spectrain.training.modules import HeadTraining, LanguageModelTraining, SpireTraining, Training
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.precision import precision_of
 from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import uses_gpu
 
@@ -264,10 +265,10 @@ def stored_rows(config: Mapping, target: TargetModel, layers: tuple[int, ...]) -
     """
     data, trainer = config["data"], config["trainer"]
     store = _open_features(data, target, layers, config["target"]["path"])
-    if store.manifest.precision != trainer["precision"] and rank_zero_only.rank == 0:
+    if store.manifest.precision != precision_of(trainer) and rank_zero_only.rank == 0:
         log.warning(
             "%s was computed in %s, and trainer.precision=%s: losses differ by rounding from those of data=online",
-            *(store.folder, store.manifest.precision, trainer["precision"]),
+            *(store.folder, store.manifest.precision, precision_of(trainer)),
         )
     lengths = [*config["tau"]["context_tokens"], *([config["select"]["context_tokens"]] if "select" in config else [])]
     is_pinned, loss_on = uses_gpu(trainer["accelerator"]), data.get("loss_on", "response")

@@ -35,8 +35,9 @@ from spectrain.training.callbacks import (
 from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_anew, ranks_of
 from spectrain.training.experiments import Experiment
 from spectrain.training.loggers import keep_config, loggers
+from spectrain.training.precision import precision_of
 from spectrain.training.runs import RunFolder
-from spectrain.training.strategies import ZeroStrategy, precision_of, strategy, uses_gpu
+from spectrain.training.strategies import ZeroStrategy, strategy, uses_gpu
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logg
     Raise UserError where Lightning does not take the `trainer` node, or ranks cannot share a batch or a sweep.
     """
     precision = precision_of(config["trainer"])
-    if precision.startswith("16"):  # the gradients of `losses.py` are computed with the loss
+    if str(precision).startswith("16"):  # the gradients of `losses.py` are computed with the loss
         raise UserError(
             f"trainer.precision={precision} would round gradients before they are scaled; give bf16-mixed or 32-true"
         )

@@ -18,26 +18,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError
-from spectrain.decoding.kernels import multiplies_bfloat16
-
-AUTO = "auto"
 
 
 def uses_gpu(accelerator: str) -> bool:
     """Whether a trainer with this `trainer.accelerator` runs on GPUs."""
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
-
-
-def precision_of(trainer: Mapping) -> str:
-    """`trainer.precision`, where "auto" is what the devices multiply the fastest: bf16-mixed or 32-true."""
-    precision = str(trainer.get("precision"))
-    return precision if precision != AUTO else fast_precision("cuda" if uses_gpu(trainer["accelerator"]) else "cpu")
-
-
-def fast_precision(device_type: str) -> str:
-    if device_type == "cuda":
-        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
-    return "bf16-mixed" if multiplies_bfloat16() else "32-true"
 
 
 def strategy(config: Mapping) -> str | Strategy:

@@ -29,7 +29,7 @@ from spectrain.stores.features import open_features
 from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out, read_documents
-from spectrain.training import strategies
+from spectrain.training import precision
 from spectrain.training.data import FeatureRows
 from tests import ranks
 from tests.conftest import tiny_model
@@ -402,11 +402,17 @@ def test_responses_as_a_corpus_are_learned_alike_from_the_store_and_beside_the_t
 
 def test_precision_is_what_the_processor_multiplies_the_fastest(capture, learn, training, shared, monkeypatch):
     for multiplies, expected in ((True, "bf16-mixed"), (False, "32-true")):
-        monkeypatch.setattr(strategies, "multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
-        out = f"out={expected}"
-        assert capture(*source(shared), f"row_tokens={ROW_TOKENS}", "corpus.max_documents=30", out)[0] == 0
+        monkeypatch.setattr(precision, "multiplies", lambda dtype, multiplies=multiplies: multiplies)
+        options = ["target.device=cpu", f"row_tokens={ROW_TOKENS}", "corpus.max_documents=30", f"out={expected}"]
+        assert capture(*source(shared), *options)[0] == 0
         assert open_features(expected).manifest.precision == expected
-        offline = ["trainer.precision=auto", "data=offline", f"data.path={expected}", f"run_dir=run-{expected}"]
+        offline = [
+            "target.device=cpu",
+            "trainer.precision=auto",
+            "data=offline",
+            f"data.path={expected}",
+            f"run_dir=run-{expected}",
+        ]
         code, _, err = learn(*training, *offline, f"out=exported-{expected}")
         assert code == 0, err
         assert "losses differ by rounding" not in err

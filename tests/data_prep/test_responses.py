@@ -211,13 +211,20 @@ def test_a_build_that_takes_too_long_is_finished_with_what_was_answered(respond,
     with monkeypatch.context() as patch:
         interrupted_after(4, patch)
         assert respond(*asked, "out=cut")[0] == 130
+    code, _, err = respond(*asked, "out=cut", "finish_early=true", "fresh=true")
+    assert code == 2
+    assert "give one of them" in err
     code, out, err = respond(*asked, "out=cut", "finish_early=true")
     assert code == 0, err
-    found = rows("cut")
-    assert 4 <= len(found) < len(rows("whole"))
+    found, n_asked = rows("cut"), len(rows("whole"))
+    assert 4 <= len(found) < n_asked
+    assert f"{len(found)} of {n_asked} prompts are answered; the store is finished with them" in err
+    assert "answered already" not in err
+    assert "tokens/s" not in out
     assert [row for row in rows("whole") if row["id"] in {one["id"] for one in found}] == found
     manifest = open_responses("cut").manifest
     assert (manifest.counts["prompts"], manifest.counts["failed"], manifest.failed) == (len(found), 0, [])
+    assert manifest.counts["unanswered"] == n_asked - len(found)
 
 
 def test_only_the_same_responses_go_on(respond, asked, made, monkeypatch, tmp_path):

@@ -107,22 +107,25 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_rows_of_a_dtype_without_arithmetic_are_multiplied_in_float32(monkeypatch, dtype):
-    linear = nn.Linear(32, 40).requires_grad_(False).to(dtype)
-    few, many = (torch.randn(n, 32).to(dtype) for n in (weights.MOST_EMULATED, weights.MOST_EMULATED + 1))
-    used = []
-    multiply = F.linear
-    monkeypatch.setattr(weights.F, "linear", lambda x, w: used.append(w.dtype) or multiply(x, w))
-    for emulated, expected in (((), dtype), ((dtype,), torch.float32)):
-        monkeypatch.setattr(weights, "EMULATED", emulated)
+def test_texts_of_a_dtype_without_arithmetic_are_multiplied_in_float32(monkeypatch, dtype):
+    monkeypatch.setattr(weights, "multiplies", lambda one: one == torch.float32)
+    weights.is_emulated.cache_clear()
+    try:
+        linear, used, multiply = nn.Linear(32, 40).requires_grad_(False).to(dtype), [], F.linear
+        monkeypatch.setattr(weights.F, "linear", lambda x, w, *bias: used.append(w.dtype) or multiply(x, w, *bias))
+        for layer, n in ((weights.TextLinear, 1), (weights.TextLinear, 90), (RowsLinear, 90)):
+            rows = torch.randn(n, 32).to(dtype)
+            found = layer(linear)(rows)
+            assert (found.dtype, used.pop()) == (dtype, torch.float32)
+            exact = rows.float() @ linear.weight.float().T + linear.bias.float()
+            torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
+        target = TargetModel(tiny_model("llama").to(dtype), dtype=dtype)
         used.clear()
-        for rows in (few, many):
-            found = weights.TextLinear(linear)(rows)
-            assert found.dtype == dtype
-            torch.testing.assert_close(
-                found.float(), (rows.float() @ linear.weight.float().T + linear.bias), rtol=0.02, atol=0.02
-            )
-        assert used == [dtype, expected]
+        target.forward(torch.ones(1, 9, dtype=torch.long))
+        assert used
+        assert set(used) == {torch.float32}
+    finally:
+        weights.is_emulated.cache_clear()
 
 
 def test_gradients_of_inputs_pass():

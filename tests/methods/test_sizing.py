@@ -297,7 +297,7 @@ def test_a_few_unlucky_steps_do_not_outweigh_what_was_expected():
             early = times.speed(1)
     seconds = times.step_s(1)
     assert early * seconds > 1.85
-    assert times.speed(1) * seconds == pytest.approx(1.5, abs=0.01)  # of late and for long
+    assert times.speed(1) * seconds == pytest.approx(1.5, abs=0.01)  # half of the weight each, after many steps
 
 
 def test_drafting_takes_a_first_token_and_more():

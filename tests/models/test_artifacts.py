@@ -191,12 +191,13 @@ def test_a_length_that_adapts_starts_from_the_acceptance_that_training_measured(
     folder = {"spire": export_spire, "vanilla": export_vanilla}[kind](tmp_path / "one", target)
     build = {"spire": spire.build, "vanilla": speculative.build}[kind]
     manifest = json.loads((folder / MANIFEST).read_text())
-    for alpha, expected in ((0.25, 0.25), (2.0, FIRST_CHANCE), ("?", FIRST_CHANCE)):
-        trained = {"metrics": {"eval/alpha": alpha}}
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": trained}))
+    for metrics, expected in (({"eval/alpha": 0.25}, 0.25), ({}, FIRST_CHANCE), (None, FIRST_CHANCE)):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": metrics}}))
         assert build(target, str(folder), max_nodes="auto").sizer.prior[0] == expected
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": None}}))
-    assert build(target, str(folder), max_nodes="auto").sizer.prior[0] == FIRST_CHANCE
+    for alpha in (2.0, "?", True):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": {"eval/alpha": alpha}}}))
+        with pytest.raises(UserError, match="is damaged .eval/alpha="):
+            build(target, str(folder), max_nodes="auto")
 
 
 def test_the_newest_fitting_export_is_found(tmp_path, target):

@@ -73,7 +73,8 @@ def test_a_shipped_datastore_opens_and_one_of_the_users_own_goes_before_it(tmp_p
         assert f"{manifest.tokens:,} tokens" in card
         assert "/tmp" not in card + (folder / "manifest.json").read_text()
         assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
-        shutil.copytree(folder, tmp_path / "own")
-        assert newest_datastore(tmp_path, *prints) == tmp_path / "own"
+        own = tmp_path / f"own-{folder.name}"
+        shutil.copytree(folder, own)
+        assert newest_datastore(tmp_path, *prints) == own
         with pytest.raises(UserError, match="holds no datastore for this target; build one with"):
             newest_datastore(tmp_path / "none", "another tokenizer", prints[1])

@@ -77,7 +77,7 @@ def test_a_damaged_file_is_timed_again_and_said_in_the_log(
     new_process(monkeypatch)
     assert forward_times(llama_target, 1, tmp_path) == before
     assert timings == [1, 1]
-    assert f"{file} is damaged" in caplog.text
+    assert f"{file} cannot be used" in caplog.text
     assert json.loads(file.read_text())["rows"]["1"]["seconds"] == [1.0, 1.5, 3.0]
 
 

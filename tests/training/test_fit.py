@@ -13,10 +13,10 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from spectrain.decoding.errors import UserError
 from spectrain.training import fit as fitting
-from spectrain.training import strategies
+from spectrain.training import precision as precisions
 from spectrain.training.checkpoints import check_readable, whole_weights
 from spectrain.training.fit import build_trainer, check_batches, prepare_resume
-from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy, precision_of, strategy
+from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy, strategy
 from tests.test_cli import composed
 
 DDP_CHECKPOINT, ZERO_CHECKPOINT = "step-00000004.ckpt", "step-00000006.ckpt"
@@ -40,12 +40,12 @@ def checkpoints(tmp_path) -> Path:
 
 @pytest.mark.parametrize(("multiplies", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
 def test_precision_is_what_the_processor_multiplies_the_fastest(monkeypatch, multiplies, expected):
-    monkeypatch.setattr(strategies, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(precisions, "multiplies", lambda dtype: multiplies)
     trainer = composed("train", "+exp=spire", "trainer.accelerator=cpu").trainer
     assert trainer.precision == "auto"
-    assert precision_of(trainer) == expected
+    assert precisions.precision_of(trainer) == expected
     assert build_trainer(composed("train", "+exp=spire"), [], []).precision == expected
-    assert precision_of({**trainer, "precision": "bf16-true"}) == "bf16-true"
+    assert precisions.precision_of({**trainer, "precision": "bf16-true"}) == "bf16-true"
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true", "16"])
