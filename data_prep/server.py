@@ -1,6 +1,6 @@
 """Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) in place of the decoding loop.
 
-Prompts go to POST /v1/completions as token ids, `concurrency` at a time. Connection errors, 429 and 5xx are tried again
+Prompts go to POST /v1/completions as token ids, `concurrency` at a time; as text where a server takes no ids. Connection errors, 429 and 5xx are tried again
 with exponential back-off, or after the time that Retry-After asks for. A prompt that the server does not answer has
 failed, and the others go on. A server that cannot be reached any more ends the command.
 """
@@ -108,13 +108,26 @@ class CompletionServer:
 
     def answer(self, prompts: Sequence[Prompt], answers: Answers, target: TargetModel, answering: Answering) -> None:
         """Ask for all prompts, and keep each answer, or the reason why there is none, as it comes."""
-        waiting = iter(prompts)
+        waiting, takes_ids = iter(prompts), True
+
+        async def ask(client: AsyncOpenAI, prompt: Prompt) -> Any:
+            nonlocal takes_ids
+            create = client.completions.with_raw_response.create
+            request = self._request(prompt, answering)
+            if takes_ids:
+                response = await self._ask(partial(create, **request), self.retries)
+                if not refuses_ids(response):
+                    return response
+            response = await self._ask(partial(create, **as_text(request, target)), self.retries)
+            if takes_ids and response.status_code == 200:
+                log.info("%s takes no token ids; prompts are sent as text", self.root)
+                takes_ids = False
+            return response
 
         async def ask_in_turn(client: AsyncOpenAI) -> None:
             for prompt in waiting:
-                send = partial(client.completions.with_raw_response.create, **self._request(prompt, answering))
                 try:
-                    answer = read_completion(await self._ask(send, self.retries), target, answering)
+                    answer = read_completion(await ask(client, prompt), target, answering)
                 except PromptFailed as failure:
                     answers.fail(prompt, str(failure))
                 else:
@@ -160,7 +173,7 @@ class CompletionServer:
             try:
                 return (await send(extra_headers=headers)).http_response
             except APIStatusError as error:
-                if error.status_code != 429 and error.status_code < 500:
+                if (error.status_code != 429 and error.status_code < 500) or refuses_ids(error.response):
                     return error.response
                 failure = PromptFailed(f"the server says {_complaint(error.response)}")
                 wait_s = retry_after_s(error.response.headers.get("retry-after", "")) or wait_s
@@ -186,6 +199,24 @@ class CompletionServer:
             timeout=Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s), pool=None),
             max_retries=0,  # its own retries take other pauses, and give up where Retry-After is long
         )
+
+
+def refuses_ids(response: Any) -> bool:
+    """Whether a server wants its prompt as text: FastAPI's refusal, which llama-cpp-python's server sends as a 500."""
+    return response.status_code == 422 or (response.status_code == 500 and "valid string" in response.text)
+
+
+def as_text(request: dict[str, Any], target: TargetModel) -> dict[str, Any]:
+    """Return a request with its prompt as text, for llama-cpp-python's server, whose defaults cut the distribution.
+
+    PromptFailed is raised where the text would not be read as the same tokens.
+    """
+    tokens, tokenizer = request["prompt"], target.tokenizer
+    text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if tokenizer(text, **TOKENS_ONLY)["input_ids"] != tokens:
+        raise PromptFailed("the server takes text only, and this prompt as text has other tokens")
+    defaults = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
+    return request | {"prompt": text, "extra_body": defaults | request["extra_body"]}
 
 
 def read_completion(response: Any, target: TargetModel, answering: Answering) -> Answer:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_prep.answers import Answer, Answering, Prompt
 from data_prep.server import MAX_RETRY_AFTER_S, CompletionServer, PromptFailed, read_completion, retry_after_s
@@ -281,6 +281,43 @@ def served(made, tmp_path) -> list[str]:
 
 def echo(body, n):
     return completion(token_ids=[*body["prompt"][:3], EOS])
+
+
+@pytest.mark.parametrize("status", [422, 500])
+def test_a_server_that_takes_no_token_ids_is_sent_text_and_told_not_to_cut_the_distribution(
+    respond, served, made, status
+):
+    tokenizer = AutoTokenizer.from_pretrained(made / "target")
+
+    def answer(body, n):
+        if not isinstance(body["prompt"], str):
+            return (status, {}, b'{"detail": "Input should be a valid string"}')
+        return completion(text=body["prompt"][:5])
+
+    with serving(answer) as server:
+        code, out, err = respond(*served, f"base_url={server.address}", "concurrency=1", "sampling=t08")
+    assert code == 0, err
+    assert f"{server.address} takes no token ids; prompts are sent as text" in err
+    posted = [body for _, body in server.requests]
+    assert [isinstance(body["prompt"], str) for body in posted] == [False] + [True] * 5  # refused once
+    store = open_responses("r")
+    assert store.manifest.counts["retokenized"] == 5
+    for body, row in zip(posted[1:], store.rows, strict=True):
+        assert tokenizer(body["prompt"], add_special_tokens=False)["input_ids"] == row["prompt"]
+        assert {key: body[key] for key in ("top_k", "min_p", "repeat_penalty")} == {
+            "top_k": 50,
+            "min_p": 0.0,
+            "repeat_penalty": 1.0,
+        }
+
+
+def test_a_prompt_that_is_another_one_as_text_is_not_sent(respond, served, monkeypatch):
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, tokens, **_: "something else")
+    with serving(lambda body, n: (422, {}, b"{}")) as server:
+        code, out, err = respond(*served, f"base_url={server.address}")
+    assert code == 2
+    assert "the server takes text only, and this prompt as text has other tokens" in " ".join(out.split())
+    assert all(not isinstance(body["prompt"], str) for _, body in server.requests)
 
 
 def test_the_command_stores_what_the_server_says(respond, served, monkeypatch):
