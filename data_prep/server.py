@@ -1,8 +1,9 @@
 """Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) in place of the decoding loop.
 
-Prompts go to POST /v1/completions as token ids, `concurrency` at a time; as text where a server takes no ids. Connection errors, 429 and 5xx are tried again
-with exponential back-off, or after the time that Retry-After asks for. A prompt that the server does not answer has
-failed, and the others go on. A server that cannot be reached any more ends the command.
+Prompts go to POST /v1/completions as token ids, `concurrency` at a time; as text where a server takes no ids.
+Connection errors, 429 and 5xx are tried again with exponential back-off, or after the time that Retry-After asks for. A
+prompt that the server does not answer has failed, and the others go on. A server that cannot be reached any more ends
+the command.
 """
 
 from __future__ import annotations
