@@ -16,10 +16,8 @@ from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-MOST_ROWS, MOST_HALF_ROWS = (
-    64,
-    8,
-)  # up to which the kernel is the fastest; of inputs that the processor multiplies itself
+MOST_ROWS = 64  # up to which the kernel is the fastest
+MOST_HALF_ROWS = 8  # the same for half precision that the processor multiplies itself
 MOST_EMULATED = 16  # rows up to which torch is faster than with a copy of the weights in float32
 
 

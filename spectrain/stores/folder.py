@@ -125,21 +125,20 @@ class StoreKind(Generic[M]):
         """
         names = {folder.name for folder in shipped}
         own = [file for file in root.glob(f"[!.]*/{MANIFEST}") if file.parent.name not in names]
-        for files in (own, [folder / MANIFEST for folder in shipped]):
-            fitting = []
-            for file in files:
-                if kind_of(file) not in (self.name, None):
-                    continue  # another command's store
-                try:
-                    manifest = self.read_manifest(file.parent)
-                except UserError as error:
-                    log.warning("passed over: %s", error)
-                    continue
-                if rank := fits(manifest):
-                    fitting.append((rank, file.stat().st_mtime, file.parent))
-            if fitting:
-                return max(fitting)[2]
-        raise UserError(f"{root}/ holds no {otherwise}")
+        fitting = []
+        for file in (*own, *(folder / MANIFEST for folder in shipped)):
+            if kind_of(file) not in (self.name, None):
+                continue  # another command's store
+            try:
+                manifest = self.read_manifest(file.parent)
+            except UserError as error:
+                log.warning("passed over: %s", error)
+                continue
+            if rank := fits(manifest):
+                fitting.append((file.parent.name not in names, rank, file.stat().st_mtime, file.parent))
+        if not fitting:
+            raise UserError(f"{root}/ holds no {otherwise}")
+        return max(fitting)[-1]
 
 
 def write_manifest(folder: Path, manifest: object, files: Mapping[str, FileFacts] | None = None) -> None:
