@@ -87,7 +87,7 @@ def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, Tau
 def decoding_with(drafter: nn.Module, target: TargetModel) -> Drafter:
     """Build the method that decodes with a trained SPIRe or vanilla drafter, which is moved to where the target is."""
     if isinstance(drafter, SpireDrafter):
-        return Spire(drafter, draft_dtype="auto")
+        return Spire(drafter, draft_dtype="auto", draft_vocab="auto")
     return Speculative(TargetModel(drafter.to(target.device).eval(), target.tokenizer), draft_dtype="auto")
 
 

@@ -92,8 +92,8 @@ def chances(drafts, sizes, n_probes, learnt, own, keys, out):
 
 
 @njit(nogil=True, cache=True)
-def learn(draft, size, n_probes, emitted, learnt, own):
-    """Count, of one row, which candidates the emitted tokens were."""
+def learn(draft, size, n_probes, emitted, learnt, own, first_kind=0):
+    """Count, of one row, which candidates of kinds from `first_kind` on the emitted tokens were."""
     hits, trials, prior = learnt
     node = 0
     for depth in range(len(emitted)):
@@ -103,7 +103,8 @@ def learn(draft, size, n_probes, emitted, learnt, own):
                 kind = draft[KINDS, i]
                 right = draft[TOKENS, i] == emitted[depth]
                 expected += _chance(kind, least, hits, trials, prior)
-                _count(kind, least, 1.0 if right else 0.0, hits, trials)
+                if kind >= first_kind:
+                    _count(kind, least, 1.0 if right else 0.0, hits, trials)
                 if right and found < 0:
                     found = i
         if expected > 0:
@@ -118,29 +119,27 @@ def learn(draft, size, n_probes, emitted, learnt, own):
 
 
 @njit(nogil=True, cache=True)
-def cut(drafts, sizes, n_probes, likely, worth, widths, kept):
-    """Keep the likeliest nodes of each row.
+def best_width(sizes, n_probes, likely, worth, widths, order):
+    """Find how many of the likeliest candidates of each row are worth scoring.
 
     Args:
-        drafts: [b, 4, N] int64.
-        sizes: [b] int64.
-        n_probes: nodes 1..P, which are kept.
+        sizes: [b] int64 nodes of each row, root and probes included.
+        n_probes: P.
         likely: [b, N] of `chances`.
         worth: [>= N + 1] float64: tokens that a width must gain to be worth its seconds.
         widths: ascending, without the root and the probes.
-        kept: [b, 3, N] int64, filled with tokens, parents and sources, padded.
+        order: [b, N] int64, filled with each row's candidates, the likeliest first.
 
     Returns:
-        The width of the widest tree, its depth, whether all trees are chains, and the tokens gained on average.
+        The width, the tokens that it gains on average, and these less what they must be.
     """
-    n_rows, first = len(drafts), 1 + n_probes
-    order = np.zeros(likely.shape, dtype=np.int64)
+    n_rows, first = len(sizes), 1 + n_probes
     widest = 0
     for row in range(n_rows):
         n = sizes[row] - first
         order[row, :n] = first + np.argsort(-likely[row, first : sizes[row]], kind="mergesort")
         widest = max(widest, n)
-    best, best_width, best_gained, gained, done = 0.0, 0, 0.0, 0.0, 0
+    best, chosen, best_gained, gained, done = 0.0, 0, 0.0, 0.0, 0
     for width in widths:
         top = min(width, widest)
         for place in range(done, top):
@@ -149,15 +148,34 @@ def cut(drafts, sizes, n_probes, likely, worth, widths, kept):
                     gained += likely[row, order[row, place]]
         done = top
         if gained - worth[first + top] > best:
-            best, best_width, best_gained = gained - worth[first + top], top, gained
+            best, chosen, best_gained = gained - worth[first + top], top, gained
         if top == widest:
             break
+    return chosen, best_gained, best
+
+
+@njit(nogil=True, cache=True)
+def cut(drafts, sizes, n_probes, order, width, kept):
+    """Keep the likeliest candidates of each row.
+
+    Args:
+        drafts: [b, 4, N] int64.
+        sizes: [b] int64.
+        n_probes: nodes 1..P, which are kept.
+        order: [b, N] of `best_width`.
+        width: how many candidates are kept.
+        kept: [b, 3, N] int64, filled with tokens, parents and sources, padded.
+
+    Returns:
+        The depth of the deepest tree, and whether all trees are chains.
+    """
+    n_rows, first = len(drafts), 1 + n_probes
     deepest, chains = 0, True
-    places = np.zeros(likely.shape[1], dtype=np.int64)
-    depths = np.zeros(likely.shape[1], dtype=np.int64)
-    taken = np.zeros(likely.shape[1], dtype=np.bool_)
+    places = np.zeros(order.shape[1], dtype=np.int64)
+    depths = np.zeros(order.shape[1], dtype=np.int64)
+    taken = np.zeros(order.shape[1], dtype=np.bool_)
     for row in range(n_rows):
-        n = min(best_width, sizes[row] - first)
+        n = min(width, sizes[row] - first)
         taken[:first] = True
         taken[first:] = False
         taken[order[row, :n]] = True
@@ -176,7 +194,7 @@ def cut(drafts, sizes, n_probes, likely, worth, widths, kept):
         kept[row, 0, end:] = 0
         kept[row, 1, end:] = PADDING_PARENT
         kept[row, 2, end:] = 0
-    return first + best_width, deepest, chains and n_probes == 0, best_gained
+    return deepest, chains and n_probes == 0
 
 
 class Ranking:
@@ -195,11 +213,13 @@ class Ranking:
         self.own = np.zeros((0, 2, 2))  # see `chances`
         self.sampling: Sampling | None = None
         self.n_candidates = CANDIDATES * most_nodes  # that are worth looking for
-        self._last: tuple | None = None  # drafts, sizes and probes of this step
+        self.value = 0.0  # tokens that the step's trees may gain on average, less what its nodes must gain
+        # What the emitted tokens of this step are learnt from: drafts, sizes, probes, and the first kind that counts.
+        self._last: list[tuple[np.ndarray, np.ndarray, int, int]] = []
 
     def begin_rows(self, n_rows: int) -> None:
         """Begin a generation of at most so many rows."""
-        self.own, self._last = np.zeros((n_rows, 2, 2)), None
+        self.own, self._last = np.zeros((n_rows, 2, 2)), []
 
     def join(self, rows: range, sampling: Sampling) -> None:
         """New rows are decoded under this sampling; what was learnt under another one is forgotten."""
@@ -231,13 +251,39 @@ class Ranking:
             Tokens, parents and sources [b, 3, w] int64; the depth; and whether all are chains.
         """
         n_rows, n_nodes = len(drafts), drafts.shape[2]
-        likely, kept = np.empty((n_rows, n_nodes)), np.empty((n_rows, 3, n_nodes), dtype=np.int64)
+        kept = np.empty((n_rows, 3, n_nodes), dtype=np.int64)
+        (width, gained, self.value), order, _ = self._widths(drafts, sizes, n_probes, keys)
+        depth, chains = cut(drafts, sizes, n_probes, order, width, kept)
+        self._last = [(drafts, sizes, n_probes, 0)]
+        self.chose(1 + n_probes + width, n_probes, gained)
+        return kept[:, :, : 1 + n_probes + width], depth, bool(chains)
+
+    def learn_also(self, drafts: np.ndarray, sizes: np.ndarray, n_kinds: int) -> None:
+        """Learn the first kinds, n_kinds of them, from these candidates in this step, and only the others from its
+        trees, which these candidates have joined under other kinds."""
+        tree, n_nodes, n_probes, _ = self._last[0]
+        self._last = [(tree, n_nodes, n_probes, n_kinds), (drafts, sizes, 0, 0)]
+
+    def value_of(
+        self, drafts: np.ndarray, sizes: np.ndarray, keys: np.ndarray = NO_KEYS
+    ) -> tuple[float, float, np.ndarray]:
+        """What trees of these candidates would gain; arguments are those of `trees`.
+
+        Returns:
+            The tokens gained on average, these less what the nodes must gain, and the chance [b, N] of each candidate.
+        """
+        (_, gained, value), _, likely = self._widths(drafts, sizes, 0, keys)
+        return gained, value, likely
+
+    def _widths(
+        self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int, keys: np.ndarray
+    ) -> tuple[tuple[int, float, float], np.ndarray, np.ndarray]:
+        """What `best_width` returns, the order that it fills, and the chances."""
+        n_rows, n_nodes = len(drafts), drafts.shape[2]
+        likely, order = np.empty((n_rows, n_nodes)), np.zeros((n_rows, n_nodes), dtype=np.int64)
         chances(drafts, sizes, n_probes, (*self.learnt, self.plausible), self.own, keys, likely)
         widths, price = self.choices(n_rows, n_probes, n_nodes)
-        width, depth, chains, gained = cut(drafts, sizes, n_probes, likely, price, widths, kept)
-        self._last = drafts, sizes, n_probes
-        self.chose(width, n_probes, gained)
-        return kept[:, :, :width], depth, bool(chains)
+        return best_width(sizes, n_probes, likely, price, widths, order), order, likely
 
     def choices(self, n_rows: int, n_probes: int, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """Widths to choose among, without the root and the probes, and what each must gain, see `cut`."""
@@ -248,9 +294,9 @@ class Ranking:
 
     def end(self, emitted: Sequence[Sequence[int]]) -> None:
         """The step has ended: row b gained the tokens emitted[b]."""
-        if self._last is None:
-            return
-        drafts, sizes, n_probes = self._last
-        self._last = None
-        for row, tokens in enumerate(emitted):
-            learn(drafts[row], sizes[row], n_probes, np.array(tokens), self.learnt, self.own[row])
+        own = self.own
+        for drafts, sizes, n_probes, first_kind in self._last:
+            for row, tokens in enumerate(emitted):
+                learn(drafts[row], sizes[row], n_probes, np.array(tokens), self.learnt, own[row], first_kind)
+            own = own.copy()  # a row's own ratio is that of its trees
+        self._last = []

@@ -6,7 +6,9 @@ candidate is right is learnt by its rank among its siblings and its probability 
 candidates are scored (`chances.py`). So drafts are deterministic, and verified as those of lookups are.
 
 SSSD's candidates join the same tree (in no paper): a node that both know is a kind of its own, since it is right more
-often. All compete by what was learnt of their kinds.
+often, and so is one that the model, having read its parent, does not hold for likely. All compete by what was learnt of
+their kinds. What SSSD finds costs next to nothing, so it is looked up first, and the model is read only in steps where
+it is likely to add more than its seconds are worth (`Asking`).
 
 Where target and drafter share their noise, a candidate's rank is by E / q, as the target ranks by E / p. The first ones
 are then draws from q without replacement (Kool et al. 2019).
@@ -28,12 +30,13 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, TargetModel, TargetOutput, Verified
 from spectrain.decoding.errors import check_whole
+from spectrain.decoding.intrinsics import MATHS, exp
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
-from spectrain.decoding.warping import uniform_of
-from spectrain.methods.chances import KINDS, NO_KEYS, PARENTS, SOURCES, TOKENS, chances
+from spectrain.decoding.warping import BLOCK, largest, uniform_of
+from spectrain.methods.chances import KINDS, LIKELIEST, NO_KEYS, PARENTS, SOURCES, TOKENS, chances
 from spectrain.methods.lookup import LookupDrafter
-from spectrain.methods.sizing import AUTO
+from spectrain.methods.sizing import AUTO, Asking
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
@@ -49,8 +52,12 @@ LEADS = np.array([0.1, 0.2, 0.35, 0.5, 0.7, 0.85])  # of E / q of the better one
 RANKS = 4  # that are told apart
 OF_SHARE = (0.01, 0.03, 0.06, 0.12, 0.22, 0.35, 0.5, 0.65, 0.78, 0.88, 0.95)
 OF_LEAD = ((0.9, 0.85, 0.75, 0.65, 0.6, 0.5, 0.45), (0.02, 0.05, 0.08, 0.12, 0.18, 0.22, 0.25))
-N_KINDS = RANKS * len(OF_SHARE)
-BOTH = 1.2  # how much likelier a candidate is that a lookup finds, too
+N_SHARES = len(OF_SHARE)
+N_KINDS = RANKS * N_SHARES
+SURENESS = np.array([0.2, 0.45, 0.75])  # of a lookup's chance, where a new kind of what both know begins
+OF_SURENESS = (0.1, 0.32, 0.6, 0.85)
+BASE = 0.35  # the chance of a candidate of which nothing is known
+ALONE = 0.4  # how likely one of a lookup is that the model could have named, and did not, over what it is otherwise
 
 
 def build_spire(
@@ -59,6 +66,7 @@ def build_spire(
     branches: int = BRANCHES,
     levels: int = LEVELS,
     draft_dtype: str = "auto",
+    draft_vocab: int | str | None = AUTO,
     **options,
 ) -> TreeDrafter:
     """Trees from an exported SPIRe drafter; raises UserError where it was trained for another target.
@@ -69,11 +77,11 @@ def build_spire(
         branches: see `TreeDrafter`.
         levels: see `TreeDrafter`.
         draft_dtype: of the drafter's weights while it drafts, see `draft_dtype_of`.
+        draft_vocab: how many tokens it drafts, see `Spire`.
         options: those of `_trees`.
     """
-    model = Spire(
-        load_spire(Path(drafter), target), levels, draft_dtype=draft_dtype, tree_nodes=_read(branches, levels)
-    )
+    drafting = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "tree_nodes": _read(branches, levels)}
+    model = Spire(load_spire(Path(drafter), target), levels, **drafting)
     return _trees(target, model, branches, levels, **options)
 
 
@@ -124,14 +132,27 @@ def _read(branches: int, levels: int) -> int:
     return 1 + branches * (levels - 1)
 
 
+def both_known(of_model: Sequence[float]) -> list[float]:
+    """Chances of candidates that a model and a lookup know, from those that the model's kinds of rank 0 have alone.
+
+    Two opinions that are independent of each other multiply the odds.
+    """
+    odds = [[chance / (1 - chance) for chance in opinion] for opinion in (OF_SURENESS, of_model)]
+    joint = [one * other * (1 - BASE) / BASE for one in odds[0] for other in odds[1]]
+    return [min(LIKELIEST, ratio / (1 + ratio)) for ratio in joint]
+
+
 class NodeReader(Protocol):
     """What a draft model, itself a `Drafter`, must be able to do."""
 
     def read_roots(self, context: Context) -> Tensor:
-        """Read the roots. Return the logits [n, K] of what follows them."""
+        """Read the roots. Return the logits [n, K] of what follows them; the next call may overwrite them."""
 
     def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
-        """Read the last n_new nodes of each row, in a tree of all that were read. Return their logits [n, n_new, K]."""
+        """Read the last n_new nodes of each row, in a tree of all that were read.
+
+        Return their logits [n, n_new, K]; the next call may overwrite them.
+        """
 
     @property
     def names(self) -> Tensor | None:
@@ -159,9 +180,11 @@ class TreeDrafter(LookupDrafter):
     ):
         self.model, self.branches, self.levels, self.lookup = model, branches, levels, lookup
         found = [] if lookup is None else list(lookup.priors)
-        self.first_kind = len(found)  # of the model's; behind them those that the lookup found, too
+        self.n_found = len(found)  # kinds of the lookup's candidates; then come the same where the model names others
+        self.first_kind = 2 * len(found)  # of the model's; behind them those that the lookup found, too
+        alone = [ALONE * chance for chance in found]
         of_share = [chance * (1.0 if rank == 0 else 0.8) for rank in range(RANKS) for chance in OF_SHARE]
-        self.priors = [*found, *of_share, *(min(0.98, BOTH * chance) for chance in of_share)]
+        self.priors = [*found, *alone, *of_share, *both_known(OF_SHARE)]
         super().__init__(max_nodes)
         self.rank()
         self.ranking.plausible[self.first_kind :] = 1.0  # the noise is in the kinds already
@@ -169,6 +192,7 @@ class TreeDrafter(LookupDrafter):
         self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
         self.level_s = Mean(LEVEL_STEPS)
+        self.asking = Asking()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 
     def new_row(self, tokens: list[int]) -> None:
@@ -218,33 +242,43 @@ class TreeDrafter(LookupDrafter):
 
     def _set_priors(self, shares_noise: bool) -> None:
         """Kinds are told apart by E / q or by q, which say different things."""
-        if shares_noise:
-            of_lead = [OF_LEAD[min(rank, 1)] + (0.1,) * (len(OF_SHARE) - len(OF_LEAD[0])) for rank in range(RANKS)]
-            chance = np.array(of_lead) / np.maximum(1, np.arange(RANKS))[:, None]
-        else:
-            chance = np.array(self.priors[self.first_kind : self.first_kind + N_KINDS])
         first = self.first_kind + N_KINDS
+        chance, of_first = np.array(self.priors[self.first_kind : first]), OF_SHARE
+        if shares_noise:
+            of_lead = [OF_LEAD[min(rank, 1)] + (0.1,) * (N_SHARES - len(OF_LEAD[0])) for rank in range(RANKS)]
+            chance, of_first = np.array(of_lead) / np.maximum(1, np.arange(RANKS))[:, None], of_lead[0]
         self.ranking.learnt[2][self.first_kind : first] = chance.ravel()
-        self.ranking.learnt[2][first:] = np.minimum(0.98, BOTH * chance.ravel())
+        self.ranking.learnt[2][first:] = both_known(of_first)
 
     def propose(self, context: Context) -> DraftTree:
         self.ranking.begin()
         if self.lookup is None:
             return self.drafted(context, *self._model_drafts(context, np.zeros((context.n_rows, 0))))
+        n_rows = context.n_rows
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
-        others = self._likely(found, found_sizes[:, 0], self.keys(context, found_sizes))[:, 1:]
-        drafts, sizes = self._model_drafts(context, others)
-        both = np.zeros((len(drafts), 4, drafts.shape[2] + found.shape[2]), dtype=np.int64)
+        gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0], self.keys(context, found_sizes))
+        if self.sizer is not None and not self.asking.asks(n_rows, gained / n_rows, self.sizer.times.rate(n_rows)):
+            return self.drafted(context, found, found_sizes)
+        began = time.perf_counter()
+        drafts, sizes = self._model_drafts(context, likely[:, 1:])
+        both = np.zeros((n_rows, 4, drafts.shape[2] + found.shape[2]), dtype=np.int64)
         both[:, :, : drafts.shape[2]] = drafts
         for row, draft in enumerate(both):
-            sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], self.first_kind, N_KINDS)
+            kinds = self.n_found, self.first_kind
+            sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], likely[row], kinds)
         sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
-        return self.drafted(context, both, sizes)
+        seconds = time.perf_counter() - began
+        tree = self.drafted(context, both, sizes)
+        self.ranking.learn_also(found, found_sizes[:, 0], self.n_found)
+        if self.sizer is not None and self.sizer.n_read and self.sizer.is_timed:
+            seconds /= self.sizer.times.level.value
+            self.asking.count(n_rows, (self.ranking.value - value) / n_rows, seconds, self.sizer.n_read)
+        return tree
 
-    def _likely(self, drafts: np.ndarray, sizes: np.ndarray, keys: np.ndarray = NO_KEYS) -> np.ndarray:
-        """The chance [n, N] that each candidate is accepted; 1 for the roots."""
+    def _likely(self, drafts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """The chance [n, N] that each candidate of the model is accepted; 1 for the roots."""
         ranking, likely = self.ranking, np.empty((len(drafts), drafts.shape[2]))
-        chances(drafts, sizes, 0, (*ranking.learnt, ranking.plausible), ranking.own, keys, likely)
+        chances(drafts, sizes, 0, (*ranking.learnt, ranking.plausible), ranking.own, NO_KEYS, likely)
         return likely
 
     def _model_drafts(self, context: Context, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -285,8 +319,10 @@ class TreeDrafter(LookupDrafter):
                 break
             read = np.concatenate([read, chosen], axis=1)
             logits = self.model.read_nodes(context, _tree_of(drafts, read, context, level + 1), chosen.shape[1])
-        if level:
-            self.level_s.count_usual((time.perf_counter() - began) / level)
+        if self.sizer is not None:
+            self.sizer.n_read = 1 + level
+            if level:
+                self.level_s.count_usual((time.perf_counter() - began) / level / self.sizer.times.level.value)
         return drafts[:, :, : sizes[0, 0]], sizes
 
     def _children(
@@ -294,21 +330,23 @@ class TreeDrafter(LookupDrafter):
     ) -> tuple[np.ndarray, np.ndarray]:
         """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
         temperature = 1.0 if context.sampling.greedy else context.sampling.temperature
-        probs = (logits.float() / temperature).softmax(-1)
-        ranks, names = np.minimum(np.arange(branches), RANKS - 1), self._names
-        if keys is None:
-            found = probs.topk(branches)
-            shares, tokens = torch.stack([found.values.double(), found.indices.double()]).cpu()  # in one transfer
-            tokens, buckets = tokens.long(), np.searchsorted(SHARES, shares.numpy())
-            tokens = (names[tokens] if len(names) else tokens).numpy()
+        ranks, names = np.minimum(np.arange(branches), RANKS - 1), self._names.numpy()
+        tokens, numbers = (np.zeros((*logits.shape[:2], branches), dtype=kind) for kind in (np.int64, np.float64))
+        if keys is not None:
+            probs = (logits.float() / temperature).softmax(-1)
+            first_ones(probs.cpu().numpy(), names, keys, tokens, numbers)
+            other = numbers.copy()
+            other[..., 0], other[..., 1:] = numbers[..., 1 % branches], numbers[..., :1]
+            buckets = np.searchsorted(LEADS, np.minimum(numbers, other) / np.maximum(numbers, other))
+        elif logits.device.type == "cpu":
+            likeliest(logits.float().contiguous().numpy(), 1 / temperature, names, tokens, numbers)
+            buckets = np.searchsorted(SHARES, numbers)
         else:
-            n_rows, m, size = probs.shape
-            tokens, late = (np.zeros((n_rows, m, branches), dtype=kind) for kind in (np.int64, np.float64))
-            first_ones(probs.cpu().numpy(), names.numpy(), keys, tokens, late)
-            other = late.copy()
-            other[..., 0], other[..., 1:] = late[..., 1 % branches], late[..., :1]
-            buckets = np.searchsorted(LEADS, np.minimum(late, other) / np.maximum(late, other))
-        return tokens, self.first_kind + ranks * len(OF_SHARE) + buckets
+            found = (logits.float() / temperature).softmax(-1).topk(branches)
+            numbers, tokens = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()  # one transfer
+            tokens, buckets = tokens.astype(np.int64), np.searchsorted(SHARES, numbers)
+            tokens = names[tokens] if len(names) else tokens
+        return tokens, self.first_kind + ranks * N_SHARES + buckets
 
     def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray) -> np.ndarray | None:
         """The nodes [n, m] of the newest level that are read next; None: it does not pay to read any."""
@@ -374,27 +412,81 @@ def next_read(likely, others, drafts, new, stops, n_scored, chosen):
 
 
 @njit(nogil=True, cache=True)
-def join(draft, size, found, found_size, first_kind, n_kinds):
-    """Add the nodes of another draft of the same root to draft [4, N]. Return how many nodes it has then.
+def join(draft, size, found, found_size, likely, kinds):
+    """Add the nodes that a lookup has found behind the same root to a model's draft [4, N].
 
-    A node of both gets the kind that is n_kinds behind the one it has.
+    A node of both gets a kind by its probability under the model and the chance that the lookup gives it. A node that
+    the model does not name, though it has read the parent, gets the kind that is as many behind its own as a lookup has.
+
+    Args:
+        draft: see above.
+        size: its nodes.
+        found: [4, M] int64.
+        found_size: its nodes.
+        likely: [M] the chance that each node of `found` is accepted.
+        kinds: how many a lookup has, and which of all is the model's first one.
+
+    Returns:
+        How many nodes the draft has then.
     """
+    n_found, first = kinds
     places = np.zeros(found_size, dtype=np.int64)
     for i in range(1, found_size):
-        parent, at = places[found[PARENTS, i]], -1
+        above = found[PARENTS, i]
+        parent, at, was_read = places[above], -1, False
         for node in range(parent + 1, size):
-            if draft[PARENTS, node] == parent and draft[TOKENS, node] == found[TOKENS, i]:
-                at = node
-                break
+            if draft[PARENTS, node] == parent:
+                was_read = was_read or draft[KINDS, node] >= first
+                if draft[TOKENS, node] == found[TOKENS, i]:
+                    at = node
+                    break
         if at < 0:
             at = size
             size += 1
             draft[:, at] = found[:, i]
             draft[PARENTS, at] = parent
-        elif first_kind <= draft[KINDS, at] < first_kind + n_kinds:
-            draft[KINDS, at] += n_kinds
+            if was_read:
+                draft[KINDS, at] += n_found
+        elif first <= draft[KINDS, at] < first + N_KINDS:
+            sure = np.searchsorted(SURENESS, likely[i] / max(likely[above], 1e-9))
+            draft[KINDS, at] = first + N_KINDS + sure * N_SHARES + (draft[KINDS, at] - first) % N_SHARES
         places[i] = at
     return size
+
+
+@njit(nogil=True, cache=True, fastmath=MATHS, error_model="numpy")
+def likeliest(logits, sharpness, names, tokens, shares):
+    """Find the B likeliest tokens of softmax(sharpness x logits), in order, and their probabilities.
+
+    Args:
+        logits: [n, m, K] float32, contiguous.
+        sharpness: 1 / temperature.
+        names: [K] int64 tokens that the logits are of; empty: 0, 1, ...
+        tokens: [n, m, B] int64, filled.
+        shares: [n, m, B] float64, filled.
+    """
+    size, n_best = logits.shape[2], tokens.shape[2]
+    most = np.empty((size + BLOCK - 1) // BLOCK, dtype=np.float32)  # of each block
+    for row in range(logits.shape[0]):
+        for node in range(logits.shape[1]):
+            x, chosen, best = logits[row, node], tokens[row, node], shares[row, node]
+            for block in range(len(most)):
+                most[block] = largest(x.ctypes.data, block * BLOCK, min((block + 1) * BLOCK, size))
+            top, factor, total = most.max(), np.float32(sharpness), np.float32(0.0)
+            for v in range(size):
+                total += exp((x[v] - top) * factor)
+            best[:] = -np.inf
+            for block in range(len(most)):
+                if most[block] > best[n_best - 1]:
+                    for v in range(block * BLOCK, min((block + 1) * BLOCK, size)):
+                        if x[v] > best[n_best - 1]:
+                            place = n_best - 1
+                            while place > 0 and x[v] > best[place - 1]:
+                                best[place], chosen[place] = best[place - 1], chosen[place - 1]
+                                place -= 1
+                            best[place], chosen[place] = x[v], v if len(names) == 0 else names[v]
+            for place in range(n_best):
+                best[place] = exp((np.float32(best[place]) - top) * factor) / total
 
 
 @njit(nogil=True, cache=True)

@@ -263,7 +263,7 @@ def build_method(
     artifacts = {} if artifacts is None else artifacts
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
     if more := method.get("_more_"):
-        options[more] = options[more] or artifacts.get(more)
+        options[more] = options[more] or artifacts.get(more) or _at_hand(more, target)
     build = build_function(method)
     if kind is None:
         drafter = build(target, **options)
@@ -379,6 +379,15 @@ def find_artifact(kind: str, target: TargetModel) -> str:
         folder = newest_artifact(CHECKPOINTS, kind, print_)
     log.info("%s: %s", KINDS[kind].option, folder)
     return str(folder)
+
+
+def _at_hand(kind: str, target: TargetModel) -> str | None:
+    """`find_artifact`, or None where there is none."""
+    try:
+        return find_artifact(kind, target)
+    except UserError as error:
+        log.info("%s", error)
+        return None
 
 
 def build_configured(cfg: DictConfig, target: TargetModel, sampling: Sampling) -> Drafter:

@@ -19,13 +19,17 @@ import numpy as np
 
 from spectrain.decoding.sampling import Sampling
 from spectrain.methods.chances import KIND_TRIALS, MOST_TRIALS, Ranking
-from spectrain.methods.step_times import DraftTimes, StepTimes
+from spectrain.methods.step_times import DraftSeconds, DraftTimes, Mean, StepTimes
 from spectrain.stores.forward_times import ForwardTimes
 
 AUTO = "auto"  # max_nodes: as many in each step as pay on this machine
 FIRST_CHANCE = 0.6  # that a draft model's token is accepted, where its export does not say
 TRAINED_TRIALS = 24.0  # seen tokens that the acceptance measured in training counts as
 WIDTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128])
+FOUND = np.array([0.25, 0.5, 1.0, 2.0])  # tokens that a lookup may gain, told apart by `Asking`
+ASKED_STEPS = 48.0  # over which it averages what a draft model has added
+LEAST_ASKED = 8  # steps in which a draft model is read before it can be left alone
+SELDOM = 24  # steps without it after which a draft model is read again
 FIRST_CANDIDATES = 16
 FEWEST_CANDIDATES = 8
 
@@ -37,6 +41,7 @@ class Sizer(Ranking):
         super().__init__(priors, most_nodes)
         self.times = StepTimes(most_nodes)
         self.n_candidates = FIRST_CANDIDATES
+        self.n_read = 0  # times that a draft model was read in this step
         self._untimed = 0  # steps that do not count
         self._chosen = 0, 0, 0.0  # width, probes and tokens gained of this step
 
@@ -49,8 +54,13 @@ class Sizer(Ranking):
         """Do not time the next steps: they are the first ones, or follow steps without this method."""
         self._untimed = n_steps
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether this step counts."""
+        return not self._untimed
+
     def begin(self) -> None:
-        self._began = time.perf_counter()
+        self._began, self.n_read = time.perf_counter(), 0
 
     def choices(self, n_rows: int, n_probes: int, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         most = self.most_nodes - 1 - n_probes
@@ -63,7 +73,7 @@ class Sizer(Ranking):
         self._drafted = time.perf_counter()
 
     def end(self, emitted: Sequence[Sequence[int]]) -> None:
-        if self._last is None:
+        if not self._last:
             return
         super().end(emitted)
         width, n_probes, gained = self._chosen
@@ -72,7 +82,44 @@ class Sizer(Ranking):
         if self._untimed:
             self._untimed -= 1
         else:
-            self.times.count(len(emitted), width, 1 + n_probes, seconds, tokens)
+            self.times.count(len(emitted), width, 1 + n_probes, seconds, tokens, self.n_read)
+
+
+class Asking:
+    """Chooses in which steps a draft model is read, given what a lookup has found for the step.
+
+    It is read where that has gained more tokens of late, beside those of the lookup, than its seconds were worth. What
+    it gained is told apart by the tokens that the lookup's own candidates may gain: the surer these are, the less there
+    is left to add. Where it does not pay it is still read now and then, as texts change.
+    """
+
+    def __init__(self) -> None:
+        self.added = [Mean(ASKED_STEPS) for _ in range(len(FOUND) + 1)]  # tokens per row, by what was found
+        self.seconds: dict[int, DraftSeconds] = {}  # of reading it, by rows
+        self._waited = [0] * len(self.added)  # steps in which it was not read
+        self._of = 0
+
+    def asks(self, n_rows: int, found: float, rate: float) -> bool:
+        """Whether it is read in this step.
+
+        Args:
+            n_rows: of the step.
+            found: tokens of a row that the lookup's candidates may gain.
+            rate: tokens per second of late.
+        """
+        self._of = of = int(np.searchsorted(FOUND, found, side="right"))
+        added, seconds = self.added[of], self.seconds.get(n_rows)
+        self._waited[of] += 1
+        known = seconds is not None and added.n_steps >= LEAST_ASKED
+        if not known or n_rows * added.value > rate * seconds.value or self._waited[of] >= SELDOM:
+            self._waited[of] = 0
+            return True
+        return False
+
+    def count(self, n_rows: int, added: float, seconds: float, n_read: int) -> None:
+        """It was read so often, which took these seconds of a quiet machine, and may gain so many tokens per row."""
+        self.added[self._of].count(added)
+        self.seconds.setdefault(n_rows, DraftSeconds()).count(seconds, n_read)
 
 
 class ChainSizer:

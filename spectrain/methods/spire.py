@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.decoding.errors import UserError
+from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.program import MOST_TOKENS
 from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
+from spectrain.methods.sizing import AUTO
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, load_spire, trained_acceptance
@@ -39,20 +40,36 @@ def build(
     gamma: int | None = None,
     max_nodes: int | str | None = None,
     draft_dtype: str = "auto",
+    draft_vocab: int | str | None = AUTO,
 ) -> Spire:
     """The method from an exported drafter; raises UserError where it was trained for another target.
 
     gamma: None takes, with max_nodes "auto", as many tokens in each step as pay; else the number that was the fastest
-    after training, which is in the export.
+    after training, which is in the export. For the others see `Spire`.
     """
     loaded, fastest = load_spire(Path(drafter), target), fastest_gamma(Path(drafter))
     k, window = loaded.config.k, loaded.config.window_tokens
     length, adapts = lengths_of(gamma, max_nodes, fastest or k, min(LONGER * k, window))
     acceptance = trained_acceptance(Path(drafter))
-    return Spire(loaded, length, draft_dtype=draft_dtype, adapts=adapts, acceptance=acceptance)
+    options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
+    return Spire(loaded, length, **options, adapts=adapts, acceptance=acceptance)
 
 
 LONGER = 2  # times the k of training a chain may have that adapts
+FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
+
+
+def check_drafted(drafter: SpireDrafter, draft_vocab: int) -> None:
+    """Raise UserError unless a drafter can be held to so many tokens."""
+    check_whole("draft_vocab", draft_vocab, 1)
+    most = drafter.config.draft_vocab or drafter.config.shape.vocab_size
+    if draft_vocab > most:
+        raise UserError(f"draft_vocab={draft_vocab} is more than the {most} tokens that the drafter can draft; lower it")
+    if draft_vocab < most and not drafter.ranks_tokens:
+        raise UserError(
+            f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N and exported since "
+            "2026-11-25, which says which tokens are frequent; give draft_vocab=null, or train one"
+        )
 
 
 class Spire(ChainDrafter):
@@ -65,10 +82,12 @@ class Spire(ChainDrafter):
         adapts, acceptance: see `ChainDrafter`.
         stop: ends drafts before gamma tokens.
         draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
+        draft_vocab: how many of its tokens it drafts, the most frequent of them; "auto": FEW_TOKENS on a CPU, else all.
+            A drafter that does not know which ones are frequent drafts all. None: all.
         tree_nodes: most nodes of a tree that it reads, the root included (see `TreeDrafter`); 0: it drafts chains only.
 
     Raises:
-        UserError: gamma is larger than the window.
+        UserError: gamma is larger than the window, or draft_vocab cannot be had.
     """
 
     def __init__(
@@ -81,10 +100,13 @@ class Spire(ChainDrafter):
         adapts: bool = False,
         tree_nodes: int = 0,
         acceptance: float | None = None,
+        draft_vocab: int | str | None = None,
     ) -> None:
         config, self.tree_nodes = drafter.config, tree_nodes
         super().__init__(gamma_within(config.k if gamma is None else gamma, max_nodes), adapts, acceptance)
-        self.trained, self.stop, self.draft_dtype = drafter, stop, draft_dtype
+        self.trained, self.stop, self.draft_dtype, self.draft_vocab = drafter, stop, draft_dtype, draft_vocab
+        if draft_vocab not in (None, AUTO):
+            check_drafted(drafter, draft_vocab)
         self.drafter = drafter  # as it drafts; `start` makes it
         self._made_for: tuple = ()
         self.slots: SlotStore | None = None
@@ -122,13 +144,18 @@ class Spire(ChainDrafter):
 
     @torch.no_grad()
     def _made(self, target: TargetModel) -> SpireDrafter:
-        config, ready = self.trained.config, {}
-        own = for_drafting(self.trained, self.draft_dtype, target.device, target.dtype)
+        trained, n_tokens, ready = self.trained, self.draft_vocab, {}
+        if n_tokens == AUTO:
+            n_tokens = FEW_TOKENS if target.device.type == "cpu" and trained.ranks_tokens else None
+        if n_tokens is not None and n_tokens < (trained.config.draft_vocab or trained.config.shape.vocab_size):
+            trained = trained.narrowed(n_tokens)
+        config = trained.config
+        own = for_drafting(trained, self.draft_dtype, target.device, target.dtype)
         if config.input == "projected":
-            table = self.trained.input_table().to(own.norm.weight.dtype)
+            table = trained.input_table().to(own.norm.weight.dtype)
             ready["embed_tokens"] = nn.Embedding.from_pretrained(table)
         if config.head == "target":
-            head = self.trained.tables.head(self.trained.kept)
+            head = trained.tables.head(trained.kept)
             ready["lm_head"] = for_drafting(head, self.draft_dtype, target.device, head.weight.dtype)
         return own.with_modules(ready)
 

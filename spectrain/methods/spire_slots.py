@@ -210,7 +210,7 @@ class LevelProgram(StepProgram):
     def read(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, seen: Tensor, previous: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, m, K] and final states [B, m, D].
+        """Return logits [B, m, K], which the next call overwrites, and final states [B, m, D].
 
         Args:
             tokens: [B, m] int64.
@@ -224,7 +224,7 @@ class LevelProgram(StepProgram):
         if self.previous is not None:
             self.previous.copy_(previous.flatten(0, 1))
         self.run()
-        return self.logits.view(*tokens.shape, -1).clone(), self.final.view(*tokens.shape, -1).clone()
+        return self.logits.view(*tokens.shape, -1), self.final.view(*tokens.shape, -1).clone()
 
 
 class DraftProgram(StepProgram):

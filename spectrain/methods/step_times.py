@@ -54,6 +54,27 @@ class Mean:
         return seconds
 
 
+class DraftSeconds:
+    """Seconds of drafting on average, told apart by how often a draft model was read."""
+
+    def __init__(self) -> None:
+        self.means: dict[int, Mean] = {}
+        self.shares: dict[int, float] = {}  # of the last steps
+        self._n_steps = 0.0
+
+    @property
+    def value(self) -> float:
+        return sum(share * self.means[n].value for n, share in self.shares.items())
+
+    def count(self, seconds: float, n_read: int) -> float:
+        """Count a step. Return its seconds, but not how far something else disturbed them."""
+        self._n_steps = min(self._n_steps + 1, DRAFT_STEPS)
+        for n in {*self.shares, n_read}:
+            before = self.shares.get(n, 0.0)
+            self.shares[n] = before + ((n == n_read) - before) / self._n_steps
+        return self.means.setdefault(n_read, Mean(DRAFT_STEPS)).count_usual(seconds)
+
+
 class StepTimes:
     """Seconds of a step behind its draft on a quiet machine, by rows and width, and tokens per second of late.
 
@@ -80,7 +101,7 @@ class StepTimes:
         self.ratios, self.counts = np.ones((n_rows, self.most_nodes + 1)), np.zeros((n_rows, self.most_nodes + 1))
         self.drafting = np.ones(n_rows)  # ratio of all widths with a draft
         self.tokens, self.spent = ([Mean(RATE_STEPS) for _ in range(n_rows)] for _ in range(2))  # per step
-        self.draft_s = [Mean(DRAFT_STEPS) for _ in range(n_rows)]
+        self.draft_s = [DraftSeconds() for _ in range(n_rows)]
         self.expected, self.cost = ([Mean(TEXT_STEPS) for _ in range(n_rows)] for _ in range(2))  # behind the draft
 
     def seconds(self, n_rows: int, least: int = 1) -> np.ndarray:
@@ -121,7 +142,13 @@ class StepTimes:
         return self.cost[n_rows - 1].value + self.draft_s[n_rows - 1].value
 
     def count(
-        self, n_rows: int, width: int, least: int, seconds: tuple[float, float], tokens: tuple[float, float]
+        self,
+        n_rows: int,
+        width: int,
+        least: int,
+        seconds: tuple[float, float],
+        tokens: tuple[float, float],
+        n_read: int = 0,
     ) -> None:
         """A step has ended.
 
@@ -131,6 +158,7 @@ class StepTimes:
             least: those without a draft.
             seconds: that it took to draft; then to score, verify and commit.
             tokens: that it gained; that it may gain on average.
+            n_read: times that a draft model was read, where that varies.
         """
         n, expected_s = n_rows - 1, self.seconds(n_rows, least)[width]
         ratio = min(seconds[1] / expected_s, DISTURBED * self.level.value)
@@ -143,7 +171,7 @@ class StepTimes:
             change = ratio / self.level.value
             self.ratios[n, width] *= change ** (1 / (self.counts[n, width] + WIDTH_STEPS))
             self.drafting[n] *= change ** (1 / (self.counts[n, 0] + WIDTH_STEPS))
-        draft_s = self.draft_s[n].count_usual(seconds[0] / self.level.value)
+        draft_s = self.draft_s[n].count(seconds[0] / self.level.value, n_read)
         self.tokens[n].count(tokens[0])
         self.spent[n].count(draft_s + ratio * expected_s / self.level.value)
         self.expected[n].count(tokens[1])

@@ -173,7 +173,7 @@ class SpireDrafter(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if config.head == "trained":
             self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)
-        self.kept: Tensor | None  # [K] int64, the tokens that it can draft; None: all
+        self.kept: Tensor | None  # [K] int64, the tokens that it can draft, the most frequent first; None: all
         self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
         if config.has_one_table:
             self.lm_head.weight = self.embed_tokens.weight
@@ -237,6 +237,22 @@ class SpireDrafter(nn.Module):
         """Return the drafter with other modules of these names; all else is shared."""
         other = copy.copy(self)
         other._modules = {**self._modules, **modules}
+        return other
+
+    @property
+    def ranks_tokens(self) -> bool:
+        """Whether `kept` has the most frequent tokens first. Exports from before 2026-11-25 have them by number."""
+        return self.kept is not None and bool((self.kept.diff() < 0).any())
+
+    def narrowed(self, n_tokens: int) -> SpireDrafter:
+        """Return the drafter as one that drafts the n most frequent of its tokens alone; all else is shared."""
+        other = self.with_modules({})
+        other.config = dataclasses.replace(self.config, draft_vocab=n_tokens)
+        other._buffers = {**self._buffers, "kept": self.kept[:n_tokens]}
+        if hasattr(self, "lm_head"):
+            head = nn.Linear(self.lm_head.in_features, n_tokens, bias=False, device="meta")
+            head.weight = nn.Parameter(self.lm_head.weight.detach()[:n_tokens], requires_grad=False)
+            other._modules["lm_head"] = head
         return other
 
     def memories(self, states: list[Tensor]) -> list[Tensor]:

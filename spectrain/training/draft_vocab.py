@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetModel) -> Tensor | None:
-    """The tokens that a drafter can draft, [K] int64 ascending: those that are the most frequent in its training text.
+    """The tokens [K] int64 that a drafter can draft: special ones, then the most frequent ones of its training text.
 
     Args:
         draft_vocab: K, or "auto" for as many as make AUTO_SHARE of new text. None: all tokens, and None is returned.
@@ -37,7 +37,7 @@ def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetMode
     shares = expected_shares(counts)[order].cumsum(0)
     if draft_vocab == "auto":
         draft_vocab = min(target.vocab_size, 1 + int((shares < AUTO_SHARE).sum()))
-    kept = order[:draft_vocab].sort().values
+    kept = order[:draft_vocab].clone()
     of_text, of_new = float(counts[kept].sum()) / max(1, n_text), float(shares[len(kept) - 1])
     about = f"{100 * of_text:.2f} % of the text, about {100 * of_new:.2f} % of new text like it"
     log.info("draft_vocab: %d of %d tokens, %s", len(kept), target.vocab_size, about)
