@@ -29,7 +29,7 @@ PLAIN = "autoregressive"
 TRIAL_STEPS = 4
 BLOCK_STEPS = 12  # of the best arm before the arms are compared again
 PLAIN_STEPS = 64  # the most of plain decoding, likewise
-WARM_UP_STEPS = 10  # the first of a method, some of which write programs and compile
+WARM_UP_STEPS = 6  # the first of a method, some of which write programs and compile; and of plain decoding
 LEAD = 1.03  # how much faster than the fastest arm so far another one must be to take its place
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
 ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is
@@ -39,7 +39,17 @@ SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
 MOST_BETWEEN = 2048  # steps between two trials of an arm
 
 
-METHODS = ("pld", "logitspec", "sssd", "spire", "speculative")  # to choose from; the last three need a folder
+# To choose from: each method, and those whose candidates it has as well, so that trying them would only cost time. All
+# but the last two need a folder.
+METHODS = {
+    "spire_sssd": ("sssd", "logitspec"),
+    "speculative_sssd": ("sssd", "logitspec"),
+    "spire": (),
+    "speculative": (),
+    "sssd": ("logitspec",),
+    "pld": (),
+    "logitspec": (),
+}
 
 
 def build(target: TargetModel, methods: Mapping[str, Drafter]) -> Auto:
@@ -190,10 +200,8 @@ class Auto(Drafter):
         if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
             next_trial = min((other.next_trial for other, _ in self.drafters), default=self.n_steps + PLAIN_STEPS)
             self._left = min(max(next_trial - self.n_steps, TRIAL_STEPS), PLAIN_STEPS)
-        if arm.drafter is not None and not arm.n_steps:
+        if not self.times.level.is_known or (arm.drafter is not None and not arm.n_steps):
             self._left, self._untimed = WARM_UP_STEPS, WARM_UP_STEPS // 2
-        elif not self.times.level.is_known:
-            self._left, self._untimed = BLOCK_STEPS, TRIAL_STEPS
         self.n_steps += self._left
         arm.n_steps += self._left
         if arm is not before:

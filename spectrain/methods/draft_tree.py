@@ -416,7 +416,7 @@ def join(draft, size, found, found_size, likely, kinds):
     """Add the nodes that a lookup has found behind the same root to a model's draft [4, N].
 
     A node of both gets a kind by its probability under the model and the chance that the lookup gives it. A node that
-    the model does not name, though it has read the parent, gets the kind that is as many behind its own as a lookup has.
+    the model does not name, though it has read the parent, gets the kind that stands n_found behind its own.
 
     Args:
         draft: see above.
@@ -424,7 +424,7 @@ def join(draft, size, found, found_size, likely, kinds):
         found: [4, M] int64.
         found_size: its nodes.
         likely: [M] the chance that each node of `found` is accepted.
-        kinds: how many a lookup has, and which of all is the model's first one.
+        kinds: n_found, how many a lookup has; and which of all is the model's first one.
 
     Returns:
         How many nodes the draft has then.

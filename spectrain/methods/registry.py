@@ -254,7 +254,7 @@ def build_method(
     if method.get("_chooses_"):
         drafter = build_function(method)(target, _to_choose_from(method, target, artifacts or {}, sampling))
         drafter.target = target
-        kinds = {method_config(arm.name).get("_artifact_") for arm in drafter.arms}
+        kinds = {method_config(arm.name).get(key) for arm in drafter.arms for key in ("_artifact_", "_more_")}
         drafter.artifacts |= {kind: folder for kind, folder in (artifacts or {}).items() if kind in kinds}
         return drafter
     if target is None:  # whose forwards cannot be timed
@@ -300,8 +300,8 @@ def _to_choose_from(
         if name not in method_names() or method_config(name).get("_chooses_"):
             known = (one for one in method_names() if not method_config(one).get("_chooses_"))
             raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}")
-        if name == BASELINE:
-            continue  # it is always one of them
+        if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
+            continue  # it is always one of them, or what it finds another one finds, too
         config = method_config(name)
         is_chosen = asked or config.get("_artifact_") in artifacts
         try:

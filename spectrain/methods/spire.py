@@ -64,7 +64,7 @@ def check_drafted(drafter: SpireDrafter, draft_vocab: int) -> None:
     check_whole("draft_vocab", draft_vocab, 1)
     most = drafter.config.draft_vocab or drafter.config.shape.vocab_size
     if draft_vocab > most:
-        raise UserError(f"draft_vocab={draft_vocab} is more than the {most} tokens that the drafter can draft; lower it")
+        raise UserError(f"draft_vocab={draft_vocab} is more than the {most} tokens that the drafter has; lower it")
     if draft_vocab < most and not drafter.ranks_tokens:
         raise UserError(
             f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N and exported since "
@@ -146,9 +146,9 @@ class Spire(ChainDrafter):
     def _made(self, target: TargetModel) -> SpireDrafter:
         trained, n_tokens, ready = self.trained, self.draft_vocab, {}
         if n_tokens == AUTO:
-            n_tokens = FEW_TOKENS if target.device.type == "cpu" and trained.ranks_tokens else None
-        if n_tokens is not None and n_tokens < (trained.config.draft_vocab or trained.config.shape.vocab_size):
-            trained = trained.narrowed(n_tokens)
+            n_tokens = FEW_TOKENS if target.device.type == "cpu" else None
+        if trained.ranks_tokens:
+            trained = trained.held_to(min(n_tokens or len(trained.kept), len(trained.kept)))
         config = trained.config
         own = for_drafting(trained, self.draft_dtype, target.device, target.dtype)
         if config.input == "projected":

@@ -244,14 +244,19 @@ class SpireDrafter(nn.Module):
         """Whether `kept` has the most frequent tokens first. Exports from before 2026-11-25 have them by number."""
         return self.kept is not None and bool((self.kept.diff() < 0).any())
 
-    def narrowed(self, n_tokens: int) -> SpireDrafter:
-        """Return the drafter as one that drafts the n most frequent of its tokens alone; all else is shared."""
+    def held_to(self, n_tokens: int) -> SpireDrafter:
+        """Return the drafter as one that drafts the first n of its tokens alone, which it then has by number.
+
+        So a token is drawn by the same random number whether q is over all tokens or over these alone. All but a
+        trained unembedding is shared.
+        """
+        kept, rows = self.kept[:n_tokens].sort()
         other = self.with_modules({})
         other.config = dataclasses.replace(self.config, draft_vocab=n_tokens)
-        other._buffers = {**self._buffers, "kept": self.kept[:n_tokens]}
+        other._buffers = {**self._buffers, "kept": kept}
         if hasattr(self, "lm_head"):
             head = nn.Linear(self.lm_head.in_features, n_tokens, bias=False, device="meta")
-            head.weight = nn.Parameter(self.lm_head.weight.detach()[:n_tokens], requires_grad=False)
+            head.weight = nn.Parameter(self.lm_head.weight.detach()[rows], requires_grad=False)
             other._modules["lm_head"] = head
         return other
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -213,7 +214,7 @@ def test_auto_chooses_among_what_can_be_built(artifacts, tmp_path, monkeypatch):
     assert [arm.name for arm in nothing.arms] == ["pld", "logitspec", PLAIN]
     store = {"datastore": artifacts.get("datastore"), "spire": artifacts.get("spire")}
     with_store = build_method(config, target, store)
-    assert [arm.name for arm in with_store.arms] == ["pld", "logitspec", "sssd", "spire", PLAIN]
+    assert [arm.name for arm in with_store.arms] == ["spire_sssd", "spire", "pld", PLAIN]
     assert with_store.artifacts == store
     plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
     for drafter in (nothing, with_store):
@@ -249,8 +250,44 @@ def test_a_given_length_is_kept(artifacts):
 def test_a_draft_model_of_a_shorter_context_is_no_choice_unless_it_was_given(artifacts, monkeypatch, tmp_path):
     short = Artifacts(tmp_path, artifacts.target, lambda: tiny_model("llama", max_position_embeddings=32), lambda: [])
     folder = short.get("vanilla")
-    monkeypatch.setattr(registry, "METHODS", ("pld", "speculative"))
+    monkeypatch.setattr(registry, "METHODS", {"pld": (), "speculative": ()})
     monkeypatch.setattr(registry, "find_artifact", lambda kind, target: folder)
     config = OmegaConf.merge(method_config("auto"), {"methods": None})
     assert "speculative" in [arm.name for arm in build_method(config, short.target, {"vanilla": folder}).arms]
     assert [arm.name for arm in build_method(config, short.target, {}).arms] == ["pld", PLAIN]
+
+
+def test_auto_leaves_out_what_another_choice_finds_as_well(artifacts, monkeypatch):
+    at_hand: dict[str, str] = {}
+
+    def find(kind, target):
+        if kind not in at_hand:
+            raise UserError(f"no {kind}")
+        return at_hand[kind]
+
+    monkeypatch.setattr(registry, "find_artifact", find)
+
+    def choices() -> list[str]:
+        return [arm.name for arm in build_method(method_config("auto"), artifacts.target).arms]
+
+    assert choices() == ["pld", "logitspec", PLAIN]
+    at_hand["datastore"] = artifacts.get("datastore")
+    assert choices() == ["sssd", "pld", PLAIN]
+    at_hand["spire"] = artifacts.get("spire")
+    assert choices() == ["spire_sssd", "spire", "pld", PLAIN]
+    del at_hand["datastore"]
+    assert choices() == ["spire_sssd", "spire", "pld", PLAIN]
+
+
+def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp_path):
+    """Without one it is the prompt and the text alone, and a folder that was given goes before it."""
+    monkeypatch.chdir(tmp_path)
+    spire, store = artifacts.get("spire"), artifacts.get("datastore")
+    config = method_config("spire_sssd")
+    found = build_method(config, artifacts.target, {"spire": spire})
+    assert found.arms[0].drafter.store is None
+    monkeypatch.setattr(registry, "find_artifact", lambda kind, target: {"datastore": store}[kind])
+    found = build_method(config, artifacts.target, {"spire": spire})
+    assert found.arms[0].drafter.store.folder == Path(store)
+    with pytest.raises(UserError, match="nowhere"):
+        build_method(config, artifacts.target, {"spire": spire, "datastore": str(tmp_path / "nowhere")})

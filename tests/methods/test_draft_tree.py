@@ -11,7 +11,7 @@ from spectrain.decoding.noise import exponentials, mixed
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.methods import spire_slots
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_tree import TreeDrafter, first_ones, join
+from spectrain.methods.draft_tree import N_KINDS, N_SHARES, TreeDrafter, first_ones, join, likeliest
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
@@ -43,7 +43,7 @@ def test_a_node_of_a_spire_tree_is_read_as_training_reads_its_branch(options, fu
         for step in range(k):
             for row, length in enumerate(lengths):
                 place = expected[row, length + k * round_ + step]
-                kept = place if drafter.kept is None else place[drafter.kept]
+                kept = place if method.names is None else place[method.names]
                 atol = 1e-3 if "previous_state" in options else 1e-5  # rounding grows from one state to the next
                 found = logits[row, branch - tokens.shape[1]]
                 torch.testing.assert_close(found.softmax(-1), kept.softmax(-1), atol=atol, rtol=0)
@@ -136,12 +136,45 @@ def input_only() -> Sssd:
 
 
 def test_two_drafts_share_nodes_that_spell_the_same():
-    draft = np.zeros((4, 8), dtype=np.int64)
-    draft[:, :4] = [[9, 1, 2, 3], [-1, 0, 0, 1], [0, 6, 6, 6], [0, 10, 11, 10]]
-    other = np.array([[9, 2, 4, 1, 3], [-1, 0, 1, 0, 3], [0, 3, 3, 3, 3], [0, 1, 1, 2, 2]])
-    size = join(draft, 4, other, 5, 10, 5)
-    assert size == 5
-    assert draft[:, :5].tolist() == [[9, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0, 6, 6, 6, 3], [0, 15, 16, 15, 1]]
+    """Kinds of the lookup are 0 to 4, and 5 to 9 where the model names others; the model's begin with 10."""
+    draft = np.zeros((4, 9), dtype=np.int64)
+    draft[:, :4] = [[9, 1, 2, 3], [-1, 0, 0, 1], [0, 6, 6, 6], [0, 13, 11 + N_SHARES, 10]]
+    other = np.array([[9, 2, 4, 1, 3, 7], [-1, 0, 1, 0, 3, 0], [0, 3, 3, 3, 3, 3], [0, 1, 1, 2, 2, 4]])
+    size = join(draft, 4, other, 6, np.array([1, 0.9, 0.5, 0.1, 0.06, 0.3]), (5, 10))
+    both = 10 + N_KINDS
+    assert size == 6
+    assert draft[:3, :6].tolist() == [[9, 1, 2, 3, 4, 7], [-1, 0, 0, 1, 2, 0], [0, 6, 6, 6, 3, 3]]
+    # Chances of the lookup, given the parent: 0.1, 0.9, 0.6; 4 stands behind a node that the model has not read.
+    assert draft[3, :6].tolist() == [0, both + 3, both + 3 * N_SHARES + 1, both + 2 * N_SHARES, 1, 4 + 5]
+
+
+def test_where_the_model_does_not_pay_only_the_lookup_drafts():
+    target, text = TargetModel(tiny_model("llama")), [5, 6, 7, 8, 9] * 6
+    method = TreeDrafter(Speculative(TargetModel(tiny_model("llama", seed=5)), 3), "auto", 2, 3, input_only())
+    asked = []
+
+    def asks(n_rows, found, rate):
+        asked.append(len(asked) % 3 == 0)
+        return asked[-1]
+
+    method.asking.asks = asks
+    found, plain = (generate(target, one, [text, text[:12]], 30, batch_size=2) for one in (method, Autoregressive()))
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert 0 < sum(asked) < len(asked)
+    assert method.sizer.times.draft_s[1].shares.keys() > {0}
+    assert sum(one.drafted_by_source[Source.DRAFT] for one in found) > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 700), (2, 3, 65), (1, 2, 3)])
+@pytest.mark.parametrize("has_names", [False, True])
+def test_the_likeliest_tokens_are_those_of_a_full_sort(shape, has_names):
+    logits = torch.randn(shape) * 4
+    names = np.random.default_rng(0).permutation(1000)[: shape[-1]] if has_names else np.zeros(0, dtype=np.int64)
+    tokens, shares = np.zeros((*shape[:2], 3), dtype=np.int64), np.zeros((*shape[:2], 3))
+    likeliest(logits.numpy(), 1 / 0.7, names, tokens, shares)
+    best = (logits.double() / 0.7).softmax(-1).topk(3)
+    np.testing.assert_allclose(shares, best.values, rtol=1e-5)
+    assert (tokens == (names[best.indices] if has_names else best.indices.numpy())).all()
 
 
 @pytest.mark.parametrize("has_names", [False, True])

@@ -18,12 +18,13 @@ from spectrain.methods.chances import (
     PLAUSIBLE,
     PRIOR_TRIALS,
     Ranking,
+    best_width,
     chances,
     cut,
     learn,
 )
-from spectrain.methods.sizing import WIDTHS, ChainSizer, Sizer
-from spectrain.methods.step_times import DraftTimes, Level
+from spectrain.methods.sizing import FOUND, LEAST_ASKED, SELDOM, WIDTHS, Asking, ChainSizer, Sizer
+from spectrain.methods.step_times import DraftSeconds, DraftTimes, Level
 from spectrain.stores.forward_times import ForwardTimes
 
 NODES = [1, 2, 4, 8, 16, 32, 64]
@@ -109,6 +110,57 @@ def test_a_candidate_that_was_not_scored_is_judged_as_well():
     assert stats[1][0, :2].tolist() == [1, 0]
 
 
+def test_candidates_that_joined_other_trees_are_learnt_under_their_own_kinds_and_once():
+    ranking = Ranking([0.5, 0.5, 0.5], 9)
+    ranking.begin_rows(1)
+    ranking.join(range(1), Sampling())
+    ranking.trees(draft_of((1, 0, 2), (2, 0, 0))[None], np.array([3]))
+    ranking.learn_also(draft_of((1, 0, 0), (2, 0, 1))[None], np.array([3]), 2)
+    ranking.end([[1, 5]])
+    hits, trials, _ = ranking.learnt
+    assert (hits[:, 0].tolist(), trials[:, 0].tolist()) == ([1, 0, 1], [1, 1, 1])
+    assert ranking.own[0, 0].tolist() == [1, LIKELIEST]
+    ranking.end([[1, 5]])  # of a step without candidates
+    assert ranking.learnt[1][:, 0].tolist() == [1, 1, 1]
+
+
+def test_the_value_of_candidates_is_that_of_the_tree_that_they_would_make():
+    sizer = started(ForwardTimes(NODES, [1e-3 * (1 + 0.02 * n) for n in NODES]))
+    gained, value, likely = sizer.value_of(CHAIN[None], np.array([12]))
+    sizer.trees(CHAIN[None], np.array([12]))
+    assert value == sizer.value > 0
+    assert gained == pytest.approx(likely[0, 1 : 1 + sizer._chosen[0] - 1].sum())
+
+
+def test_a_model_is_asked_where_it_has_added_more_than_its_seconds_are_worth():
+    asking, rate = Asking(), 100.0
+    sure, unsure = FOUND[-1] + 1, FOUND[0] / 2
+    asked = {sure: 0, unsure: 0}
+    for _ in range(300):
+        for found, added in ((sure, 0.1), (unsure, 0.5)):  # 2 ms are worth 0.2 tokens
+            if asking.asks(1, found, rate):
+                asking.count(1, added, 2e-3, 1)
+                asked[found] += 1
+    assert asked[unsure] == 300
+    assert LEAST_ASKED + 300 // SELDOM - 2 <= asked[sure] <= LEAST_ASKED + 300 // SELDOM
+    assert asking.asks(8, sure, rate)  # what so many rows cost is not known
+    asking.count(8, 0.1, 2e-3, 1)
+    assert asking.asks(8, sure, rate)  # rows share the seconds
+    for _ in range(60):  # the text changes
+        if asking.asks(1, sure, rate):
+            asking.count(1, 2.0, 2e-3, 1)
+    assert asking.asks(1, sure, rate)
+
+
+def test_seconds_of_drafting_are_those_of_what_was_done_in_each_step():
+    """Steps that do not read the model must not be taken for the usual ones, nor the others for disturbed ones."""
+    drafting = DraftSeconds()
+    for i in range(400):
+        drafting.count(1e-4 if i % 4 else 8e-3, int(i % 4 == 0))
+    assert drafting.value == pytest.approx(0.75 * 1e-4 + 0.25 * 8e-3, rel=0.1)
+    assert drafting.count(1.0, 1) < 0.03  # something else ran
+
+
 def test_a_row_whose_text_repeats_itself_has_better_chances_than_another():
     stats, good, bad = new_stats([0.5]), np.zeros((2, 2)), np.zeros((2, 2))
     draft = draft_of((1, 0, 0))
@@ -141,8 +193,10 @@ def test_the_width_that_is_worth_most_is_kept_and_no_other_is_worth_more(seed):
     drafts, sizes, likely = random_drafts(random, n_rows, n_probes)
     price = np.cumsum(random.choice([0.0, 0.05, 0.3], 15))
     kept = np.empty((n_rows, 3, 14), dtype=np.int64)
-    width, depth, chains, gained = cut(drafts, sizes, n_probes, likely, price, WIDTHS, kept)
-    first = 1 + n_probes
+    order, first = np.zeros((n_rows, 14), dtype=np.int64), 1 + n_probes
+    chosen, gained, value = best_width(sizes, n_probes, likely, price, WIDTHS, order)
+    depth, chains = cut(drafts, sizes, n_probes, order, chosen, kept)
+    width = first + chosen
 
     def worth(n: int) -> tuple[float, float]:
         best = [np.sort(one[first:size])[::-1][:n].sum() for one, size in zip(likely, sizes, strict=True)]
@@ -150,7 +204,7 @@ def test_the_width_that_is_worth_most_is_kept_and_no_other_is_worth_more(seed):
 
     widest = int(sizes.max()) - first
     tried = [0, *(n for n in WIDTHS.tolist() if n < widest), *([widest] if widest else [])]
-    assert gained == pytest.approx(worth(width - first)[0])
+    assert (gained, value) == pytest.approx(worth(chosen))
     assert worth(width - first)[1] == pytest.approx(max(worth(n)[1] for n in tried))
     for row in range(n_rows):
         n = min(width, int(sizes[row]))

@@ -10,6 +10,7 @@ import torch
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified, generate
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
+from spectrain.methods import spire
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, NeverStop, StopRule
@@ -310,6 +311,51 @@ def test_drafts_of_shortened_weights_come_near_those_of_training(draft_dtype):
     shares = drafting.lm_head.weight.data_ptr() == target.unembedding.data_ptr()
     assert shares == (draft_dtype == "float32")
     assert all(torch.equal(a, b) for a, b in zip(target.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("options", [INPUTS[6], INPUTS[7]], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
+def test_a_drafter_that_is_held_to_few_tokens_drafts_these_and_leaves_the_text_to_the_target(options, sampling):
+    target, drafter = make(**options)
+    method, prompts = Spire(drafter, 3, draft_vocab=5), random_prompts([3, 17, 9])
+    drafted, draft = set(), method.draft
+
+    def noted(context, gamma):
+        tree = draft(context, gamma)
+        drafted.update(tree.tokens[:, 1:].flatten().tolist())
+        return tree
+
+    method.draft = noted
+    found = generate(target, method, prompts, 24, sampling, stop_token_ids=(), batch_size=3)
+    assert drafted == set(drafter.kept[:5].tolist())
+    if sampling.greedy:
+        plain = generate(target, Autoregressive(), prompts, 24, stop_token_ids=())
+        assert [one.tokens for one in found] == [one.tokens for one in plain]
+    hidden = torch.randn(4, 32)
+    few, all_ = (Spire(drafter, draft_vocab=n).fitted(target).logits(hidden) for n in (5, None))
+    kept = drafter.kept[:5]
+    torch.testing.assert_close(few[:, kept], all_[:, kept])
+    assert (few > -torch.inf).sum() == 4 * 5
+    assert drafter.config.draft_vocab == len(drafter.kept) == 30  # the trained one is as it was
+
+
+def test_how_many_tokens_are_drafted_where_nobody_says(monkeypatch):
+    monkeypatch.setattr(spire, "FEW_TOKENS", 9)
+    target, drafter = make(**INPUTS[6])
+    assert len(Spire(drafter, draft_vocab="auto").fitted(target).kept) == 9
+    assert len(Spire(drafter, draft_vocab=30).fitted(target).kept) == 30
+    target, whole = make(**INPUTS[0])
+    assert Spire(whole, draft_vocab="auto").fitted(target).kept is None
+    drafter.kept.copy_(drafter.kept.sort().values)  # an older export, which does not say which ones are frequent
+    assert len(Spire(drafter, draft_vocab="auto").fitted(target).kept) == 30
+    for one, n, why in (
+        (drafter, 9, "draft_vocab=9 needs a drafter that was trained with draft_vocab=N and exported since"),
+        (whole, 9, "draft_vocab=9 needs a drafter"),
+        (drafter, 31, "draft_vocab=31 is more than the 30 tokens"),
+        (whole, 0, "draft_vocab=0 must be"),
+    ):
+        with pytest.raises(UserError, match=why):
+            Spire(one, draft_vocab=n)
 
 
 def test_the_state_before_a_root_moves_with_its_row():

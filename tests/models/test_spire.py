@@ -39,9 +39,7 @@ def make(
     config = SpireConfig(shape_of(model), last_layers(model, 2), **options)
     kept = None
     if config.draft_vocab:
-        kept = (
-            torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(3))[: config.draft_vocab].sort().values
-        )
+        kept = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(3))[: config.draft_vocab]
     drafter = new_drafter(TargetModel(model), config, init, kept)
     if config.feedback:
         with torch.no_grad():
