@@ -36,6 +36,7 @@ ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the
 TIMED = 0.97  # of a method's step is what its sizer times
 TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
 SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
+KNOWN_ARM_STEPS = 32  # of an arm; one that ran fewer is tried again sooner, as its first steps may have been unlucky
 MOST_BETWEEN = 2048  # steps between two trials of an arm
 
 
@@ -215,7 +216,8 @@ class Auto(Drafter):
             return ANCHOR_STEPS
         loss = SWITCHING + 1 - speed if speed <= 1 else SWITCHING  # inf / inf, where neither has run
         plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
-        return int(min(plain_steps * loss / TRIAL_SHARE, MOST_BETWEEN))
+        steps = min(plain_steps * loss / TRIAL_SHARE, MOST_BETWEEN)
+        return int(steps * min(1.0, arm.n_steps / KNOWN_ARM_STEPS)) if arm.n_steps else int(steps)
 
     def _speed(self, arm: Arm, n_rows: int) -> float:
         """Tokens of a row in the time of a plain step; a method that was never run hopes for the best."""

@@ -60,7 +60,7 @@ class DraftSeconds:
     def __init__(self) -> None:
         self.means: dict[int, Mean] = {}
         self.shares: dict[int, float] = {}  # of the last steps
-        self._n_steps = 0.0
+        self.n_steps = 0.0
 
     @property
     def value(self) -> float:
@@ -68,10 +68,10 @@ class DraftSeconds:
 
     def count(self, seconds: float, n_read: int) -> float:
         """Count a step. Return its seconds, but not how far something else disturbed them."""
-        self._n_steps = min(self._n_steps + 1, DRAFT_STEPS)
+        self.n_steps = min(self.n_steps + 1, DRAFT_STEPS)
         for n in {*self.shares, n_read}:
             before = self.shares.get(n, 0.0)
-            self.shares[n] = before + ((n == n_read) - before) / self._n_steps
+            self.shares[n] = before + ((n == n_read) - before) / self.n_steps
         return self.means.setdefault(n_read, Mean(DRAFT_STEPS)).count_usual(seconds)
 
 
