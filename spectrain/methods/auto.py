@@ -34,19 +34,17 @@ LEAD = 1.03  # how much faster than the fastest arm so far another one must be t
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
 ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is
 TIMED = 0.97  # of a method's step is what its sizer times
-TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
+TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost once it has run SETTLED_STEPS
 SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
-KNOWN_ARM_STEPS = 32  # of an arm; one that ran fewer is tried again sooner, as its first steps may have been unlucky
+SETTLED_STEPS = 32  # of an arm; one that ran fewer is tried again sooner, as its first steps may have been unlucky
 MOST_BETWEEN = 2048  # steps between two trials of an arm
 
 
-# To choose from: each method, and those whose candidates it has as well, so that trying them would only cost time. All
-# but the last two need a folder.
+# To choose from: each method, and those that are hardly ever faster than it, so that trying them would only cost time.
+# The first three need a folder.
 METHODS = {
     "spire_sssd": ("sssd", "logitspec"),
     "speculative_sssd": ("sssd", "logitspec"),
-    "spire": (),
-    "speculative": (),
     "sssd": ("logitspec",),
     "pld": (),
     "logitspec": (),
@@ -217,7 +215,7 @@ class Auto(Drafter):
         loss = SWITCHING + 1 - speed if speed <= 1 else SWITCHING  # inf / inf, where neither has run
         plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
         steps = min(plain_steps * loss / TRIAL_SHARE, MOST_BETWEEN)
-        return int(steps * min(1.0, arm.n_steps / KNOWN_ARM_STEPS)) if arm.n_steps else int(steps)
+        return int(steps * min(1.0, arm.n_steps / SETTLED_STEPS)) if arm.n_steps else int(steps)
 
     def _speed(self, arm: Arm, n_rows: int) -> float:
         """Tokens of a row in the time of a plain step; a method that was never run hopes for the best."""

@@ -93,7 +93,7 @@ def chances(drafts, sizes, n_probes, learnt, own, keys, out):
 
 @njit(nogil=True, cache=True)
 def learn(draft, size, n_probes, emitted, learnt, own, first_kind=0):
-    """Count, of one row, which candidates of kinds from `first_kind` on the emitted tokens were."""
+    """Count for one row which candidates were emitted; kinds below `first_kind` are not counted."""
     hits, trials, prior = learnt
     node = 0
     for depth in range(len(emitted)):
@@ -259,8 +259,10 @@ class Ranking:
         return kept[:, :, : 1 + n_probes + width], depth, bool(chains)
 
     def learn_also(self, drafts: np.ndarray, sizes: np.ndarray, n_kinds: int) -> None:
-        """Learn the first kinds, n_kinds of them, from these candidates in this step, and only the others from its
-        trees, which these candidates have joined under other kinds."""
+        """Learn kinds 0 .. n_kinds - 1 from these candidates. The step's trees, where they got others, teach the rest.
+
+        Arguments are those of `trees`, but for `n_kinds`.
+        """
         tree, n_nodes, n_probes, _ = self._last[0]
         self._last = [(tree, n_nodes, n_probes, n_kinds), (drafts, sizes, 0, 0)]
 
@@ -286,7 +288,7 @@ class Ranking:
         return best_width(sizes, n_probes, likely, price, widths, order), order, likely
 
     def choices(self, n_rows: int, n_probes: int, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Widths to choose among, without the root and the probes, and what each must gain, see `cut`."""
+        """Widths to choose among, without the root and the probes, and what each must gain, see `best_width`."""
         return np.array([self.most_nodes - 1 - n_probes]), np.zeros(n_nodes + 1)
 
     def chose(self, width: int, n_probes: int, gained: float) -> None:
@@ -294,9 +296,8 @@ class Ranking:
 
     def end(self, emitted: Sequence[Sequence[int]]) -> None:
         """The step has ended: row b gained the tokens emitted[b]."""
-        own = self.own
-        for drafts, sizes, n_probes, first_kind in self._last:
+        for i, (drafts, sizes, n_probes, first_kind) in enumerate(self._last):
+            own = self.own if i == 0 else self.own.copy()  # a row's own ratio is that of its trees
             for row, tokens in enumerate(emitted):
                 learn(drafts[row], sizes[row], n_probes, np.array(tokens), self.learnt, own[row], first_kind)
-            own = own.copy()  # a row's own ratio is that of its trees
         self._last = []

@@ -342,10 +342,8 @@ class TreeDrafter(LookupDrafter):
             likeliest(logits.float().contiguous().numpy(), 1 / temperature, names, tokens, numbers)
             buckets = np.searchsorted(SHARES, numbers)
         else:
-            found = (logits.float() / temperature).softmax(-1).topk(branches)
-            numbers, tokens = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()  # one transfer
-            tokens, buckets = tokens.astype(np.int64), np.searchsorted(SHARES, numbers)
-            tokens = names[tokens] if len(names) else tokens
+            tokens, numbers = likeliest_on_device(logits, temperature, names, branches)
+            buckets = np.searchsorted(SHARES, numbers)
         return tokens, self.first_kind + ranks * N_SHARES + buckets
 
     def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray) -> np.ndarray | None:
@@ -452,6 +450,14 @@ def join(draft, size, found, found_size, likely, kinds):
             draft[KINDS, at] = first + N_KINDS + sure * N_SHARES + (draft[KINDS, at] - first) % N_SHARES
         places[i] = at
     return size
+
+
+def likeliest_on_device(logits: Tensor, temperature: float, names: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The n likeliest tokens and their probabilities as `likeliest` finds them, in one transfer from a device."""
+    found = (logits.float() / temperature).softmax(-1).topk(n)
+    shares, tokens = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()
+    tokens = tokens.astype(np.int64)
+    return names[tokens] if len(names) else tokens, shares
 
 
 @njit(nogil=True, cache=True, fastmath=MATHS, error_model="numpy")

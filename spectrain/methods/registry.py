@@ -262,8 +262,8 @@ def build_method(
     options, kind = plain_options(method), method.get("_artifact_")
     artifacts = {} if artifacts is None else artifacts
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
-    if more := method.get("_more_"):
-        options[more] = options[more] or artifacts.get(more) or _at_hand(more, target)
+    if (more := method.get("_more_")) and options[more] == AUTO:
+        options[more] = artifacts.get(more) or _at_hand(more, target)
     build = build_function(method)
     if kind is None:
         drafter = build(target, **options)
@@ -301,7 +301,7 @@ def _to_choose_from(
             known = (one for one in method_names() if not method_config(one).get("_chooses_"))
             raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}")
         if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
-            continue  # it is always one of them, or what it finds another one finds, too
+            continue  # it is always one of them, or another one is as fast
         config = method_config(name)
         is_chosen = asked or config.get("_artifact_") in artifacts
         try:
@@ -374,6 +374,8 @@ def find_artifact(kind: str, target: TargetModel) -> str:
     """
     print_ = fingerprint(target.model, target.tokenizer)
     if kind == "datastore":
+        if target.tokenizer is None:
+            raise UserError("a datastore is of a tokenizer, which this target does not have; give datastore=<folder>")
         folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
     else:
         folder = newest_artifact(CHECKPOINTS, kind, print_)

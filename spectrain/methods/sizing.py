@@ -91,9 +91,9 @@ class Sizer(Ranking):
 class Asking:
     """Chooses in which steps a draft model is read, given what a lookup has found for the step.
 
-    It is read where that has gained more tokens of late, beside those of the lookup, than its seconds were worth. What
-    it gained is told apart by the tokens that the lookup's own candidates may gain: the surer these are, the less there
-    is left to add. Where it does not pay it is still read now and then, as texts change.
+    It is read if it has lately added more tokens to the lookup's than its seconds would have gained otherwise. What it
+    adds depends on how sure the lookup is: the more tokens that may gain, the less is left to add. Where the model does
+    not pay it is still read now and then, as texts change.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Asking:
             mean.n_steps, mean.value = FIRST_ASKED, first
         self.seconds: dict[int, DraftSeconds] = {}  # of reading it, by rows
         self._waited = [0] * len(self.added)  # steps in which it was not read
-        self._of = 0
+        self._bucket = 0
 
     def asks(self, n_rows: int, found: float, rate: float) -> bool:
         """Whether it is read in this step.
@@ -112,7 +112,7 @@ class Asking:
             found: tokens of a row that the lookup's candidates may gain.
             rate: tokens per second of late.
         """
-        self._of = of = int(np.searchsorted(FOUND, found, side="right"))
+        self._bucket = of = int(np.searchsorted(FOUND, found, side="right"))
         seconds = self.seconds.get(n_rows)
         self._waited[of] += 1
         is_known = seconds is not None and seconds.n_steps >= LEAST_ASKED
@@ -123,7 +123,7 @@ class Asking:
 
     def count(self, n_rows: int, added: float, seconds: float, n_read: int) -> None:
         """It was read so often, which took these seconds of a quiet machine, and may gain so many tokens per row."""
-        self.added[self._of].count(added)
+        self.added[self._bucket].count(added)
         self.seconds.setdefault(n_rows, DraftSeconds()).count(seconds, n_read)
 
 

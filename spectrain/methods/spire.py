@@ -165,11 +165,17 @@ class Spire(ChainDrafter):
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         super().prefill(context, output, rows)
         self._catch_up()
-        if self.capture_layers:
-            self.slots.fill(self._memories(output.captured), output.positions, rows)
+        if not self.capture_layers:
+            return
+        lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
+        kept = self.slots.kept(lengths)
+        if not torch.equal(output.positions, kept):  # others wanted to read the whole prompts
+            index = kept.clamp_min(0)[:, :, None, None].expand(-1, -1, *captured.shape[2:])
+            captured = captured.gather(1, index)
+        self.slots.fill(self._memories(captured), kept, rows)
         if self.drafter.config.previous_state:
-            last = (output.positions == (context.lengths[rows.start : rows.stop, None] - 2)).long().argmax(1)
-            self.finals[rows.start : rows.stop] = _at(output.captured[:, :, -1], last)
+            last = (kept == lengths[:, None] - 1).long().argmax(1)
+            self.finals[rows.start : rows.stop] = _at(captured[:, :, -1], last)
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
         self._catch_up()

@@ -67,12 +67,19 @@ class DraftSeconds:
         return sum(share * self.means[n].value for n, share in self.shares.items())
 
     def count(self, seconds: float, n_read: int) -> float:
-        """Count a step. Return its seconds, but not how far something else disturbed them."""
+        """Count a step. Return its seconds, but not how far something else disturbed them.
+
+        What is done for the first time may have written a program, so its seconds say nothing about the next time.
+        """
         self.n_steps = min(self.n_steps + 1, DRAFT_STEPS)
         for n in {*self.shares, n_read}:
             before = self.shares.get(n, 0.0)
             self.shares[n] = before + ((n == n_read) - before) / self.n_steps
-        return self.means.setdefault(n_read, Mean(DRAFT_STEPS)).count_usual(seconds)
+        if n_read in self.means:
+            return self.means[n_read].count_usual(seconds)
+        usual = max((mean.value for mean in self.means.values()), default=0.0)
+        self.means[n_read] = Mean(DRAFT_STEPS)
+        return min(seconds, DISTURBED * usual) if usual else seconds
 
 
 class StepTimes:

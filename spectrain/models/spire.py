@@ -173,7 +173,7 @@ class SpireDrafter(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if config.head == "trained":
             self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)
-        self.kept: Tensor | None  # [K] int64, the tokens that it can draft, the most frequent first; None: all
+        self.kept: Tensor | None  # [K] int64, the tokens that it can draft, see `ranks_tokens`; None: all
         self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
         if config.has_one_table:
             self.lm_head.weight = self.embed_tokens.weight
@@ -241,13 +241,16 @@ class SpireDrafter(nn.Module):
 
     @property
     def ranks_tokens(self) -> bool:
-        """Whether `kept` has the most frequent tokens first. Exports from before 2026-11-25 have them by number."""
+        """Whether `kept` has special tokens and then the most frequent ones first.
+
+        In exports from before 2026-11-25, and after `held_to`, they stand by number.
+        """
         return self.kept is not None and bool((self.kept.diff() < 0).any())
 
     def held_to(self, n_tokens: int) -> SpireDrafter:
         """Return the drafter as one that drafts the first n of its tokens alone, which it then has by number.
 
-        So a token is drawn by the same random number whether q is over all tokens or over these alone. All but a
+        The order decides which token a random number draws, so it must be the one of the whole vocabulary. All but a
         trained unembedding is shared.
         """
         kept, rows = self.kept[:n_tokens].sort()

@@ -142,6 +142,26 @@ def test_many_methods_share_a_generation(artifacts, batch_size):
     assert len({arm for _, arm, _ in drafter.chosen}) > 4
 
 
+def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artifacts):
+    """Rows of unequal length, longer than the window; what stands behind the shorter one is no text."""
+    target, texts = artifacts.target, random_prompts([60, 25], seed=4)
+
+    class First(Auto):
+        def _speed(self, arm, n_rows):
+            return float(arm is self.arms[0])
+
+    def drafted(*names: str) -> list:
+        drafter = First({name: fixed(name, artifacts) for name in names})
+        drafter.times.level.is_known = True
+        for arm in drafter.arms[1:]:
+            arm.next_trial = 10**9
+        found = generate(target, drafter, texts, 12, batch_size=2)
+        assert drafter.ran().keys() == {"spire"}
+        return [(one.tokens, one.accepted) for one in found]
+
+    assert drafted("spire", "spire_tree") == drafted("spire")
+
+
 def test_lookups_sample_what_plain_decoding_samples_while_they_take_turns(artifacts):
     target, sampling = artifacts.target, Sampling(temperature=1.3)
     plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW, sampling, seed=3)]
@@ -214,7 +234,7 @@ def test_auto_chooses_among_what_can_be_built(artifacts, tmp_path, monkeypatch):
     assert [arm.name for arm in nothing.arms] == ["pld", "logitspec", PLAIN]
     store = {"datastore": artifacts.get("datastore"), "spire": artifacts.get("spire")}
     with_store = build_method(config, target, store)
-    assert [arm.name for arm in with_store.arms] == ["spire_sssd", "spire", "pld", PLAIN]
+    assert [arm.name for arm in with_store.arms] == ["spire_sssd", "pld", PLAIN]
     assert with_store.artifacts == store
     plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
     for drafter in (nothing, with_store):
@@ -274,9 +294,9 @@ def test_auto_leaves_out_what_another_choice_finds_as_well(artifacts, monkeypatc
     at_hand["datastore"] = artifacts.get("datastore")
     assert choices() == ["sssd", "pld", PLAIN]
     at_hand["spire"] = artifacts.get("spire")
-    assert choices() == ["spire_sssd", "spire", "pld", PLAIN]
+    assert choices() == ["spire_sssd", "pld", PLAIN]
     del at_hand["datastore"]
-    assert choices() == ["spire_sssd", "spire", "pld", PLAIN]
+    assert choices() == ["spire_sssd", "pld", PLAIN]
 
 
 def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp_path):
@@ -289,5 +309,7 @@ def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp
     monkeypatch.setattr(registry, "find_artifact", lambda kind, target: {"datastore": store}[kind])
     found = build_method(config, artifacts.target, {"spire": spire})
     assert found.arms[0].drafter.store.folder == Path(store)
+    alone = OmegaConf.merge(config, {"datastore": None})
+    assert build_method(alone, artifacts.target, {"spire": spire}).arms[0].drafter.store is None
     with pytest.raises(UserError, match="nowhere"):
         build_method(config, artifacts.target, {"spire": spire, "datastore": str(tmp_path / "nowhere")})

@@ -11,7 +11,15 @@ from spectrain.decoding.noise import exponentials, mixed
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.methods import spire_slots
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_tree import N_KINDS, N_SHARES, TreeDrafter, first_ones, join, likeliest
+from spectrain.methods.draft_tree import (
+    N_KINDS,
+    N_SHARES,
+    TreeDrafter,
+    first_ones,
+    join,
+    likeliest,
+    likeliest_on_device,
+)
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
@@ -175,6 +183,9 @@ def test_the_likeliest_tokens_are_those_of_a_full_sort(shape, has_names):
     best = (logits.double() / 0.7).softmax(-1).topk(3)
     np.testing.assert_allclose(shares, best.values, rtol=1e-5)
     assert (tokens == (names[best.indices] if has_names else best.indices.numpy())).all()
+    same, nearly = likeliest_on_device(logits, 0.7, names, 3)
+    assert (same == tokens).all()
+    np.testing.assert_allclose(nearly, shares, rtol=1e-5)
 
 
 @pytest.mark.parametrize("has_names", [False, True])
