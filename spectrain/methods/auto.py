@@ -41,10 +41,12 @@ MOST_BETWEEN = 2048  # steps between two trials of an arm
 
 
 # To choose from: each method, and those that are hardly ever faster than it, so that trying them would only cost time.
-# The first three need a folder.
+# The first five need a folder. A chain is faster than a tree where tokens are sampled and guesses are good.
 METHODS = {
     "spire_sssd": ("sssd", "logitspec"),
     "speculative_sssd": ("sssd", "logitspec"),
+    "spire": (),
+    "speculative": (),
     "sssd": ("logitspec",),
     "pld": (),
     "logitspec": (),

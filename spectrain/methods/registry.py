@@ -295,7 +295,7 @@ def _to_choose_from(
     Raises:
         UserError: one that is named, or whose folder was given, cannot be built.
     """
-    asked, found = names(method.methods), {}
+    asked, found, models = names(method.methods), {}, {}
     for name in asked or METHODS:
         if name not in method_names() or method_config(name).get("_chooses_"):
             known = (one for one in method_names() if not method_config(one).get("_chooses_"))
@@ -315,6 +315,9 @@ def _to_choose_from(
         if drafter.max_positions < target.max_positions and not is_chosen:
             log.info("%s is left out: its context holds %d tokens, the target's more", name, drafter.max_positions)
             continue
+        model = getattr(drafter, "model", drafter)  # of a tree; its chain is of the same folder and options
+        if name in METHODS and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
+            model.share(models[type(model)])
         found[name] = drafter
     return found
 

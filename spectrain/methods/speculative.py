@@ -94,6 +94,10 @@ class Speculative(ChainDrafter):
         self.vocab_size, self.max_positions = draft_model.vocab_size, draft_model.max_positions
         self._fits: TargetModel | None = None  # the last target whose tokenizer was compared
 
+    def share(self, other: Speculative) -> None:
+        """Draft with the model of another method, which must be of the same folder and options."""
+        self.draft_model = other.draft_model
+
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
         if self._fits is None or self._fits.tokenizer is not target.tokenizer:

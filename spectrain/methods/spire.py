@@ -109,6 +109,7 @@ class Spire(ChainDrafter):
             check_drafted(drafter, draft_vocab)
         self.drafter = drafter  # as it drafts; `start` makes it
         self._made_for: tuple = ()
+        self._of: Spire | None = None  # whose drafter this one drafts with
         self.slots: SlotStore | None = None
         self.graphs: Graphs | None = None  # that run draft steps
         if self.gamma > config.window_tokens:
@@ -125,6 +126,7 @@ class Spire(ChainDrafter):
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
         drafter, self.graphs = self.fitted(target), target.graphs
+        self.drafter = drafter
         if self.slots is not None and self.slots.fits(drafter, self.gamma, cache.max_rows):
             self.slots.clear()
         else:
@@ -134,8 +136,14 @@ class Spire(ChainDrafter):
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
+    def share(self, other: Spire) -> None:
+        """Draft with the drafter of another method, which must be of the same folder and options."""
+        self._of, self.trained = other, other.trained
+
     def fitted(self, target: TargetModel) -> SpireDrafter:
         """Return the drafter as it drafts for a target: where the target is, with weights of `draft_dtype`."""
+        if self._of is not None:
+            return self._of.fitted(target)
         weights = self.trained.norm.weight.data_ptr(), version(self.trained)
         made_for = target.device, target.dtype, *weights
         if made_for != self._made_for:

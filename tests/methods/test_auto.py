@@ -234,7 +234,7 @@ def test_auto_chooses_among_what_can_be_built(artifacts, tmp_path, monkeypatch):
     assert [arm.name for arm in nothing.arms] == ["pld", "logitspec", PLAIN]
     store = {"datastore": artifacts.get("datastore"), "spire": artifacts.get("spire")}
     with_store = build_method(config, target, store)
-    assert [arm.name for arm in with_store.arms] == ["spire_sssd", "pld", PLAIN]
+    assert [arm.name for arm in with_store.arms] == ["spire_sssd", "spire", "pld", PLAIN]
     assert with_store.artifacts == store
     plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
     for drafter in (nothing, with_store):
@@ -294,9 +294,16 @@ def test_auto_leaves_out_what_another_choice_finds_as_well(artifacts, monkeypatc
     at_hand["datastore"] = artifacts.get("datastore")
     assert choices() == ["sssd", "pld", PLAIN]
     at_hand["spire"] = artifacts.get("spire")
-    assert choices() == ["spire_sssd", "pld", PLAIN]
+    assert choices() == ["spire_sssd", "spire", "pld", PLAIN]
     del at_hand["datastore"]
-    assert choices() == ["spire_sssd", "pld", PLAIN]
+    assert choices() == ["spire_sssd", "spire", "pld", PLAIN]
+    at_hand["vanilla"] = artifacts.get("vanilla")
+    found = build_method(method_config("auto"), artifacts.target)
+    by_name = {arm.name: arm.drafter for arm in found.arms}
+    assert [*by_name] == ["spire_sssd", "speculative_sssd", "spire", "speculative", "pld", PLAIN]
+    assert by_name["speculative"].draft_model is by_name["speculative_sssd"].model.draft_model  # loaded once
+    generate(artifacts.target, found, prompts(), 8, batch_size=2)
+    assert by_name["spire"].drafter is by_name["spire_sssd"].model.drafter
 
 
 def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp_path):
