@@ -64,7 +64,7 @@ def build_spire(
     target: TargetModel,
     drafter: str | Path,
     branches: int = BRANCHES,
-    levels: int = LEVELS,
+    levels: int | None = None,
     draft_dtype: str = "auto",
     draft_vocab: int | str | None = AUTO,
     **options,
@@ -75,13 +75,15 @@ def build_spire(
         target: which the drafter was trained for.
         drafter: its folder.
         branches: see `TreeDrafter`.
-        levels: see `TreeDrafter`.
+        levels: see `TreeDrafter`; None: LEVELS, or the drafter's window where it is shorter.
         draft_dtype: of the drafter's weights while it drafts, see `draft_dtype_of`.
         draft_vocab: how many tokens it drafts, see `Spire`.
         options: those of `_trees`.
     """
+    loaded = load_spire(Path(drafter), target)
+    levels = min(LEVELS, loaded.config.window_tokens) if levels is None else levels
     drafting = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "tree_nodes": _read(branches, levels)}
-    model = Spire(load_spire(Path(drafter), target), levels, **drafting)
+    model = Spire(loaded, levels, **drafting)
     return _trees(target, model, branches, levels, **options)
 
 
@@ -89,11 +91,12 @@ def build_speculative(
     target: TargetModel,
     drafter: str,
     branches: int = BRANCHES,
-    levels: int = LEVELS,
+    levels: int | None = None,
     draft_dtype: str = "auto",
     **options,
 ) -> TreeDrafter:
     """Trees from a draft model, a Hugging Face folder or id; see `load_draft_model`. Options are `build_spire`'s."""
+    levels = LEVELS if levels is None else levels
     model = Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
     return _trees(target, model, branches, levels, **options)
 

@@ -31,8 +31,9 @@ from tests.support.pretend import Copy, PretendDevice, pretend_device
 LENGTHS, N_NEW = (5, 14, 9), 12
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8)}
 # Of a step, where it is not one. Stop rules are asked token by token, of at most 6; the host chooses which nodes of a
-# tree are read next, level by level.
+# tree are read next, level by level. A method of `auto` that runs for the first time may want to know the last logits.
 MOST_READS = {
+    "auto": 2,
     "confidence_stop": 7,
     "entropy_stop": 7,
     "specdecpp": 7,
