@@ -269,7 +269,7 @@ class Ranking:
     def value_of(
         self, drafts: np.ndarray, sizes: np.ndarray, keys: np.ndarray = NO_KEYS
     ) -> tuple[float, float, np.ndarray]:
-        """What trees of these candidates would gain; arguments are those of `trees`.
+        """Return what trees of these candidates would gain. For the arguments see `trees`.
 
         Returns:
             The tokens gained on average, these less what the nodes must gain, and the chance [b, N] of each candidate.
@@ -280,12 +280,19 @@ class Ranking:
     def _widths(
         self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int, keys: np.ndarray
     ) -> tuple[tuple[int, float, float], np.ndarray, np.ndarray]:
-        """What `best_width` returns, the order that it fills, and the chances."""
-        n_rows, n_nodes = len(drafts), drafts.shape[2]
-        likely, order = np.empty((n_rows, n_nodes)), np.zeros((n_rows, n_nodes), dtype=np.int64)
-        chances(drafts, sizes, n_probes, (*self.learnt, self.plausible), self.own, keys, likely)
-        widths, price = self.choices(n_rows, n_probes, n_nodes)
+        """Return the result of `best_width`, the order that it fills, and the chances of the candidates."""
+        likely = self.likely(drafts, sizes, n_probes, keys)
+        order = np.zeros(likely.shape, dtype=np.int64)
+        widths, price = self.choices(len(drafts), n_probes, drafts.shape[2])
         return best_width(sizes, n_probes, likely, price, widths, order), order, likely
+
+    def likely(
+        self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int = 0, keys: np.ndarray = NO_KEYS
+    ) -> np.ndarray:
+        """Return the chance [b, N] that each candidate is accepted, 1 for the roots. For the arguments see `trees`."""
+        likely = np.empty((len(drafts), drafts.shape[2]))
+        chances(drafts, sizes, n_probes, (*self.learnt, self.plausible), self.own, keys, likely)
+        return likely
 
     def choices(self, n_rows: int, n_probes: int, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """Widths to choose among, without the root and the probes, and what each must gain, see `best_width`."""

@@ -34,7 +34,7 @@ from spectrain.decoding.intrinsics import MATHS, exp
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.decoding.warping import BLOCK, largest, uniform_of
-from spectrain.methods.chances import KINDS, LIKELIEST, NO_KEYS, PARENTS, SOURCES, TOKENS, chances
+from spectrain.methods.chances import KINDS, LIKELIEST, PARENTS, SOURCES, TOKENS
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.sizing import AUTO, Asking
 from spectrain.methods.speculative import Speculative, load_draft_model
@@ -216,7 +216,7 @@ class TreeDrafter(LookupDrafter):
         for part in self._parts:
             part.prefill(context, output, rows)
         names = self.model.names
-        self._names = torch.zeros(0, dtype=torch.int64) if names is None else names.cpu()
+        self._names = np.zeros(0, dtype=np.int64) if names is None else names.cpu().numpy()
         self._stops = context.stop_ids.cpu().numpy()
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
@@ -266,8 +266,8 @@ class TreeDrafter(LookupDrafter):
         drafts, sizes = self._model_drafts(context, likely[:, 1:])
         both = np.zeros((n_rows, 4, drafts.shape[2] + found.shape[2]), dtype=np.int64)
         both[:, :, : drafts.shape[2]] = drafts
+        kinds = self.n_found, self.first_kind
         for row, draft in enumerate(both):
-            kinds = self.n_found, self.first_kind
             sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], likely[row], kinds)
         sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
         seconds = time.perf_counter() - began
@@ -277,12 +277,6 @@ class TreeDrafter(LookupDrafter):
             seconds /= self.sizer.times.level.value
             self.asking.count(n_rows, (self.ranking.value - value) / n_rows, seconds, self.sizer.n_read)
         return tree
-
-    def _likely(self, drafts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """The chance [n, N] that each candidate of the model is accepted; 1 for the roots."""
-        ranking, likely = self.ranking, np.empty((len(drafts), drafts.shape[2]))
-        chances(drafts, sizes, 0, (*ranking.learnt, ranking.plausible), ranking.own, NO_KEYS, likely)
-        return likely
 
     def _model_drafts(self, context: Context, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2].
@@ -333,7 +327,7 @@ class TreeDrafter(LookupDrafter):
     ) -> tuple[np.ndarray, np.ndarray]:
         """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
         temperature = 1.0 if context.sampling.greedy else context.sampling.temperature
-        ranks, names = np.minimum(np.arange(branches), RANKS - 1), self._names.numpy()
+        ranks, names = np.minimum(np.arange(branches), RANKS - 1), self._names
         tokens, numbers = (np.zeros((*logits.shape[:2], branches), dtype=kind) for kind in (np.int64, np.float64))
         if keys is not None:
             probs = (logits.float() / temperature).softmax(-1)
@@ -351,7 +345,7 @@ class TreeDrafter(LookupDrafter):
 
     def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray) -> np.ndarray | None:
         """The nodes [n, m] of the newest level that are read next; None: it does not pay to read any."""
-        n_rows, likely = len(drafts), self._likely(drafts, sizes[:, 0])
+        n_rows, likely = len(drafts), self.ranking.likely(drafts, sizes[:, 0])
         n_scored = self.max_nodes - 1 if self.sizer is None else self.sizer.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
         m, reached = next_read(likely, others, drafts, (new.start, new.stop), self._stops, n_scored, chosen)

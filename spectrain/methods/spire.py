@@ -125,8 +125,8 @@ class Spire(ChainDrafter):
                 f"the SPIRe drafter is for a target of vocabulary {shape.vocab_size} and width {shape.hidden_size}, "
                 f"not {target.vocab_size} and {target.config.hidden_size}; train one for this target"
             )
-        drafter, self.graphs = self.fitted(target), target.graphs
-        self.drafter = drafter
+        drafter = self.drafter = self.fitted(target)
+        self.graphs = target.graphs
         if self.slots is not None and self.slots.fits(drafter, self.gamma, cache.max_rows):
             self.slots.clear()
         else:
@@ -156,7 +156,7 @@ class Spire(ChainDrafter):
         if n_tokens == AUTO:
             n_tokens = FEW_TOKENS if target.device.type == "cpu" else None
         if trained.ranks_tokens:
-            trained = trained.held_to(min(n_tokens or len(trained.kept), len(trained.kept)))
+            trained = trained.held_to(n_tokens)
         config = trained.config
         own = for_drafting(trained, self.draft_dtype, target.device, target.dtype)
         if config.input == "projected":

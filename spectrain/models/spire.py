@@ -247,18 +247,18 @@ class SpireDrafter(nn.Module):
         """
         return self.kept is not None and bool((self.kept.diff() < 0).any())
 
-    def held_to(self, n_tokens: int) -> SpireDrafter:
-        """Return the drafter as one that drafts the first n of its tokens alone, which it then has by number.
+    def held_to(self, n_tokens: int | None) -> SpireDrafter:
+        """Return the drafter as one that drafts the first n of its tokens alone (None: all), which it has by number.
 
         The order decides which token a random number draws, so it must be the one of the whole vocabulary. All but a
         trained unembedding is shared.
         """
         kept, rows = self.kept[:n_tokens].sort()
         other = self.with_modules({})
-        other.config = dataclasses.replace(self.config, draft_vocab=n_tokens)
+        other.config = dataclasses.replace(self.config, draft_vocab=len(kept))
         other._buffers = {**self._buffers, "kept": kept}
         if hasattr(self, "lm_head"):
-            head = nn.Linear(self.lm_head.in_features, n_tokens, bias=False, device="meta")
+            head = nn.Linear(self.lm_head.in_features, len(kept), bias=False, device="meta")
             head.weight = nn.Parameter(self.lm_head.weight.detach()[rows], requires_grad=False)
             other._modules["lm_head"] = head
         return other

@@ -37,7 +37,7 @@ def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetMode
     shares = expected_shares(counts)[order].cumsum(0)
     if draft_vocab == "auto":
         draft_vocab = min(target.vocab_size, 1 + int((shares < AUTO_SHARE).sum()))
-    kept = order[:draft_vocab].clone()
+    kept = order[:draft_vocab]
     of_text, of_new = float(counts[kept].sum()) / max(1, n_text), float(shares[len(kept) - 1])
     about = f"{100 * of_text:.2f} % of the text, about {100 * of_new:.2f} % of new text like it"
     log.info("draft_vocab: %d of %d tokens, %s", len(kept), target.vocab_size, about)
