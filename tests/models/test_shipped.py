@@ -29,7 +29,7 @@ def bundled():
 
 def test_the_bundled_target_gains_from_the_first_command(bundled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # without a checkpoints/ folder, as after an installation
-    method = load_method("spire", bundled)
+    method = load_method("spire", bundled, gamma=4)  # how many pay depends on the machine, and on what else it does
     prompt = bundled.tokenizer(PROMPT)["input_ids"]
     (plain,) = generate(bundled, Autoregressive(), [prompt], 64)
     (drafted,) = generate(bundled, method, [prompt], 64)
