@@ -85,6 +85,28 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert code == 0, err
 
 
+def test_a_drafter_is_trained_further(run, small):
+    """From the weights and for the tokens that it has, and its input is not fitted anew."""
+    code, _, err = run("train", "+exp=spire", *small, "draft_vocab=100", "window_tokens=32", "out=first")
+    assert code == 0, err
+    further = ["train", "+exp=spire", *small, "init=first"]
+    code, _, err = run(*further, "window_tokens=32", "optimizer.lr=1e-12", "out=same")
+    assert code == 0, err
+    first, same = load_file("first/model.safetensors"), load_file("same/model.safetensors")
+    assert first.keys() == same.keys()
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    refused = {
+        "n_layer=1": "init=first has n_layer=2, not 1; give the same",
+        "input=trained": "init=first has other options; give window_tokens=32 input=projected",
+        "draft_vocab=50": "init=first has draft_vocab=100, not 50; leave draft_vocab out",
+        "init=nowhere": "init=nowhere does not exist; give a folder that spectrain.train exported",
+    }
+    for option, message in refused.items():
+        code, _, err = run(*further, option, "out=refused")
+        assert (code, message in err) == (2, True), err
+    assert not Path("refused").exists()
+
+
 @pytest.mark.parametrize("exp", ["spire", "vanilla"])
 def test_what_is_exported_and_measured_is_the_best_not_the_last(run, small, exp, monkeypatch):
     expected, best = iter([2.5, 2.4]), iter([Estimate(2.0, 1.9, 2.1), Estimate(2.2, 2.1, 2.3)])  # at step 4, at the end

@@ -36,7 +36,7 @@ from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.decoding.warping import BLOCK, largest, uniform_of
 from spectrain.methods.chances import KINDS, LIKELIEST, PARENTS, SOURCES, TOKENS
 from spectrain.methods.lookup import LookupDrafter
-from spectrain.methods.sizing import AUTO, Asking
+from spectrain.methods.sizing import AUTO, SELDOM, Asking
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
@@ -195,6 +195,8 @@ class TreeDrafter(LookupDrafter):
         self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
         self.level_s = Mean(LEVEL_STEPS)
+        self._read_before: set[tuple[int, int]] = set()  # rows and nodes of draft steps, whose programs are written
+        self._waited = 0  # trees since one had a second level
         self.asking = Asking()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 
@@ -297,7 +299,7 @@ class TreeDrafter(LookupDrafter):
             keys = context.uniforms.on_host(context.n_tokens, levels).numpy()
         read = np.zeros((n_rows, 1), dtype=np.int64)  # nodes of the drafts that were read: their candidates are known
         logits = self.model.read_roots(context)[:, None]
-        began = time.perf_counter()
+        began, is_timed = time.perf_counter(), True
         branches = min(branches, logits.shape[-1])
         for level in range(levels):
             m = logits.shape[1]
@@ -314,11 +316,15 @@ class TreeDrafter(LookupDrafter):
             chosen = self._next_read(drafts, sizes, new, others)
             if chosen is None:
                 break
+            shape = n_rows, chosen.shape[1]
+            is_timed = is_timed and shape in self._read_before
+            self._read_before.add(shape)
             read = np.concatenate([read, chosen], axis=1)
             logits = self.model.read_nodes(context, _tree_of(drafts, read, context, level + 1), chosen.shape[1])
         if self.sizer is not None:
             self.sizer.n_read = 1 + level
-            if level:
+            self._waited = 0 if level else self._waited + 1
+            if level and is_timed:
                 self.level_s.count_usual((time.perf_counter() - began) / level / self.sizer.times.level.value)
         return drafts[:, :, : sizes[0, 0]], sizes
 
@@ -350,7 +356,8 @@ class TreeDrafter(LookupDrafter):
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
         m, reached = next_read(likely, others, drafts, (new.start, new.stop), self._stops, n_scored, chosen)
         cost = 0.0 if self.sizer is None else self.sizer.times.rate(n_rows) * self.level_s.value
-        return chosen[:, :m] if m and NEXT_LEVEL * reached > cost else None
+        pays = NEXT_LEVEL * reached > cost or self._waited >= SELDOM  # which also times a level again
+        return chosen[:, :m] if m and pays else None
 
 
 def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context, depth: int) -> DraftTree:

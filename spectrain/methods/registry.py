@@ -252,7 +252,8 @@ def build_method(
         UserError: the artifact is missing or does not fit.
     """
     if method.get("_chooses_"):
-        drafter = build_function(method)(target, _to_choose_from(method, target, artifacts or {}, sampling))
+        found = _to_choose_from(method, target, artifacts or {}, sampling)
+        drafter = build_function(method)(target, found, METHODS if method.methods is None else {})
         drafter.target = target
         kinds = {method_config(arm.name).get(key) for arm in drafter.arms for key in ("_artifact_", "_more_")}
         drafter.artifacts |= {kind: folder for kind, folder in (artifacts or {}).items() if kind in kinds}
@@ -300,7 +301,7 @@ def _to_choose_from(
         if name not in method_names() or method_config(name).get("_chooses_"):
             known = (one for one in method_names() if not method_config(one).get("_chooses_"))
             raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}")
-        if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
+        if name == BASELINE or (not asked and any(name in METHODS[other].always for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)
         is_chosen = asked or config.get("_artifact_") in artifacts

@@ -32,7 +32,7 @@ FOUND = np.array([0.25, 0.5, 1.0, 2.0])  # tokens that a lookup may gain, told a
 ADDED = (0.65, 0.6, 0.55, 0.4, 0.1)
 FIRST_ASKED, ASKED_STEPS = 4, 16.0
 LEAST_ASKED = 2  # steps in which a draft model is read before its seconds are known
-SELDOM = 24  # steps without it after which a draft model is read again
+SELDOM = 24  # steps without it after which a draft model, or a second level of its tree, is read again
 FIRST_CANDIDATES = 16
 FEWEST_CANDIDATES = 8
 
@@ -204,4 +204,4 @@ class ChainSizer:
             self._draft_times.count(n_drafted, draft_s / self.times.level.value)
         seconds, n_rows = (draft_s, time.perf_counter() - since), len(emitted)
         gained = self._gained if n_drafted else 0.0
-        self.times.count(n_rows, 1 + n_drafted, 1, seconds, (sum(map(len, emitted)), n_rows + gained))
+        self.times.count(n_rows, 1 + n_drafted, 1, seconds, (sum(map(len, emitted)), n_rows + gained), n_drafted)

@@ -13,6 +13,7 @@ OUTSIDE_S = 0.15e-3, 0.25e-3  # of a step beside its forward, without and with a
 WIDTH_STEPS = 8.0  # that the seconds guessed for a width are worth
 MOST_WIDTH_STEPS = 400.0
 LEVEL_STEPS = 6.0  # over which the machine's slowness is averaged
+FOLLOWS = 0.5  # of a step without a draft, that a step of a well-known width says about it
 RATE_STEPS = 48.0  # over which tokens per second are averaged
 TEXT_STEPS = 20.0  # the same where it is to follow the text
 DISTURBED = 2.5  # a step that takes so many times the usual seconds was disturbed
@@ -168,16 +169,19 @@ class StepTimes:
             n_read: times that a draft model was read, where that varies.
         """
         n, expected_s = n_rows - 1, self.seconds(n_rows, least)[width]
-        ratio = min(seconds[1] / expected_s, DISTURBED * self.level.value)
+        ratio = min(float(seconds[1] / expected_s), DISTURBED * self.level.value)
         if width <= least:
             if not self.level.is_shared:
                 self.level.count(ratio, 1.0)
         else:
+            known = self.counts[n, width] / (self.counts[n, width] + WIDTH_STEPS)
             self.counts[n, width] = min(self.counts[n, width] + 1, MOST_WIDTH_STEPS)
             self.counts[n, 0] = min(self.counts[n, 0] + 1, MOST_WIDTH_STEPS)
             change = ratio / self.level.value
             self.ratios[n, width] *= change ** (1 / (self.counts[n, width] + WIDTH_STEPS))
             self.drafting[n] *= change ** (1 / (self.counts[n, 0] + WIDTH_STEPS))
+            if self.level.is_known:  # it may change before the next step without a draft
+                self.level.count(ratio, FOLLOWS * known)
         draft_s = self.draft_s[n].count(seconds[0] / self.level.value, n_read)
         self.tokens[n].count(tokens[0])
         self.spent[n].count(draft_s + ratio * expected_s / self.level.value)

@@ -108,10 +108,14 @@ def decoded_by(folder: Path) -> tuple[str, dict]:
     return KINDS[kind].method, {kind: str(folder)}
 
 
-def check_artifact(folder: Path, kind: str, target_fingerprint: str) -> None:
-    """Raise UserError unless the folder holds a drafter or head of this kind for the target of this fingerprint."""
-    given, made_by = f"{KINDS[kind].option}={folder}", KINDS[kind].made_by
-    artifact = read_manifest(folder, KINDS[kind].option)
+def check_artifact(folder: Path, kind: str, target_fingerprint: str, option: str | None = None) -> None:
+    """Raise UserError unless the folder holds a drafter or head of this kind for the target of this fingerprint.
+
+    `option` is the one that it was given by; None: the one that drafts with it.
+    """
+    option = option or KINDS[kind].option
+    given, made_by = f"{option}={folder}", KINDS[kind].made_by
+    artifact = read_manifest(folder, option)
     if artifact.kind != kind:
         noun = KINDS[artifact.kind].noun if artifact.kind in KINDS else artifact.kind
         raise UserError(f"{given} is a {noun}; give one made by python -m {made_by}")
@@ -203,16 +207,17 @@ def save_spire(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.f
     write_json(folder / "config.json", drafter.config)
 
 
-def load_spire(folder: Path, target: TargetModel) -> SpireDrafter:
-    """Open a SPIRe drafter in float32, which shares the target's tables.
+def load_spire(folder: Path, target: TargetModel, option: str = "drafter") -> SpireDrafter:
+    """Open a SPIRe drafter in float32, which shares the target's tables. `option` is the one that it was given by.
 
     Raises:
         UserError: it does not fit the target, or is damaged.
     """
-    check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer))
-    with damage_of(f"drafter={folder}"):
+    given = f"{option}={folder}"
+    check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer), option)
+    with damage_of(given):
         config = read_object(folder / "config.json", SpireConfig, "export it again")
-        check_size(partial(SpireDrafter, config), folder, f"drafter={folder}")
+        check_size(partial(SpireDrafter, config), folder, given)
         drafter = SpireDrafter(config, target)
         state = load_file(folder / "model.safetensors")
         if config.has_one_table:
@@ -220,7 +225,7 @@ def load_spire(folder: Path, target: TargetModel) -> SpireDrafter:
         drafter.load_state_dict(state)
         if drafter.kept is not None and not 0 <= int(drafter.kept.min()) <= int(drafter.kept.max()) < target.vocab_size:
             raise ValueError("tokens outside of the vocabulary")
-    check_finite(drafter, f"drafter={folder}")
+    check_finite(drafter, given)
     return drafter
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.decoding.errors import UserError, check_choice, check_whole
 from spectrain.decoding.lean import block_state
 from spectrain.decoding.target import TargetModel
 from spectrain.models.spire import SpireConfig, SpireDrafter
+
+NEW = ("pruned", "random")  # what a new drafter starts from
 
 
 def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
@@ -31,8 +33,7 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
     `kept` [K] int64 are the tokens that it can draft, where the config has a `draft_vocab` K; None: the first ones.
     `init` is "pruned", which copies the target's modules, or "random", see `draw_weights`.
     """
-    if init not in ("pruned", "random"):
-        raise UserError(f"init={init} is unknown; choose pruned or random")
+    check_choice("init", init, NEW)
     drafter, model = SpireDrafter(config, target), target.model
     if kept is not None:
         drafter.kept.copy_(kept)

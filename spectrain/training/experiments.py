@@ -22,14 +22,16 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES, read_tokenizer
+from spectrain.models.artifacts import load_spire
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
-from spectrain.models.pruned_init import last_layers, new_drafter
+from spectrain.models.pruned_init import NEW, last_layers, new_drafter
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.features import FeatureStore, newest_features, open_features
 from spectrain.stores.folder import digest, write_folder
 from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.options import shown
 from spectrain.stores.packing import pack
 from spectrain.stores.rows import (
     AcceptanceStore,
@@ -41,7 +43,7 @@ from spectrain.stores.rows import (
 )
 from spectrain.stores.texts import Document, is_held_out, read_documents, train_tokenizer
 from spectrain.training.checkpoints import filled
-from spectrain.training.data import FeatureRows, RowData, TextRows, TokenRows, text_rows
+from spectrain.training.data import FeatureRows, RowData, Rows, TextRows, TokenRows, text_rows
 from spectrain.training.draft_vocab import drafted_tokens
 from spectrain.training.losses import LossSettings
 from spectrain.training.modules import HeadTraining, LanguageModelTraining, SpireTraining, Training
@@ -69,11 +71,10 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     optimizer = OptimizerSettings(**config["optimizer"])
     data, source = drafter_rows(config, target), {}
     if config["kind"] == "spire":
-        kept = drafted_tokens(config.get("draft_vocab"), data.train, target)
-        drafter = new_drafter(target, spire_config(config, target, kept), config["init"], kept)
-        module = SpireTraining(
-            drafter, target, LossSettings(config["loss"], config["omega"]), optimizer, config["seed"]
-        )
+        is_new = config["init"] in NEW
+        drafter = first_drafter(config, target, data.train) if is_new else trained_before(config, target)
+        loss = LossSettings(config["loss"], config["omega"])
+        module = SpireTraining(drafter, target, loss, optimizer, config["seed"], fits_input=is_new)
     else:
         model = new_vanilla(target.model, config["n_layer"], config["hidden_size"])
         module = LanguageModelTraining(model, optimizer, target)
@@ -81,6 +82,28 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
         store = data.train.store
         source["activations"] = [str(store.folder), digest(store.manifest.files)]
     return Experiment(module, data, source)
+
+
+def first_drafter(config: Mapping, target: TargetModel, rows: Rows) -> SpireDrafter:
+    """A new SPIRe drafter, to be trained on these rows."""
+    kept = drafted_tokens(config.get("draft_vocab"), rows, target)
+    return new_drafter(target, spire_config(config, target, kept), config["init"], kept)
+
+
+def trained_before(config: Mapping, target: TargetModel) -> SpireDrafter:
+    """The SPIRe drafter of the folder `init`, to be trained further; UserError where the run asks for another shape."""
+    folder, given = config["init"], f"init={config['init']}"
+    drafter = load_spire(Path(folder), target, "init")
+    n_tokens, asked = drafter.config.draft_vocab, config.get("draft_vocab")
+    if asked not in (None, n_tokens):
+        raise UserError(f"{given} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out")
+    found, wanted = drafter.config.described(), spire_config(config, target, drafter.kept).described()
+    if drafter.config.n_layer != config["n_layer"]:
+        raise UserError(f"{given} has n_layer={drafter.config.n_layer}, not {config['n_layer']}; give the same")
+    differing = [f"{name}={shown(value)}" for name, value in found.items() if wanted.get(name) != value]
+    if differing:
+        raise UserError(f"{given} has other options; give {' '.join(differing)}")
+    return drafter
 
 
 def spire_config(config: Mapping, target: TargetModel, kept: Tensor | None = None) -> SpireConfig:

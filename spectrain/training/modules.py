@@ -106,15 +106,17 @@ class SpireTraining(Training):
         loss: LossSettings,
         optimizer: OptimizerSettings,
         seed: int = 0,
+        fits_input: bool = True,
     ) -> None:
         target = target.with_capture(drafter.config.captured_layers)
         super().__init__(optimizer, ValidationSums(drafter.config.k), target)
         self.drafter, self.loss_settings, self.seed = drafter, loss, seed
+        self.fits_input = fits_input and drafter.config.input != "tied"  # one that was trained before has its input
 
     @torch.no_grad()
     def begin(self, rows: Rows) -> None:
         """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
-        if self.drafter.config.input == "tied":
+        if not self.fits_input:
             return
         fit, n_tokens = InputFit(self.drafter), 0
         reading = self.target.with_capture(self.drafter.config.target_layers[:1])

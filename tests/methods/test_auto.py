@@ -16,6 +16,7 @@ from spectrain.methods import auto, registry
 from spectrain.methods.auto import PLAIN, Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_method, method_config, method_names
+from spectrain.stores.forward_times import ForwardTimes
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.every import Artifacts, build, build_auto
 
@@ -212,8 +213,6 @@ def test_a_method_runs_where_it_is_fast_and_hardly_where_it_is_not(artifacts, mo
 
 
 def auto_times():
-    from spectrain.stores.forward_times import ForwardTimes
-
     return ForwardTimes([1, 2, 4, 64], [3e-3, 3e-3, 3e-3, 3e-3])
 
 
@@ -270,7 +269,7 @@ def test_a_given_length_is_kept(artifacts):
 def test_a_draft_model_of_a_shorter_context_is_no_choice_unless_it_was_given(artifacts, monkeypatch, tmp_path):
     short = Artifacts(tmp_path, artifacts.target, lambda: tiny_model("llama", max_position_embeddings=32), lambda: [])
     folder = short.get("vanilla")
-    monkeypatch.setattr(registry, "METHODS", {"pld": (), "speculative": ()})
+    monkeypatch.setattr(registry, "METHODS", {"pld": auto.Covers(), "speculative": auto.Covers()})
     monkeypatch.setattr(registry, "find_artifact", lambda kind, target: folder)
     config = OmegaConf.merge(method_config("auto"), {"methods": None})
     assert "speculative" in [arm.name for arm in build_method(config, short.target, {"vanilla": folder}).arms]
@@ -304,6 +303,35 @@ def test_auto_leaves_out_what_another_choice_finds_as_well(artifacts, monkeypatc
     assert by_name["speculative"].draft_model is by_name["speculative_sssd"].model.draft_model  # loaded once
     generate(artifacts.target, found, prompts(), 8, batch_size=2)
     assert by_name["spire"].drafter is by_name["spire_sssd"].model.drafter
+
+
+def test_methods_that_another_one_covers_do_not_run(artifacts, monkeypatch):
+    """A lookup beside a tree that has it, where a step is long; a chain beside its tree, where nothing is drawn."""
+    target, at_hand = artifacts.target, {"spire": artifacts.get("spire")}
+    seconds = [1.0]
+
+    def times(target, n_rows):
+        forward = ForwardTimes([1, 64], 2 * seconds)
+        return forward, forward, n_rows
+
+    monkeypatch.setattr(auto, "times_of", times)
+    drawn = Sampling(temperature=1.0)
+
+    def runs(config, sampling: Sampling) -> set[str]:
+        drafter = build_method(config, target, at_hand)
+        monkeypatch.setattr(drafter, "_speed", lambda arm, n: 1.0 if arm.drafter is None else float("inf"))
+        generate(target, drafter, prompts(), N_NEW, drawn)  # what ran before does not matter
+        before = {arm: arm.n_steps for arm in drafter.arms}
+        generate(target, drafter, prompts(), 2 * N_NEW, sampling, batch_size=2)
+        return {arm.name for arm in drafter.choices if arm.n_steps > before[arm]} - {PLAIN}
+
+    everything = method_config("auto")
+    assert runs(everything, Sampling()) == {"spire_sssd"}
+    assert runs(everything, drawn) == {"spire_sssd", "spire"}
+    named = OmegaConf.merge(everything, {"methods": ["pld", "spire", "spire_sssd"]})
+    assert runs(named, Sampling()) == {"pld", "spire", "spire_sssd"}
+    seconds[0] = auto.LONG_STEP_S / 2
+    assert runs(everything, Sampling()) == {"spire_sssd", "pld"}
 
 
 def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from spectrain.methods.draft_tree import (
     likeliest,
     likeliest_on_device,
 )
+from spectrain.methods.sizing import SELDOM
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
@@ -171,6 +174,32 @@ def test_where_the_model_does_not_pay_only_the_lookup_drafts():
     assert 0 < sum(asked) < len(asked)
     assert method.sizer.times.draft_s[1].shares.keys() > {0}
     assert sum(one.drafted_by_source[Source.DRAFT] for one in found) > 0
+
+
+def test_a_level_that_once_took_long_is_read_again_and_then_timed():
+    target, text = TargetModel(tiny_model("llama")), [5, 6, 7, 8, 9] * 6
+    method = TreeDrafter(Speculative(TargetModel(tiny_model("llama", seed=5)), 3), "auto", 2, 3)
+    method.level_s.count(100.0)
+    generate(target, method, [text], 3 * SELDOM)
+    assert method.level_s.value < 1
+
+
+def test_the_first_draft_steps_of_their_size_are_not_timed():
+    """Their programs are written in them."""
+    target, text = TargetModel(tiny_model("llama")), [5, 6, 7, 8, 9] * 6
+    method = TreeDrafter(Speculative(TargetModel(tiny_model("llama", seed=5)), 2), "auto", 2, 2)
+    read, slow = method.model.read_nodes, set()
+
+    def read_nodes(context, tree, n_new):
+        if n_new not in slow:
+            slow.add(n_new)
+            time.sleep(0.3)
+        return read(context, tree, n_new)
+
+    method.model.read_nodes = read_nodes
+    generate(target, method, [text], 20)
+    assert slow
+    assert 0 < method.level_s.value < 0.1
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 700), (2, 3, 65), (1, 2, 3)])

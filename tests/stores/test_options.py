@@ -80,7 +80,7 @@ REFUSED = {
         "feedback=5": "feedback=5 must be true or false",
         "k=four": "k=four must be a whole number of at least 1",
         "max_steps=0": "max_steps=0 must be a whole number of at least 1, or null",
-        "init=warm": "init=warm must be one of pruned, random",
+        "init=5": "init=5 must be pruned, or random, or a path",
         "loss=soft": "loss=soft must be one of mixed, distill, hard",
         "omega=1.5": "omega=1.5 must be a number in [0, 1]",
         "n_layer=0": "n_layer=0 must be a whole number of at least 1, or null",
