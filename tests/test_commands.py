@@ -93,11 +93,14 @@ def test_a_drafter_is_trained_further(run, small):
     code, _, err = run(*further, "window_tokens=32", "optimizer.lr=1e-12", "out=same")
     assert code == 0, err
     first, same = load_file("first/model.safetensors"), load_file("same/model.safetensors")
+    (begun,) = (json.loads(file.read_text()) for file in Path("runs").glob("*/source.json"))
+    assert begun["init"][0] == "first"
     assert first.keys() == same.keys()
     assert all(torch.equal(first[name], same[name]) for name in first)
     refused = {
         "n_layer=1": "init=first has n_layer=2, not 1; give the same",
         "input=trained": "init=first has other options; give window_tokens=32 input=projected",
+        "previous_state=false": "init=first has other options; give window_tokens=32 previous_state=true",
         "draft_vocab=50": "init=first has draft_vocab=100, not 50; leave draft_vocab out",
         "init=nowhere": "init=nowhere does not exist; give a folder that spectrain.train exported",
     }

@@ -3,11 +3,10 @@
 It is a bandit whose arms are methods. An arm's value is its speed: tokens of a row per step over seconds per step, over
 its last steps. Each arm that beats plain decoding first runs SETTLED_STEPS steps, in turns with the others, so that all
 see the same kind of text while they learn. Then the best arm runs, where an arm that has run few steps may be faster
-than it seems, as in UCB1 (Auer et al. 2002). What is easy to guess for one method is easier for the others, so arms
-that sleep are taken to be faster where the one that runs has become so. As texts change, every other arm is also tried
-for some steps now and then, and the more seldom the slower it was, so that trying it costs at most TRIAL_SHARE of the
-time. Plain decoding is always an arm. So a method that does not pay costs little more than plain decoding, whatever the
-text, the batch or the machine.
+than it seems (optimism, as in bandits that choose by upper bounds: Auer et al. 2002). As texts change, every other arm
+is also tried for a few steps now and then, and the more seldom the slower it was, so that trying it costs at most
+TRIAL_SHARE of the time. Plain decoding is always an arm. So a method that does not pay costs little more than plain
+decoding, whatever the text, the batch or the machine.
 
 Every method with `max_nodes=auto` runs under it, as the only one beside plain decoding.
 
@@ -17,7 +16,6 @@ Letters: n active rows, C captured layers.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -39,15 +37,12 @@ LEAD = 1.03  # how much faster than the fastest arm so far another one must be t
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
 ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is
 TIMED = 0.97  # of a method's step is what its sizer times
-HOPE = 0.7  # of its speed, by how much an arm may be faster than it seems after one step of one row
-TRIAL_SHARE = 0.01  # of the time, that trying a slower arm may cost; half of it where plain decoding is the best
-NEAR = 0.8  # of the best arm's speed, from which a trial is as long as a block
-SHARED = 0.6  # of a change of the running arm's speed, logarithmically, that other methods are taken to have, too
-MOST_SHARED = 1.5  # and the most that this is trusted to have changed them
+OPTIMISM = 0.7  # of its speed, by how much an arm may be faster than it seems after one step of one row
+TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
 SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
 SETTLED_STEPS = 24  # of an arm, before it is judged against faster ones
 LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what looking up costs
-HOT = 0.9  # the temperature from which a chain may be faster than a tree
+CHAIN_TEMPERATURE = 0.9  # from which a chain may be faster than a tree
 MOST_BETWEEN = 2048  # steps between two trials of an arm
 
 
@@ -57,13 +52,13 @@ class Covers:
 
     always: tuple[str, ...] = ()
     slow_target: tuple[str, ...] = ()  # where a plain step takes more than LONG_STEP_S
-    cold: tuple[str, ...] = ()  # below HOT: a chain gains on a tree by drawing its tokens
+    below_chain_temperature: tuple[str, ...] = ()  # a chain gains on a tree by drawing its tokens
 
 
 # To choose from, and what each of them covers. The first five need a folder.
 METHODS = {
-    "spire_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",), cold=("spire",)),
-    "speculative_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",), cold=("speculative",)),
+    "spire_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",), below_chain_temperature=("spire",)),
+    "speculative_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",), below_chain_temperature=("speculative",)),
     "spire": Covers(),
     "speculative": Covers(),
     "sssd": Covers(("logitspec",), slow_target=("pld",)),
@@ -87,7 +82,6 @@ class Arm:
     cost: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # over those of a plain step, likewise
     n_steps: int = 0  # that it has run
     speed: float | None = None  # over that of plain decoding, when it had run last
-    ease: float = 0.0  # of the text at that time, see `Auto.ease`
     next_trial: int = 0  # number of the step
     # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
     known: list[int] = field(default_factory=list)
@@ -109,12 +103,11 @@ class Auto(Drafter):
         self.covers = covers or {}
         self.arms = [*(Arm(name, drafter) for name, drafter in methods.items()), Arm(PLAIN, None)]
         self.drafters = [(arm, arm.drafter) for arm in self.arms if arm.drafter is not None]
-        self.choices = self.arms  # that may run under the sampling of the generation
+        self.choices = self.arms  # that may run: those that no other one covers
         self.plain = self.arms[-1]
         self.n_rows = 0
         self.active = self.leader = self.plain  # the one that runs, and the one that was the fastest
         self.n_steps = 0
-        self.ease = 0.0  # how much faster than at first methods have become, logarithmically, as one of them shows
         self.capture_layers = tuple(dict.fromkeys(layer for one in methods.values() for layer in one.capture_layers))
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
         self.store = next((store for one in methods.values() if (store := getattr(one, "store", None))), None)
@@ -219,23 +212,23 @@ class Auto(Drafter):
         """Choose the arm of the next block."""
         before = self.active
         self._end_block()
-        self._note_ease(before, self._speed(before, context.n_rows))
-        speeds = {arm: self._speed_now(arm, context.n_rows) for arm in self.choices}
+        speeds = {arm: self._speed(arm, context.n_rows) for arm in self.choices}
+        if before in speeds:
+            before.speed = speeds[before] if before.n_steps and speeds[before] < float("inf") else None
         hopes = {arm: self._hoped(arm, speed, context.n_rows) for arm, speed in speeds.items()}
         best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
+        new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]
+        due = [arm for arm in self.choices if arm is not best and arm.next_trial <= self.n_steps]
         if not self.times.level.is_known:  # what all others are compared with comes first
-            best = self.plain
-        elif new := [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]:
-            best = min(new, key=lambda arm: arm.n_steps)
-        others = [arm for arm in self.choices if arm is not best] if best is self.leader else []
-        due = [arm for arm in others if arm.next_trial <= self.n_steps]
+            best, due = self.plain, []
+        elif new:
+            best, due = min(new, key=lambda arm: arm.n_steps), []
         arm = min(due, key=lambda arm: arm.next_trial) if due else best
         arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm] / speeds[best] if due else 1.0, context)
-        is_short = due and (arm.drafter is None or not speeds[arm] >= NEAR * speeds[best])
-        self._left, self._untimed = TRIAL_STEPS if is_short else BLOCK_STEPS, int(arm is not before)
+        self._left, self._untimed = TRIAL_STEPS if due else BLOCK_STEPS, int(arm is not before)
         if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
-            others = [other.next_trial for other in self.choices if other is not arm]
-            next_trial = min(others, default=self.n_steps + PLAIN_STEPS)
+            trials = [other.next_trial for other in self.choices if other is not arm]
+            next_trial = min(trials, default=self.n_steps + PLAIN_STEPS)
             self._left = min(max(next_trial - self.n_steps, TRIAL_STEPS), PLAIN_STEPS)
         if not self.times.level.is_known or (arm.drafter is not None and not arm.n_steps):
             self._left, self._untimed = WARM_UP_STEPS, WARM_UP_STEPS // 2
@@ -250,7 +243,7 @@ class Auto(Drafter):
         """The arms that may be the fastest under this sampling."""
         covered = set()
         for covers in (self.covers[arm.name] for arm in self.arms if arm.name in self.covers):
-            covered |= {*covers.cold} if sampling.temperature < HOT else set()
+            covered |= {*covers.below_chain_temperature} if sampling.temperature < CHAIN_TEMPERATURE else set()
             covered |= {*covers.slow_target} if self.plain_s[0] > LONG_STEP_S else set()
         return [arm for arm in self.arms if arm.name not in covered]
 
@@ -258,31 +251,16 @@ class Auto(Drafter):
         """Steps until the next trial of an arm of this speed, over that of the best arm."""
         if arm.drafter is None:
             return ANCHOR_STEPS
-        n_steps = BLOCK_STEPS if speed >= NEAR else TRIAL_STEPS
-        loss = max(0.0, 1 - speed) + SWITCHING * TRIAL_STEPS / n_steps  # 1 where neither has run
-        plain_steps = n_steps * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
-        share = TRIAL_SHARE if self.leader.drafter else TRIAL_SHARE / 2
-        return int(min(plain_steps * loss / share, MOST_BETWEEN))
-
-    def _note_ease(self, arm: Arm, speed: float) -> None:
-        """An arm has run, and has this speed. Once it has learnt, what changes its speed is the text."""
-        known = arm.speed if arm.drafter is not None and arm.n_steps > 2 * SETTLED_STEPS else None
-        if speed < float("inf"):
-            self.ease += math.log(speed / known) if known else 0.0
-            arm.speed = speed if arm.n_steps else None
-        arm.ease = self.ease
-
-    def _speed_now(self, arm: Arm, n_rows: int) -> float:
-        """The speed of an arm, if others have changed as much since it ran last as the one that has run."""
-        speed = self._speed(arm, n_rows)
-        if arm.drafter is None or speed == float("inf"):
-            return speed
-        changed = math.exp(SHARED * (self.ease - arm.ease))
-        return speed * min(max(changed, 1 / MOST_SHARED), MOST_SHARED)
+        loss = SWITCHING + max(0.0, 1 - speed)
+        plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
+        known = min(1.0, (arm.n_steps or SETTLED_STEPS) / SETTLED_STEPS)  # the first steps may have been unlucky
+        return int(known * min(plain_steps * loss / TRIAL_SHARE, MOST_BETWEEN))
 
     def _hoped(self, arm: Arm, speed: float, n_rows: int) -> float:
-        """What an arm of this speed may reach; one that seems slower than plain decoding hopes for nothing."""
-        return speed * (1 + HOPE / (arm.n_steps * n_rows) ** 0.5) if arm.drafter and 1 < speed < float("inf") else speed
+        """The speed that an arm may have after all. One that seems slower than plain decoding is taken as it seems."""
+        if arm.drafter is None or not 1 < speed < float("inf"):
+            return speed
+        return speed * (1 + OPTIMISM / (arm.n_steps * n_rows) ** 0.5)
 
     def _speed(self, arm: Arm, n_rows: int) -> float:
         """Tokens of a row in the time of a plain step; a method that was never run hopes for the best."""

@@ -195,7 +195,8 @@ class TreeDrafter(LookupDrafter):
         self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
         self.level_s = Mean(LEVEL_STEPS)
-        self._read_before: set[tuple[int, int]] = set()  # rows and nodes of draft steps, whose programs are written
+        # Rows, nodes read so far and nodes of the draft steps of this generation, whose programs are written.
+        self._read_before: set[tuple[int, int, int]] = set()
         self._waited = 0  # trees since one had a second level
         self.asking = Asking()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
@@ -205,6 +206,7 @@ class TreeDrafter(LookupDrafter):
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
+        self._read_before.clear()
         for part in self._parts:
             part.start(target, cache)
 
@@ -313,10 +315,10 @@ class TreeDrafter(LookupDrafter):
             sizes[:, 0], sizes[:, 1] = new.stop, level + 1
             if level + 1 == levels:
                 break
-            chosen = self._next_read(drafts, sizes, new, others)
+            chosen = self._next_read(drafts, sizes, new, others, level)
             if chosen is None:
                 break
-            shape = n_rows, chosen.shape[1]
+            shape = n_rows, read.shape[1], chosen.shape[1]
             is_timed = is_timed and shape in self._read_before
             self._read_before.add(shape)
             read = np.concatenate([read, chosen], axis=1)
@@ -349,14 +351,17 @@ class TreeDrafter(LookupDrafter):
             buckets = np.searchsorted(SHARES, numbers)
         return tokens, self.first_kind + ranks * N_SHARES + buckets
 
-    def _next_read(self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray) -> np.ndarray | None:
-        """The nodes [n, m] of the newest level that are read next; None: it does not pay to read any."""
+    def _next_read(
+        self, drafts: np.ndarray, sizes: np.ndarray, new: slice, others: np.ndarray, level: int
+    ) -> np.ndarray | None:
+        """The nodes [n, m] of the newest level, `level`, that are read next; None: it does not pay to read any."""
         n_rows, likely = len(drafts), self.ranking.likely(drafts, sizes[:, 0])
         n_scored = self.max_nodes - 1 if self.sizer is None else self.sizer.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
         m, reached = next_read(likely, others, drafts, (new.start, new.stop), self._stops, n_scored, chosen)
         cost = 0.0 if self.sizer is None else self.sizer.times.rate(n_rows) * self.level_s.value
-        pays = NEXT_LEVEL * reached > cost or self._waited >= SELDOM  # which also times a level again
+        is_due = level == 0 and self._waited >= SELDOM  # so that what a level costs is measured again
+        pays = NEXT_LEVEL * reached > cost or is_due
         return chosen[:, :m] if m and pays else None
 
 

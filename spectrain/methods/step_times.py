@@ -13,7 +13,6 @@ OUTSIDE_S = 0.15e-3, 0.25e-3  # of a step beside its forward, without and with a
 WIDTH_STEPS = 8.0  # that the seconds guessed for a width are worth
 MOST_WIDTH_STEPS = 400.0
 LEVEL_STEPS = 6.0  # over which the machine's slowness is averaged
-FOLLOWS = 0.5  # of a step without a draft, that a step of a well-known width says about it
 RATE_STEPS = 48.0  # over which tokens per second are averaged
 TEXT_STEPS = 20.0  # the same where it is to follow the text
 DISTURBED = 2.5  # a step that takes so many times the usual seconds was disturbed
@@ -56,7 +55,7 @@ class Mean:
 
 
 class DraftSeconds:
-    """Seconds of drafting on average, told apart by how often a draft model was read."""
+    """Seconds of drafting on average, told apart by how often a draft model was read, or by the tokens it drafted."""
 
     def __init__(self) -> None:
         self.means: dict[int, Mean] = {}
@@ -65,7 +64,8 @@ class DraftSeconds:
 
     @property
     def value(self) -> float:
-        return sum(share * self.means[n].value for n, share in self.shares.items())
+        known = {n: share for n, share in self.shares.items() if self.means[n].n_steps}
+        return sum(share * self.means[n].value for n, share in known.items()) / (sum(known.values()) or 1.0)
 
     def count(self, seconds: float, n_read: int) -> float:
         """Count a step. Return its seconds, but not how far something else disturbed them.
@@ -174,14 +174,11 @@ class StepTimes:
             if not self.level.is_shared:
                 self.level.count(ratio, 1.0)
         else:
-            known = self.counts[n, width] / (self.counts[n, width] + WIDTH_STEPS)
             self.counts[n, width] = min(self.counts[n, width] + 1, MOST_WIDTH_STEPS)
             self.counts[n, 0] = min(self.counts[n, 0] + 1, MOST_WIDTH_STEPS)
             change = ratio / self.level.value
             self.ratios[n, width] *= change ** (1 / (self.counts[n, width] + WIDTH_STEPS))
             self.drafting[n] *= change ** (1 / (self.counts[n, 0] + WIDTH_STEPS))
-            if self.level.is_known:  # it may change before the next step without a draft
-                self.level.count(ratio, FOLLOWS * known)
         draft_s = self.draft_s[n].count(seconds[0] / self.level.value, n_read)
         self.tokens[n].count(tokens[0])
         self.spent[n].count(draft_s + ratio * expected_s / self.level.value)

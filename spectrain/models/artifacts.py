@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 VERSIONS = (1, 2)  # that are read
 SPIRE_VERSION = 2  # of spire folders, which since then name their input; the formats of other kinds are those of 1
 MANIFEST = "spectrain.json"
+WEIGHTS = "model.safetensors"
 DATASTORE = "datastore"  # its folder inside the export of a lookup method
 CORPUS = "corpus.jsonl"  # the datastore's documents as text: one JSON string per line, as SGLang's NGRAM reads them
 
@@ -203,7 +204,7 @@ def save_spire(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.f
     state = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in state.items()}
     if drafter.config.has_one_table:
         del state["lm_head.weight"]
-    save_file(state, folder / "model.safetensors")
+    save_file(state, folder / WEIGHTS)
     write_json(folder / "config.json", drafter.config)
 
 
@@ -219,7 +220,7 @@ def load_spire(folder: Path, target: TargetModel, option: str = "drafter") -> Sp
         config = read_object(folder / "config.json", SpireConfig, "export it again")
         check_size(partial(SpireDrafter, config), folder, given)
         drafter = SpireDrafter(config, target)
-        state = load_file(folder / "model.safetensors")
+        state = load_file(folder / WEIGHTS)
         if config.has_one_table:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         drafter.load_state_dict(state)

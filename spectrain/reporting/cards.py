@@ -54,6 +54,8 @@ def trained_card(
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     options = {name: config.get(name) for name in OPTIONS} | {"batch_size": data.get("batch_size")}
     options["precision"] = (config.get("trainer") or {}).get("precision")
+    if options["init"] and PurePath(options["init"]).is_absolute():  # a card may be published
+        options["init"] = PurePath(options["init"]).name
     return _card(
         "drafter",
         kind,

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +22,14 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES, read_tokenizer
-from spectrain.models.artifacts import load_spire
+from spectrain.models.artifacts import WEIGHTS, load_spire
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import NEW, last_layers, new_drafter
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.features import FeatureStore, newest_features, open_features
-from spectrain.stores.folder import digest, write_folder
+from spectrain.stores.folder import digest, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import shown
 from spectrain.stores.packing import pack
@@ -72,7 +72,9 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     data, source = drafter_rows(config, target), {}
     if config["kind"] == "spire":
         is_new = config["init"] in NEW
-        drafter = first_drafter(config, target, data.train) if is_new else trained_before(config, target)
+        drafter = new_spire(config, target, data.train) if is_new else exported_spire(config, target)
+        if not is_new:
+            source["init"] = [config["init"], sha256(Path(config["init"]) / WEIGHTS)]
         loss = LossSettings(config["loss"], config["omega"])
         module = SpireTraining(drafter, target, loss, optimizer, config["seed"], fits_input=is_new)
     else:
@@ -84,23 +86,24 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     return Experiment(module, data, source)
 
 
-def first_drafter(config: Mapping, target: TargetModel, rows: Rows) -> SpireDrafter:
+def new_spire(config: Mapping, target: TargetModel, rows: Rows) -> SpireDrafter:
     """A new SPIRe drafter, to be trained on these rows."""
     kept = drafted_tokens(config.get("draft_vocab"), rows, target)
     return new_drafter(target, spire_config(config, target, kept), config["init"], kept)
 
 
-def trained_before(config: Mapping, target: TargetModel) -> SpireDrafter:
+def exported_spire(config: Mapping, target: TargetModel) -> SpireDrafter:
     """The SPIRe drafter of the folder `init`, to be trained further; UserError where the run asks for another shape."""
     folder, given = config["init"], f"init={config['init']}"
     drafter = load_spire(Path(folder), target, "init")
     n_tokens, asked = drafter.config.draft_vocab, config.get("draft_vocab")
     if asked not in (None, n_tokens):
         raise UserError(f"{given} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out")
-    found, wanted = drafter.config.described(), spire_config(config, target, drafter.kept).described()
-    if drafter.config.n_layer != config["n_layer"]:
-        raise UserError(f"{given} has n_layer={drafter.config.n_layer}, not {config['n_layer']}; give the same")
-    differing = [f"{name}={shown(value)}" for name, value in found.items() if wanted.get(name) != value]
+    found, wanted = drafter.config, spire_config(config, target, drafter.kept)
+    if found.n_layer != wanted.n_layer:
+        raise UserError(f"{given} has n_layer={found.n_layer}, not {wanted.n_layer}; give the same")
+    names = [field.name for field in fields(SpireConfig) if getattr(found, field.name) != getattr(wanted, field.name)]
+    differing = [f"{name}={shown(getattr(found, name))}" for name in names]
     if differing:
         raise UserError(f"{given} has other options; give {' '.join(differing)}")
     return drafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -27,6 +28,7 @@ STOPS = {name: {"max_candidates": 4} for name in ("specdecpp", "confidence_stop"
 LOOKUPS = [name for name in method_names() if name not in {**CHAINS, **STOPS, PLAIN: None, "auto": None}]
 # Their guesses depend on the probes of steps that they did not run.
 PROBING = ("lookahead", "spectra_core", "spectra")
+READ_A_MODEL = [name for name in method_names() if name.startswith(("spire", "speculative"))]
 REMEMBER = [name for name in (*LOOKUPS, "spire", "speculative") if name not in PROBING]
 
 
@@ -68,8 +70,11 @@ class Shuffled(Auto):
 @pytest.mark.parametrize("name", REMEMBER)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifacts, name, batch_size):
-    """Both see the same text. Steps of the one that never sleeps are compared wherever the other one drafts."""
-    target, drafts, seen = artifacts.target, {}, 0
+    """Both see the same text. Steps of the one that never sleeps are compared wherever the other one drafts.
+
+    A draft model reads what it has slept through at once, so the last bit of a number may differ, which decides a tie.
+    """
+    target, drafts, seen, differing = artifacts.target, {}, 0, []
     always = fixed(name, artifacts)
 
     def watched(drafter: Drafter, found: dict) -> Drafter:
@@ -107,15 +112,17 @@ def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifact
             return DraftTree.root_only(context.roots)
 
     generate(target, OneByOne({name: watched(always, drafts)}), prompts(), N_NEW, batch_size=batch_size)
-    for seed in range(3):
+    for seed in range(6):
         slept: dict = {}
         drafter = Beside({name: watched(fixed(name, artifacts), slept)}, seed)
         generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
         assert 10 < len(slept) < len(drafts)
         for text, tree in slept.items():
-            assert tree == drafts[text], (seed, len(text))
             seen += len(tree[0]) > 1
+            if tree != drafts[text]:
+                differing.append((seed, len(text), tree, drafts[text]))
     assert seen
+    assert len(differing) <= (0.02 * seen if name in READ_A_MODEL else 0), differing
 
 
 @pytest.mark.parametrize("name", method_names())
@@ -210,6 +217,29 @@ def test_a_method_runs_where_it_is_fast_and_hardly_where_it_is_not(artifacts, mo
     steps = sum(one.target_forwards for one in found)
     share = drafter.n_steps / steps
     assert share > 0.6 if (right and not seconds) else share < 0.2
+
+
+@pytest.mark.parametrize("speeds", [(1.2, 1.5), (1.5, 1.2), (1.3, 0.7)])
+def test_methods_that_beat_plain_decoding_take_turns_and_then_the_faster_one_runs(artifacts, speeds):
+    target, names = artifacts.target, ("pld", "logitspec")
+
+    class Known(Auto):
+        def _speed(self, arm, n_rows):
+            return dict(zip(names, speeds, strict=True)).get(arm.name, 1.0) if arm.n_steps or not arm.drafter else inf
+
+    drafter = Known({name: fixed(name, artifacts) for name in names})
+    drafter.times.level.is_known = True
+    generate(target, drafter, prompts() * 3, N_NEW)
+    steps = {arm.name: arm.n_steps for arm in drafter.arms}
+    best = max(names, key=lambda name: speeds[names.index(name)])
+    other = next(name for name in names if name != best)
+    assert steps[best] > 2 * auto.SETTLED_STEPS
+    assert steps[other] >= auto.SETTLED_STEPS if min(speeds) > 1 else steps[other] < auto.SETTLED_STEPS
+    first = [name for _, name, _ in drafter.chosen if name != PLAIN][:4]
+    assert len(set(first)) == 2
+    few, many = (drafter._hoped(drafter.arms[0], 1.2, n_rows) for n_rows in (8, 1))
+    assert 1.2 < few < many
+    assert drafter._hoped(drafter.arms[0], 0.9, 1) == 0.9
 
 
 def auto_times():

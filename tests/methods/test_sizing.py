@@ -384,20 +384,6 @@ def test_a_machine_that_is_slow_for_a_while_does_not_make_a_draft_dear():
     np.testing.assert_allclose(times.seconds(1)[[1, 3]], before, rtol=0.15)
 
 
-def test_a_machine_that_changes_between_steps_without_a_draft_is_seen_in_the_others():
-    """So a method that ran while it was fast does not seem better than one that ran while it was slow."""
-    sizer = started(FREE)
-    times = sizer.times
-    times.level.is_shared = True
-    before = times.seconds(1)[[1, 3]]
-    times.level.count(1.0, 6)
-    for i in range(200):
-        slow = 0.6 if i > 100 else 1.0
-        times.count(1, 3, 1, (0.0, slow * before[1]), (1.0, 1.0))
-    assert times.level.value == pytest.approx(0.6, rel=0.15)
-    np.testing.assert_allclose(times.seconds(1)[3], before[1], rtol=0.15)
-
-
 def test_chains_of_no_tokens_say_nothing_about_what_others_cost(clock):
     sizer = ChainSizer(4)
     sizer.start(FREE, FREE, 1)
