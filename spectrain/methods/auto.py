@@ -213,8 +213,7 @@ class Auto(Drafter):
         before = self.active
         self._end_block()
         speeds = {arm: self._speed(arm, context.n_rows) for arm in self.choices}
-        if before in speeds:
-            before.speed = speeds[before] if before.n_steps and speeds[before] < float("inf") else None
+        before.speed = speeds[before] if before.n_steps and speeds[before] < float("inf") else None
         hopes = {arm: self._hoped(arm, speed, context.n_rows) for arm, speed in speeds.items()}
         best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
         new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]

@@ -54,8 +54,7 @@ def trained_card(
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     options = {name: config.get(name) for name in OPTIONS} | {"batch_size": data.get("batch_size")}
     options["precision"] = (config.get("trainer") or {}).get("precision")
-    if options["init"] and PurePath(options["init"]).is_absolute():  # a card may be published
-        options["init"] = PurePath(options["init"]).name
+    options["init"] = options["init"] and _published(options["init"])
     return _card(
         "drafter",
         kind,
@@ -118,9 +117,13 @@ def _card(template: str, kind: str, folder: str, target: tuple[str, str], **valu
 
 
 def _named(path: str | None) -> str:
-    """` name`; of absolute paths (of several stores, with colons) the last parts, because a card may be published."""
-    found = map(PurePath, str(path or "").split(":"))
-    return f" `{':'.join(one.name if one.is_absolute() else str(one) for one in found)}`" if path else ""
+    """` name`, or of several stores with colons; see `_published`."""
+    return f" `{':'.join(map(_published, str(path).split(':')))}`" if path else ""
+
+
+def _published(path: str) -> str:
+    """The path; of an absolute one the last part, because a card may be published."""
+    return PurePath(path).name if PurePath(path).is_absolute() else str(PurePath(path))
 
 
 def _plain(value: object) -> str:

@@ -28,7 +28,6 @@ STOPS = {name: {"max_candidates": 4} for name in ("specdecpp", "confidence_stop"
 LOOKUPS = [name for name in method_names() if name not in {**CHAINS, **STOPS, PLAIN: None, "auto": None}]
 # Their guesses depend on the probes of steps that they did not run.
 PROBING = ("lookahead", "spectra_core", "spectra")
-READ_A_MODEL = [name for name in method_names() if name.startswith(("spire", "speculative"))]
 REMEMBER = [name for name in (*LOOKUPS, "spire", "speculative") if name not in PROBING]
 
 
@@ -38,6 +37,14 @@ def artifacts(tmp_path_factory) -> Artifacts:
     documents = [row * 3 for row in random_prompts([12, 20, 9], seed=3)]
     folder = tmp_path_factory.mktemp("auto")
     return Artifacts(folder, model, lambda: tiny_model("llama", seed=5), lambda: documents, k=3, window_tokens=8)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def fixed(name: str, artifacts: Artifacts) -> Drafter:
@@ -69,12 +76,12 @@ class Shuffled(Auto):
 
 @pytest.mark.parametrize("name", REMEMBER)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifacts, name, batch_size):
+def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifacts, name, batch_size, one_thread):
     """Both see the same text. Steps of the one that never sleeps are compared wherever the other one drafts.
 
-    A draft model reads what it has slept through at once, so the last bit of a number may differ, which decides a tie.
+    A draft model reads what it has slept through at once, which several threads add up in another order.
     """
-    target, drafts, seen, differing = artifacts.target, {}, 0, []
+    target, drafts, seen = artifacts.target, {}, 0
     always = fixed(name, artifacts)
 
     def watched(drafter: Drafter, found: dict) -> Drafter:
@@ -118,11 +125,9 @@ def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifact
         generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
         assert 10 < len(slept) < len(drafts)
         for text, tree in slept.items():
+            assert tree == drafts[text], (seed, len(text))
             seen += len(tree[0]) > 1
-            if tree != drafts[text]:
-                differing.append((seed, len(text), tree, drafts[text]))
     assert seen
-    assert len(differing) <= (0.02 * seen if name in READ_A_MODEL else 0), differing
 
 
 @pytest.mark.parametrize("name", method_names())
