@@ -13,15 +13,8 @@ from spectrain.decoding.noise import exponentials, mixed
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.methods import spire_slots
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_tree import (
-    N_KINDS,
-    N_SHARES,
-    TreeDrafter,
-    first_ones,
-    join,
-    likeliest,
-    likeliest_on_device,
-)
+from spectrain.methods.draft_tree import TreeDrafter
+from spectrain.methods.model_candidates import N_KINDS, N_SHARES, first_ones, join, likeliest, likeliest_on_device
 from spectrain.methods.sizing import SELDOM
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
