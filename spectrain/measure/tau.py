@@ -165,7 +165,7 @@ def measure_tau(
     """Decode the same held-out rows [R, L] with every method.
 
     Returns `tau` by method and name of the setting, `tokens_per_s` by method (batch 1, greedy, without prefill), and
-    `settings`, as results of a training hold them.
+    `settings`, as results of a training hold them. Their `gamma` is how many tokens each method drafts.
     """
     tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
     for setting in (Setting(length, t) for length in settings.context_tokens for t in settings.temperatures):
@@ -173,8 +173,9 @@ def measure_tau(
             tau[name][setting.name] = tau_of(target, drafter, rows, settings, setting, seed).as_json()
     timed = _in_turns(target, {name: (drafter, None) for name, drafter in drafters.items()}, rows, settings, 0.0, seed)
     rates = {name: ratio_of_sums(*_tokens_and_seconds(own)).as_json() for name, own in timed.items()}
-    n_contexts = len(rows[: settings.contexts])
-    return {"tau": tau, "tokens_per_s": rates, "settings": asdict(settings) | {"contexts": n_contexts}}
+    measured = asdict(settings) | {"contexts": len(rows[: settings.contexts])}
+    measured["gamma"] = {name: drafter.gamma for name, drafter in drafters.items() if hasattr(drafter, "gamma")}
+    return {"tau": tau, "tokens_per_s": rates, "settings": measured}
 
 
 def measure_gammas(

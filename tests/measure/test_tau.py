@@ -145,6 +145,7 @@ def test_a_table_of_tau_is_strict_json_and_agrees_with_tau_of_one_drafter(llama_
     assert content["tau"]["plain"]["12 tokens, greedy"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert content["tokens_per_s"]["plain"]["low"] is None  # one timed context has no interval
     assert content["settings"]["contexts"] == 3
+    assert content["settings"]["gamma"] == {"magicdec": 3}
     alone = tau_of(llama_target, drafter, rows, settings)
     assert content["tau"]["magicdec"]["12 tokens, greedy"] == alone.as_json()
 

@@ -52,6 +52,15 @@ def test_a_card_says_what_a_drafter_reads_of_the_target(options, said):
     assert said in card if said else "this folder" not in card
 
 
+@pytest.mark.parametrize(
+    ("gamma", "said"), [({"spire": 5}, "| spire, drafts of 5 tokens | 2.10 |"), ({}, "| spire | 2.10 |")]
+)
+def test_a_card_says_how_many_tokens_were_drafted_while_tau_was_measured(gamma, said):
+    tau = {"spire": {"16 tokens, greedy": {"value": 2.1, "low": None, "high": None}}}
+    trained = TRAINED | {"tau": tau, "settings": {"contexts": 8, "new_tokens": 64, "gamma": gamma}}
+    assert said in trained_card("spire", "out", ("org/model", "f" * 16), CONFIG, trained, ())
+
+
 def commands(card: str) -> list[list[str]]:
     """The words of each shell command."""
     blocks = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
