@@ -97,6 +97,10 @@ def test_a_drafter_is_trained_further(run, small):
     assert begun["init"][0] == "first"
     assert first.keys() == same.keys()
     assert all(torch.equal(first[name], same[name]) for name in first)
+    earlier = json.loads(Path("first/spectrain.json").read_text())["trained"]
+    before = json.loads(Path("same/spectrain.json").read_text())["trained"]["before"]
+    assert (earlier["before"], before) == ([], [{"drafter": "first", "steps": 6, "tokens": earlier["tokens"]}])
+    assert f"- before that, as `first`, {earlier['tokens']:,} tokens in 6 steps\n" in Path("same/README.md").read_text()
     refused = {
         "n_layer=1": "init=first has n_layer=2, not 1; give the same",
         "input=trained": "init=first has other options; give window_tokens=32 input=projected",

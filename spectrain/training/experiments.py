@@ -22,7 +22,7 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES, read_tokenizer
-from spectrain.models.artifacts import WEIGHTS, load_spire
+from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.models.pruned_init import NEW, last_layers, new_drafter
@@ -107,6 +107,16 @@ def exported_spire(config: Mapping, target: TargetModel) -> SpireDrafter:
     if differing:
         raise UserError(f"{given} has other options; give {' '.join(differing)}")
     return drafter
+
+
+def trained_before(config: Mapping) -> list[dict]:
+    """What the drafter that a run goes on from had learnt from: `drafter`, `steps` and `tokens` of each training."""
+    init = config.get("init", "pruned")  # vanilla drafters have none
+    if init in NEW:
+        return []
+    trained = read_manifest(Path(init)).trained
+    known = {name: trained[name] for name in ("steps", "tokens") if name in trained}
+    return [*trained.get("before", []), {"drafter": Path(init).name, **known}]
 
 
 def spire_config(config: Mapping, target: TargetModel, kept: Tensor | None = None) -> SpireConfig:

@@ -79,6 +79,14 @@ class Settings(TypedDict):
     new_tokens: Count
 
 
+class Before(TypedDict):
+    """An earlier training of a drafter that was trained further."""
+
+    drafter: str  # name of its folder
+    steps: Count
+    tokens: NotRequired[Count]
+
+
 class TrainingResult(TypedDict):
     """The content of a training's result.json, unless a target was trained: that has the metrics alone."""
 
@@ -86,6 +94,7 @@ class TrainingResult(TypedDict):
     steps: Count
     metrics: dict[str, float | None]
     tokens: NotRequired[Count]
+    before: NotRequired[list[Before]]  # the first one first
     selected: NotRequired[Selected | None]
     tau: NotRequired[dict[str, dict[str, Interval]]]  # by method and setting
     tokens_per_s: NotRequired[dict[str, Interval]]  # by method
