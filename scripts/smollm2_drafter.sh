@@ -7,11 +7,19 @@
 # PROMPTS are files of questions whose licences permit it; prompts about code are made by chat_prompts.py. On two cores
 # it takes about two hours: half of it for the responses, an eighth for the activations, the rest for the training.
 # After an interruption the same command goes on. It needs pip install -e '.[gguf]'.
+#
+# INIT=<folder> trains an exported drafter further, on the answers to other prompts than before:
+#
+#   INIT=checkpoints/smollm2-135m-spire STEPS=940 LR=1.5e-3 WORK=runs/more OUT=checkpoints/more STORE=checkpoints/more-answers \
+#       PROMPTS=... scripts/smollm2_drafter.sh
 set -euo pipefail
 PROMPTS=${PROMPTS:?give the .jsonl files of questions}
 RANKS=${RANKS-2}
 WORK=${WORK-runs/smollm2}
 PYTHON=${PYTHON-python}
+INIT=${INIT-pruned}
+from=(init="$INIT")
+[ "$INIT" = pruned ] && from+=(draft_vocab=24576)   # an exported drafter has its tokens
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}   # of each rank
 
 mkdir -p "$WORK"
@@ -34,6 +42,6 @@ store own-greedy data_prep.responses prompts="$WORK/greedy.jsonl" limit="${GREED
         perplexity_filter=false out="${STORE-checkpoints/smollm2-own-answers}"
 store activations data_prep.activations responses="$WORK/own-sampled:$WORK/own-greedy" 'layers=[27,28,29]'
 $PYTHON -m spectrain.train +exp=spire target=smollm2 data=offline data.path="$WORK/activations" data.batch_size=8 \
-    data.val_rows=96 trainer=ddp trainer.accelerator=cpu trainer.devices="$RANKS" draft_vocab=24576 max_steps=1950 \
-    optimizer.lr=3e-3 optimizer.warmup_steps=60 trainer.val_check_interval=650 select.every=0 tau.contexts=32 \
+    data.val_rows=96 trainer=ddp trainer.accelerator=cpu trainer.devices="$RANKS" "${from[@]}" max_steps="${STEPS-1950}" \
+    optimizer.lr="${LR-3e-3}" optimizer.warmup_steps=60 trainer.val_check_interval="${VALIDATE-650}" select.every=0 tau.contexts=32 \
     'tau.context_tokens=[96,160]' run_dir="$WORK/spire" out="${OUT-checkpoints/smollm2-135m-spire}"
