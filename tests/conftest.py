@@ -150,6 +150,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_rank_is_left():
+    """Forget which rank a training in this process has said that it is; later tests are none."""
+    yield
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 TEXT = (
     'def read_{0}(path):\n    """Reads {0}."""\n    with open(path) as file:\n        return file.read() + "{0}"\n\n\n'
 )
