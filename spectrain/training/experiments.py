@@ -64,17 +64,19 @@ class Experiment:
     module: Training
     data: RowData
     source: dict = field(default_factory=dict)  # what a resumed run must find again, besides the module's target
+    before: list[dict] = field(default_factory=list)  # of `trained_before`
 
 
 def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     """A SPIRe drafter for a Llama-like target, or a small Llama for any."""
     optimizer = OptimizerSettings(**config["optimizer"])
-    data, source = drafter_rows(config, target), {}
+    data, source, before = drafter_rows(config, target), {}, []
     if config["kind"] == "spire":
         is_new = config["init"] in NEW
         drafter = new_spire(config, target, data.train) if is_new else exported_spire(config, target)
         if not is_new:
             source["init"] = [config["init"], sha256(Path(config["init"]) / WEIGHTS)]
+            before = trained_before(Path(config["init"]))
         loss = LossSettings(config["loss"], config["omega"])
         module = SpireTraining(drafter, target, loss, optimizer, config["seed"], fits_input=is_new)
     else:
@@ -83,7 +85,7 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     if isinstance(data.train, FeatureRows):
         store = data.train.store
         source["activations"] = [str(store.folder), digest(store.manifest.files)]
-    return Experiment(module, data, source)
+    return Experiment(module, data, source, before)
 
 
 def new_spire(config: Mapping, target: TargetModel, rows: Rows) -> SpireDrafter:
@@ -109,14 +111,11 @@ def exported_spire(config: Mapping, target: TargetModel) -> SpireDrafter:
     return drafter
 
 
-def trained_before(config: Mapping) -> list[dict]:
-    """What the drafter that a run goes on from had learnt from: `drafter`, `steps` and `tokens` of each training."""
-    init = config.get("init", "pruned")  # vanilla drafters have none
-    if init in NEW:
-        return []
-    trained = read_manifest(Path(init)).trained
+def trained_before(folder: Path) -> list[dict]:
+    """All trainings of an exported drafter, the first one first, each as a `Before` of `run_facts`."""
+    trained = read_manifest(folder).trained
     known = {name: trained[name] for name in ("steps", "tokens") if name in trained}
-    return [*trained.get("before", []), {"drafter": Path(init).name, **known}]
+    return [*trained.get("before", []), {"drafter": folder.name, **known}]
 
 
 def spire_config(config: Mapping, target: TargetModel, kept: Tensor | None = None) -> SpireConfig:

@@ -77,6 +77,7 @@ class Settings(TypedDict):
     __pydantic_config__ = MORE
     contexts: Count
     new_tokens: Count
+    gamma: NotRequired[dict[str, Count]]  # drafted tokens, by method
 
 
 class Before(TypedDict):
