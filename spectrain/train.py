@@ -89,7 +89,7 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     metrics = final_metrics(trainer) if best.step == steps else run.metrics_at(best.step)
     lengths = getattr(experiment.data.train, "lengths", None)  # of stored rows
     trained = {"steps": steps, "tokens": tokens_of(run.config, steps, lengths)}
-    result = {**trained, "before": experiment.before, "selected": best.facts(), "metrics": metrics, **tau}
+    result = {**trained, "before": run.before, "selected": best.facts(), "metrics": metrics, **tau}
     show([tau_table(tau), gamma_table(tau)], columns=100)
     finish(cfg, trainer, export_of(run, weights, result, target), result)
 

@@ -85,7 +85,7 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert code == 0, err
 
 
-def test_a_drafter_is_trained_further(run, small):
+def test_a_drafter_is_trained_further(run, typed, small):
     """From the weights and for the tokens that it has, and its input is not fitted anew."""
     code, _, err = run("train", "+exp=spire", *small, "draft_vocab=100", "window_tokens=32", "out=first")
     assert code == 0, err
@@ -105,13 +105,21 @@ def test_a_drafter_is_trained_further(run, small):
         "n_layer=1": "init=first has n_layer=2, not 1; give the same",
         "input=trained": "init=first has other options; give window_tokens=32 input=projected",
         "previous_state=false": "init=first has other options; give window_tokens=32 previous_state=true",
-        "draft_vocab=50": "init=first has draft_vocab=100, not 50; leave draft_vocab out",
+        "draft_vocab=200": "init=first has draft_vocab=100, not 200; leave draft_vocab out, or give fewer than 100",
+        "draft_vocab=auto": "init=first has draft_vocab=100, not auto; leave draft_vocab out, or give fewer than 100",
         "init=nowhere": "init=nowhere does not exist; give a folder that spectrain.train exported",
     }
     for option, message in refused.items():
         code, _, err = run(*further, option, "out=refused")
         assert (code, message in err) == (2, True), err
     assert not Path("refused").exists()
+    code, _, err = run(*further, "window_tokens=32", "draft_vocab=50", "out=fewer", "run_dir=fewer-run")
+    assert code == 0, err
+    assert load_file("fewer/model.safetensors")["kept"].tolist() == first["kept"][:50].tolist()
+    Path("fewer-run/result.json").unlink()  # as if it had not finished
+    code, _, err = typed("export", "run=fewer-run", "out=unfinished")
+    assert code == 0, err
+    assert json.loads(Path("unfinished/spectrain.json").read_text())["trained"]["before"] == before
 
 
 @pytest.mark.parametrize("exp", ["spire", "vanilla"])

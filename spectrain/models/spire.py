@@ -254,12 +254,20 @@ class SpireDrafter(nn.Module):
         trained unembedding is shared.
         """
         kept, rows = self.kept[:n_tokens].sort()
+        return self._with_tokens(kept, rows)
+
+    def cut_to(self, n_tokens: int) -> SpireDrafter:
+        """Return the drafter with the first n of its tokens alone, in their order, to be trained further."""
+        return self._with_tokens(self.kept[:n_tokens], torch.arange(n_tokens, device=self.kept.device))
+
+    def _with_tokens(self, kept: Tensor, rows: Tensor) -> SpireDrafter:
+        """Return the drafter with the tokens `kept` [K], whose rows its own unembedding has; see `held_to`."""
         other = self.with_modules({})
         other.config = dataclasses.replace(self.config, draft_vocab=len(kept))
         other._buffers = {**self._buffers, "kept": kept}
         if hasattr(self, "lm_head"):
             head = nn.Linear(self.lm_head.in_features, len(kept), bias=False, device="meta")
-            head.weight = nn.Parameter(self.lm_head.weight.detach()[rows], requires_grad=False)
+            head.weight = nn.Parameter(self.lm_head.weight.detach()[rows], self.lm_head.weight.requires_grad)
             other._modules["lm_head"] = head
         return other
 

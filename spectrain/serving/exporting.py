@@ -140,7 +140,8 @@ def trained_facts(run: RunFolder, step: int) -> dict:
         return result
     selected = best.facts() if best is not None and best.step == step else None
     metrics = run.metrics_at(step)
-    return {"steps": step, **tokens, "selected": selected, "metrics": metrics, "finished": bool(result)}
+    facts = {"before": run.before, "selected": selected, "metrics": metrics, "finished": bool(result)}
+    return {"steps": step, **tokens, **facts}
 
 
 def tokens_of(config: Mapping, steps: int, row_lengths: Sequence[int] | None = None) -> int:

@@ -64,19 +64,18 @@ class Experiment:
     module: Training
     data: RowData
     source: dict = field(default_factory=dict)  # what a resumed run must find again, besides the module's target
-    before: list[dict] = field(default_factory=list)  # of `trained_before`
 
 
 def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     """A SPIRe drafter for a Llama-like target, or a small Llama for any."""
     optimizer = OptimizerSettings(**config["optimizer"])
-    data, source, before = drafter_rows(config, target), {}, []
+    data, source = drafter_rows(config, target), {}
     if config["kind"] == "spire":
         is_new = config["init"] in NEW
         drafter = new_spire(config, target, data.train) if is_new else exported_spire(config, target)
         if not is_new:
             source["init"] = [config["init"], sha256(Path(config["init"]) / WEIGHTS)]
-            before = trained_before(Path(config["init"]))
+            source["before"] = trained_before(Path(config["init"]))
         loss = LossSettings(config["loss"], config["omega"])
         module = SpireTraining(drafter, target, loss, optimizer, config["seed"], fits_input=is_new)
     else:
@@ -85,7 +84,7 @@ def drafter_experiment(config: Mapping, target: TargetModel) -> Experiment:
     if isinstance(data.train, FeatureRows):
         store = data.train.store
         source["activations"] = [str(store.folder), digest(store.manifest.files)]
-    return Experiment(module, data, source, before)
+    return Experiment(module, data, source)
 
 
 def new_spire(config: Mapping, target: TargetModel, rows: Rows) -> SpireDrafter:
@@ -99,8 +98,11 @@ def exported_spire(config: Mapping, target: TargetModel) -> SpireDrafter:
     folder, given = config["init"], f"init={config['init']}"
     drafter = load_spire(Path(folder), target, "init")
     n_tokens, asked = drafter.config.draft_vocab, config.get("draft_vocab")
-    if asked not in (None, n_tokens):
-        raise UserError(f"{given} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out")
+    if isinstance(asked, int) and drafter.ranks_tokens and 0 < asked < n_tokens:
+        drafter = drafter.cut_to(asked)
+    elif asked not in (None, n_tokens):
+        fewer = f", or give fewer than {n_tokens}" if drafter.ranks_tokens else ""
+        raise UserError(f"{given} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out{fewer}")
     found, wanted = drafter.config, spire_config(config, target, drafter.kept)
     if found.n_layer != wanted.n_layer:
         raise UserError(f"{given} has n_layer={found.n_layer}, not {wanted.n_layer}; give the same")

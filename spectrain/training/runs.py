@@ -227,6 +227,12 @@ class RunFolder:
         return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], str) else None
 
     @property
+    def before(self) -> list[dict]:
+        """The trainings of the drafter that this one goes on with, the first one first; none where it is new."""
+        before = (self.read(SOURCE, dict[str, object]) or {}).get("before")
+        return before if isinstance(before, list) else []
+
+    @property
     def attempts(self) -> list[dict]:
         """The facts of each start of this run so far."""
         begun = self.begun()
