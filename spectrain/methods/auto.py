@@ -5,8 +5,9 @@ its last steps. Each arm that beats plain decoding first runs SETTLED_STEPS step
 see the same kind of text while they learn. Then the best arm runs, where an arm that has run few steps may be faster
 than it seems (optimism, as in bandits that choose by upper bounds: Auer et al. 2002). As texts change, every other arm
 is also tried for a few steps now and then, and the more seldom the slower it was, so that trying it costs at most
-TRIAL_SHARE of the time. Plain decoding is always an arm. So a method that does not pay costs little more than plain
-decoding, whatever the text, the batch or the machine.
+TRIAL_SHARE of the time and, where the best arm gains on plain decoding, GAIN_SHARE of that gain. Plain decoding is
+always an arm. So a method that does not pay costs little more than plain decoding, whatever the text, the batch or the
+machine.
 
 Every method with `max_nodes=auto` runs under it, as the only one beside plain decoding.
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.methods.sizing import ChainSizer, Sizer
 from spectrain.methods.step_times import Mean, StepTimes
 from spectrain.stores.forward_times import times_of
@@ -33,16 +34,17 @@ TRIAL_STEPS = 4
 BLOCK_STEPS = 12  # of the best arm before the arms are compared again
 PLAIN_STEPS = 64  # the most of plain decoding, likewise
 WARM_UP_STEPS = 6  # the first of a method, some of which write programs and compile; and of plain decoding
-LEAD = 1.03  # how much faster than the fastest arm so far another one must be to take its place
+LEAD = 1.01  # how much faster than the fastest arm so far another one must be to take its place
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
 ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is
 TIMED = 0.97  # of a method's step is what its sizer times
 OPTIMISM = 0.7  # of its speed, by how much an arm may be faster than it seems after one step of one row
 TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
+GAIN_SHARE = 0.1  # of the best arm's gain over plain decoding, which may be spent on it besides
+MOST_TRIAL_SHARE = 0.03
 SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
 SETTLED_STEPS = 24  # of an arm, before it is judged against faster ones
 LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what looking up costs
-CHAIN_TEMPERATURE = 0.9  # from which a chain may be faster than a tree
 MOST_BETWEEN = 2048  # steps between two trials of an arm
 
 
@@ -52,13 +54,12 @@ class Covers:
 
     always: tuple[str, ...] = ()
     slow_target: tuple[str, ...] = ()  # where a plain step takes more than LONG_STEP_S
-    below_chain_temperature: tuple[str, ...] = ()  # a chain gains on a tree by drawing its tokens
 
 
 # To choose from, and what each of them covers. The first five need a folder.
 METHODS = {
-    "spire_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",), below_chain_temperature=("spire",)),
-    "speculative_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",), below_chain_temperature=("speculative",)),
+    "spire_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",)),
+    "speculative_sssd": Covers(("sssd", "logitspec"), slow_target=("pld",)),
     "spire": Covers(),
     "speculative": Covers(),
     "sssd": Covers(("logitspec",), slow_target=("pld",)),
@@ -133,22 +134,23 @@ class Auto(Drafter):
         self.plain_s = [float(self.times.seconds(n)[1]) for n in range(1, len(self.times.forwards) + 1)]
         self._end_block()
         self.n_rows = 0
+        self.choices = self._not_covered()
+        if self.active not in self.choices:
+            self.active = self.plain
         for arm, drafter in self.drafters:
             drafter.start(target, cache)
             arm.known = []
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        asked = [one for _, drafter in self.drafters if (one := drafter.read_of_prompts(lengths)) is not None]
-        capturing = sum(bool(drafter.capture_layers) for _, drafter in self.drafters)
-        return asked[0] if len(asked) == capturing == 1 else None
+        asked = [drafter.read_of_prompts(lengths) for _, drafter in self.drafters if drafter.capture_layers]
+        if not asked or any(one is None for one in asked):
+            return None
+        most = max(asked, key=lambda one: one.shape[1])
+        return most if all(bool(((one < 0) | _is_in(one, most)).all()) for one in asked) else None
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         self._end_block()
         self.n_rows = rows.stop
-        if rows.start == 0:
-            self.choices = self._not_covered(context.sampling)
-            if self.active not in self.choices:
-                self.active = self.plain
         for arm, drafter in self.drafters:
             if arm not in self.choices:
                 continue
@@ -223,7 +225,7 @@ class Auto(Drafter):
         elif new:
             best, due = min(new, key=lambda arm: arm.n_steps), []
         arm = min(due, key=lambda arm: arm.next_trial) if due else best
-        arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm] / speeds[best] if due else 1.0, context)
+        arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], speeds[best], context)
         self._left, self._untimed = TRIAL_STEPS if due else BLOCK_STEPS, int(arm is not before)
         if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
             trials = [other.next_trial for other in self.choices if other is not arm]
@@ -238,22 +240,22 @@ class Auto(Drafter):
             self._catch_up(arm, context)
             self.chosen.append((self.n_steps, arm.name, "trial" if due else "fastest"))
 
-    def _not_covered(self, sampling: Sampling) -> list[Arm]:
-        """The arms that may be the fastest under this sampling."""
-        covered = set()
-        for covers in (self.covers[arm.name] for arm in self.arms if arm.name in self.covers):
-            covered |= {*covers.below_chain_temperature} if sampling.temperature < CHAIN_TEMPERATURE else set()
-            covered |= {*covers.slow_target} if self.plain_s[0] > LONG_STEP_S else set()
+    def _not_covered(self) -> list[Arm]:
+        """The arms that may be the fastest on this target."""
+        if self.plain_s[0] <= LONG_STEP_S:
+            return self.arms
+        covered = {name for arm in self.arms if arm.name in self.covers for name in self.covers[arm.name].slow_target}
         return [arm for arm in self.arms if arm.name not in covered]
 
-    def _steps_between(self, arm: Arm, speed: float, context: Context) -> int:
-        """Steps until the next trial of an arm of this speed, over that of the best arm."""
+    def _steps_between(self, arm: Arm, speed: float, best: float, context: Context) -> int:
+        """Steps until the next trial of an arm; `speed` is its own, and `best` that of the best arm."""
         if arm.drafter is None:
             return ANCHOR_STEPS
-        loss = SWITCHING + max(0.0, 1 - speed)
+        loss = SWITCHING + max(0.0, 1 - speed / best)
+        share = min(TRIAL_SHARE + GAIN_SHARE * max(0.0, best - 1), MOST_TRIAL_SHARE)
         plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
         known = min(1.0, (arm.n_steps or SETTLED_STEPS) / SETTLED_STEPS)  # the first steps may have been unlucky
-        return int(known * min(plain_steps * loss / TRIAL_SHARE, MOST_BETWEEN))
+        return int(known * min(plain_steps * loss / share, MOST_BETWEEN))
 
     def _hoped(self, arm: Arm, speed: float, n_rows: int) -> float:
         """The speed that an arm may have after all. One that seems slower than plain decoding is taken as it seems."""
@@ -296,3 +298,8 @@ class Auto(Drafter):
             return dataclasses.replace(output, captured=None)
         places = [self.capture_layers.index(layer) for layer in drafter.capture_layers]
         return dataclasses.replace(output, captured=output.captured[..., places, :])
+
+
+def _is_in(positions: Tensor, others: Tensor) -> Tensor:
+    """Whether each of the positions [R, P] is among those of its row in others [R, Q], [R, P] bool."""
+    return (positions[:, :, None] == others[:, None]).any(dim=-1)

@@ -177,9 +177,9 @@ class Spire(ChainDrafter):
             return
         lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
         kept = self.slots.kept(lengths)
-        if not torch.equal(output.positions, kept):  # others wanted to read the whole prompts
-            index = kept.clamp_min(0)[:, :, None, None].expand(-1, -1, *captured.shape[2:])
-            captured = captured.gather(1, index)
+        if not torch.equal(output.positions, kept):  # another method wanted to read more of the prompts
+            places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
+            captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
         self.slots.fill(self._memories(captured), kept, rows)
         if self.drafter.config.previous_state:
             last = (kept == lengths[:, None] - 1).long().argmax(1)

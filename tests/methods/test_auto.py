@@ -6,6 +6,7 @@ import time
 from math import inf
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,7 +156,8 @@ def test_many_methods_share_a_generation(artifacts, batch_size):
     assert len({arm for _, arm, _ in drafter.chosen}) > 4
 
 
-def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artifacts):
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artifacts, reads_all):
     """Rows of unequal length, longer than the window; what stands behind the shorter one is no text."""
     target, texts = artifacts.target, random_prompts([60, 25], seed=4)
 
@@ -164,12 +166,17 @@ def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artif
             return float(arm is self.arms[0])
 
     def drafted(*names: str) -> list:
-        drafter = First({name: fixed(name, artifacts) for name in names})
+        methods = {name: fixed(name, artifacts) for name in names}
+        if reads_all and "spire_tree" in methods:
+            methods["spire_tree"].read_of_prompts = lambda lengths: None
+        drafter = First(methods)
         drafter.times.level.is_known = True
         for arm in drafter.arms[1:]:
             arm.next_trial = 10**9
         found = generate(target, drafter, texts, 12, batch_size=2)
         assert drafter.ran().keys() == {"spire"}
+        read = drafter.read_of_prompts(torch.tensor([60, 25]))
+        assert (read is None) == (reads_all and len(names) > 1)  # what any of them reads is kept, and no more
         return [(one.tokens, one.accepted) for one in found]
 
     assert drafted("spire", "spire_tree") == drafted("spire")
@@ -245,6 +252,15 @@ def test_methods_that_beat_plain_decoding_take_turns_and_then_the_faster_one_run
     few, many = (drafter._hoped(drafter.arms[0], 1.2, n_rows) for n_rows in (8, 1))
     assert 1.2 < few < many
     assert drafter._hoped(drafter.arms[0], 0.9, 1) == 0.9
+
+
+def test_trying_a_slower_arm_may_cost_a_share_of_what_the_best_one_gains(artifacts, monkeypatch):
+    drafter = Auto({"pld": fixed("pld", artifacts)})
+    monkeypatch.setattr(drafter, "_cost", lambda arm, n_rows: 1.0)
+    (arm, _), cost = drafter.arms, auto.TRIAL_STEPS * (0.1 + auto.SWITCHING)
+    one_row = SimpleNamespace(n_rows=1)
+    shares = [cost / drafter._steps_between(arm, 0.9 * best, best, one_row) for best in (0.9, 1.0, 1.1, 3.0)]
+    assert shares == pytest.approx([0.005, 0.005, 0.015, auto.MOST_TRIAL_SHARE], rel=0.05)
 
 
 def auto_times():
@@ -341,7 +357,7 @@ def test_auto_leaves_out_what_another_choice_finds_as_well(artifacts, monkeypatc
 
 
 def test_methods_that_another_one_covers_do_not_run(artifacts, monkeypatch):
-    """A lookup beside a tree that has it, where a step is long; a chain beside its tree, where nothing is drawn."""
+    """A lookup beside a tree that has it, where a step is long."""
     target, at_hand = artifacts.target, {"spire": artifacts.get("spire")}
     seconds = [1.0]
 
@@ -350,26 +366,22 @@ def test_methods_that_another_one_covers_do_not_run(artifacts, monkeypatch):
         return forward, forward, n_rows
 
     monkeypatch.setattr(auto, "times_of", times)
-    drawn = Sampling(temperature=1.0)
 
-    def choices(config, sampling: Sampling) -> set[str]:
+    def choices(config) -> set[str]:
         drafter = build_method(config, target, at_hand)
         monkeypatch.setattr(drafter, "_speed", lambda arm, n: 1.0 if arm.drafter is None else float("inf"))
-        generate(target, drafter, prompts(), N_NEW, drawn)  # what ran before does not matter
-        before = {arm: arm.n_steps for arm in drafter.arms}
-        generate(target, drafter, prompts(), 2 * N_NEW, sampling, batch_size=2)
-        ran = {arm.name for arm in drafter.arms if arm.n_steps > before[arm]}
+        generate(target, drafter, prompts(), 2 * N_NEW, batch_size=2)
+        ran = {arm.name for arm in drafter.arms if arm.n_steps}
         found = {arm.name for arm in drafter.choices}
         assert ran <= found
         return found - {PLAIN}
 
     everything = method_config("auto")
-    assert choices(everything, Sampling()) == {"spire_sssd"}
-    assert choices(everything, drawn) == {"spire_sssd", "spire"}
+    assert choices(everything) == {"spire_sssd", "spire"}
     named = OmegaConf.merge(everything, {"methods": ["pld", "spire", "spire_sssd"]})
-    assert choices(named, Sampling()) == {"pld", "spire", "spire_sssd"}
+    assert choices(named) == {"pld", "spire", "spire_sssd"}
     seconds[0] = auto.LONG_STEP_S / 2
-    assert choices(everything, Sampling()) == {"spire_sssd", "pld"}
+    assert choices(everything) == {"spire_sssd", "spire", "pld"}
 
 
 def test_a_drafters_tree_takes_the_datastore_at_hand(artifacts, monkeypatch, tmp_path):
