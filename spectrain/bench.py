@@ -8,6 +8,7 @@ Run the same command to resume after an interruption. A question that fails is r
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -84,11 +85,9 @@ def measure(
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
     for name, drafter in drafters.items():
         measured[name] |= {"max_nodes": nodes_of(drafter), "warning": drafter.warning}
-        if isinstance(drafter, Auto):
-            measured[name]["ran"] = drafter.ran()
     folders = {name: str(folder) for name, folder in stores.items()}
     results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
-    write_report(run.path / "report.html", results, list(map(vars, rows)))
+    write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
     run.finish(results)
     console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
     console.print(terminal_table(results, console.width))

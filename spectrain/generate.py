@@ -19,8 +19,8 @@ from spectrain.cli import command, open_target
 from spectrain.decoding import Generation, Sampling, Source, stream
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.text import Pieces
+from spectrain.measure.results import shares_of
 from spectrain.measure.statistics import decode_s
-from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import build_configured
 from spectrain.stores.prompts import conversation_ids
@@ -62,8 +62,8 @@ def main(cfg: DictConfig) -> None:
             if text := pieces.add(token):
                 console.print(Text(text, style=COLOURS.get(Source(source), "")), end="")
     console.print(f"\n\n{summary(step.generation)}")
-    if isinstance(drafter, Auto):
-        shares = (f"{name} {100 * one['share']:.0f} %" for name, one in drafter.ran().items())
+    if ran := shares_of(step.generation.choices):
+        shares = (f"{name} {100 * one['share']:.0f} %" for name, one in ran.items())
         console.print(f"steps: {', '.join(shares)}", style="dim")
     if cfg.baseline:
         # The median of runs without streaming. The two take turns, so that a drifting machine hurts both.

@@ -182,7 +182,7 @@ def test_an_exported_folder_is_measured_with_its_own_options(run, asked, tmp_pat
 
 
 def test_an_interrupted_run_goes_on_and_a_finished_one_is_refused(run, asked):
-    command = ("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=6")
+    command = ("bench", asked, "out=b", "methods=[pld,auto]", "max_new_tokens=6")
     assert run(*command)[0] == 0
     before = question_rows("b")
     lines = (Path("b") / "questions.jsonl").read_text().splitlines(keepends=True)
@@ -193,6 +193,12 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_is_refused(run, asked):
     after = question_rows("b")
     assert after[:3] == before[:3]  # times included: they were not measured again
     assert {(r["question_id"], r["method"]) for r in after} == {(r["question_id"], r["method"]) for r in before}
+    for name in ("pld", "auto"):  # which methods drafted is told of all rows, not only of those of the last run
+        rows = [row for row in after if row["method"] == name]
+        steps = sum(row["target_forwards"] for row in rows)
+        plain = sum(one["steps"] for row in rows for one in row["choices"] if one["method"] == "autoregressive")
+        ran = results("b")["methods"][name]["ran"]
+        assert (ran["autoregressive"]["share"], sum(one["share"] for one in ran.values())) == (plain / steps, 1)
     code, _, err = run(*command)
     assert code == 2
     assert "finished" in err

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.generation import Choice
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loop import Emitted, stream
 from spectrain.decoding.sampling import Sampling
@@ -35,6 +36,7 @@ class Drafter(ABC):
     max_positions = 2**31  # tokens of the longest text that it can follow
     joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
     warning: str | None = None  # what a reader of its numbers must know
+    choice: Choice | None = None  # that it made for this step, where it chooses among methods
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
         """Begins a generation: forgets all rows. `cache` is the target's, to be read only; `cache.max_rows` bounds n.

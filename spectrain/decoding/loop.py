@@ -234,6 +234,8 @@ class _Batch:
         clock.lap("draft", n_rows)
         for row, by_source, by_depth in zip(self.rows, step.by_source, step.by_depth, strict=True):
             row.generation.count_drafted(by_source, by_depth)
+            if self.drafter.choice is not None:
+                row.generation.count_choice(self.drafter.choice)
         return self._emit(range(n_rows), step.emitted, step.sources)
 
     def _emit(self, rows: range, emitted: list[list[int]], sources: list[list[int]]) -> list[Emitted]:

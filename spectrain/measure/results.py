@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 
 from spectrain.decoding import Drafter, Generation
-from spectrain.decoding.generation import LOOKED_UP, STAGES
+from spectrain.decoding.generation import LOOKED_UP, STAGES, Choices
 from spectrain.decoding.tree import Source
 from spectrain.measure.statistics import acceptance_length, decode_s, ratio_of_sums, speedup, time_share
 from spectrain.methods.auto import Auto
@@ -42,6 +42,7 @@ class QuestionRow:
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     steps_by_depth: list[int] = field(default_factory=list)  # [d - 1]: steps that drafted at depth d
     retrieval_hits: int = 0
+    choices: list[Choices] = field(default_factory=list)  # where the method chooses among others, in order
     prefill_s: float = 0.0
     time_s: dict[str, float] = field(default_factory=dict)  # by stage
     seconds: float = 0.0  # all of it
@@ -81,6 +82,7 @@ def question_row(
         accepted_by_source=_by_source(Counter(s for g in replies for s in g.sources if s != Source.ROOT)),
         steps_by_depth=_summed(g.steps_by_depth for g in replies),
         retrieval_hits=sum(g.retrieval_hits for g in replies),
+        choices=[one for g in replies for one in g.choices],
         prefill_s=sum(g.prefill_s for g in replies),
         time_s={stage: sum(g.time_s[stage] for g in replies) for stage in STAGES},
         seconds=sum(map(decode_s, replies)),
@@ -177,7 +179,32 @@ def _steps(rows: Sequence[QuestionRow]) -> dict:
         "discard_rate": (n_drafted - n_accepted) / tokens if tokens else None,
         "verification_rate": forwards / tokens if tokens else None,
         "retrieval_hit_rate": sum(r.retrieval_hits for r in rows) / forwards if forwards and looks_up else None,
+        "ran": shares_of([one for r in rows for one in r.choices]),
     }
+
+
+def shares_of(choices: Sequence[Choices]) -> dict[str, dict] | None:
+    """Of each method that was chosen, most steps first: its share of all steps, and of these why they ran it.
+
+    `speed` is the mean over its steps, where it was known. None: there was nothing to choose.
+    """
+    steps, why, timed = Counter(), Counter(), Counter()
+    gained = Counter()
+    for one in choices:
+        steps[one.method] += one.steps
+        why[one.method, one.why] += one.steps
+        if one.speed is not None:
+            timed[one.method] += one.steps
+            gained[one.method] += one.steps * one.speed
+    shares = {
+        name: {
+            "share": n / steps.total(),
+            "why": {reason: count / n for (method, reason), count in why.items() if method == name},
+            "speed": gained[name] / timed[name] if timed[name] else None,
+        }
+        for name, n in steps.most_common()
+    }
+    return shares or None
 
 
 def nodes_of(drafter: Drafter) -> int | str | None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding.generation import Choice
 from spectrain.methods.sizing import ChainSizer, Sizer
 from spectrain.methods.step_times import Mean, StepTimes
 from spectrain.stores.forward_times import times_of
@@ -82,7 +82,6 @@ class Arm:
     tokens: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # of a row per step, where there is no sizer
     cost: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # over those of a plain step, likewise
     n_steps: int = 0  # that it has run
-    speed: float | None = None  # over that of plain decoding, when it had run last
     next_trial: int = 0  # number of the step
     # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
     known: list[int] = field(default_factory=list)
@@ -113,7 +112,6 @@ class Auto(Drafter):
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
         self.store = next((store for one in methods.values() if (store := getattr(one, "store", None))), None)
         self.warning = next((one.warning for one in methods.values() if one.warning), None)
-        self.chosen: deque[tuple[int, str, str]] = deque(maxlen=1000)  # step, arm, and why
         self.times = StepTimes(1)  # of plain steps
         for arm in self.arms:
             if arm.sizer is not None:
@@ -123,11 +121,6 @@ class Auto(Drafter):
         # timed their number, seconds and tokens of a row.
         self._left, self._untimed, self._began = 0, 0, 0.0
         self._n_timed, self._seconds_timed, self._tokens_timed = 0, 0.0, 0.0
-
-    def ran(self) -> dict[str, dict[str, float | None]]:
-        """Of each method that has run: its share of all steps, and its speed over that of plain decoding, of late."""
-        total = sum(arm.n_steps for arm in self.arms) or 1
-        return {arm.name: {"share": arm.n_steps / total, "speed": arm.speed} for arm in self.arms if arm.n_steps}
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.times.start(*times_of(target, cache.max_rows))
@@ -215,7 +208,6 @@ class Auto(Drafter):
         before = self.active
         self._end_block()
         speeds = {arm: self._speed(arm, context.n_rows) for arm in self.choices}
-        before.speed = speeds[before] if before.n_steps and speeds[before] < float("inf") else None
         hopes = {arm: self._hoped(arm, speed, context.n_rows) for arm, speed in speeds.items()}
         best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
         new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]
@@ -238,7 +230,8 @@ class Auto(Drafter):
         if arm is not before:
             before.known, self.active = list(context.n_tokens), arm
             self._catch_up(arm, context)
-            self.chosen.append((self.n_steps, arm.name, "trial" if due else "fastest"))
+        why = "trial" if due else "first" if arm in new or not self.times.level.is_known else "fastest"
+        self.choice = Choice(arm.name, why, speeds[arm] if speeds[arm] < float("inf") else None)
 
     def _not_covered(self) -> list[Arm]:
         """The arms that may be the fastest on this target."""

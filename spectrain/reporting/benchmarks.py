@@ -12,11 +12,13 @@ from pandas import DataFrame
 from rich.table import Table
 
 from spectrain.measure.results import BASELINE
+from spectrain.reporting.drawing import COLOURS, GREY
 from spectrain.reporting.formats import MISSING, count, fixed, measured, number, percent, plus_minus, size, whole
 from spectrain.reporting.plots import benchmark_plots, categories_of, ordered
 from spectrain.reporting.tables import Marked, for_terminal, table_of
 
 FAILURES_SHOWN = 20
+QUESTIONS_SHOWN = 24  # with the methods that drafted their steps
 OF_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "accepted share", "lossless"]  # fit into 80 columns
 OF_WIDE_TERMINAL = [*OF_TERMINAL[:5], "outside forward", "accepted share", "retrieval hits", "lossless"]  # into 100
 
@@ -66,10 +68,24 @@ def benchmark_parts(results: Mapping, rows: Sequence[Mapping], prefix: str = "")
             c: max(whole((one.get("by_category") or {}).get(c) or {}, "questions") for one in methods.values())
             for c in categories_of(methods)
         },
+        "choices": {name: one for name in methods if (one := choices_of(rows, name))},
         "plots": benchmark_plots(results, rows, prefix),
         "failures": counts.most_common(FAILURES_SHOWN),
         "more_failures": max(0, len(counts) - FAILURES_SHOWN),
     }
+
+
+def choices_of(rows: Sequence[Mapping], name: str) -> dict | None:
+    """What a method of a benchmark chose in its first questions, where it chose among several methods that draft.
+
+    `colours`: by method; `questions`: the choices of each, by its id.
+    """
+    own = [row for row in rows if row["method"] == name and row.get("choices")]
+    drafting = {one["method"] for row in own for one in row["choices"]} - {BASELINE}
+    if len(drafting) < 2:
+        return None
+    colours = {BASELINE: GREY} | dict(zip(sorted(drafting), COLOURS, strict=False))
+    return {"colours": colours, "questions": [(row["question_id"], row["choices"]) for row in own[:QUESTIONS_SHOWN]]}
 
 
 def methods_table(methods: Mapping[str, Mapping]) -> DataFrame:

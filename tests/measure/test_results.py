@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from spectrain.decoding import Generation, Source
+from spectrain.decoding.generation import Choices
 from spectrain.measure.results import BASELINE, QuestionRow, question_row, summarise
 from spectrain.stores.prompts import Question
 
@@ -145,3 +146,18 @@ def test_nothing_answered_gives_nulls():
     summary = summarise([QuestionRow("a", "m", "lookup", error="x")], {"lookup": "method"}, True, True)["lookup"]
     assert summary["mean_accepted"] is summary["speedup"] is summary["lossless"] is summary["time_share"] is None
     assert summary["questions"] == 0
+
+
+def test_what_was_chosen_is_added_up_over_turns_and_questions():
+    first = turn(choices=[Choices("pld", "first", None, 1), Choices("spire", "first", 1.5, 2)])
+    second = turn(choices=[Choices("spire", "fastest", 2.0, 3), Choices(BASELINE, "trial", 1.0, 2)])
+    rows = [row("auto", "a", first, second), row("auto", "b", turn())]
+    assert [one.steps for one in rows[0].choices] == [1, 2, 3, 2]
+    for ordered in (rows, rows[::-1]):
+        ran = summarise(ordered, {"auto": "method"}, True, True)["auto"]["ran"]
+        assert ran == {
+            "spire": {"share": 5 / 8, "why": {"first": 2 / 5, "fastest": 3 / 5}, "speed": 9 / 5},
+            BASELINE: {"share": 2 / 8, "why": {"trial": 1.0}, "speed": 1.0},
+            "pld": {"share": 1 / 8, "why": {"first": 1.0}, "speed": None},
+        }
+    assert summarise([row("pld", "a", turn())], {"pld": "method"}, True, True)["pld"]["ran"] is None

@@ -12,8 +12,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain.decoding import Drafter, DraftTree, Sampling, Source, generate
+from spectrain.decoding import Drafter, DraftTree, Generation, Sampling, Source, generate
 from spectrain.decoding.errors import UserError
+from spectrain.decoding.generation import Choices
 from spectrain.methods import auto, registry
 from spectrain.methods.auto import PLAIN, Auto
 from spectrain.methods.autoregressive import Autoregressive
@@ -58,6 +59,14 @@ def fixed(name: str, artifacts: Artifacts) -> Drafter:
 
 def prompts() -> list[list[int]]:
     return [row[:7] * 3 + row for row in random_prompts([9, 20, 13], seed=1)]
+
+
+def choices_of(found: list[Generation]) -> list[Choices]:
+    return [one for generation in found for one in generation.choices]
+
+
+def methods_of(found: list[Generation]) -> set[str]:
+    return {one.method for one in choices_of(found)}
 
 
 class Shuffled(Auto):
@@ -142,7 +151,7 @@ def test_text_is_the_targets_own_while_methods_take_turns_by_lot(artifacts, name
     for _ in range(2):
         found = generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
         assert [one.tokens for one in found] == plain
-    assert {arm for _, arm, _ in drafter.chosen} == {name, PLAIN}
+    assert methods_of(found) == {name, PLAIN}
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -153,7 +162,7 @@ def test_many_methods_share_a_generation(artifacts, batch_size):
     drafter = Shuffled({name: fixed(name, artifacts) for name in names})
     found = generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
     assert [one.tokens for one in found] == plain
-    assert len({arm for _, arm, _ in drafter.chosen}) > 4
+    assert len(methods_of(found)) > 4
 
 
 @pytest.mark.parametrize("reads_all", [False, True])
@@ -174,7 +183,7 @@ def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artif
         for arm in drafter.arms[1:]:
             arm.next_trial = 10**9
         found = generate(target, drafter, texts, 12, batch_size=2)
-        assert drafter.ran().keys() == {"spire"}
+        assert methods_of(found) == {"spire"}
         read = drafter.read_of_prompts(torch.tensor([60, 25]))
         assert (read is None) == (reads_all and len(names) > 1)  # what any of them reads is kept, and no more
         return [(one.tokens, one.accepted) for one in found]
@@ -241,14 +250,18 @@ def test_methods_that_beat_plain_decoding_take_turns_and_then_the_faster_one_run
 
     drafter = Known({name: fixed(name, artifacts) for name in names})
     drafter.times.level.is_known = True
-    generate(target, drafter, prompts() * 3, N_NEW)
+    found = generate(target, drafter, prompts() * 3, N_NEW)
     steps = {arm.name: arm.n_steps for arm in drafter.arms}
     best = max(names, key=lambda name: speeds[names.index(name)])
     other = next(name for name in names if name != best)
     assert steps[best] > 2 * auto.SETTLED_STEPS
     assert steps[other] >= auto.SETTLED_STEPS if min(speeds) > 1 else steps[other] < auto.SETTLED_STEPS
-    first = [name for _, name, _ in drafter.chosen if name != PLAIN][:4]
+    first = [one.method for one in choices_of(found) if one.method != PLAIN][:4]
     assert len(set(first)) == 2
+    assert all(sum(one.steps for one in row.choices) == row.target_forwards for row in found)
+    last = [one for one in choices_of(found) if one.why != "trial"][-1]
+    assert (last.method, last.why, last.speed) == (best, "fastest", max(speeds))
+    assert {one.why for one in found[0].choices} >= {"first"}
     few, many = (drafter._hoped(drafter.arms[0], 1.2, n_rows) for n_rows in (8, 1))
     assert 1.2 < few < many
     assert drafter._hoped(drafter.arms[0], 0.9, 1) == 0.9
@@ -290,7 +303,7 @@ def test_auto_chooses_among_what_can_be_built(artifacts, tmp_path, monkeypatch):
     for drafter in (nothing, with_store):
         found = generate(target, drafter, prompts(), N_NEW, batch_size=2)
         assert [one.tokens for one in found] == plain
-        assert sum(one["share"] for one in drafter.ran().values()) == pytest.approx(1)
+        assert all(sum(one.steps for one in row.choices) == row.target_forwards for row in found)
 
 
 def test_auto_without_anything_to_choose_from_still_decodes(artifacts):
@@ -298,8 +311,9 @@ def test_auto_without_anything_to_choose_from_still_decodes(artifacts):
     plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
     config = OmegaConf.merge(method_config("auto"), {"methods": [PLAIN]})
     drafter = build_method(config, target)
-    assert [one.tokens for one in generate(target, drafter, prompts(), N_NEW)] == plain
-    assert drafter.ran().keys() == {PLAIN}
+    found = generate(target, drafter, prompts(), N_NEW)
+    assert [one.tokens for one in found] == plain
+    assert methods_of(found) == {PLAIN}
 
 
 @pytest.mark.parametrize(
