@@ -116,7 +116,9 @@ class LogitSpec(CandidateDrafter):
 
     def propose_row(self, state: PositionTable, tree: CandidateTree, row: int) -> None:
         if self.retrieval:
-            limit = min(self.input_tokens, tree.n_free)
+            # Where the likeliest candidates are scored, both kinds of them must be among these.
+            room = tree.n_free // 2 if self.ranking and self.last_logits else tree.n_free
+            limit = min(self.input_tokens, room)
             found, source, kind = self.continuation(state, limit, ask_store=self.retriever is not None)
             tree.add(found, source, kind=kind)
         if not self.last_logits:

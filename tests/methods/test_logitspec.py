@@ -127,6 +127,18 @@ def test_input_tokens_leave_room_for_the_last_logits_in_small_trees():
     assert (len(sources), len(rest)) == (8, 7)
 
 
+@pytest.mark.parametrize("max_nodes", [4, 8, "auto"])
+def test_both_kinds_are_candidates_however_few_nodes_are_scored(max_nodes):
+    text, logits = [ROOT, *range(1, 41), ROOT], logits_in_order([ROOT, *range(60, 98)], 1000)
+    drafter = LogitSpec(max_nodes=max_nodes)
+    drafter.rank()
+    drafter.ranked = logits.topk(drafter.n_ranked).indices.tolist()
+    tree = CandidateTree(ROOT, 1 + drafter.ranking.n_candidates, max_depth=50)
+    drafter.propose_row(drafter.new_row(text), tree, 0)
+    assert tree.sources.count(INPUT) == drafter.ranking.n_candidates // 2
+    assert tree.sources.count(LOGITS) >= 3
+
+
 def test_ablations():
     text, logits = [ROOT, *FOLLOWED, ROOT], logits_in_order([ROOT, *RANKED[1:]], 1000)
     tree = proposed(LogitSpec(last_logits=False), [text], last_logits=logits)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from spectrain.decoding import TargetModel
 from spectrain.stores import forward_times as module
 from spectrain.stores.forward_times import NODES, ForwardTimes, forward_times, rising, timed_forwards
 
@@ -44,17 +45,20 @@ def test_forwards_are_timed_once_and_read_by_the_next_process(llama_target, tmp_
     assert len([*tmp_path.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("what", ["threads", "dtype", "engine"])
+@pytest.mark.parametrize("what", ["nothing", "threads", "dtype", "engine"])
 def test_other_threads_dtype_or_engine_have_times_of_their_own(llama_target, tmp_path, timings, monkeypatch, what):
-    forward_times(llama_target, 1, tmp_path)
-    other = {**module.machine_of(llama_target), "engine": llama_target.engine, what: "another"}
-    monkeypatch.setattr(module, "machine_of", lambda target: {k: v for k, v in other.items() if k != "engine"})
-    if what == "engine":
-        monkeypatch.setattr(type(llama_target), "engine", "another")
-    new_process(monkeypatch)
-    forward_times(llama_target, 1, tmp_path)
-    assert timings == [1, 1]
-    assert len([*tmp_path.iterdir()]) == 2
+    first = forward_times(llama_target, 1, tmp_path)
+    other = {
+        "dtype": lambda: TargetModel(llama_target.model, dtype=torch.bfloat16),
+        "engine": lambda: TargetModel(llama_target.model, engine="transformers"),
+    }.get(what, lambda: llama_target)()
+    if what == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
+    for is_new_process in (False, True):
+        if is_new_process:
+            new_process(monkeypatch)
+        assert forward_times(other, 1, tmp_path) == first  # the seconds are made up
+        assert len(timings) == len([*tmp_path.iterdir()]) == (1 if what == "nothing" else 2)
 
 
 @pytest.mark.parametrize(
