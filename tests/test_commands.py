@@ -79,6 +79,9 @@ def test_spire_is_trained_measured_exported_and_used(run, small, tmp_path):
     assert code == 0, err
     assert out.startswith("def read_config(path):")
     assert all(word in out for word in ("tau", "tokens/s", "x autoregressive decoding"))
+    code, out, err = run("generate", "method=auto", "prompt=def read_config(path):", "max_new_tokens=20")
+    assert code == 0, err
+    assert re.search(r"steps: \w+ \d+ %", out)
     code, out, err = run(
         "generate", "method=speculative", "drafter=vanilla", "prompt=def f", "sampling=t1", "max_new_tokens=9"
     )

@@ -115,8 +115,8 @@ class Auto(Drafter):
         self.times = StepTimes(1)  # of plain steps
         for arm in self.arms:
             if arm.sizer is not None:
-                arm.sizer.times.level = self.times.level
-        self.times.level.is_shared = True
+                arm.sizer.times.slowness = self.times.slowness
+        self.times.slowness.is_shared = True
         # Of the block of steps that runs: steps that are left, how many of them are not timed, and of those that were
         # timed their number, seconds and tokens of a row.
         self._left, self._untimed, self._began = 0, 0, 0.0
@@ -196,10 +196,10 @@ class Auto(Drafter):
         self.active.n_steps -= self._left
         n_steps, arm = self._n_timed, self.active
         if n_steps and arm.drafter is None:
-            self.times.level.count(self._seconds_timed / n_steps, n_steps)
+            self.times.slowness.count(self._seconds_timed / n_steps, n_steps)
         elif n_steps and arm.sizer is None:
             arm.tokens.count(self._tokens_timed / n_steps)
-            arm.cost.count(self._seconds_timed / n_steps / self.times.level.value)
+            arm.cost.count(self._seconds_timed / n_steps / self.times.slowness.value)
         self._left = self._untimed = self._n_timed = 0
         self._seconds_timed = self._tokens_timed = 0.0
 
@@ -212,7 +212,7 @@ class Auto(Drafter):
         best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
         new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]
         due = [arm for arm in self.choices if arm is not best and arm.next_trial <= self.n_steps]
-        if not self.times.level.is_known:  # what all others are compared with comes first
+        if not self.times.slowness.is_known:  # what all others are compared with comes first
             best, due = self.plain, []
         elif new:
             best, due = min(new, key=lambda arm: arm.n_steps), []
@@ -223,14 +223,14 @@ class Auto(Drafter):
             trials = [other.next_trial for other in self.choices if other is not arm]
             next_trial = min(trials, default=self.n_steps + PLAIN_STEPS)
             self._left = min(max(next_trial - self.n_steps, TRIAL_STEPS), PLAIN_STEPS)
-        if not self.times.level.is_known or (arm.drafter is not None and not arm.n_steps):
+        if not self.times.slowness.is_known or (arm.drafter is not None and not arm.n_steps):
             self._left, self._untimed = WARM_UP_STEPS, WARM_UP_STEPS // 2
         self.n_steps += self._left
         arm.n_steps += self._left
         if arm is not before:
             before.known, self.active = list(context.n_tokens), arm
             self._catch_up(arm, context)
-        why = "trial" if due else "first" if arm in new or not self.times.level.is_known else "fastest"
+        why = "trial" if due else "first" if arm in new or not self.times.slowness.is_known else "fastest"
         self.choice = Choice(arm.name, why, speeds[arm] if speeds[arm] < float("inf") else None)
 
     def _not_covered(self) -> list[Arm]:

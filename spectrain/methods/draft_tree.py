@@ -270,7 +270,7 @@ class TreeDrafter(LookupDrafter):
         tree = self.drafted(context, both, sizes)
         self.ranking.learn_also(found, found_sizes[:, 0], self.n_found)
         if self.sizer is not None and self.sizer.n_read and self.sizer.is_timed:
-            seconds /= self.sizer.times.level.value
+            seconds /= self.sizer.times.slowness.value
             self.asking.count(n_rows, (self.ranking.value - value) / n_rows, seconds, self.sizer.n_read)
         return tree
 
@@ -319,7 +319,7 @@ class TreeDrafter(LookupDrafter):
             self.sizer.n_read = 1 + level
             self._waited = 0 if level else self._waited + 1
             if level and is_timed:
-                self.level_s.count_usual((time.perf_counter() - began) / level / self.sizer.times.level.value)
+                self.level_s.count_usual((time.perf_counter() - began) / level / self.sizer.times.slowness.value)
         return drafts[:, :, : sizes[0, 0]], sizes
 
     def _children(

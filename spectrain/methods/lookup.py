@@ -25,7 +25,7 @@ from spectrain.methods.chances import NO_KEYS, Ranking
 from spectrain.methods.sizing import AUTO, Sizer
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 from spectrain.retrieval.datastore import Datastore
-from spectrain.retrieval.fusion import STORE_PRIORS, RetrievalOptions, Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors
 from spectrain.stores.forward_times import times_of
 
 MOST_NODES = 64  # of a tree under `auto`
@@ -210,7 +210,7 @@ class StoreDrafter(CandidateDrafter):
         super().__init__(max_nodes)
         self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
 
-    priors = STORE_PRIORS
+    priors = store_priors()
 
     def new_row(self, tokens: list[int]) -> deque[int]:
         return deque(tokens, maxlen=self.retriever.options.max_suffix)

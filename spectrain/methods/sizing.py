@@ -25,7 +25,7 @@ from spectrain.stores.forward_times import ForwardTimes
 AUTO = "auto"  # max_nodes: as many in each step as pay on this machine
 FIRST_CHANCE = 0.6  # that a draft model's token is accepted, where its export does not say
 TRAINED_TRIALS = 24.0  # seen tokens that the acceptance measured in training counts as
-WIDTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128])
+WIDTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 63])
 FOUND = np.array([0.25, 0.5, 1.0, 2.0])  # tokens that a lookup may gain, told apart by `Asking`
 # What a draft model adds to these, on average over three prompt sets of SmolLM2, from which it starts, as if in
 # FIRST_ASKED steps. It averages over ASKED_STEPS.
@@ -201,7 +201,7 @@ class ChainSizer:
             self._untimed -= 1
             return
         if n_drafted:
-            self._draft_times.count(n_drafted, draft_s / self.times.level.value)
+            self._draft_times.count(n_drafted, draft_s / self.times.slowness.value)
         seconds, n_rows = (draft_s, time.perf_counter() - since), len(emitted)
         gained = self._gained if n_drafted else 0.0
         self.times.count(n_rows, 1 + n_drafted, 1, seconds, (sum(map(len, emitted)), n_rows + gained), n_drafted)

@@ -22,7 +22,7 @@ from spectrain.decoding.errors import UserError, check_number
 from spectrain.decoding.transfer import to_device
 from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
-from spectrain.retrieval.fusion import STORE_PRIORS, Retriever
+from spectrain.retrieval.fusion import Retriever, store_priors
 
 BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of forward guesses by age
 
@@ -86,7 +86,7 @@ class SpectraCore(ProbingDrafter):
         all_nodes = 1 + (N - 1) * W + (N - 1) * (G - 1) + N
         if max_nodes is None:
             max_nodes = all_nodes if retriever is None else 1 + (N - 1) * W + N * G
-        self.priors = [*AGE_PRIORS, 0.4, *STORE_PRIORS]
+        self.priors = [*AGE_PRIORS, 0.4, *store_priors()]
         super().__init__(max_nodes, W, N, all_nodes)
         self.is_key = torch.zeros(0, 0, dtype=torch.bool)  # [B, V]: the token is a key of the row's forward dictionary
 

@@ -27,11 +27,11 @@ from spectrain.retrieval.fusion import (
     LOGITS_PRIORS,
     NO_STORE,
     NO_TOKENS,
-    STORE_PRIORS,
     RetrievalOptions,
     Retriever,
     fuse,
     input_priors,
+    store_priors,
 )
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
@@ -103,7 +103,10 @@ class Sssd(LookupDrafter):
     """
 
     def __init__(self, store: Datastore | None, options: SssdOptions, max_nodes: int | str = 64):
-        self.priors = [*STORE_PRIORS, *input_priors(options.max_prefix), *LOGITS_PRIORS]
+        tuned = options.calibration or {}
+        of_store = _first_factors(tuned.get("datastore"), options.datastore_prefix)
+        of_input = _first_factors(tuned.get("input"), options.max_prefix)
+        self.priors = [*store_priors(of_store), *input_priors(options.max_prefix, of_input), *LOGITS_PRIORS]
         super().__init__(max_nodes)
         self.store, self.options = store, options
         self.branch_tokens = options.branch_tokens or branch_of(self.max_nodes)
@@ -218,6 +221,11 @@ class Discounts:
             table(1.0, 1.0, own, 1, None if logits is None else [logits])[1],
             ranks,
         )
+
+
+def _first_factors(factors: Sequence[Sequence[float]] | None, longest: int) -> np.ndarray | None:
+    """[longest]: factors of the first token behind a prefix, by its length; None: nothing was calibrated."""
+    return None if factors is None else _calibration(factors, longest, 1)[1:, 1]
 
 
 def _calibration(factors: Sequence[Sequence[float]] | None, longest: int, branch_tokens: int) -> np.ndarray:

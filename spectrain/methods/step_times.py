@@ -12,7 +12,7 @@ from spectrain.stores.forward_times import ForwardTimes
 OUTSIDE_S = 0.15e-3, 0.25e-3  # of a step beside its forward, without and with a draft, until steps have been timed
 WIDTH_STEPS = 8.0  # that the seconds guessed for a width are worth
 MOST_WIDTH_STEPS = 400.0
-LEVEL_STEPS = 6.0  # over which the machine's slowness is averaged
+SLOWNESS_STEPS = 6.0  # over which the machine's slowness is averaged
 RATE_STEPS = 48.0  # over which tokens per second are averaged
 TEXT_STEPS = 20.0  # the same where it is to follow the text
 DISTURBED = 2.5  # a step that takes so many times the usual seconds was disturbed
@@ -20,7 +20,7 @@ DRAFT_STEPS = 32.0  # over which seconds of drafting are averaged
 FIRST_STEPS = 4.0  # that the guess about other lengths of drafts is worth
 
 
-class Level:
+class Slowness:
     """How slow the machine is at the moment: seconds of late over those of a quiet one."""
 
     def __init__(self):
@@ -29,7 +29,7 @@ class Level:
 
     def count(self, ratio: float, n_steps: float) -> None:
         """Steps took `ratio` times the seconds of a quiet machine; what took far longer than most was disturbed."""
-        weight = 1 - (1 - 1 / LEVEL_STEPS) ** n_steps if self.is_known else 1.0
+        weight = 1 - (1 - 1 / SLOWNESS_STEPS) ** n_steps if self.is_known else 1.0
         self.is_known = True
         self.value += weight * (min(ratio, DISTURBED * self.value) - self.value)
 
@@ -87,14 +87,14 @@ class StepTimes:
     """Seconds of a step behind its draft on a quiet machine, by rows and width, and tokens per second of late.
 
     They begin as a guess from the forwards of this machine. What steps take is compared with what steps without a draft
-    take at about the same time (`level`), as other work may slow all of them down for a while.
+    take at about the same time (`slowness`), as other work may slow all of them down for a while.
 
     Args:
         most_nodes: of a tree, root and probes included.
     """
 
     def __init__(self, most_nodes: int):
-        self.most_nodes, self.level = most_nodes, Level()
+        self.most_nodes, self.slowness = most_nodes, Slowness()
         self.forwards: list[np.ndarray] = []  # seconds by nodes, for each number of rows
         self._of: tuple | None = None  # what they were made from
 
@@ -169,19 +169,19 @@ class StepTimes:
             n_read: times that a draft model was read, where that varies.
         """
         n, expected_s = n_rows - 1, self.seconds(n_rows, least)[width]
-        ratio = min(float(seconds[1] / expected_s), DISTURBED * self.level.value)
+        ratio = min(float(seconds[1] / expected_s), DISTURBED * self.slowness.value)
         if width <= least:
-            if not self.level.is_shared:
-                self.level.count(ratio, 1.0)
+            if not self.slowness.is_shared:
+                self.slowness.count(ratio, 1.0)
         else:
             self.counts[n, width] = min(self.counts[n, width] + 1, MOST_WIDTH_STEPS)
             self.counts[n, 0] = min(self.counts[n, 0] + 1, MOST_WIDTH_STEPS)
-            change = ratio / self.level.value
+            change = ratio / self.slowness.value
             self.ratios[n, width] *= change ** (1 / (self.counts[n, width] + WIDTH_STEPS))
             self.drafting[n] *= change ** (1 / (self.counts[n, 0] + WIDTH_STEPS))
-        draft_s = self.draft_s[n].count(seconds[0] / self.level.value, n_read)
+        draft_s = self.draft_s[n].count(seconds[0] / self.slowness.value, n_read)
         self.tokens[n].count(tokens[0])
-        self.spent[n].count(draft_s + ratio * expected_s / self.level.value)
+        self.spent[n].count(draft_s + ratio * expected_s / self.slowness.value)
         self.expected[n].count(tokens[1])
         self.cost[n].count(expected_s)
 

@@ -40,7 +40,7 @@ N_EACH = (len(SHARES) + 1) * (len(SEEN) + 1)
 _OF_SHARE = (0.04, 0.10, 0.22, 0.35, 0.5, 0.6)
 _OF_SEEN = (0.6, 0.8, 1.0, 1.1)
 _EACH = [share * seen for share in _OF_SHARE for seen in _OF_SEEN]
-STORE_PRIORS = [of * one for of in (0.6, 0.8, 1.0, 1.15, 1.25) for one in _EACH]  # by kind, of a datastore's nodes
+_OF_STORE_PREFIX = (0.6, 0.8, 1.0, 1.15, 1.25)
 
 # Arguments of `fuse` for a source that is left out.
 NO_STORE = np.zeros((1, 4), dtype=np.int32)
@@ -49,9 +49,20 @@ NO_TOKENS, NO_PROBS = np.zeros(0, dtype=np.int64), np.zeros(0)
 LOGITS_PRIORS = [0.3 / (1 + rank) for rank in range(N_EACH)]  # of candidates of the last logits, by rank
 
 
-def input_priors(max_prefix: int) -> list[float]:
-    """Chances of nodes found in the row's own text by prefixes of 1..max_prefix tokens, by kind."""
-    return [min(1.3, 0.5 + 0.25 * prefix) * one for prefix in range(1, max_prefix + 1) for one in _EACH]
+def store_priors(factors: np.ndarray | None = None) -> list[float]:
+    """Chances of a datastore's nodes, by kind; `factors` [S] are those of `calibrate` for prefixes of 1..S tokens."""
+    strengths = list(_OF_STORE_PREFIX)
+    if factors is not None:
+        groups = np.searchsorted(STORE_PREFIXES, np.arange(1, len(factors) + 1), side="right")
+        for group in set(groups.tolist()):
+            strengths[group] = float(factors[groups == group].mean())
+    return [of * one for of in strengths for one in _EACH]
+
+
+def input_priors(max_prefix: int, factors: np.ndarray | None = None) -> list[float]:
+    """Chances of nodes found in the row's own text by prefixes of 1..max_prefix tokens, by kind; see `store_priors`."""
+    strengths = [min(1.3, 0.5 + 0.25 * prefix) for prefix in range(1, max_prefix + 1)]
+    return [of * one for of in (strengths if factors is None else factors.tolist()) for one in _EACH]
 
 
 @njit(nogil=True, cache=True)

@@ -117,7 +117,7 @@ def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifact
     class OneByOne(Auto):
         def _choose(self, context):
             self.arms[-1].next_trial = 10**9  # plain decoding never runs
-            self.times.level.is_known = True
+            self.times.slowness.is_known = True
             super()._choose(context)
             self._left = 1000
 
@@ -179,7 +179,7 @@ def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artif
         if reads_all and "spire_tree" in methods:
             methods["spire_tree"].read_of_prompts = lambda lengths: None
         drafter = First(methods)
-        drafter.times.level.is_known = True
+        drafter.times.slowness.is_known = True
         for arm in drafter.arms[1:]:
             arm.next_trial = 10**9
         found = generate(target, drafter, texts, 12, batch_size=2)
@@ -249,7 +249,7 @@ def test_methods_that_beat_plain_decoding_take_turns_and_then_the_faster_one_run
             return dict(zip(names, speeds, strict=True)).get(arm.name, 1.0) if arm.n_steps or not arm.drafter else inf
 
     drafter = Known({name: fixed(name, artifacts) for name in names})
-    drafter.times.level.is_known = True
+    drafter.times.slowness.is_known = True
     found = generate(target, drafter, prompts() * 3, N_NEW)
     steps = {arm.name: arm.n_steps for arm in drafter.arms}
     best = max(names, key=lambda name: speeds[names.index(name)])

@@ -1,5 +1,6 @@
 """Prompt lookup: what it copies, against a slow search and Hugging Face's own, and that it changes no text."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -145,3 +146,19 @@ def test_observed_text_is_looked_up(llama_target):
 def test_a_tree_of_one_node_is_refused():
     with pytest.raises(UserError, match="max_nodes=1"):
         PromptLookup(max_nodes=1)
+
+
+def test_rows_that_join_and_leave_teach_what_they_teach_alone(llama_target):
+    """How often candidates were right is counted for the row that drafted them, whatever its place in the batch."""
+    texts = [row[:6] * 3 + row for row in random_prompts([9, 20, 7, 13, 11], seed=2)]
+
+    def learnt(batch_size: int) -> list[list[float]]:
+        drafter = PromptLookup(max_nodes=4)
+        drafter.rank()
+        generate(llama_target, drafter, texts, 30, batch_size=batch_size)
+        hits, trials, _ = drafter.ranking.learnt
+        assert 0 < hits.sum() < trials.sum()
+        return np.stack([hits, trials]).tolist()
+
+    alone = learnt(1)
+    assert learnt(2) == learnt(3) == alone

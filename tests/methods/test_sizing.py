@@ -24,7 +24,7 @@ from spectrain.methods.chances import (
     learn,
 )
 from spectrain.methods.sizing import FOUND, LEAST_ASKED, SELDOM, WIDTHS, Asking, ChainSizer, Sizer
-from spectrain.methods.step_times import DraftSeconds, DraftTimes, Level
+from spectrain.methods.step_times import DraftSeconds, DraftTimes, Slowness
 from spectrain.stores.forward_times import ForwardTimes
 
 NODES = [1, 2, 4, 8, 16, 32, 64]
@@ -380,7 +380,7 @@ def test_a_machine_that_is_slow_for_a_while_does_not_make_a_draft_dear():
         slow = 3.0 if i > 100 else 1.0
         for width in (1, 3):
             times.count(1, width, 1, (0.0, slow * before[int(width > 1)]), (1.0, 1.0))
-    assert times.level.value == pytest.approx(3.0, rel=0.1)
+    assert times.slowness.value == pytest.approx(3.0, rel=0.1)
     np.testing.assert_allclose(times.seconds(1)[[1, 3]], before, rtol=0.15)
 
 
@@ -400,7 +400,7 @@ def test_chains_of_no_tokens_say_nothing_about_what_others_cost(clock):
 
 
 def test_a_single_disturbed_step_hardly_counts():
-    level = Level()
-    level.count(1.0, 4)
-    level.count(1000.0, 1.0)
-    assert level.value < 1.5
+    slowness = Slowness()
+    slowness.count(1.0, 4)
+    slowness.count(1000.0, 1.0)
+    assert slowness.value < 1.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from spectrain.decoding import Context, KVCache, Sampling, Source, TargetModel, 
 from spectrain.decoding.errors import UserError
 from spectrain.methods import sssd
 from spectrain.methods.sssd import Discounts, Sssd, SssdOptions, branch_of
+from spectrain.retrieval.fusion import N_EACH
 from tests.conftest import random_prompts, tiny_model
 from tests.retrieval.reference import make_store
 
@@ -103,6 +106,18 @@ def test_calibration_multiplies_by_prefix_and_depth_and_goes_on_with_its_last_en
     np.testing.assert_allclose(found.input[1:, 1:] / plain.input[1:, 1:], [[2, 3, 3, 3], *[[4, 5, 5, 5]] * 3])
     np.testing.assert_allclose(found.datastore[1:, 1:] / plain.datastore[1:, 1:], 7)
     np.testing.assert_allclose(found.logits[1:] / plain.logits[1:], [1, 6, 6, 6])
+
+
+def test_what_tuning_found_is_what_acceptance_is_learnt_from():
+    """A prefix whose nodes were right half as often as they claimed begins with half of the chances."""
+    options = SssdOptions(datastore_source=False, max_prefix=2)
+    plain = Sssd(None, options).priors
+    tuned = replace(options, calibration={"input": [[0.375, 9.0], [3.0, 9.0]], "datastore": [[0.3], [0.4], [0.5]]})
+    found = Sssd(None, tuned).priors
+    groups = np.divide(found, plain)[: 7 * N_EACH].reshape(7, N_EACH)  # five of the datastore, two of the input
+    assert np.ptp(groups, axis=1) == pytest.approx(np.zeros(7))
+    # The last entry goes on for longer prefixes.
+    assert groups[:, 0] == pytest.approx([0.3 / 0.6, 0.4 / 0.8, 0.5, 0.5 / 1.15, 1.0, 0.375 / 0.75, 3.0])
 
 
 def test_branches_shrink_with_the_budget():
