@@ -19,7 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.errors import UserError
-from spectrain.methods.registry import build_method, kind_of_drafter, method_config, method_names, with_options
+from spectrain.methods.registry import (
+    build_method,
+    given_artifacts,
+    kind_of_drafter,
+    method_config,
+    method_names,
+    with_options,
+)
 from spectrain.models.artifacts import (
     check_artifact,
     check_tokenizer,
@@ -48,7 +55,8 @@ def load_method(source: str | Path, target: TargetModel, **options: object) -> D
         source: a name of `conf/method/`, or a folder of kind spire, vanilla, head or lookup.
         target: what is decoded.
         options: of the method's `build`, as in conf/method/: gamma, max_nodes, threshold, ...; those of a lookup method
-            replace the ones that it was exported with. `drafter`, `head` and `datastore` name folders.
+            replace the ones that it was exported with. `drafter`, `head` and `datastore` name folders; `auto` takes
+            several drafters as a list.
 
     Raises:
         UserError: there is no such method or folder, the folder is damaged or of another version, was made for another
@@ -100,5 +108,10 @@ def _built(name: str, config: DictConfig, target: TargetModel | None, options: M
     if kind in ("spire", "vanilla", "head") and "drafter" in options:
         folder = str(options.pop("drafter"))
         artifacts = {kind_of_drafter(folder) if kind == "head" else kind: folder}
+    elif config.get("_chooses_"):
+        drafter = options.pop("drafter", [])
+        drafters = [drafter] if isinstance(drafter, str | Path) else drafter
+        given = {name: str(options.pop(name)) for name in ("head", "datastore") if name in options}
+        artifacts = given_artifacts(OmegaConf.create({"drafter": list(map(str, drafters)), **given}))
     with_options(method_config(name), options, name)
     return build_method(OmegaConf.merge(config, options), target, artifacts)

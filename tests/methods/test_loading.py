@@ -69,8 +69,11 @@ def test_options_are_those_of_the_method(exports, target):
     chooses = load_method(exports / "spire", target)
     assert [arm.name for arm in chooses.arms] == ["spire", "autoregressive"]
     assert chooses.arms[0].drafter.gamma == 6
-    auto = load_method("auto", target, methods=["pld", "spire"], drafter=str(exports / "spire"))
+    auto = load_method("auto", target, methods=["pld", "spire"], drafter=exports / "spire")
     assert [arm.name for arm in auto.arms] == ["pld", "spire", "autoregressive"]
+    folders = [exports / "spire", str(exports / "vanilla")]
+    auto = load_method("auto", target, methods=["spire", "speculative"], drafter=folders)
+    assert [arm.name for arm in auto.arms] == ["spire", "speculative", "autoregressive"]
     spire = load_method(exports / "spire", target, gamma=2)
     assert isinstance(spire, Spire)
     assert spire.gamma == 2
