@@ -1,13 +1,13 @@
-"""`method=auto`: several methods and plain decoding, of which each step runs the one that has been fastest of late.
+"""`method=auto`: several methods and plain decoding, of which the next few steps run the fastest one of late.
 
 It is a bandit whose arms are methods. An arm's value is its speed: tokens of a row per step over seconds per step, over
 its last steps. Each arm that beats plain decoding first runs SETTLED_STEPS steps, in turns with the others, so that all
 see the same kind of text while they learn. Then the best arm runs, where an arm that has run few steps may be faster
 than it seems (optimism, as in bandits that choose by upper bounds: Auer et al. 2002). As texts change, every other arm
 is also tried for a few steps now and then, and the more seldom the slower it was, so that trying it costs at most
-TRIAL_SHARE of the time and, where the best arm gains on plain decoding, GAIN_SHARE of that gain. Plain decoding is
-always an arm. So a method that does not pay costs little more than plain decoding, whatever the text, the batch or the
-machine.
+TRIAL_SHARE of the time and, where the best arm gains on plain decoding, GAIN_SHARE of that gain: MOST_TRIAL_SHARE at
+most, for each arm. Plain decoding is always an arm, and runs TRIAL_STEPS in ANCHOR_STEPS to say how slow the machine
+is. So a method that does not pay costs little more than plain decoding, whatever the text, the batch or the machine.
 
 Every method with `max_nodes=auto` runs under it, as the only one beside plain decoding.
 
@@ -92,7 +92,7 @@ class Arm:
 
 
 class Auto(Drafter):
-    """Runs one of several methods in each step.
+    """Runs one of several methods, and decides for which every few steps.
 
     Args:
         methods: by name; plain decoding is added.
