@@ -36,7 +36,7 @@ PLAIN_STEPS = 64  # the most of plain decoding, likewise
 WARM_UP_STEPS = 6  # the first of a method, some of which write programs and compile; and of plain decoding
 LEAD = 1.01  # how much faster than the fastest arm so far another one must be to take its place
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
-ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is
+ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is; sooner at first
 TIMED = 0.97  # of a method's step is what its sizer times
 OPTIMISM = 0.7  # of its speed, by how much an arm may be faster than it seems after one step of one row
 TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
@@ -242,8 +242,8 @@ class Auto(Drafter):
 
     def _steps_between(self, arm: Arm, speed: float, best: float, context: Context) -> int:
         """Steps until the next trial of an arm; `speed` is its own, and `best` that of the best arm."""
-        if arm.drafter is None:
-            return ANCHOR_STEPS
+        if arm.drafter is None:  # what the others are compared with was first measured while the process began
+            return min(4 * arm.n_steps, ANCHOR_STEPS)
         loss = SWITCHING + max(0.0, 1 - speed / best)
         share = min(TRIAL_SHARE + GAIN_SHARE * max(0.0, best - 1), MOST_TRIAL_SHARE)
         plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs

@@ -235,12 +235,13 @@ def test_noise_that_returns_at_the_next_place_fails_the_same_test(monkeypatch):
     assert p_value(DRAFTERS["autoregressive"](), SHARED) < ALPHA
 
 
-def test_noise_that_is_not_exponential_fails_the_same_test(monkeypatch):
+@pytest.mark.parametrize("method", ["tree", "spire_tree"])
+def test_noise_that_is_not_exponential_fails_the_same_test(method, monkeypatch):
     monkeypatch.setattr(sampling_module, "runs_compiled", lambda values: False)
     monkeypatch.setattr(sys.modules[verify.__module__], "runs_compiled", lambda values: False)
-    assert p_value(DRAFTERS["tree"](), SHARED) > ALPHA
+    assert p_value(DRAFTERS[method](), SHARED) > ALPHA
     monkeypatch.setattr(noise, "exponentials", lambda keys, tokens: 1 - (-exponentials(keys, tokens)).exp())
-    assert p_value(DRAFTERS["tree"](), SHARED) < ALPHA
+    assert p_value(DRAFTERS[method](), SHARED) < ALPHA
 
 
 def redraws_the_bonus(tree, logits, sampling, uniforms, verification, best, graphs) -> Verified:
