@@ -208,6 +208,9 @@ class Auto(Drafter):
         before = self.active
         self._end_block()
         speeds = {arm: self._speed(arm, context.n_rows) for arm in self.choices}
+        for arm in self.choices:
+            if not arm.n_steps and not arm.next_trial and speeds[arm] < 1:
+                arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], 1.0, context)
         hopes = {arm: self._hoped(arm, speed, context.n_rows) for arm, speed in speeds.items()}
         best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
         new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]
@@ -257,13 +260,16 @@ class Auto(Drafter):
         return speed * (1 + OPTIMISM / (arm.n_steps * n_rows) ** 0.5)
 
     def _speed(self, arm: Arm, n_rows: int) -> float:
-        """Tokens of a row in the time of a plain step; a method that was never run hopes for the best."""
+        """Tokens of a row in the time of a plain step; a method that was never run hopes for the best that may be."""
         if arm.drafter is None:
             return 1.0
         if arm.sizer is None:
             return arm.tokens.value / arm.cost.value if arm.cost.value else float("inf")
         speed = arm.sizer.times.speed(n_rows)
-        return float("inf") if speed is None else TIMED * speed * self.times.seconds(n_rows)[1] / n_rows
+        if speed is not None:
+            return TIMED * speed * self.times.seconds(n_rows)[1] / n_rows
+        most = arm.sizer.most_speed(n_rows) if isinstance(arm.sizer, ChainSizer) else float("inf")
+        return most if most < 1 else float("inf")
 
     def _cost(self, arm: Arm, n_rows: int) -> float:
         """Seconds of an arm's step over those of a plain one; 0: not known."""

@@ -164,6 +164,12 @@ class ChainSizer:
         """Do not time the next steps: they are the first ones, or follow steps without this method."""
         self._untimed = n_steps
 
+    def most_speed(self, n_rows: int) -> float:
+        """The speed over that of plain decoding before anything was drafted, if drafting itself took no time."""
+        seconds = self.times.seconds(n_rows)
+        reached = self.prior[0] ** np.arange(1, self.most + 1)
+        return float(np.max((1 + np.cumsum(reached)) * seconds[1] / seconds[2 : self.most + 2]))
+
     def begin(self, n_rows: int) -> int:
         """A step begins. Return the tokens to draft: at least one."""
         self._began = time.perf_counter()

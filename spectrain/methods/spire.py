@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -70,6 +71,29 @@ def check_drafted(drafter: SpireDrafter, draft_vocab: int) -> None:
             f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N and exported since "
             "2026-11-25, which says which tokens are frequent; give draft_vocab=null, or train one"
         )
+
+
+@dataclass(eq=False)
+class Unread:
+    """States of the target whose memories a drafter has not made yet."""
+
+    captured: Tensor  # [m, P, C, D]
+    positions: Tensor  # [m, P] int64, -1 for none
+    of: list[int]  # of each row of the batch, which of the m is its own; -1: none
+
+    @property
+    def rows(self) -> slice:
+        """Of the batch, from the first to the last that has states here."""
+        have = [row for row, of in enumerate(self.of) if of >= 0]
+        return slice(have[0], have[-1] + 1) if have else slice(0, 0)
+
+    def by_row(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Captured states [n, P, C, D] and positions [n, P] of these rows of the batch."""
+        if self.of[rows] == [*range(len(self.captured))]:
+            return self.captured, self.positions
+        of = torch.tensor(self.of[rows], device=self.positions.device)
+        own = of.clamp_min(0)
+        return self.captured[own], self.positions[own].masked_fill(of[:, None] < 0, -1)
 
 
 class Spire(ChainDrafter):
@@ -131,8 +155,8 @@ class Spire(ChainDrafter):
             self.slots.clear()
         else:
             self.slots = SlotStore(drafter, self.gamma, cache.max_rows, self.tree_nodes)
-        # Captured states [n, P, C, D] and positions [n, P] of steps without this method, whose memories are missing.
-        self._missed: deque[tuple[Tensor, Tensor]] = deque()
+        self._prompts: list[Unread] = []
+        self._missed: deque[Unread] = deque()  # of steps without this method
         # [rows, D] the target's state before each root. `state` [n, D] is the one before the token that is read next.
         self.finals = self.drafter.norm.weight.new_zeros(cache.max_rows, shape.hidden_size)
 
@@ -172,18 +196,18 @@ class Spire(ChainDrafter):
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         super().prefill(context, output, rows)
-        self._catch_up()
         if not self.capture_layers:
             return
+        for one in (*self._prompts, *self._missed):
+            one.of += [-1] * len(rows)
+        self.slots.join(rows)
         lengths, captured = context.lengths[rows.start : rows.stop] - 1, output.captured  # of the prompts
         kept = self.slots.kept(lengths)
         if not torch.equal(output.positions, kept):  # another method wanted to read more of the prompts
             places = (kept[:, :, None] == output.positions[:, None]).long().argmax(dim=-1)
             captured = captured.gather(1, places[:, :, None, None].expand(-1, -1, *captured.shape[2:]))
-        self.slots.fill(self._memories(captured), kept, rows)
-        if self.drafter.config.previous_state:
-            last = (kept == lengths[:, None] - 1).long().argmax(1)
-            self.finals[rows.start : rows.stop] = _at(captured[:, :, -1], last)
+        # Their memories are made when something is drafted: many methods share a generation, and not all of them draft.
+        self._prompts.append(Unread(captured, kept, [-1] * rows.start + [*range(len(rows))]))
 
     def draft(self, context: Context, gamma: int) -> DraftTree:
         self._catch_up()
@@ -272,28 +296,39 @@ class Spire(ChainDrafter):
                 self._missed.popleft()  # it is no sink, and no window reaches back to it
             else:
                 self._catch_up()
-        self._missed.append((captured, positions))
+        self._missed.append(Unread(captured, positions, [*range(context.n_rows)]))
 
     def resume(self, context: Context, emitted: Sequence[Sequence[int]]) -> None:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Keep the memories of tokens that were decoded without this method."""
+        """Keep the memories of prompts, and of tokens that were decoded without this method."""
+        for prompts in self._prompts:
+            self._remember(*prompts.by_row(prompts.rows), prompts.rows)
+        self._prompts.clear()
         if self._missed:
-            captured, positions = (torch.cat(parts, dim=1) for parts in zip(*self._missed, strict=True))
+            rows = slice(0, len(self._missed[0].of))
+            parts = [missed.by_row(rows) for missed in self._missed]
             self._missed.clear()
-            n_rows, last = len(captured), positions.amax(1, keepdim=True)
-            # A slot is written once: what no window reaches any more is left out.
-            gone = (positions <= last - self.slots.ring_tokens) & (positions >= self.drafter.config.sink_tokens)
-            positions = positions.masked_fill(gone, -1)
-            self.slots.write_memories(self._memories(captured), positions, slice(0, n_rows))
-            if self.drafter.config.previous_state:
-                self.finals[:n_rows] = _at(captured[:, :, -1], positions.argmax(1))
+            self._remember(*(torch.cat(values, dim=1) for values in zip(*parts, strict=True)), rows)
+
+    def _remember(self, captured: Tensor, positions: Tensor, rows: slice) -> None:
+        """Keep the memories of states [n, P, C, D] of some rows at positions [n, P], -1 for none."""
+        last = positions.amax(1, keepdim=True)
+        # A slot is written once: what no window reaches any more is left out.
+        gone = (positions <= last - self.slots.ring_tokens) & (positions >= self.drafter.config.sink_tokens)
+        positions = positions.masked_fill(gone, -1)
+        self.slots.write_memories(self._memories(captured), positions, rows)
+        if self.drafter.config.previous_state:
+            finals = _at(captured[:, :, -1], positions.argmax(1))
+            self.finals[rows] = torch.where(last >= 0, finals, self.finals[rows])
 
     def free(self, row: int) -> None:
-        if self.slots.n_rows > 1:
-            self._catch_up()
-        self._missed.clear()
+        for one in (*self._prompts, *self._missed):
+            one.of[row] = one.of[-1]
+            one.of.pop()
+        self._prompts = [one for one in self._prompts if max(one.of, default=-1) >= 0]
+        self._missed = deque(one for one in self._missed if max(one.of, default=-1) >= 0)
         self.finals[row] = self.finals[self.slots.n_rows - 1]
         self.slots.free(row)
 

@@ -61,11 +61,10 @@ class SlotStore:
         sinks = torch.arange(self.config.sink_tokens, device=last.device).expand(len(lengths), -1)
         return torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
 
-    def fill(self, memories: list[Tensor], positions: Tensor, rows: range) -> None:
-        """New rows `rows`: projects the memories [R, P, D] of the positions that `kept` names."""
+    def join(self, rows: range) -> None:
+        """New rows at the end, of which nothing is kept yet."""
         self.positions[rows.start : rows.stop] = -1
         self.n_rows = rows.stop
-        self.write_memories(memories, positions, slice(rows.start, rows.stop))
 
     def write_memories(self, memories: list[Tensor], positions: Tensor, rows: slice) -> None:
         """Projects memories [n, P, D], one tensor a draft block, and stores them; position -1 is thrown away."""

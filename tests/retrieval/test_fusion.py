@@ -15,11 +15,11 @@ from spectrain.retrieval.fusion import (
     NO_TOKENS,
     SEEN,
     STORE_PREFIXES,
-    STORE_PRIORS,
     RetrievalOptions,
     Retriever,
     fuse,
     input_priors,
+    store_priors,
 )
 from tests.retrieval.reference import continuations, fused, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
@@ -127,6 +127,6 @@ def test_kinds_tell_apart_source_prefix_share_and_how_often_it_was_seen(tmp_path
     first = len(STORE_PREFIXES)
     assert draft[0, 1:n_nodes].tolist() == [3, 0]
     assert draft[3, 1:n_nodes].tolist() == [kind(first + 1, 5, 0), (first + P + 1) * N_EACH + 1]
-    assert len(STORE_PRIORS) == (first + 1) * N_EACH
+    assert len(store_priors()) == (first + 1) * N_EACH
     assert len(input_priors(P)) == P * N_EACH
     assert len(LOGITS_PRIORS) == N_EACH
