@@ -74,10 +74,14 @@ class Rope:
         rotary = LlamaRotaryEmbedding(config)
         self.inv_freq, self.scaling = rotary.inv_freq, rotary.attention_scaling
 
+    def move(self, device: torch.device) -> None:
+        """Keep the frequencies on this device. Else the first call with positions on it moves them."""
+        if self.inv_freq.device != device:
+            self.inv_freq = self.inv_freq.to(device)
+
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [B, n, E] float32 at positions [B, n]; the first half of sin is negative, for `rotate`."""
-        if self.inv_freq.device != positions.device:
-            self.inv_freq = self.inv_freq.to(positions.device)
+        self.move(positions.device)
         angles = positions[..., None] * self.inv_freq  # [B, n, E / 2]
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

@@ -24,6 +24,7 @@ from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.program import MOST_TOKENS
+from spectrain.decoding.transfer import to_device
 from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
@@ -91,7 +92,7 @@ class Unread:
         """Captured states [n, P, C, D] and positions [n, P] of these rows of the batch."""
         if self.of[rows] == [*range(len(self.captured))]:
             return self.captured, self.positions
-        of = torch.tensor(self.of[rows], device=self.positions.device)
+        of = to_device(torch.tensor(self.of[rows]), self.positions.device)
         own = of.clamp_min(0)
         return self.captured[own], self.positions[own].masked_fill(of[:, None] < 0, -1)
 

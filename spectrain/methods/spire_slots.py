@@ -35,6 +35,7 @@ class SlotStore:
         size = (max_rows, shape.n_kv_head, n_slots, shape.head_dim)
         self.stores = [KeysValues(weight.new_zeros(size), weight.new_zeros(size)) for _ in drafter.blocks]
         self.positions = torch.full((max_rows, n_slots), -1, dtype=torch.int64, device=weight.device)
+        drafter.rope.move(weight.device)
         self.n_rows = 0
         self.storage = unique()
         self.fuses = weight.device.type == "cpu" and can_fuse(drafter, shape)
