@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.graphs import unique
+from spectrain.decoding.kernels import outruns_torch
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
 from spectrain.decoding.program import MOST_TOKENS, Forward, Programs, can_fuse
@@ -195,7 +196,7 @@ class LeanEngine:
             whole = lean_decoder(self.model, self.dtype)
             on_a_cpu = self.device.type == "cpu"
             self._decoder = on_cpu(whole, self.layers) if on_a_cpu else whole
-            converts = own.dtype != self.dtype or (on_a_cpu and is_emulated(self.dtype))
+            converts = own.dtype != self.dtype or (on_a_cpu and (is_emulated(self.dtype) or outruns_torch()))
             self._text_decoder = on_cpu(whole, TextLinear) if converts else whole
         self._made_of = own.data_ptr(), *made_of[1:]  # which may have become a view
         self._storage = unique()

@@ -1,4 +1,4 @@
-"""Linear layers as decoding runs them on a CPU: a few rows go through our kernel, with weights of any dtype it knows.
+"""Linear layers as decoding runs them on a CPU: by our kernel where it is faster, with weights of any dtype it knows.
 
 Letters: I input features, O output features.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from math import inf
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.decoding.errors import UserError, check_choice
-from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies, product, works
+from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies, outruns_torch, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-MOST_ROWS = 64  # up to which the kernel is the fastest
+MOST_ROWS = 64  # up to which the kernel is the fastest, if it is not for any number
 MOST_HALF_ROWS = 8  # the same for half precision that the processor multiplies itself
 MOST_EMULATED = 16  # rows up to which torch is faster than with a copy of the weights in float32
 
@@ -28,9 +29,11 @@ def is_emulated(dtype: torch.dtype) -> bool:
 
 
 @cache
-def most_rows(dtype: torch.dtype) -> int:
+def most_rows(dtype: torch.dtype) -> float:
     """Return the rows of inputs of this dtype up to which the kernel is the fastest."""
-    return MOST_ROWS if dtype == torch.float32 or is_emulated(dtype) else MOST_HALF_ROWS
+    if dtype == torch.float32 or is_emulated(dtype):
+        return inf if outruns_torch() else MOST_ROWS
+    return MOST_HALF_ROWS
 
 
 class RowsLinear(nn.Module):
@@ -48,7 +51,7 @@ class RowsLinear(nn.Module):
         """Return the outputs [.., O - first] of inputs [.., I], from the row `first` of the weight on."""
         weight, scale = self.weight[first:], None if self.scale is None else self.scale[first:]
         n_rows = x.numel() // x.shape[-1]
-        few = 0 < n_rows <= most_rows(x.dtype) and len(weight) >= LEAST_OUTPUTS
+        few = 0 < n_rows <= self.most_rows(x.dtype) and len(weight) >= LEAST_OUTPUTS
         if self.fits and few and not (x.requires_grad and torch.is_grad_enabled()):
             rows = x.reshape(n_rows, -1).float().contiguous()
             y = product(rows, weight, scale).to(x.dtype).view(*x.shape[:-1], -1)
@@ -59,15 +62,19 @@ class RowsLinear(nn.Module):
             y = F.linear(x.to(dtype), weight).to(x.dtype)
         return y if self.bias is None else y + self.bias[first:]
 
+    def most_rows(self, dtype: torch.dtype) -> float:
+        """Return up to how many rows of this dtype the kernel takes."""
+        return most_rows(dtype)
+
 
 class TextLinear(RowsLinear):
     """A linear layer for whole texts: a text's states must not depend on what is computed beside it."""
 
     most_emulated = 0  # all texts alike
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        self.fits = False  # the kernel, which is for a few rows only, rounds differently
+    def most_rows(self, dtype: torch.dtype) -> float:
+        most = most_rows(dtype)
+        return most if most == inf else 0  # the kernel rounds differently, so it takes all texts or none
 
 
 class Int8Linear(RowsLinear):

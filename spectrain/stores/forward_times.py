@@ -34,7 +34,7 @@ from spectrain.stores.typed import Count, from_json
 log = logging.getLogger(__name__)
 _of_process: WeakKeyDictionary[PreTrainedModel, dict[tuple, ForwardTimes]] = WeakKeyDictionary()
 
-SCHEMA = 2  # of the file; another one also where kernels have become faster, so that all is timed again
+SCHEMA = 3  # of the file; another one also where kernels have become faster, so that all is timed again
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
 CONTEXT_TOKENS = 256  # committed tokens of the timed forwards

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from spectrain.decoding import KVCache, TargetModel, fingerprint, generate, kernels, weights
+from spectrain.decoding import KVCache, TargetModel, fingerprint, generate, kernels, lean, weights
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.kernels import fits, product, works
 from spectrain.decoding.loading import load_target, shorten
@@ -109,7 +109,10 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_texts_of_a_dtype_without_arithmetic_are_multiplied_in_float32(monkeypatch, dtype):
     monkeypatch.setattr(weights, "multiplies", lambda one: one == torch.float32)
+    for module in (weights, lean):
+        monkeypatch.setattr(module, "outruns_torch", lambda: False)
     weights.is_emulated.cache_clear()
+    weights.most_rows.cache_clear()
     try:
         linear, used, multiply = nn.Linear(32, 40).requires_grad_(False).to(dtype), [], F.linear
         monkeypatch.setattr(weights.F, "linear", lambda x, w, *bias: used.append(w.dtype) or multiply(x, w, *bias))
@@ -126,6 +129,32 @@ def test_texts_of_a_dtype_without_arithmetic_are_multiplied_in_float32(monkeypat
         assert set(used) == {torch.float32}
     finally:
         weights.is_emulated.cache_clear()
+        weights.most_rows.cache_clear()
+
+
+@pytest.mark.parametrize("outruns", [True, False])
+def test_where_the_kernel_is_always_faster_it_takes_any_number_of_rows(monkeypatch, outruns):
+    multiplied = []
+    for module in (weights, lean):
+        monkeypatch.setattr(module, "outruns_torch", lambda: outruns)
+    monkeypatch.setattr(weights, "product", lambda x, *rest: multiplied.append(len(x)) or product(x, *rest))
+    weights.most_rows.cache_clear()
+    try:
+        linear, x = nn.Linear(32, 40).requires_grad_(False), torch.randn(90, 32)
+        expected = {(RowsLinear, 3): True, (RowsLinear, 90): outruns}
+        for (layer, n), by_kernel in {**expected, **{(weights.TextLinear, n): outruns for n in (3, 90)}}.items():
+            multiplied.clear()
+            torch.testing.assert_close(layer(linear)(x[:n]), linear(x[:n]), rtol=1e-4, atol=1e-5)
+            assert multiplied == [n] * by_kernel, layer
+        if outruns:  # no text's states depend on what is computed beside it, to the last bit
+            whole = weights.TextLinear(linear)
+            assert all(torch.equal(whole(x[n : n + 7]), whole(x)[n : n + 7]) for n in range(0, 80, 9))
+        multiplied.clear()
+        with torch.no_grad():
+            TargetModel(tiny_model("llama")).forward(torch.ones(2, 9, dtype=torch.long))
+        assert (sorted(set(multiplied)) == [18]) == outruns
+    finally:
+        weights.most_rows.cache_clear()
 
 
 def test_gradients_of_inputs_pass():
