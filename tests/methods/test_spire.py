@@ -378,6 +378,33 @@ def test_the_state_before_a_root_moves_with_its_row(first):
     torch.testing.assert_close(target.logits_of(method.finals[:2]), expected[[2, 1]], atol=1e-4, rtol=1e-4)
 
 
+def test_prompts_that_are_read_later_stand_where_those_stand_that_are_read_at_once():
+    """Three rows join, then one more, and one of the first leaves, so that the last one is between those of before."""
+    target, drafter = make(**INPUTS[4])
+    cache, lengths = KVCache(max_rows=4), [20, 1, 9, 3]
+    context = ForcedContext(torch.randint(4, VOCAB_SIZE, (4, 30)), lengths)
+    at_once, later = Spire(drafter), Spire(drafter)
+    for method in (at_once, later):
+        method.start(target, cache)
+    for rows in (range(3), range(3, 4)):
+        of_rows = lengths[rows.start : rows.stop]
+        read = later.read_of_prompts(torch.tensor(of_rows))
+        output = target.prefill(context.sequences[rows.start : rows.stop, : max(of_rows)], of_rows, cache, rows, read)
+        for method in (at_once, later):
+            method.prefill(context, output, rows)
+        at_once._catch_up()
+    for method in (at_once, later):
+        method.free(1)
+    later._catch_up()
+    kept = at_once.slots.positions[:3, :-1]
+    assert torch.equal(later.slots.positions[:3, :-1], kept)  # the last slot takes what is thrown away
+    for here, there in zip(later.slots.stores, at_once.slots.stores, strict=True):
+        for one, other in ((here.keys, there.keys), (here.values, there.values)):
+            own = (kept >= 0)[:, None, :, None]
+            torch.testing.assert_close(one[:3, :, :-1] * own, other[:3, :, :-1] * own, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(later.finals[:3], at_once.finals[:3], atol=1e-5, rtol=1e-4)
+
+
 def test_gamma_longer_than_the_window_is_refused():
     _, drafter = make()
     with pytest.raises(UserError, match="gamma=9 must be"):
