@@ -32,7 +32,7 @@ from spectrain.stores.forward_times import times_of
 PLAIN = "autoregressive"
 TRIAL_STEPS = 4
 BLOCK_STEPS = 12  # of the best arm before the arms are compared again
-PLAIN_STEPS = 64  # the most of plain decoding, likewise
+PLAIN_STEPS = 128  # the most of plain decoding, likewise
 WARM_UP_STEPS = 6  # the first of a method, some of which write programs and compile; and of plain decoding
 LEAD = 1.01  # how much faster than the fastest arm so far another one must be to take its place
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
@@ -45,7 +45,9 @@ MOST_TRIAL_SHARE = 0.03
 SWITCHING = 0.1  # of a trial's time, that it costs to begin and end it
 SETTLED_STEPS = 24  # of an arm, before it is judged against faster ones
 LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what looking up costs
-MOST_BETWEEN = 2048  # steps between two trials of an arm
+MOST_BETWEEN = 2**14  # steps between two trials of an arm
+EXTRA_TRIALS = 3  # over which what trials take beside their steps is averaged
+RESTING = 512  # steps until the next trial of an arm that reads states, with which it rests for a whole generation
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Arm:
     drafter: Drafter | None  # None: plain decoding
     tokens: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # of a row per step, where there is no sizer
     cost: Mean = field(default_factory=lambda: Mean(KNOWN_STEPS))  # over those of a plain step, likewise
+    # Plain steps that a trial takes beside what its steps usually take: it catches up, and the caches hold other data.
+    extra: Mean = field(default_factory=lambda: Mean(EXTRA_TRIALS))
     n_steps: int = 0  # that it has run
     next_trial: int = 0  # number of the step
     # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
@@ -108,7 +112,6 @@ class Auto(Drafter):
         self.n_rows = 0
         self.active = self.leader = self.plain  # the one that runs, and the one that was the fastest
         self.n_steps = 0
-        self.capture_layers = tuple(dict.fromkeys(layer for one in methods.values() for layer in one.capture_layers))
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
         self.store = next((store for one in methods.values() if (store := getattr(one, "store", None))), None)
         self.warning = next((one.warning for one in methods.values() if one.warning), None)
@@ -121,21 +124,35 @@ class Auto(Drafter):
         # timed their number, seconds and tokens of a row.
         self._left, self._untimed, self._began = 0, 0, 0.0
         self._n_timed, self._seconds_timed, self._tokens_timed = 0, 0.0, 0.0
+        self._extra: float | None = None  # what this trial has taken so far beside its steps, see `Arm`; None: no trial
+        self._layers = self.capture_layers  # of this generation
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """Of the next generation: states that a method reads cost time in each step, also while it sleeps."""
+        return tuple(dict.fromkeys(x for arm, one in self.drafters if not self._rests(arm) for x in one.capture_layers))
+
+    def _rests(self, arm: Arm) -> bool:
+        """Whether an arm takes no part in the next generation."""
+        reads = arm.drafter is not None and arm.drafter.capture_layers
+        return bool(reads) and arm.next_trial > self.n_steps - self._left + RESTING
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.times.start(*times_of(target, cache.max_rows))
         self.plain_s = [float(self.times.seconds(n)[1]) for n in range(1, len(self.times.forwards) + 1)]
         self._end_block()
-        self.n_rows = 0
+        self.n_rows, self._layers = 0, self.capture_layers
         self.choices = self._not_covered()
         if self.active not in self.choices:
             self.active = self.plain
         for arm, drafter in self.drafters:
-            drafter.start(target, cache)
+            if arm in self.choices:
+                drafter.start(target, cache)
             arm.known = []
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        asked = [drafter.read_of_prompts(lengths) for _, drafter in self.drafters if drafter.capture_layers]
+        reading = [arm.drafter for arm in self.choices if arm.drafter is not None and arm.drafter.capture_layers]
+        asked = [drafter.read_of_prompts(lengths) for drafter in reading]
         if not asked or any(one is None for one in asked):
             return None
         most = max(asked, key=lambda one: one.shape[1])
@@ -170,11 +187,14 @@ class Auto(Drafter):
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
         if self.active.drafter is not None:
             self.active.drafter.extend(context, emitted, asked)
+        seconds = (time.perf_counter() - self._began) / self.plain_s[len(emitted) - 1]
+        if self._extra is not None:
+            self._extra += seconds / self.times.slowness.value - self._cost(self.active, len(emitted))
         if self._untimed:
             self._untimed -= 1
             return
         self._n_timed += 1
-        self._seconds_timed += (time.perf_counter() - self._began) / self.plain_s[len(emitted) - 1]
+        self._seconds_timed += seconds
         self._tokens_timed += sum(map(len, emitted)) / len(emitted)
 
     def free(self, row: int) -> None:
@@ -200,6 +220,9 @@ class Auto(Drafter):
         elif n_steps and arm.sizer is None:
             arm.tokens.count(self._tokens_timed / n_steps)
             arm.cost.count(self._seconds_timed / n_steps / self.times.slowness.value)
+        if self._extra is not None:
+            arm.extra.count(max(0.0, self._extra))
+        self._extra = None
         self._left = self._untimed = self._n_timed = 0
         self._seconds_timed = self._tokens_timed = 0.0
 
@@ -231,27 +254,31 @@ class Auto(Drafter):
         self.n_steps += self._left
         arm.n_steps += self._left
         if arm is not before:
-            before.known, self.active = list(context.n_tokens), arm
+            before.known, self.active, began = list(context.n_tokens), arm, time.perf_counter()
             self._catch_up(arm, context)
+            if due and self._cost(arm, context.n_rows):  # the first steps ever write programs
+                seconds = (time.perf_counter() - began) / self.plain_s[context.n_rows - 1]
+                self._extra = seconds / self.times.slowness.value
         why = "trial" if due else "first" if arm in new or not self.times.slowness.is_known else "fastest"
         self.choice = Choice(arm.name, why, speeds[arm] if speeds[arm] < float("inf") else None)
 
     def _not_covered(self) -> list[Arm]:
-        """The arms that may be the fastest on this target."""
+        """The arms that may be the fastest on this target, and do not rest."""
+        arms = [arm for arm in self.arms if not self._rests(arm)]
         if self.plain_s[0] <= LONG_STEP_S:
-            return self.arms
-        covered = {name for arm in self.arms if arm.name in self.covers for name in self.covers[arm.name].slow_target}
-        return [arm for arm in self.arms if arm.name not in covered]
+            return arms
+        covered = {name for arm in arms if arm.name in self.covers for name in self.covers[arm.name].slow_target}
+        return [arm for arm in arms if arm.name not in covered]
 
     def _steps_between(self, arm: Arm, speed: float, best: float, context: Context) -> int:
         """Steps until the next trial of an arm; `speed` is its own, and `best` that of the best arm."""
         if arm.drafter is None:  # what the others are compared with was first measured while the process began
             return min(4 * arm.n_steps, ANCHOR_STEPS)
-        loss = SWITCHING + max(0.0, 1 - speed / best)
         share = min(TRIAL_SHARE + GAIN_SHARE * max(0.0, best - 1), MOST_TRIAL_SHARE)
         plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
         known = min(1.0, (arm.n_steps or SETTLED_STEPS) / SETTLED_STEPS)  # the first steps may have been unlucky
-        return int(known * min(plain_steps * loss / share, MOST_BETWEEN))
+        loss = known * plain_steps * (SWITCHING + max(0.0, 1 - speed / best)) + arm.extra.value
+        return int(min(loss / share, MOST_BETWEEN))
 
     def _hoped(self, arm: Arm, speed: float, n_rows: int) -> float:
         """The speed that an arm may have after all. One that seems slower than plain decoding is taken as it seems."""
@@ -291,11 +318,11 @@ class Auto(Drafter):
 
     def _seen_by(self, drafter: Drafter, output: TargetOutput) -> TargetOutput:
         """The output with the captured layers that the drafter asked for."""
-        if output.captured is None or drafter.capture_layers == self.capture_layers:
+        if output.captured is None or drafter.capture_layers == self._layers:
             return output
         if not drafter.capture_layers:
             return dataclasses.replace(output, captured=None)
-        places = [self.capture_layers.index(layer) for layer in drafter.capture_layers]
+        places = [self._layers.index(layer) for layer in drafter.capture_layers]
         return dataclasses.replace(output, captured=output.captured[..., places, :])
 
 

@@ -81,7 +81,7 @@ class Shuffled(Auto):
     def _choose(self, context) -> None:
         self.times.slowness.is_known = True
         for arm in self.arms:  # no arm is tried because it is its turn
-            arm.next_trial = 10**9
+            arm.next_trial = self.n_steps + 1
         super()._choose(context)
         self._left = self.random.choice(self.lengths)
 
@@ -186,7 +186,7 @@ def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artif
         drafter = First(methods)
         drafter.times.slowness.is_known = True
         for arm in drafter.arms[1:]:
-            arm.next_trial = 10**9
+            arm.next_trial = auto.RESTING
         found = generate(target, drafter, texts, 12, batch_size=2)
         assert methods_of(found) == {"spire"}
         read = drafter.read_of_prompts(torch.tensor([60, 25]))
@@ -279,6 +279,43 @@ def test_trying_a_slower_arm_may_cost_a_share_of_what_the_best_one_gains(artifac
     one_row = SimpleNamespace(n_rows=1)
     shares = [cost / drafter._steps_between(arm, 0.9 * best, best, one_row) for best in (0.9, 1.0, 1.1, 3.0)]
     assert shares == pytest.approx([0.005, 0.005, 0.015, auto.MOST_TRIAL_SHARE], rel=0.05)
+
+
+def test_what_a_trial_takes_beside_its_steps_is_measured_and_delays_the_next_one(artifacts):
+    """Its drafter catches up for thirty plain steps."""
+    target, name = artifacts.target, "pld"
+
+    class Slow(Auto):
+        def _speed(self, arm, n_rows):
+            return 1.0 if arm.drafter is None else 0.9
+
+        def _cost(self, arm, n_rows):
+            return 1.0
+
+        def _catch_up(self, arm, context):
+            super()._catch_up(arm, context)
+            if arm.drafter is not None:
+                time.sleep(30 * self.plain_s[0] * self.times.slowness.value)
+
+    drafter = Slow({name: fixed(name, artifacts)})
+    generate(target, drafter, prompts() * 2, N_NEW)
+    arm, one_row = drafter.arms[0], SimpleNamespace(n_rows=1)
+    assert 27 < arm.extra.value < 90
+    waited = drafter._steps_between(arm, 0.9, 1.0, one_row)
+    assert waited * auto.TRIAL_SHARE == pytest.approx(arm.extra.value, rel=0.2)
+
+
+def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifacts):
+    target = artifacts.target
+    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
+    drafter = Auto({name: fixed(name, artifacts) for name in ("spire", "pld")})
+    spire, layers = drafter.arms[0], drafter.capture_layers
+    assert layers
+    for far, expected in ((auto.RESTING, layers), (auto.RESTING + 1, ()), (1, layers)):
+        spire.next_trial = drafter.n_steps - drafter._left + far
+        assert drafter.capture_layers == expected
+        assert [one.tokens for one in generate(target, drafter, prompts(), N_NEW, batch_size=2)] == plain
+        assert (spire in drafter.choices) == bool(expected)
 
 
 @pytest.mark.parametrize(("dear", "tried"), [(1.4, True), (2.5, False)])
