@@ -37,6 +37,8 @@ WARM_UP_STEPS = 6  # the first of a method, some of which write programs and com
 LEAD = 1.01  # how much faster than the fastest arm so far another one must be to take its place
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
 ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is; sooner at first
+SHORT_STEP_S = 1e-3  # of plain decoding, which takes longer behind drafts: these take its place in the caches
+ANCHOR_OF_SHORT = 3  # times as many plain steps, and as seldom
 TIMED = 0.97  # of a method's step is what its sizer times
 OPTIMISM = 0.7  # of its speed, by how much an arm may be faster than it seems after one step of one row
 TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
@@ -245,6 +247,8 @@ class Auto(Drafter):
         arm = min(due, key=lambda arm: arm.next_trial) if due else best
         arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], speeds[best], context)
         self._left, self._untimed = TRIAL_STEPS if due else BLOCK_STEPS, int(arm is not before)
+        if due and arm.drafter is None and self._is_short(context):
+            self._left, self._untimed = ANCHOR_OF_SHORT * TRIAL_STEPS, TRIAL_STEPS
         if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
             trials = [other.next_trial for other in self.choices if other is not arm]
             next_trial = min(trials, default=self.n_steps + PLAIN_STEPS)
@@ -273,12 +277,15 @@ class Auto(Drafter):
     def _steps_between(self, arm: Arm, speed: float, best: float, context: Context) -> int:
         """Steps until the next trial of an arm; `speed` is its own, and `best` that of the best arm."""
         if arm.drafter is None:  # what the others are compared with was first measured while the process began
-            return min(4 * arm.n_steps, ANCHOR_STEPS)
+            return min(4 * arm.n_steps, ANCHOR_STEPS * (ANCHOR_OF_SHORT if self._is_short(context) else 1))
         share = min(TRIAL_SHARE + GAIN_SHARE * max(0.0, best - 1), MOST_TRIAL_SHARE)
         plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
         known = min(1.0, (arm.n_steps or SETTLED_STEPS) / SETTLED_STEPS)  # the first steps may have been unlucky
         loss = known * plain_steps * (SWITCHING + max(0.0, 1 - speed / best)) + arm.extra.value
         return int(min(loss / share, MOST_BETWEEN))
+
+    def _is_short(self, context: Context) -> bool:
+        return self.plain_s[context.n_rows - 1] < SHORT_STEP_S
 
     def _hoped(self, arm: Arm, speed: float, n_rows: int) -> float:
         """The speed that an arm may have after all. One that seems slower than plain decoding is taken as it seems."""
