@@ -4,7 +4,8 @@
 
 The two take turns of eight forwards. The output is the median of each, and the median over turns of their ratio with
 its 95 % bootstrap interval. A step of a SPIRe drafter follows (two blocks, the whole vocabulary, untrained), in turns
-with a forward of five nodes. With `--operations` also what takes the time: each kind of operation alone.
+with a forward of five nodes. With `--operations` also what takes the time: each kind of operation alone. With
+`--prompts 100,900` prompts of so many tokens are read instead, by the kernel alone and by torch, in turns.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import argparse
 import statistics
 import time
 from itertools import product
+from math import inf
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, load_target
+from spectrain.decoding import DraftTree, KVCache, TargetModel, load_target, weights
 from spectrain.decoding.kernels import openmp
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.program import Forward, runner
@@ -52,10 +55,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--draft-vocab", type=int, help="measure draft steps over so few tokens, too")
+    parser.add_argument("--prompts", help="measure the reading of prompts of so many tokens")
     parser.add_argument("--operations", action="store_true", help="say what takes the time")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folder = bundled_folder(options.target) or options.target
+    if options.prompts:
+        target = load_target(folder, options.dtype, "cpu", engine="lean")
+        for n_tokens in map(int, options.prompts.split(",")):
+            print(prompt_of(target, n_tokens, options.turns), flush=True)
+        return
     engines = ("lean", "transformers")
     targets = [load_target(folder, options.dtype, "cpu", engine=engine) for engine in engines]
     print(
@@ -84,6 +93,23 @@ def main() -> None:
         vocabularies = [None, options.draft_vocab] if options.draft_vocab else [None]
         for draft_dtype, draft_vocab in product(("int8", "float32"), vocabularies):
             print(draft_step(targets[0], caches[0], prompt, draft_dtype, draft_vocab, options.turns), flush=True)
+
+
+def prompt_of(target: TargetModel, n_tokens: int, n_turns: int) -> str:
+    """Compare the kernel with torch where it reads a prompt."""
+    prompt = torch.randint(target.vocab_size, (1, n_tokens), generator=torch.Generator().manual_seed(0))
+    turns = []
+    for _ in range(n_turns + 1):
+        seconds = []
+        for most in (inf, 0):
+            with mock.patch.object(weights, "most_rows", lambda dtype, most=most: most), torch.inference_mode():
+                cache, began = KVCache(1, n_tokens=n_tokens), time.perf_counter()
+                target.prefill(prompt, [n_tokens], cache, range(1))
+                seconds.append(time.perf_counter() - began)
+        turns.append(seconds)
+    ours, theirs = (1e3 * statistics.median(column) for column in zip(*turns[1:], strict=True))
+    ratio = median([theirs_s / ours_s for ours_s, theirs_s in turns[1:]])
+    return f"prompt of {n_tokens} tokens: kernel {ours:.1f} ms, torch {theirs:.1f} ms, ratio {ratio}"
 
 
 def by_operation(forward: Forward) -> dict[str, float]:

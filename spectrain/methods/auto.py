@@ -6,8 +6,9 @@ see the same kind of text while they learn. Then the best arm runs, where an arm
 than it seems (optimism, as in bandits that choose by upper bounds: Auer et al. 2002). As texts change, every other arm
 is also tried for a few steps now and then, and the more seldom the slower it was, so that trying it costs at most
 TRIAL_SHARE of the time and, where the best arm gains on plain decoding, GAIN_SHARE of that gain: MOST_TRIAL_SHARE at
-most, for each arm. Plain decoding is always an arm, and runs TRIAL_STEPS in ANCHOR_STEPS to say how slow the machine
-is. So a method that does not pay costs little more than plain decoding, whatever the text, the batch or the machine.
+most, for each arm. What a trial takes beside its steps is measured, and an arm whose next trial is far away rests.
+Plain decoding is always an arm, and runs TRIAL_STEPS in ANCHOR_STEPS to say how slow the machine is. So a method that
+does not pay costs little more than plain decoding, whatever the text, the batch or the machine.
 
 Every method with `max_nodes=auto` runs under it, as the only one beside plain decoding.
 
