@@ -277,7 +277,8 @@ def test_the_head_reads_the_mixed_text_after_the_very_token(target, kind):
     for i in range(n_response):
         if is_draft[n_prompt + i]:
             mixed[0, n_prompt + i] = int(drafts[0, i])
-    captured = target.with_capture(states.capture_layers).features(batch.tokens).captured
+    with torch.no_grad():  # as training computes it
+        captured = target.with_capture(states.capture_layers).features(batch.tokens).captured
     whole = states.hidden(mixed, captured)[0]
     kept = [n_prompt + i for i in range(n_response) if is_draft[n_prompt + i]]
     torch.testing.assert_close(hidden, whole[kept])
