@@ -162,9 +162,9 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def outruns_torch() -> bool:
-    """Whether the kernel in float32 is faster than torch for any number of rows.
+    """Return whether the kernel in float32 is faster than torch for any number of rows.
 
-    On a processor of AMD with AVX-512 it is twice as fast, because torch's MKL uses only half of each vector there.
+    It is on processors of AMD with AVX-512, because MKL uses only half of each vector there.
     """
     return _width() == 16 and llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
 

@@ -17,7 +17,7 @@ from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies, outruns_torch, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-MOST_ROWS = 64  # up to which the kernel is the fastest, if it is not for any number
+MOST_ROWS = 64  # up to which the kernel is the fastest, where torch is faster for more
 MOST_HALF_ROWS = 8  # the same for half precision that the processor multiplies itself
 MOST_EMULATED = 16  # rows up to which torch is faster than with a copy of the weights in float32
 

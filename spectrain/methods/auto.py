@@ -6,9 +6,10 @@ see the same kind of text while they learn. Then the best arm runs, where an arm
 than it seems (optimism, as in bandits that choose by upper bounds: Auer et al. 2002). As texts change, every other arm
 is also tried for a few steps now and then, and the more seldom the slower it was, so that trying it costs at most
 TRIAL_SHARE of the time and, where the best arm gains on plain decoding, GAIN_SHARE of that gain: MOST_TRIAL_SHARE at
-most, for each arm. What a trial takes beside its steps is measured, and an arm whose next trial is far away rests.
-Plain decoding is always an arm, and runs TRIAL_STEPS in ANCHOR_STEPS to say how slow the machine is. So a method that
-does not pay costs little more than plain decoding, whatever the text, the batch or the machine.
+most, for each arm. What a trial takes beside its steps is measured. An arm that reads states rests for a generation if
+its next trial is far away. Plain decoding is always an arm, and runs TRIAL_STEPS in ANCHOR_STEPS to say how slow the
+machine is, or three times as many as seldom. So a method that does not pay costs little more than plain decoding,
+whatever the text, the batch or the machine.
 
 Every method with `max_nodes=auto` runs under it, as the only one beside plain decoding.
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.generation import Choice
 from spectrain.methods.sizing import ChainSizer, Sizer
-from spectrain.methods.step_times import Mean, StepTimes
+from spectrain.methods.step_times import DISTURBED, Mean, StepTimes
 from spectrain.stores.forward_times import times_of
 
 PLAIN = "autoregressive"
@@ -38,8 +39,8 @@ WARM_UP_STEPS = 6  # the first of a method, some of which write programs and com
 LEAD = 1.01  # how much faster than the fastest arm so far another one must be to take its place
 KNOWN_STEPS = 10  # of an arm without a sizer, over which its tokens and costs are averaged
 ANCHOR_STEPS = 160  # of methods, after which plain steps say again how slow the machine is; sooner at first
-SHORT_STEP_S = 1e-3  # of plain decoding, which takes longer behind drafts: these take its place in the caches
-ANCHOR_OF_SHORT = 3  # times as many plain steps, and as seldom
+SHORT_STEP_S = 1e-3  # plain steps below this are slower right behind drafts, which push their data out of the caches
+ANCHOR_OF_SHORT = 3  # so many times more plain steps then, and as many times more seldom
 TIMED = 0.97  # of a method's step is what its sizer times
 OPTIMISM = 0.7  # of its speed, by how much an arm may be faster than it seems after one step of one row
 TRIAL_SHARE = 0.005  # of the time, that trying a slower arm may cost
@@ -50,7 +51,7 @@ SETTLED_STEPS = 24  # of an arm, before it is judged against faster ones
 LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what looking up costs
 MOST_BETWEEN = 2**14  # steps between two trials of an arm
 EXTRA_TRIALS = 3  # over which what trials take beside their steps is averaged
-RESTING = 512  # steps until the next trial of an arm that reads states, with which it rests for a whole generation
+RESTING = 512  # an arm that reads states rests for a generation if its next trial is more steps away
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Auto(Drafter):
         self.drafters = [(arm, arm.drafter) for arm in self.arms if arm.drafter is not None]
         self.choices = self.arms  # that may run: those that no other one covers
         self.plain = self.arms[-1]
-        self.n_rows = 0
+        self.n_rows = self._max_rows = 0
+        self._joined = False  # whether rows have joined the active arm since the last block
         self.active = self.leader = self.plain  # the one that runs, and the one that was the fastest
         self.n_steps = 0
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
@@ -138,7 +140,7 @@ class Auto(Drafter):
     def _rests(self, arm: Arm) -> bool:
         """Whether an arm takes no part in the next generation."""
         reads = arm.drafter is not None and arm.drafter.capture_layers
-        return bool(reads) and arm.next_trial > self.n_steps - self._left + RESTING
+        return bool(reads) and arm is not self.leader and arm.next_trial > self.n_steps - self._left + RESTING
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.times.start(*times_of(target, cache.max_rows))
@@ -148,6 +150,10 @@ class Auto(Drafter):
         self.choices = self._not_covered()
         if self.active not in self.choices:
             self.active = self.plain
+        if cache.max_rows != self._max_rows:  # an arm that was slow with so many rows may take part again
+            self._max_rows = cache.max_rows
+            for arm in self.arms:
+                arm.next_trial = min(arm.next_trial, self.n_steps + RESTING)
         for arm, drafter in self.drafters:
             if arm in self.choices:
                 drafter.start(target, cache)
@@ -163,7 +169,7 @@ class Auto(Drafter):
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         self._end_block()
-        self.n_rows = rows.stop
+        self.n_rows, self._joined = rows.stop, True
         for arm, drafter in self.drafters:
             if arm not in self.choices:
                 continue
@@ -190,14 +196,15 @@ class Auto(Drafter):
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
         if self.active.drafter is not None:
             self.active.drafter.extend(context, emitted, asked)
-        seconds = (time.perf_counter() - self._began) / self.plain_s[len(emitted) - 1]
+        plain_steps = (time.perf_counter() - self._began) / self.plain_s[len(emitted) - 1]  # in whose time it ran
         if self._extra is not None:
-            self._extra += seconds / self.times.slowness.value - self._cost(self.active, len(emitted))
+            cost = self._cost(self.active, len(emitted))
+            self._extra += min(plain_steps / self.times.slowness.value, DISTURBED * cost) - cost
         if self._untimed:
             self._untimed -= 1
             return
         self._n_timed += 1
-        self._seconds_timed += seconds
+        self._seconds_timed += plain_steps
         self._tokens_timed += sum(map(len, emitted)) / len(emitted)
 
     def free(self, row: int) -> None:
@@ -224,7 +231,7 @@ class Auto(Drafter):
             arm.tokens.count(self._tokens_timed / n_steps)
             arm.cost.count(self._seconds_timed / n_steps / self.times.slowness.value)
         if self._extra is not None:
-            arm.extra.count(max(0.0, self._extra))
+            arm.extra.count(self._extra)
         self._extra = None
         self._left = self._untimed = self._n_timed = 0
         self._seconds_timed = self._tokens_timed = 0.0
@@ -247,7 +254,8 @@ class Auto(Drafter):
             best, due = min(new, key=lambda arm: arm.n_steps), []
         arm = min(due, key=lambda arm: arm.next_trial) if due else best
         arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], speeds[best], context)
-        self._left, self._untimed = TRIAL_STEPS if due else BLOCK_STEPS, int(arm is not before)
+        # The first step of a method, or of new rows, also reads what came before.
+        self._left, self._untimed = TRIAL_STEPS if due else BLOCK_STEPS, int(arm is not before or self._joined)
         if due and arm.drafter is None and self._is_short(context):
             self._left, self._untimed = ANCHOR_OF_SHORT * TRIAL_STEPS, TRIAL_STEPS
         if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
@@ -262,8 +270,11 @@ class Auto(Drafter):
             before.known, self.active, began = list(context.n_tokens), arm, time.perf_counter()
             self._catch_up(arm, context)
             if due and self._cost(arm, context.n_rows):  # the first steps ever write programs
-                seconds = (time.perf_counter() - began) / self.plain_s[context.n_rows - 1]
-                self._extra = seconds / self.times.slowness.value
+                plain_steps = (time.perf_counter() - began) / self.plain_s[context.n_rows - 1]
+                self._extra = plain_steps / self.times.slowness.value
+        elif self._joined and arm.sizer is not None:
+            arm.sizer.resume()
+        self._joined = False
         why = "trial" if due else "first" if arm in new or not self.times.slowness.is_known else "fastest"
         self.choice = Choice(arm.name, why, speeds[arm] if speeds[arm] < float("inf") else None)
 
@@ -282,7 +293,7 @@ class Auto(Drafter):
         share = min(TRIAL_SHARE + GAIN_SHARE * max(0.0, best - 1), MOST_TRIAL_SHARE)
         plain_steps = TRIAL_STEPS * max(1.0, self._cost(arm, context.n_rows))  # in whose time it runs
         known = min(1.0, (arm.n_steps or SETTLED_STEPS) / SETTLED_STEPS)  # the first steps may have been unlucky
-        loss = known * plain_steps * (SWITCHING + max(0.0, 1 - speed / best)) + arm.extra.value
+        loss = known * plain_steps * (SWITCHING + max(0.0, 1 - speed / best)) + max(0.0, arm.extra.value)
         return int(min(loss / share, MOST_BETWEEN))
 
     def _is_short(self, context: Context) -> bool:
@@ -295,7 +306,7 @@ class Auto(Drafter):
         return speed * (1 + OPTIMISM / (arm.n_steps * n_rows) ** 0.5)
 
     def _speed(self, arm: Arm, n_rows: int) -> float:
-        """Tokens of a row in the time of a plain step; a method that was never run hopes for the best that may be."""
+        """Tokens of a row in the time of a plain step; inf: it was never run, and may be faster."""
         if arm.drafter is None:
             return 1.0
         if arm.sizer is None:

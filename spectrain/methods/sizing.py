@@ -55,7 +55,7 @@ class Sizer(Ranking):
 
     def resume(self, n_steps: int = 1) -> None:
         """Do not time the next steps: they are the first ones, or follow steps without this method."""
-        self._untimed = n_steps
+        self._untimed = max(self._untimed, n_steps)
 
     @property
     def is_timed(self) -> bool:
@@ -162,10 +162,10 @@ class ChainSizer:
 
     def resume(self, n_steps: int = 1) -> None:
         """Do not time the next steps: they are the first ones, or follow steps without this method."""
-        self._untimed = n_steps
+        self._untimed = max(self._untimed, n_steps)
 
     def most_speed(self, n_rows: int) -> float:
-        """The speed over that of plain decoding before anything was drafted, if drafting itself took no time."""
+        """The highest speed over plain decoding that the first estimate of acceptance allows if drafting is free."""
         seconds = self.times.seconds(n_rows)
         reached = self.prior[0] ** np.arange(1, self.most + 1)
         return float(np.max((1 + np.cumsum(reached)) * seconds[1] / seconds[2 : self.most + 2]))

@@ -228,6 +228,9 @@ class Spire(ChainDrafter):
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> None:
         if not self.capture_layers:
             return
+        if self._prompts or self._missed:  # nothing was drafted, and what is older must be written first
+            self.watch(context, output, verified)
+            return
         if not tree.is_chain:
             path = verified.path[:, : 1 + tree.deepest]
             nodes, places = path.clamp_min(0), torch.arange(path.shape[1], device=path.device)

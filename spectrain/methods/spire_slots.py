@@ -63,7 +63,7 @@ class SlotStore:
         return torch.cat([sinks.masked_fill(sinks >= last, -1), near], dim=1)
 
     def join(self, rows: range) -> None:
-        """New rows at the end, of which nothing is kept yet."""
+        """Add rows at the end, with nothing kept yet."""
         self.positions[rows.start : rows.stop] = -1
         self.n_rows = rows.stop
 

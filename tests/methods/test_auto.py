@@ -316,6 +316,14 @@ def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifa
         assert drafter.capture_layers == expected
         assert [one.tokens for one in generate(target, drafter, prompts(), N_NEW, batch_size=2)] == plain
         assert (spire in drafter.choices) == bool(expected)
+    spire.next_trial, drafter.leader = drafter.n_steps + auto.MOST_BETWEEN, spire
+    assert drafter.capture_layers == layers  # the fastest one does not rest
+    drafter.leader = drafter.plain
+    assert drafter.capture_layers == ()
+    for expected in ((), layers):  # with another number of rows it may be faster, so it takes part again
+        generate(target, drafter, prompts()[:1], 4)
+        assert drafter.capture_layers == layers
+        assert (spire in drafter.choices) == bool(expected)
 
 
 @pytest.mark.parametrize(("dear", "tried"), [(1.4, True), (2.5, False)])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spectrain.decoding import Context, KVCache, Sampling, TargetModel, Verified, generate
+from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, Verified, generate
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
 from spectrain.methods import spire
@@ -403,6 +403,34 @@ def test_prompts_that_are_read_later_stand_where_those_stand_that_are_read_at_on
             own = (kept >= 0)[:, None, :, None]
             torch.testing.assert_close(one[:3, :, :-1] * own, other[:3, :, :-1] * own, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(later.finals[:3], at_once.finals[:3], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [INPUTS[4], {}], ids=str)
+def test_where_steps_skipped_the_drafter_it_reads_prompts_before_what_was_written_since(options):
+    """A tree may be scored without the drafter, which is then asked in a later step."""
+    target, drafter = make(**options)
+    lengths = [20, 9]
+    context = ForcedContext(torch.randint(4, VOCAB_SIZE, (2, 40)), lengths)
+    at_once, later = Spire(drafter), Spire(drafter)
+    for method in (at_once, later):
+        cache = KVCache(max_rows=2)
+        method.start(target, cache)
+        read = method.read_of_prompts(torch.tensor(lengths))
+        method.prefill(context, target.prefill(context.sequences[:, :20], lengths, cache, range(2), read), range(2))
+        for step in range(3):
+            if method is at_once:
+                method._catch_up()
+            tree = DraftTree.root_only(context.sequences[[0, 1], [length + step for length in lengths]])
+            output, none = target.score(tree, cache), torch.zeros(2, dtype=torch.long)
+            method.observe(context, tree, output, Verified(none[:, None], none, none))
+            cache.keep(1)
+        method._catch_up()
+    kept = at_once.slots.positions[:2, :-1]
+    assert torch.equal(later.slots.positions[:2, :-1], kept)
+    for here, there in zip(later.slots.stores, at_once.slots.stores, strict=True):
+        own = (kept >= 0)[:, None, :, None]
+        torch.testing.assert_close(here.keys[:2, :, :-1] * own, there.keys[:2, :, :-1] * own, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(later.finals, at_once.finals, atol=1e-5, rtol=1e-4)
 
 
 def test_gamma_longer_than_the_window_is_refused():
