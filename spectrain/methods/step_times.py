@@ -132,12 +132,14 @@ class StepTimes:
     def speed(self, n_rows: int) -> float | None:
         """Tokens per second that the last steps with this method may have had on average; None: there were none.
 
-        Of another number of rows, the nearest, where there were none of this one.
+        Of another number of rows, the nearest, where there were none of this one. Steps then cost as those of two nodes
+        do: the more rows there are, the dearer a draft is beside a plain step.
         """
         tried = [n for n, cost in enumerate(self.cost, 1) if cost.value]
         if tried and n_rows not in tried:
             nearest = min(tried, key=lambda n: abs(n - n_rows))
-            share = self.seconds(nearest)[1] / self.seconds(n_rows)[1]
+            width = min(2, self.most_nodes)
+            share = self.seconds(nearest)[width] / self.seconds(n_rows)[width]
             return self.speed(nearest) * share * n_rows / nearest
         expected, gained = self.expected[n_rows - 1].value, self.tokens[n_rows - 1]
         # What a few steps gained may be luck, so that what was expected counts more at first.

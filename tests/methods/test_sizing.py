@@ -24,7 +24,7 @@ from spectrain.methods.chances import (
     learn,
 )
 from spectrain.methods.sizing import FOUND, LEAST_ASKED, SELDOM, WIDTHS, Asking, ChainSizer, Sizer
-from spectrain.methods.step_times import DraftSeconds, DraftTimes, Slowness
+from spectrain.methods.step_times import DraftSeconds, DraftTimes, Slowness, StepTimes
 from spectrain.stores.forward_times import ForwardTimes
 
 NODES = [1, 2, 4, 8, 16, 32, 64]
@@ -404,3 +404,13 @@ def test_a_single_disturbed_step_hardly_counts():
     slowness.count(1.0, 4)
     slowness.count(1000.0, 1.0)
     assert slowness.value < 1.5
+
+
+def test_a_method_seems_slower_with_more_rows_where_their_second_nodes_are_dearer():
+    """One row has two nodes for 1.1 times the price of one, eight rows for twice the price."""
+    times = StepTimes(4)
+    times.start(ForwardTimes([1, 2, 4], [1.0, 1.1, 1.3]), ForwardTimes([1, 2, 4], [2.0, 4.0, 8.0]), 8)
+    for _ in range(40):
+        times.count(1, 2, 1, (0.0, 1.1), (1.5, 1.5))
+    over_plain = [times.speed(n_rows) * times.seconds(n_rows)[1] / n_rows for n_rows in (1, 8)]
+    assert over_plain == pytest.approx([1.5 / 1.1, 1.5 / 2], rel=0.01)
