@@ -115,9 +115,15 @@ class StepTimes:
     def seconds(self, n_rows: int, least: int = 1) -> np.ndarray:
         """Seconds by width [N + 1] of a step after its draft; `least` is the width without one."""
         forward = self.forwards[n_rows - 1]
-        seconds = (forward + OUTSIDE_S[1]) * self.drafting[n_rows - 1] * self.ratios[n_rows - 1]
+        seconds = (forward + OUTSIDE_S[1]) * self._drafting(n_rows) * self.ratios[n_rows - 1]
         seconds[: least + 1] = forward[: least + 1] + OUTSIDE_S[0]
         return seconds
+
+    def _drafting(self, n_rows: int) -> float:
+        """The ratio of all widths with a draft: that of the nearest number of rows that steps were drafted with."""
+        if not self.counts[n_rows - 1, 0] and (tried := np.flatnonzero(self.counts[:, 0])).size:
+            return self.drafting[tried[np.abs(tried - (n_rows - 1)).argmin()]]
+        return self.drafting[n_rows - 1]
 
     def rate(self, n_rows: int, least: int = 1) -> float:
         """Tokens per second of late."""
@@ -176,6 +182,7 @@ class StepTimes:
             if not self.slowness.is_shared:
                 self.slowness.count(ratio, 1.0)
         else:
+            self.drafting[n] = self._drafting(n_rows)
             self.counts[n, width] = min(self.counts[n, width] + 1, MOST_WIDTH_STEPS)
             self.counts[n, 0] = min(self.counts[n, 0] + 1, MOST_WIDTH_STEPS)
             change = ratio / self.slowness.value
