@@ -378,6 +378,17 @@ def test_the_state_before_a_root_moves_with_its_row(first):
     torch.testing.assert_close(target.logits_of(method.finals[:2]), expected[[2, 1]], atol=1e-4, rtol=1e-4)
 
 
+def assert_same_memories(one: Spire, other: Spire, n_rows: int) -> None:
+    """What both keep of their first rows is the same; the last slot takes what is thrown away."""
+    kept = other.slots.positions[:n_rows, :-1]
+    assert torch.equal(one.slots.positions[:n_rows, :-1], kept)
+    own = (kept >= 0)[:, None, :, None]
+    for here, there in zip(one.slots.stores, other.slots.stores, strict=True):
+        for mine, theirs in ((here.keys, there.keys), (here.values, there.values)):
+            torch.testing.assert_close(mine[:n_rows, :, :-1] * own, theirs[:n_rows, :, :-1] * own, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(one.finals[:n_rows], other.finals[:n_rows], atol=1e-5, rtol=1e-4)
+
+
 def test_prompts_that_are_read_later_stand_where_those_stand_that_are_read_at_once():
     """Three rows join, then one more, and one of the first leaves, so that the last one is between those of before."""
     target, drafter = make(**INPUTS[4])
@@ -396,13 +407,7 @@ def test_prompts_that_are_read_later_stand_where_those_stand_that_are_read_at_on
     for method in (at_once, later):
         method.free(1)
     later._catch_up()
-    kept = at_once.slots.positions[:3, :-1]
-    assert torch.equal(later.slots.positions[:3, :-1], kept)  # the last slot takes what is thrown away
-    for here, there in zip(later.slots.stores, at_once.slots.stores, strict=True):
-        for one, other in ((here.keys, there.keys), (here.values, there.values)):
-            own = (kept >= 0)[:, None, :, None]
-            torch.testing.assert_close(one[:3, :, :-1] * own, other[:3, :, :-1] * own, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(later.finals[:3], at_once.finals[:3], atol=1e-5, rtol=1e-4)
+    assert_same_memories(later, at_once, 3)
 
 
 @pytest.mark.parametrize("options", [INPUTS[4], {}], ids=str)
@@ -425,12 +430,7 @@ def test_where_steps_skipped_the_drafter_it_reads_prompts_before_what_was_writte
             method.observe(context, tree, output, Verified(none[:, None], none, none))
             cache.keep(1)
         method._catch_up()
-    kept = at_once.slots.positions[:2, :-1]
-    assert torch.equal(later.slots.positions[:2, :-1], kept)
-    for here, there in zip(later.slots.stores, at_once.slots.stores, strict=True):
-        own = (kept >= 0)[:, None, :, None]
-        torch.testing.assert_close(here.keys[:2, :, :-1] * own, there.keys[:2, :, :-1] * own, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(later.finals, at_once.finals, atol=1e-5, rtol=1e-4)
+    assert_same_memories(later, at_once, 2)
 
 
 def test_gamma_longer_than_the_window_is_refused():
