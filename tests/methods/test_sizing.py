@@ -420,9 +420,9 @@ def test_rows_that_nothing_was_drafted_with_start_from_the_same_ratio_as_their_n
     """Steps of two rows take twice what was guessed, so those of three may, too."""
     times = StepTimes(4)
     times.start(ForwardTimes([1, 2, 4], [1.0, 1.1, 1.3]), ForwardTimes([1, 2, 4], [2.0, 4.0, 8.0]), 3)
-    before = [times.seconds(n_rows)[4] for n_rows in (2, 3)]
+    guessed, before = times.seconds(2)[2], [times.seconds(n_rows)[4] for n_rows in (2, 3)]
     for _ in range(100):
-        times.count(2, 2, 1, (0.0, 2 * before[0] / times.seconds(2)[4] * times.seconds(2)[2]), (2, 2))
+        times.count(2, 2, 1, (0.0, 2 * guessed), (2, 2))
     learnt = [times.seconds(n_rows)[4] for n_rows in (2, 3)]
     assert learnt[0] > 1.2 * before[0]
     assert learnt[1] / before[1] == pytest.approx(learnt[0] / before[0])
