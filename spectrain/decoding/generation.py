@@ -20,7 +20,9 @@ class Choice:
     """The method that drafts a step, of several."""
 
     method: str
-    why: str  # "first": it is not known well enough yet; "trial": whether it is faster by now; "fastest"
+    # "first": it is not known well enough yet; "trial": whether it is faster by now; "fastest"; "loss": plain decoding
+    # until methods may lose time again.
+    why: str
     speed: float | None = None  # over that of plain decoding, as it was known when it was chosen
 
 

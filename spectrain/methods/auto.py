@@ -8,8 +8,11 @@ is also tried for a few steps now and then, and the more seldom the slower it wa
 TRIAL_SHARE of the time and, where the best arm gains on plain decoding, GAIN_SHARE of that gain: MOST_TRIAL_SHARE at
 most, for each arm. What a trial takes beside its steps is measured. An arm that reads states rests for a generation if
 its next trial is far away. Plain decoding is always an arm, and runs TRIAL_STEPS in ANCHOR_STEPS to say how slow the
-machine is, or three times as many as seldom. So a method that does not pay costs little more than plain decoding,
-whatever the text, the batch or the machine.
+machine is, or three times as many as seldom.
+
+What speeds are estimated from may be wrong for a while, so an `Allowance` bounds what methods lose against plain
+decoding, whatever the text, the batch or the machine: once it is used up, plain steps run until it has grown again (a
+conservative bandit: Wu et al. 2016).
 
 Every method with `max_nodes=auto` runs under it, as the only one beside plain decoding.
 
@@ -19,6 +22,7 @@ Letters: n active rows, C captured layers.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +56,8 @@ LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what lo
 MOST_BETWEEN = 2**14  # steps between two trials of an arm
 EXTRA_TRIALS = 3  # over which what trials take beside their steps is averaged
 RESTING = 512  # an arm that reads states rests for a generation if its next trial is more steps away
+ALLOWED_SHARE = 0.02  # of the time, that methods may lose against plain decoding
+FIRST_ALLOWED, MOST_ALLOWED = 24.0, 48.0  # plain steps, that they may lose at first, and that gains are saved up to
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,23 @@ METHODS = {
 def build(target: TargetModel, methods: Mapping[str, Drafter], covers: Mapping[str, Covers]) -> Auto:
     """The method over others that the registry has built."""
     return Auto(methods, covers)
+
+
+class Allowance:
+    """Plain steps that methods may still lose against plain decoding. They lose at most MOST_ALLOWED + ALLOWED_SHARE x n
+    of any n steps, up to what one block may lose."""
+
+    def __init__(self) -> None:
+        self.left = FIRST_ALLOWED
+
+    def count(self, gained: float, spent: float) -> None:
+        """What so many plain steps would have gained took as long as `spent` of them."""
+        self.left = min(self.left + gained - (1 - ALLOWED_SHARE) * spent, MOST_ALLOWED)
+
+    @property
+    def steps_to_wait(self) -> int:
+        """Plain steps after which something may be lost again."""
+        return math.ceil(max(0.0, -self.left) / ALLOWED_SHARE)
 
 
 @dataclass(eq=False)
@@ -129,6 +152,7 @@ class Auto(Drafter):
         # timed their number, seconds and tokens of a row.
         self._left, self._untimed, self._began = 0, 0, 0.0
         self._n_timed, self._seconds_timed, self._tokens_timed = 0, 0.0, 0.0
+        self.allowance = Allowance()
         self._extra: float | None = None  # what this trial has taken so far beside its steps, see `Arm`; None: no trial
         self._layers = self.capture_layers  # of this generation
 
@@ -197,15 +221,20 @@ class Auto(Drafter):
         if self.active.drafter is not None:
             self.active.drafter.extend(context, emitted, asked)
         plain_steps = (time.perf_counter() - self._began) / self.plain_s[len(emitted) - 1]  # in whose time it ran
-        if self._extra is not None:
-            cost = self._cost(self.active, len(emitted))
-            self._extra += min(plain_steps / self.times.slowness.value, DISTURBED * cost) - cost
+        gained = sum(map(len, emitted)) / len(emitted)
+        if self.active.drafter is None:
+            self.allowance.count(1.0, 1.0)
+        elif cost := self._cost(self.active, len(emitted)):  # the first steps ever write programs
+            spent = min(plain_steps / self.times.slowness.value, DISTURBED * cost)
+            self.allowance.count(gained, spent)
+            if self._extra is not None:
+                self._extra += spent - cost
         if self._untimed:
             self._untimed -= 1
             return
         self._n_timed += 1
         self._seconds_timed += plain_steps
-        self._tokens_timed += sum(map(len, emitted)) / len(emitted)
+        self._tokens_timed += gained
 
     def free(self, row: int) -> None:
         self._end_block()
@@ -248,7 +277,8 @@ class Auto(Drafter):
         best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
         new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]
         due = [arm for arm in self.choices if arm is not best and arm.next_trial <= self.n_steps]
-        if not self.times.slowness.is_known:  # what all others are compared with comes first
+        wait = self.allowance.steps_to_wait
+        if not self.times.slowness.is_known or wait:  # what all others are compared with comes first
             best, due = self.plain, []
         elif new:
             best, due = min(new, key=lambda arm: arm.n_steps), []
@@ -261,7 +291,7 @@ class Auto(Drafter):
         if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
             trials = [other.next_trial for other in self.choices if other is not arm]
             next_trial = min(trials, default=self.n_steps + PLAIN_STEPS)
-            self._left = min(max(next_trial - self.n_steps, TRIAL_STEPS), PLAIN_STEPS)
+            self._left = min(max(next_trial - self.n_steps, wait, TRIAL_STEPS), PLAIN_STEPS)
         if not self.times.slowness.is_known or (arm.drafter is not None and not arm.n_steps):
             self._left, self._untimed = WARM_UP_STEPS, WARM_UP_STEPS // 2
         self.n_steps += self._left
@@ -269,13 +299,16 @@ class Auto(Drafter):
         if arm is not before:
             before.known, self.active, began = list(context.n_tokens), arm, time.perf_counter()
             self._catch_up(arm, context)
-            if due and self._cost(arm, context.n_rows):  # the first steps ever write programs
+            if self._cost(arm, context.n_rows):  # the first steps ever write programs
                 plain_steps = (time.perf_counter() - began) / self.plain_s[context.n_rows - 1]
-                self._extra = plain_steps / self.times.slowness.value
+                spent = plain_steps / self.times.slowness.value
+                self.allowance.count(0.0, spent)
+                self._extra = spent if due else None
         elif self._joined and arm.sizer is not None:
             arm.sizer.resume()
         self._joined = False
-        why = "trial" if due else "first" if arm in new or not self.times.slowness.is_known else "fastest"
+        is_first = not self.times.slowness.is_known or (arm in new and not wait)
+        why = "trial" if due else "first" if is_first else "loss" if wait else "fastest"
         self.choice = Choice(arm.name, why, speeds[arm] if speeds[arm] < float("inf") else None)
 
     def _not_covered(self) -> list[Arm]:

@@ -71,7 +71,15 @@ def methods_of(found: list[Generation]) -> set[str]:
     return {one.method for one in choices_of(found)}
 
 
-class Shuffled(Auto):
+class Spending(Auto):
+    """Methods may lose any time against plain decoding."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.allowance.count = lambda gained, spent: None
+
+
+class Shuffled(Spending):
     """Every block runs an arm by lot, whatever is fast."""
 
     def __init__(self, methods, seed: int = 0, lengths: tuple[int, ...] = (1, 2, 5)):
@@ -119,7 +127,7 @@ def test_a_method_that_slept_drafts_what_it_drafts_where_it_never_slept(artifact
             super().propose(context)
             return DraftTree.root_only(context.roots)
 
-    class OneByOne(Auto):
+    class OneByOne(Spending):
         def _choose(self, context):
             self.arms[-1].next_trial = 10**9  # plain decoding never runs
             self.times.slowness.is_known = True
@@ -175,7 +183,7 @@ def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artif
     """Rows of unequal length, longer than the window; what stands behind the shorter one is no text."""
     target, texts = artifacts.target, random_prompts([60, 25], seed=4)
 
-    class First(Auto):
+    class First(Spending):
         def _speed(self, arm, n_rows):
             return float(arm is self.arms[0])
 
@@ -249,7 +257,7 @@ def test_a_method_runs_where_it_is_fast_and_hardly_where_it_is_not(artifacts, mo
 def test_methods_that_beat_plain_decoding_take_turns_and_then_the_faster_one_runs(artifacts, speeds):
     target, names = artifacts.target, ("pld", "logitspec")
 
-    class Known(Auto):
+    class Known(Spending):
         def _speed(self, arm, n_rows):
             return dict(zip(names, speeds, strict=True)).get(arm.name, 1.0) if arm.n_steps or not arm.drafter else inf
 
@@ -285,7 +293,7 @@ def test_what_a_trial_takes_beside_its_steps_is_measured_and_delays_the_next_one
     """Its drafter catches up for thirty plain steps."""
     target, name = artifacts.target, "pld"
 
-    class Slow(Auto):
+    class Slow(Spending):
         def _speed(self, arm, n_rows):
             return 1.0 if arm.drafter is None else 0.9
 
@@ -303,6 +311,52 @@ def test_what_a_trial_takes_beside_its_steps_is_measured_and_delays_the_next_one
     assert 27 < arm.extra.value < 90
     waited = drafter._steps_between(arm, 0.9, 1.0, one_row)
     assert waited * auto.TRIAL_SHARE == pytest.approx(arm.extra.value, rel=0.2)
+
+
+def test_an_allowance_bounds_what_any_row_of_steps_loses():
+    """Drafts gain or lose by lot; nothing runs but plain decoding while there is to wait."""
+    random, allowance, total = Random(0), auto.Allowance(), [0.0]
+    for gain in (0.5, -0.5, 2.0, -1.0):  # on average, for a long while
+        for _ in range(2000):
+            waits = allowance.steps_to_wait
+            gained = 1.0 if waits else 1 + gain + random.uniform(-0.5, 0.5)
+            allowance.count(gained, 1.0)
+            total.append(total[-1] + gained - 1)
+            assert not waits or allowance.steps_to_wait == waits - 1
+    for first in range(0, len(total), 25):
+        for end in range(first + 25, len(total), 25):
+            lost = total[first] - total[end]
+            assert lost <= auto.MOST_ALLOWED + auto.ALLOWED_SHARE * (end - first) + 1.5
+    assert total[2000] > 900
+    assert total[4000] < total[2000] - 50  # what it may lose is spent
+
+
+def test_a_method_that_seems_fast_but_loses_is_stopped(artifacts, monkeypatch):
+    """Its drafts are wrong and take three plain steps; the estimate, which says otherwise, never learns."""
+    monkeypatch.setattr(auto, "times_of", lambda target, n: (auto_times(), auto_times(), 1))
+    target, asked = artifacts.target, prompts() * 6
+    plain = generate(target, Autoregressive(), asked, 60, stop_token_ids=())
+    score = target.score
+
+    def slow(*arguments):
+        time.sleep(0.003)
+        return score(*arguments)
+
+    monkeypatch.setattr(target, "score", slow)
+
+    class Misled(Auto):
+        def _speed(self, arm, n_rows):
+            return 1.0 if arm.drafter is None else 2.0 if arm.n_steps else inf
+
+    texts = [prompt + one.tokens for prompt, one in zip(asked, plain, strict=True)]
+    drafter = Oracle(texts, False, 0.009)
+    chosen = Misled({"oracle": drafter})
+    found = generate(target, chosen, asked, 60, stop_token_ids=())
+    steps = sum(one.target_forwards for one in found)
+    lost = 3 * drafter.n_steps
+    allowed = auto.FIRST_ALLOWED + auto.ALLOWED_SHARE * (steps + lost)
+    assert allowed / 3 < lost < 2 * allowed + 3 * auto.BLOCK_STEPS
+    assert "loss" in {one.why for one in choices_of(found)}
 
 
 def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifacts):

@@ -162,7 +162,9 @@ def page() -> Page:
 def test_the_page_shows_which_method_drafted_which_steps_and_why():
     results = fake_results(["autoregressive", "pld", "auto"])
     trial = {"share": 0.1, "why": {"trial": 1.0}, "speed": None}
-    results["methods"]["auto"]["ran"] = {"spire": {"share": 0.9, "why": {"first": 0.25}, "speed": 1.5}, "pld": trial}
+    results["methods"]["auto"]["ran"] = {"spire": {"share": 0.7, "why": {"first": 0.25}, "speed": 1.5}, "pld": trial}
+    plain = {"share": 0.2, "why": {"loss": 0.5}, "speed": 1.0}
+    results["methods"]["auto"]["ran"]["autoregressive"] = plain
     rows = fake_rows(results)
     for row in rows:
         if row["method"] == "auto":
@@ -171,8 +173,9 @@ def test_the_page_shows_which_method_drafted_which_steps_and_why():
         elif row["method"] == "pld":  # beside plain decoding alone: nothing to draw
             row["choices"] = [{"method": "pld", "why": "fastest", "speed": 1.25, "steps": 4}]
     page = Page(rendered(results, rows))
-    assert "auto spire 90.0 % 25.0 % 0.0 % 1.50" in page.text
-    assert "auto pld 10.0 % 0.0 % 100.0 % –" in page.text
+    assert "auto spire 70.0 % 25.0 % 0.0 % 0.0 % 1.50" in page.text
+    assert "auto pld 10.0 % 0.0 % 100.0 % 0.0 % –" in page.text
+    assert "auto autoregressive 20.0 % 0.0 % 0.0 % 50.0 % 1.00" in page.text
     assert page.text.count("question by question") == 1
     titles = [value for name, value in page.attributes if name == "title"]
     assert titles.count("spire, first, 9 steps") == titles.count("pld, trial, 4 steps, 1.25 times plain decoding") == 2
