@@ -296,7 +296,8 @@ class Spire(ChainDrafter):
             captured, positions = captured.clone(), positions.clone()
         config = self.drafter.config
         if len(self._missed) == config.window_tokens:
-            if min(context.n_tokens) > config.sink_tokens + config.window_tokens:
+            of = [n for n, own in zip(context.n_tokens, self._missed[0].of, strict=True) if own >= 0]
+            if min(of) > config.sink_tokens + config.window_tokens:
                 self._missed.popleft()  # it is no sink, and no window reaches back to it
             else:
                 self._catch_up()
