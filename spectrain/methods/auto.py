@@ -58,6 +58,7 @@ EXTRA_TRIALS = 3  # over which what trials take beside their steps is averaged
 RESTING = 512  # an arm that reads states rests for a generation if its next trial is more steps away
 ALLOWED_SHARE = 0.02  # of the time, that methods may lose against plain decoding
 FIRST_ALLOWED, MOST_ALLOWED = 24.0, 48.0  # plain steps, that they may lose at first, and that gains are saved up to
+OVERDRAWN = 4.0  # plain steps lost beyond that, which end a block
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,10 @@ class Auto(Drafter):
 
     def _rests(self, arm: Arm) -> bool:
         """Whether an arm takes no part in the next generation."""
-        reads = arm.drafter is not None and arm.drafter.capture_layers
-        return bool(reads) and arm is not self.leader and arm.next_trial > self.n_steps - self._left + RESTING
+        if arm.drafter is None or not arm.drafter.capture_layers:
+            return False
+        is_far = arm is not self.leader and arm.next_trial > self.n_steps - self._left + RESTING
+        return is_far or self.allowance.steps_to_wait > RESTING
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.times.start(*times_of(target, cache.max_rows))
@@ -225,16 +228,18 @@ class Auto(Drafter):
         if self.active.drafter is None:
             self.allowance.count(1.0, 1.0)
         elif cost := self._cost(self.active, len(emitted)):  # the first steps ever write programs
-            spent = min(plain_steps / self.times.slowness.value, DISTURBED * cost)
-            self.allowance.count(gained, spent)
+            spent = plain_steps / self.times.slowness.value
+            self.allowance.count(gained, min(spent, DISTURBED**2 * cost))
             if self._extra is not None:
-                self._extra += spent - cost
+                self._extra += min(spent, DISTURBED * cost) - cost
         if self._untimed:
             self._untimed -= 1
-            return
-        self._n_timed += 1
-        self._seconds_timed += plain_steps
-        self._tokens_timed += gained
+        else:
+            self._n_timed += 1
+            self._seconds_timed += plain_steps
+            self._tokens_timed += gained
+        if self.allowance.left < -OVERDRAWN and self.active.drafter is not None:
+            self._end_block()
 
     def free(self, row: int) -> None:
         self._end_block()
@@ -269,26 +274,21 @@ class Auto(Drafter):
         """Choose the arm of the next block."""
         before = self.active
         self._end_block()
-        speeds = {arm: self._speed(arm, context.n_rows) for arm in self.choices}
-        for arm in self.choices:
-            if not arm.n_steps and not arm.next_trial and speeds[arm] < 1:
-                arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], 1.0, context)
-        hopes = {arm: self._hoped(arm, speed, context.n_rows) for arm, speed in speeds.items()}
-        best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
-        new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]
-        due = [arm for arm in self.choices if arm is not best and arm.next_trial <= self.n_steps]
         wait = self.allowance.steps_to_wait
-        if not self.times.slowness.is_known or wait:  # what all others are compared with comes first
-            best, due = self.plain, []
-        elif new:
-            best, due = min(new, key=lambda arm: arm.n_steps), []
-        arm = min(due, key=lambda arm: arm.next_trial) if due else best
-        arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], speeds[best], context)
+        if not self.times.slowness.is_known:  # what all others are compared with comes first
+            arm, why, speed = self.plain, "first", 1.0
+        elif wait:
+            arm, why, speed = self.plain, "loss", 1.0
+        else:
+            arm, why, speed = self._compared(context)
+        is_trial = why == "trial"
+        if arm.drafter is None:
+            arm.next_trial = self.n_steps + self._steps_between(arm, 1.0, 1.0, context)
         # The first step of a method, or of new rows, also reads what came before.
-        self._left, self._untimed = TRIAL_STEPS if due else BLOCK_STEPS, int(arm is not before or self._joined)
-        if due and arm.drafter is None and self._is_short(context):
+        self._left, self._untimed = TRIAL_STEPS if is_trial else BLOCK_STEPS, int(arm is not before or self._joined)
+        if is_trial and arm.drafter is None and self._is_short(context):
             self._left, self._untimed = ANCHOR_OF_SHORT * TRIAL_STEPS, TRIAL_STEPS
-        if arm.drafter is None and not due:  # nothing is learnt of the others before the next trial
+        if arm.drafter is None and not is_trial:  # nothing is learnt of the others before the next trial
             trials = [other.next_trial for other in self.choices if other is not arm]
             next_trial = min(trials, default=self.n_steps + PLAIN_STEPS)
             self._left = min(max(next_trial - self.n_steps, wait, TRIAL_STEPS), PLAIN_STEPS)
@@ -303,13 +303,31 @@ class Auto(Drafter):
                 plain_steps = (time.perf_counter() - began) / self.plain_s[context.n_rows - 1]
                 spent = plain_steps / self.times.slowness.value
                 self.allowance.count(0.0, spent)
-                self._extra = spent if due else None
+                self._extra = spent if is_trial else None
         elif self._joined and arm.sizer is not None:
             arm.sizer.resume()
         self._joined = False
-        is_first = not self.times.slowness.is_known or (arm in new and not wait)
-        why = "trial" if due else "first" if is_first else "loss" if wait else "fastest"
-        self.choice = Choice(arm.name, why, speeds[arm] if speeds[arm] < float("inf") else None)
+        self.choice = Choice(arm.name, why, speed if speed < float("inf") else None)
+
+    def _compared(self, context: Context) -> tuple[Arm, str, float]:
+        """Compare the arms. Return the next one, why it runs, and its speed."""
+        speeds = {arm: self._speed(arm, context.n_rows) for arm in self.choices}
+        for arm in self.choices:
+            if not arm.n_steps and not arm.next_trial and speeds[arm] < 1:
+                arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], 1.0, context)
+        hopes = {arm: self._hoped(arm, speed, context.n_rows) for arm, speed in speeds.items()}
+        best = self.leader = max(self.choices, key=lambda arm: hopes[arm] * (LEAD if arm is self.leader else 1))
+        new = [arm for arm in self.choices if arm.n_steps < SETTLED_STEPS and speeds[arm] > 1]
+        due = [arm for arm in self.choices if arm is not best and arm.next_trial <= self.n_steps]
+        if new:
+            arm, why = min(new, key=lambda arm: arm.n_steps), "first"
+            best = arm
+        elif due:
+            arm, why = min(due, key=lambda arm: arm.next_trial), "trial"
+        else:
+            arm, why = best, "fastest"
+        arm.next_trial = self.n_steps + self._steps_between(arm, speeds[arm], speeds[best], context)
+        return arm, why, speeds[arm]
 
     def _not_covered(self) -> list[Arm]:
         """The arms that may be the fastest on this target, and do not rest."""
