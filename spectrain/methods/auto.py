@@ -55,7 +55,7 @@ SETTLED_STEPS = 24  # of an arm, before it is judged against faster ones
 LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what looking up costs
 MOST_BETWEEN = 2**14  # steps between two trials of an arm
 EXTRA_TRIALS = 3  # over which what trials take beside their steps is averaged
-RESTING = 512  # an arm that reads states rests for a generation if its next trial is more steps away
+RESTING = 512  # an arm that reads states rests for a generation if its next trial is more steps away, or after a loss
 ALLOWED_SHARE = 0.02  # of the time, that methods may lose against plain decoding
 FIRST_ALLOWED, MOST_ALLOWED = 24.0, 48.0  # plain steps, that they may lose at first, and that gains are saved up to
 OVERDRAWN = 4.0  # plain steps lost beyond that, which end a block
@@ -87,8 +87,10 @@ def build(target: TargetModel, methods: Mapping[str, Drafter], covers: Mapping[s
 
 
 class Allowance:
-    """Plain steps that methods may still lose against plain decoding. They lose at most MOST_ALLOWED + ALLOWED_SHARE x n
-    of any n steps, up to what one block may lose."""
+    """Plain steps that methods may still lose against plain decoding.
+
+    In any n plain steps' time they lose at most MOST_ALLOWED + ALLOWED_SHARE x n, and what one step takes.
+    """
 
     def __init__(self) -> None:
         self.left = FIRST_ALLOWED
@@ -167,7 +169,7 @@ class Auto(Drafter):
         if arm.drafter is None or not arm.drafter.capture_layers:
             return False
         is_far = arm is not self.leader and arm.next_trial > self.n_steps - self._left + RESTING
-        return is_far or self.allowance.steps_to_wait > RESTING
+        return is_far or self.allowance.steps_to_wait > 0
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.times.start(*times_of(target, cache.max_rows))

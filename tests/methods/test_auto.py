@@ -362,7 +362,7 @@ def test_a_method_that_seems_fast_but_loses_is_stopped(artifacts, monkeypatch):
 def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifacts):
     target = artifacts.target
     plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
-    drafter = Auto({name: fixed(name, artifacts) for name in ("spire", "pld")})
+    drafter = Spending({name: fixed(name, artifacts) for name in ("spire", "pld")})
     spire, layers = drafter.arms[0], drafter.capture_layers
     assert layers
     for far, expected in ((auto.RESTING, layers), (auto.RESTING + 1, ()), (1, layers)):
@@ -378,6 +378,8 @@ def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifa
         generate(target, drafter, prompts()[:1], 4)
         assert drafter.capture_layers == layers
         assert (spire in drafter.choices) == bool(expected)
+    drafter.leader, drafter.allowance.left = spire, -0.1  # after a loss, all rest
+    assert drafter.capture_layers == ()
 
 
 @pytest.mark.parametrize(("dear", "tried"), [(1.4, True), (2.5, False)])
