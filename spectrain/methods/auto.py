@@ -198,13 +198,15 @@ class Auto(Drafter):
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
         self._end_block()
-        self.n_rows, self._joined = rows.stop, True
+        self.n_rows, self._joined, began = rows.stop, True, time.perf_counter()
         for arm, drafter in self.drafters:
             if arm not in self.choices:
                 continue
             if arm is self.active or not drafter.joins_late:
                 drafter.prefill(context, self._seen_by(drafter, output), rows)
                 arm.known += [context.n_tokens[row] for row in rows]
+        if any(arm.n_steps for arm, _ in self.drafters):  # the first steps ever write programs
+            self.allowance.count(0.0, self._plain_steps(began))
 
     def propose(self, context: Context) -> DraftTree:
         if self._left == 0:
@@ -215,22 +217,23 @@ class Auto(Drafter):
         return DraftTree.root_only(context.roots) if drafter is None else drafter.propose(context)
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
-        active = self.active.drafter
+        active, began = self.active.drafter, time.perf_counter()
         for arm in self.choices:
             drafter = arm.drafter
             if drafter is not None and drafter is not active and drafter.capture_layers:
                 drafter.watch(context, self._seen_by(drafter, output), verified)
+        if active is None:  # what those that sleep cost a plain step
+            self.allowance.count(0.0, self._plain_steps(began))
         return active and active.observe(context, tree, self._seen_by(active, output), verified)
 
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
         if self.active.drafter is not None:
             self.active.drafter.extend(context, emitted, asked)
-        plain_steps = (time.perf_counter() - self._began) / self.plain_s[len(emitted) - 1]  # in whose time it ran
+        spent = self._plain_steps(self._began)
         gained = sum(map(len, emitted)) / len(emitted)
         if self.active.drafter is None:
             self.allowance.count(1.0, 1.0)
         elif cost := self._cost(self.active, len(emitted)):  # the first steps ever write programs
-            spent = plain_steps / self.times.slowness.value
             self.allowance.count(gained, min(spent, DISTURBED**2 * cost))
             if self._extra is not None:
                 self._extra += min(spent, DISTURBED * cost) - cost
@@ -238,7 +241,7 @@ class Auto(Drafter):
             self._untimed -= 1
         else:
             self._n_timed += 1
-            self._seconds_timed += plain_steps
+            self._seconds_timed += spent * self.times.slowness.value
             self._tokens_timed += gained
         if self.allowance.left < -OVERDRAWN and self.active.drafter is not None:
             self._end_block()
@@ -255,6 +258,10 @@ class Auto(Drafter):
                     drafter.free(one)
                 arm.known = []
         self.n_rows -= 1
+
+    def _plain_steps(self, began: float) -> float:
+        """Plain steps that would have taken the time since then."""
+        return (time.perf_counter() - began) / self.plain_s[self.n_rows - 1] / self.times.slowness.value
 
     def _end_block(self) -> None:
         """Count the block, which may end before its time."""
@@ -302,8 +309,7 @@ class Auto(Drafter):
             before.known, self.active, began = list(context.n_tokens), arm, time.perf_counter()
             self._catch_up(arm, context)
             if self._cost(arm, context.n_rows):  # the first steps ever write programs
-                plain_steps = (time.perf_counter() - began) / self.plain_s[context.n_rows - 1]
-                spent = plain_steps / self.times.slowness.value
+                spent = self._plain_steps(began)
                 self.allowance.count(0.0, spent)
                 self._extra = spent if is_trial else None
         elif self._joined and arm.sizer is not None:
