@@ -1,5 +1,7 @@
 """Methods take turns on each question; turns of a conversation follow one another; failures stay where they are."""
 
+import gc
+
 import pytest
 
 from spectrain.decoding import TargetModel, generate
@@ -125,3 +127,19 @@ def test_warm_up_is_short_and_not_counted(target):
     calls = []
     benchmark(target, questions(2), {"a": Recorder("a", calls, target)}, n_new=50).warm_up()
     assert calls == [("a", [0], 50)] * 2  # 64 tokens, but no more than are asked for
+
+
+def test_answers_are_not_interrupted_by_a_search_for_garbage_in_what_was_loaded_before(target, tmp_path):
+    frozen = []
+
+    class Watched(Recorder):
+        def __call__(self, *arguments, **options):
+            frozen.append(gc.get_freeze_count())
+            return super().__call__(*arguments, **options)
+
+    benchmark(target, questions(2), {"a": Watched("a", [], target)}).run(tmp_path / "questions.jsonl")
+    warm_ups, answers = frozen[:2], frozen[2:]
+    assert warm_ups == [0, 0]
+    assert len(answers) == 2
+    assert min(answers) > 10_000
+    assert gc.get_freeze_count() == 0
