@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, Verified, generate
+from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified, generate
 from spectrain.decoding.errors import UserError
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
 from spectrain.methods import spire
@@ -430,6 +430,45 @@ def test_where_steps_skipped_the_drafter_it_reads_prompts_before_what_was_writte
             method.observe(context, tree, output, Verified(none[:, None], none, none))
             cache.keep(1)
         method._catch_up()
+    assert_same_memories(later, at_once, 2)
+
+
+def test_a_text_that_joined_later_does_not_make_the_states_of_longer_ones_be_read(monkeypatch):
+    """Twelve steps of a window of eight; a short text joins in the middle, and all is kept as if read at once."""
+    _, drafter = make(**INPUTS[4])
+    at_once, later, calls = Spire(drafter), Spire(drafter), []
+    for method in (at_once, later):
+        method.start(SimpleNamespace(**_facts(drafter)), KVCache(max_rows=2))
+    monkeypatch.setattr(later, "_catch_up", lambda: calls.append(len(later._missed)) or Spire._catch_up(later))
+    width, n_tokens = (drafter.config.n_layer + 1, drafter.config.shape.hidden_size), []
+    none = Verified(torch.zeros(2, 1, dtype=torch.long), *(torch.zeros(2, dtype=torch.long) for _ in range(2)))
+
+    def joins(length: int) -> None:
+        rows = range(len(n_tokens), len(n_tokens) + 1)
+        n_tokens.append(length)
+        positions = later.read_of_prompts(torch.tensor([length - 1]))
+        output = TargetOutput(None, torch.randn(*positions.shape, *width), positions)
+        context = SimpleNamespace(n_rows=len(n_tokens), n_tokens=n_tokens, lengths=torch.tensor(n_tokens))
+        for method in (at_once, later):
+            method.prefill(context, output, rows)
+
+    joins(20)
+    for step in range(12):
+        if step == 4:
+            joins(3)
+        positions = torch.tensor(n_tokens)[:, None] - 1
+        output = TargetOutput(None, torch.randn(*positions.shape, *width), positions)
+        n_tokens = [n + 1 for n in n_tokens]
+        context = SimpleNamespace(n_rows=len(n_tokens), n_tokens=n_tokens)
+        for method in (at_once, later):
+            method.watch(context, output, none)
+        at_once._catch_up()
+    assert calls == []
+    assert len(later._missed) == drafter.config.window_tokens
+    later._catch_up()
+    for method in (at_once, later):  # what no window reaches any more may be anything
+        kept = method.slots.positions
+        kept[(kept >= 1) & (kept < torch.tensor(n_tokens)[:, None] - 1 - drafter.config.window_tokens)] = -1
     assert_same_memories(later, at_once, 2)
 
 
