@@ -263,22 +263,22 @@ def build_method(
     options, kind = plain_options(method), method.get("_artifact_")
     artifacts = {} if artifacts is None else artifacts
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
-    if (more := method.get("_more_")) and options[more] == AUTO:
-        options[more] = artifacts.get(more) or _at_hand(more, target)
-    build = build_function(method)
-    if kind is None:
-        drafter = build(target, **options)
-    else:
+    build, folder = build_function(method), None
+    if kind is not None:
         own, given = options.pop(kind, None), artifacts.get(kind)
         if own and given and own != given:  # of a tuned file, a variant or an exported folder
             log.warning("the method's own %s=%s is used instead of %s", kind, own, given)
         folder = own or given
         if folder is None and options.get("datastore_source", True):
             folder = find_artifact(kind, target)
-        if kind == "head":
-            drafter = _build_with_head(build, target, folder, options, artifacts, sampling)
-        else:
-            drafter = build(target, folder, **options)
+    if (more := method.get("_more_")) and options[more] == AUTO:
+        options[more] = artifacts.get(more) or _at_hand(more, target)
+    if kind is None:
+        drafter = build(target, **options)
+    elif kind == "head":
+        drafter = _build_with_head(build, target, folder, options, artifacts, sampling)
+    else:
+        drafter = build(target, folder, **options)
     is_fixed = target is not None and type(options.get("max_nodes")) is int
     if is_fixed and isinstance(drafter, LookupDrafter) and method.get("_ranks_", True):
         drafter.rank()
@@ -297,6 +297,7 @@ def _to_choose_from(
         UserError: one that is named, or whose folder was given, cannot be built.
     """
     asked, found, models = names(method.methods), {}, {}
+    left_out: dict[str, list[str]] = {}  # names by the reason
     for name in asked or METHODS:
         if name not in method_names() or method_config(name).get("_chooses_"):
             known = (one for one in method_names() if not method_config(one).get("_chooses_"))
@@ -310,16 +311,19 @@ def _to_choose_from(
         except UserError as error:
             if is_chosen:
                 raise
-            log.info("%s is left out: %s", name, error)
+            left_out.setdefault(str(error), []).append(name)
             continue
         drafter = built.arms[0].drafter
         if drafter.max_positions < target.max_positions and not is_chosen:
-            log.info("%s is left out: its context holds %d tokens, the target's more", name, drafter.max_positions)
+            reason = f"the drafter's context holds {drafter.max_positions} tokens, the target's more"
+            left_out.setdefault(reason, []).append(name)
             continue
         model = getattr(drafter, "model", drafter)  # of a tree; its chain is of the same folder and options
         if name in METHODS and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
             model.share(models[type(model)])
         found[name] = drafter
+    for reason, without in left_out.items():
+        log.info("without %s: %s", ", ".join(without), reason)
     return found
 
 
