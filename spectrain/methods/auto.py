@@ -89,7 +89,7 @@ def build(target: TargetModel, methods: Mapping[str, Drafter], covers: Mapping[s
 class Allowance:
     """Plain steps that methods may still lose against plain decoding.
 
-    In any n plain steps' time they lose at most MOST_ALLOWED + ALLOWED_SHARE x n, and what one step takes.
+    In the time of any n plain steps they lose at most MOST_ALLOWED + ALLOWED_SHARE x n + OVERDRAWN, and one step.
     """
 
     def __init__(self) -> None:
