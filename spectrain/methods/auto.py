@@ -55,10 +55,14 @@ SETTLED_STEPS = 24  # of an arm, before it is judged against faster ones
 LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what looking up costs
 MOST_BETWEEN = 2**14  # steps between two trials of an arm
 EXTRA_TRIALS = 3  # over which what trials take beside their steps is averaged
-RESTING = 512  # an arm that reads states rests for a generation if its next trial is more steps away, or after a loss
+RESTING = (
+    512  # an arm that reads states rests for a generation if its next trial is more steps away, or after much was lost
+)
 ALLOWED_SHARE = 0.02  # of the time, that methods may lose against plain decoding
 FIRST_ALLOWED, MOST_ALLOWED = 24.0, 48.0  # plain steps, that they may lose at first, and that gains are saved up to
 OVERDRAWN = 4.0  # plain steps lost beyond that, which end a block
+MOST_DEBT = 10.0  # the most that counts of what was lost beyond it: the machine may have been disturbed, or a text long
+SLEEP_SHARE = 0.01  # of a plain step, the most that counts of what sleeping methods take from it
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def build(target: TargetModel, methods: Mapping[str, Drafter], covers: Mapping[s
 class Allowance:
     """Plain steps that methods may still lose against plain decoding.
 
-    In the time of any n plain steps they lose at most MOST_ALLOWED + ALLOWED_SHARE x n + OVERDRAWN, and one step.
+    In the time of any n plain steps they lose at most MOST_ALLOWED + ALLOWED_SHARE x n + MOST_DEBT, but for what a
+    single event, such as catching up with a long text, takes beyond that.
     """
 
     def __init__(self) -> None:
@@ -97,7 +102,8 @@ class Allowance:
 
     def count(self, gained: float, spent: float) -> None:
         """What so many plain steps would have gained took as long as `spent` of them."""
-        self.left = min(self.left + gained - (1 - ALLOWED_SHARE) * spent, MOST_ALLOWED)
+        left = self.left + gained - (1 - ALLOWED_SHARE) * spent
+        self.left = max(min(left, MOST_ALLOWED), -MOST_DEBT)
 
     @property
     def steps_to_wait(self) -> int:
@@ -169,7 +175,7 @@ class Auto(Drafter):
         if arm.drafter is None or not arm.drafter.capture_layers:
             return False
         is_far = arm is not self.leader and arm.next_trial > self.n_steps - self._left + RESTING
-        return is_far or self.allowance.steps_to_wait > 0
+        return is_far or self.allowance.steps_to_wait > PLAIN_STEPS
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.times.start(*times_of(target, cache.max_rows))
@@ -223,7 +229,7 @@ class Auto(Drafter):
             if drafter is not None and drafter is not active and drafter.capture_layers:
                 drafter.watch(context, self._seen_by(drafter, output), verified)
         if active is None:  # what those that sleep cost a plain step
-            self.allowance.count(0.0, self._plain_steps(began))
+            self.allowance.count(0.0, min(self._plain_steps(began), SLEEP_SHARE))
         return active and active.observe(context, tree, self._seen_by(active, output), verified)
 
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:

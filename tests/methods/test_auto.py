@@ -328,6 +328,11 @@ def test_an_allowance_bounds_what_any_row_of_steps_loses():
             lost = total[first] - total[end]
             assert lost <= auto.MOST_ALLOWED + auto.ALLOWED_SHARE * (end - first) + 1.5
     assert total[2000] > 900
+    allowance.count(0.0, 1e6)  # one disturbed step
+    assert allowance.steps_to_wait == auto.MOST_DEBT / auto.ALLOWED_SHARE
+    allowance.count(0.0, auto.SLEEP_SHARE)
+    allowance.count(1.0, 1.0)
+    assert allowance.steps_to_wait < auto.MOST_DEBT / auto.ALLOWED_SHARE  # it grows beside sleepers
     assert total[4000] < total[2000] - 50  # what it may lose is spent
 
 
@@ -378,8 +383,10 @@ def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifa
         generate(target, drafter, prompts()[:1], 4)
         assert drafter.capture_layers == layers
         assert (spire in drafter.choices) == bool(expected)
-    drafter.leader, drafter.allowance.left = spire, -0.1  # after a loss, all rest
-    assert drafter.capture_layers == ()
+    drafter.leader = spire
+    for left, expected in ((-0.1, layers), (-auto.OVERDRAWN, ())):  # after a loss, all rest
+        drafter.allowance.left = left
+        assert drafter.capture_layers == expected
 
 
 @pytest.mark.parametrize(("dear", "tried"), [(1.4, True), (2.5, False)])
