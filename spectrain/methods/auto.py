@@ -175,7 +175,7 @@ class Auto(Drafter):
         if arm.drafter is None or not arm.drafter.capture_layers:
             return False
         is_far = arm is not self.leader and arm.next_trial > self.n_steps - self._left + RESTING
-        return is_far or self.allowance.steps_to_wait > PLAIN_STEPS
+        return is_far or self.allowance.steps_to_wait > 0
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.times.start(*times_of(target, cache.max_rows))

@@ -384,7 +384,7 @@ def test_a_method_whose_next_trial_is_far_away_reads_no_states_until_then(artifa
         assert drafter.capture_layers == layers
         assert (spire in drafter.choices) == bool(expected)
     drafter.leader = spire
-    for left, expected in ((-0.1, layers), (-auto.OVERDRAWN, ())):  # after a loss, all rest
+    for left, expected in ((0.1, layers), (-0.1, ())):  # after a loss, all rest
         drafter.allowance.left = left
         assert drafter.capture_layers == expected
 
