@@ -52,9 +52,9 @@ class Benchmark:
             log.info("%d of %d answers (one per question and method) are measured already", len(done), len(asked))
         if asked - done:
             self.warm_up()
-        # To look for garbage among what torch and transformers have loaded takes 0.4 s, in whichever answer it falls.
-        gc.collect()
-        gc.freeze()
+            # Searching for garbage among what torch and transformers loaded takes 0.4 s, in whichever answer it falls.
+            gc.collect()
+            gc.freeze()
         try:
             for group in shown(self.groups(done), len(asked - done)):
                 for row in group:

@@ -101,7 +101,7 @@ class Allowance:
         self.left = FIRST_ALLOWED
 
     def count(self, gained: float, spent: float) -> None:
-        """What so many plain steps would have gained took as long as `spent` of them."""
+        """Count a step that gained as much as `gained` plain steps, and took as long as `spent` of them."""
         left = self.left + gained - (1 - ALLOWED_SHARE) * spent
         self.left = max(min(left, MOST_ALLOWED), -MOST_DEBT)
 

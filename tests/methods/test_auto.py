@@ -231,18 +231,23 @@ class Oracle(Drafter):
         return DraftTree.chain(context.roots, torch.tensor([tokens]), source=Source.INPUT)
 
 
+def slow_down(target, monkeypatch) -> None:
+    """Let a forward be what a step costs."""
+    score = target.score
+
+    def slow(*arguments):
+        time.sleep(0.003)
+        return score(*arguments)
+
+    monkeypatch.setattr(target, "score", slow)
+
+
 @pytest.mark.parametrize(("right", "seconds"), [(True, 0.0), (False, 0.01), (True, 0.05)])
 def test_a_method_runs_where_it_is_fast_and_hardly_where_it_is_not(artifacts, monkeypatch, right, seconds):
     monkeypatch.setattr(auto, "times_of", lambda target, n: (auto_times(), auto_times(), 1))
     target, asked = artifacts.target, prompts() * 3
     plain = generate(target, Autoregressive(), asked, 60, stop_token_ids=())
-    score = target.score
-
-    def slow(*arguments):  # so that a forward is what a step costs
-        time.sleep(0.003)
-        return score(*arguments)
-
-    monkeypatch.setattr(target, "score", slow)
+    slow_down(target, monkeypatch)
     texts = [prompt + one.tokens for prompt, one in zip(asked, plain, strict=True)]
     drafter = Oracle(texts, right, seconds)
     chosen = Auto({"oracle": drafter})
@@ -341,13 +346,7 @@ def test_a_method_that_seems_fast_but_loses_is_stopped(artifacts, monkeypatch):
     monkeypatch.setattr(auto, "times_of", lambda target, n: (auto_times(), auto_times(), 1))
     target, asked = artifacts.target, prompts() * 6
     plain = generate(target, Autoregressive(), asked, 60, stop_token_ids=())
-    score = target.score
-
-    def slow(*arguments):
-        time.sleep(0.003)
-        return score(*arguments)
-
-    monkeypatch.setattr(target, "score", slow)
+    slow_down(target, monkeypatch)
 
     class Misled(Auto):
         def _speed(self, arm, n_rows):

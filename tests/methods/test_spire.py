@@ -379,7 +379,7 @@ def test_the_state_before_a_root_moves_with_its_row(first):
 
 
 def assert_same_memories(one: Spire, other: Spire, n_rows: int) -> None:
-    """What both keep of their first rows is the same; the last slot takes what is thrown away."""
+    """Check that both keep the same of their first rows, without the last slot, which takes what is thrown away."""
     kept = other.slots.positions[:n_rows, :-1]
     assert torch.equal(one.slots.positions[:n_rows, :-1], kept)
     own = (kept >= 0)[:, None, :, None]
