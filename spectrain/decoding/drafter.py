@@ -117,7 +117,7 @@ class Drafter(ABC):
             prompt: a text, or messages ({"role": ..., "content": ...}) for the tokenizer's chat template.
             max_new_tokens: most tokens of the continuation.
             **options: `temperature` (0 is greedy), `top_k`, `top_p`, `min_p` (see `Sampling`), `seed` of the draws,
-                `stop` (a list of texts that end the continuation), and `verification` ("token" or "block").
+                `stop` (a list of texts that end the continuation), and `verification` ("block" or "token").
 
         Raises:
             UserError: the prompt is empty or too long, or an option is unknown or out of range.
@@ -142,7 +142,7 @@ class Drafter(ABC):
         max_new_tokens: int,
         seed: int = 0,
         stop: Sequence[str] = (),
-        verification: str = "token",
+        verification: str = "block",
         **sampling: float,
     ) -> Iterator[Emitted]:
         target = self.target

@@ -70,7 +70,7 @@ def stream(
     batch_size: int | None = 1,
     stop_token_ids: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
-    verification: str = "token",
+    verification: str = "block",
     cache_block_tokens: int = 256,
 ) -> Iterator[Emitted]:
     """Continue each prompt, and yield its tokens as they are accepted.
@@ -90,7 +90,7 @@ def stream(
         batch_size: rows decoded together; None: all prompts.
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
         stop_strings: a text ends with the token that completes one of them; needs the target's tokenizer.
-        verification: "token" or "block": how drafts that were drawn from a q are verified; see `verify`.
+        verification: "block" or "token": how drafts that were drawn from a q are verified; see `verify`.
         cache_block_tokens: the slots of a row in the caches are a multiple of this.
 
     Yields:

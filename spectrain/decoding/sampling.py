@@ -111,18 +111,19 @@ class Sampling:
 
     def _warped(self, logits: Tensor) -> Tensor:
         """The same on a CPU, by a compiled operation: torch would sort the vocabulary for top_p."""
-        probs, work, n_threads = self._room_for(logits)
-        run_alone(n_threads, self._warping(logits, probs, work))
+        probs, work, n_threads = self.room_for(logits)
+        run_alone(n_threads, self.warping(logits, probs, work))
         return probs
 
-    def _room_for(self, logits: Tensor) -> tuple[Tensor, Tensor, int]:
+    def room_for(self, logits: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return where the probabilities of logits [..., V] go, and memory for so many threads to compute them."""
         size = logits.shape[-1]
         n_threads = min(logits.numel() // size, torch.get_num_threads())
         work = torch.empty(n_threads, warping_bytes(size), dtype=torch.uint8)
         return torch.empty_like(logits), work, n_threads
 
-    def _warping(self, logits: Tensor, probs: Tensor, work: Tensor) -> tuple[int, ...]:
+    def warping(self, logits: Tensor, probs: Tensor, work: Tensor) -> tuple[int, ...]:
+        """Return the operation that writes these probabilities, with the memory that `room_for` has found."""
         size = logits.shape[-1]
         rows = logits.data_ptr(), size, probs.data_ptr(), size, logits.numel() // size, size
         return WARP, *rows, self.options.data_ptr(), min(self.top_k, size), work.data_ptr(), work.shape[-1]
@@ -137,9 +138,9 @@ class Sampling:
             return likeliest(logits), None
         if runs_compiled(logits):
             logits = logits.contiguous()
-            probs, work, n_threads = self._room_for(logits)
+            probs, work, n_threads = self.room_for(logits)
             tokens = torch.empty(len(logits), dtype=torch.int64)
-            run_alone(n_threads, self._warping(logits, probs, work), _drawing(probs, uniforms, tokens))
+            run_alone(n_threads, self.warping(logits, probs, work), _drawing(probs, uniforms, tokens))
             return tokens, probs
         probs = self.warp(logits)
         return draw_token(probs, uniforms), probs

@@ -1,7 +1,7 @@
 """The only code that accepts or rejects a draft.
 
 Every rule leaves the text to the target: greedy output equals the target's greedy decoding, and samples follow its
-warped distribution. Chains drawn from a q are judged token by token (Leviathan 2023) or as a block (Sun et al. 2024).
+warped distribution. Chains drawn from a q are judged as a block (Sun et al. 2024) or token by token (Leviathan 2023).
 
 Letters: B rows, N nodes, A = N path entries, V vocabulary; p target, q draft, x_1..x_gamma the drafted
 tokens of a chain (gamma = N - 1).
@@ -77,15 +77,20 @@ def verify(
     if sampling.greedy:
         return _verify_greedy(tree, likeliest(logits) if best is None else best)
     assert tree.probs is None or tree.is_chain, "drafts that were drawn from q are chains; branching is deterministic"
-    if runs_compiled(logits) and (verification == "token" or tree.probs is None):
-        return _judged(tree, logits.contiguous(), sampling, uniforms)
+    if runs_compiled(logits):
+        return _judged(tree, logits.contiguous(), sampling, uniforms, verification)
     if tree.probs is None:
         return _verify_deterministic(tree, logits, sampling, uniforms)
     return _verify_chain(tree, logits, sampling, _numbers(tree, uniforms), verification)
 
 
-def _judged(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms | SharedNoise) -> Verified:
-    """Verify sampled trees on a CPU by one compiled operation, which has the rules of the functions below."""
+def _judged(
+    tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms | SharedNoise, verification: str
+) -> Verified:
+    """Verify sampled trees on a CPU by one compiled operation, which has the rules of the functions below.
+
+    A block is judged by all of its nodes, whose logits all threads warp before.
+    """
     (n_rows, n_nodes), size = tree.shape, logits.shape[-1]
     tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
     q = None if tree.probs is None else tree.probs.contiguous()
@@ -96,13 +101,18 @@ def _judged(tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Unifo
     path, ends = torch.empty_like(tokens), torch.empty(3, n_rows, dtype=torch.int64)
     n_threads = min(n_rows, torch.get_num_threads())
     work = torch.empty(n_threads, warping_bytes(size) + 8 * n_nodes, dtype=torch.uint8)
+    operations, p = [], None
+    if q is not None and verification == "block":
+        p, warping_work, n_threads = sampling.room_for(logits)
+        operations.append(sampling.warping(logits, p, warping_work))
     operation = (
         *(JUDGE, size, n_nodes, n_rows, sampling.options.data_ptr(), min(sampling.top_k, size)),
         *(work.data_ptr(), work.shape[1], logits.data_ptr(), numbers.data_ptr(), numbers.stride(0)),
         *(tokens.data_ptr(), parents.data_ptr(), 0 if probe is None else probe.data_ptr()),
         *(0 if q is None else q.data_ptr(), path.data_ptr(), ends.data_ptr(), int(sampling.shares_noise)),
+        0 if p is None else p.data_ptr(),
     )
-    run_alone(n_threads, operation)
+    run_alone(n_threads, *operations, operation)
     accepted, bonus, used = ends.unbind()
     uniforms.skip(used, 1 + tree.deepest)
     return Verified(path, accepted, bonus)
@@ -248,7 +258,8 @@ def _accept_block(tree: DraftTree, p: Tensor, uniforms: Tensor) -> tuple[Tensor,
     step = torch.arange(1, P.shape[1] + 1, device=P.device)
     at_end = step == tree.drafted.sum(-1, keepdim=True)
     h = torch.where(at_end, P, torch.nn.functional.pad(h, (0, 1)))
-    last = (((uniforms < h) & tree.drafted[:, 1:]) * step).amax(1)
+    # The root stands before, so that a chain without a token has a largest, too.
+    last = torch.nn.functional.pad(((uniforms < h) & tree.drafted[:, 1:]) * step, (1, 0)).amax(1)
     return last, torch.nn.functional.pad(P, (1, 0), value=1.0).gather(1, last[:, None])[:, 0].float()
 
 

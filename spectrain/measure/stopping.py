@@ -208,7 +208,8 @@ def compare_stop_rules(target: TargetModel, search: StopSearch, texts: Sequence[
     counts = simulate_stops(paths, settings, list(modules), *limits)
 
     timed = texts[: options.timed]
-    decode = partial(generate, target, sampling=sampling, seed=options.seed)
+    # Token by token, as `simulate_stops` predicts.
+    decode = partial(generate, target, sampling=sampling, seed=options.seed, verification="token")
     time = partial(time_drafters, decode, timed, options.max_new_tokens, file)
     by_name = {str(setting): setting for setting in settings}
 

@@ -108,18 +108,18 @@ def chain_of(tree: DraftTree, generator: torch.Generator) -> DraftTree:
 
 
 @settings(max_examples=200, deadline=None)
-@given(trees(), st.integers(0, 1000), SAMPLINGS, st.booleans())
-def test_the_compiled_rules_are_those_of_torch(tree, seed, sampling, drawn):
+@given(trees(), st.integers(0, 1000), SAMPLINGS, st.sampled_from(["drawn token", "drawn block", "deterministic"]))
+def test_the_compiled_rules_are_those_of_torch(tree, seed, sampling, kind):
     """The same path, bonus and random numbers, also where a draft is rejected and the residual is drawn from."""
     logits, found = logits_of_paths(tree, seed), []
-    if drawn:
+    if kind.startswith("drawn"):
         tree = chain_of(tree, torch.Generator().manual_seed(seed))
     for compiled in (True, False):
         uniforms = Uniforms([row_generator(seed, row) for row in range(tree.shape[0])])
         with pytest.MonkeyPatch.context() as patch:
             for module in (sampling_module, verify_module):
                 patch.setattr(module, "runs_compiled", lambda values: compiled)  # noqa: B023 read at once
-            verified = verify(tree, logits, sampling, uniforms)
+            verified = verify(tree, logits, sampling, uniforms, "block" if "block" in kind else "token")
         found.append((verified.path, verified.accepted, verified.bonus, uniforms.places))
     for ours, theirs in zip(*found, strict=True):
         assert ours.tolist() == theirs.tolist()

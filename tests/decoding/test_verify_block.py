@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -19,6 +20,13 @@ ANY = Sampling(temperature=1.0)
 # The paper's example, in every context the same: two tokens, a and b. Block accepts 11/9 tokens, token-wise 10/9.
 COIN_P, COIN_Q = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
 A, B = 0, 1
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def operations(request, monkeypatch):
+    """Each test runs with the compiled rule, and with torch's, which judges on a GPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(sys.modules[verify.__module__], "runs_compiled", lambda values: False)
 
 
 def generators(n_rows: int) -> Uniforms:
@@ -44,7 +52,8 @@ def judged(tokens: list[int], p: list[float], q: list[float], n_rows: int, verif
 
 def with_uniforms(monkeypatch, uniforms: list[list[float]]) -> None:
     """The numbers that `verify` is to draw: gamma for the path, then one for the bonus."""
-    monkeypatch.setattr(Uniforms, "take", lambda *_: torch.tensor(uniforms))
+    for read in ("take", "next"):
+        monkeypatch.setattr(Uniforms, read, lambda *_: torch.tensor(uniforms))
 
 
 class TestByHand:
