@@ -28,7 +28,8 @@ GREEDY, T1 = Sampling(), Sampling(temperature=1.0)
 
 
 def write(target, method, contexts, sampling, new_tokens):
-    return generate(target, method, contexts, new_tokens, sampling, batch_size=8, stop_token_ids=())
+    options = {"batch_size": 8, "stop_token_ids": (), "verification": "token"}
+    return generate(target, method, contexts, new_tokens, sampling, **options)
 
 
 def both_sides(target, method, draft, contexts, sampling, new_tokens=20):

@@ -174,7 +174,7 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, opt
         return tree
 
     drafter.propose = spied
-    generate(target, drafter, random_prompts([7, 10]), 40, Sampling(temperature=1.0))
+    generate(target, drafter, random_prompts([7, 10]), 40, Sampling(temperature=1.0), verification="token")
     checked = 0
     for text, (root, *drafted), seen in drafts:
         if (len(text) - 1) % 5 or len(seen) < 4:
