@@ -8,7 +8,8 @@ from pathlib import Path
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
 MADE = {"smollm2": "smollm2-135m"}  # targets that are made at first use (spectrain.models.packages), and their folders
-SHIPPED = ("pystdlib-8l-spire", "smollm2-135m-spire")  # trained drafters that come with spectrain, by their folders
+# Trained drafters and heads that come with spectrain, by their folders.
+SHIPPED = ("pystdlib-8l-spire", "smollm2-135m-spire", "smollm2-135m-head")
 SHIPPED_STORES = ("smollm2-135m-answers",)  # datastores that come with spectrain, by their folders
 PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -52,10 +52,15 @@ def test_a_drafter_of_the_users_own_goes_before_the_shipped_one(bundled, tmp_pat
 def test_each_shipped_folder_has_a_card_with_its_numbers_and_is_small():
     assert [folder.name for folder in shipped_folders(SHIPPED)] == list(SHIPPED)
     for folder in shipped_folders(SHIPPED):
-        trained = json.loads((folder / "spectrain.json").read_text())["trained"]
-        assert trained["tau"], folder
-        card = (folder / "README.md").read_text()
-        assert "Acceptance length tau" in card
+        manifest = json.loads((folder / "spectrain.json").read_text())
+        card, trained = (folder / "README.md").read_text(), manifest["trained"]
+        if manifest["kind"] == "head":
+            assert f"{trained['metrics']['eval/kl_binary']:.4f}" in card
+            drafter = json.loads((folder / "config.json").read_text())["drafter"]["path"]
+            assert drafter in {f"checkpoints/{name}" for name in SHIPPED}
+        else:
+            assert trained["tau"], folder
+            assert "Acceptance length tau" in card
         assert "/tmp" not in card + (folder / "spectrain.json").read_text()
         assert sum(file.stat().st_size for file in folder.iterdir()) < 24e6
 
