@@ -82,7 +82,7 @@ def _chain(logits, q, size, n_drafted, tokens, numbers, weights, rule):
 def _block(p, q, size, n_drafted, tokens, numbers, kept):
     """Sun et al. 2024, Algorithm 2, as `verify._accept_block` has it: return what `_chain` does.
 
-    p and q [N, V] are given by their addresses. `kept` is where P_0 .. P_n are written.
+    p and q [N, V] are given by their addresses. `kept` is where P_0, P_1, .. of the chain are written.
     """
     walk, highest = 0.0, 0.0
     kept[0] = 1.0
@@ -97,9 +97,9 @@ def _block(p, q, size, n_drafted, tokens, numbers, kept):
     while last > 0:
         mass = kept[last]
         h = mass
-        if last < n_drafted:
-            mass_left = _residual(floats(p + 4 * last * size), floats(q + 4 * (last + 1) * size), size, mass)
-            h = 1.0 if mass >= 1.0 else mass_left / (mass_left + 1.0 - mass)
+        if last < n_drafted and mass < 1.0:
+            left = _residual(floats(p + 4 * last * size), floats(q + 4 * (last + 1) * size), size, mass)
+            h = left / (left + 1.0 - mass)
         if float(numbers[last - 1]) < h:
             break
         last -= 1

@@ -123,9 +123,10 @@ def continue_rows(
     """
     contexts = [list(row[: setting.context_tokens]) for row in rows]
     numbers = range(first_number, first_number + len(rows))
+    sampling = Sampling(temperature=setting.temperature)
     options = {"seed": seed, "prompt_numbers": numbers, "batch_size": batch_size, "stop_token_ids": ()}
-    options["verification"] = "token"  # as the papers measure tau
-    return generate(target, drafter, contexts, new_tokens, Sampling(temperature=setting.temperature), **options)
+    # Token by token, as the papers measure tau.
+    return generate(target, drafter, contexts, new_tokens, sampling, verification="token", **options)
 
 
 def counts_of(generations: Sequence[Generation]) -> np.ndarray:

@@ -55,9 +55,7 @@ SETTLED_STEPS = 24  # of an arm, before it is judged against faster ones
 LONG_STEP_S = 4e-3  # of plain decoding, beside which it does not matter what looking up costs
 MOST_BETWEEN = 2**14  # steps between two trials of an arm
 EXTRA_TRIALS = 3  # over which what trials take beside their steps is averaged
-RESTING = (
-    512  # an arm that reads states rests for a generation if its next trial is more steps away, or after much was lost
-)
+RESTING = 512  # an arm that reads states rests for a generation if its next trial is more steps away, or after a loss
 ALLOWED_SHARE = 0.02  # of the time, that methods may lose against plain decoding
 FIRST_ALLOWED, MOST_ALLOWED = 24.0, 48.0  # plain steps, that they may lose at first, and that gains are saved up to
 OVERDRAWN = 4.0  # plain steps lost beyond that, which end a block
