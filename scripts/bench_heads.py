@@ -19,11 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, load_target
+from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, fingerprint, load_target
+from spectrain.decoding.errors import UserError
 from spectrain.measure.statistics import Estimate, median
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
+from spectrain.models.packages import target_path
 from spectrain.stores.rows import open_acceptance
 from spectrain.training.data import TextBatch, TextRows, text_rows
 from spectrain.training.modules import HeadTraining
@@ -32,20 +34,26 @@ from spectrain.training.optim import OptimizerSettings, build_optimizer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="folder or hub id")
+    parser.add_argument("--target", required=True, help="folder, hub id or smollm2")
     parser.add_argument("--drafter", required=True, help="folder of a vanilla drafter")
-    parser.add_argument("--store", required=True, help="folder of data_prep.acceptance")
+    parser.add_argument("--store", required=True, help="labels of this drafter by data_prep.acceptance")
     parser.add_argument("--batch", type=int, default=32, help="rows of a training step")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache of a timed draft step")
     parser.add_argument("--pairs", type=int, default=30, help="pairs of training steps timed")
     parser.add_argument("--draft-pairs", type=int, default=300, help="pairs of draft steps timed")
     args = parser.parse_args()
-    target = load_target(args.target)
-    states = open_drafter(target, "vanilla", args.drafter).states
+    try:
+        target = load_target(target_path(args.target))
+        states = open_drafter(target, "vanilla", args.drafter).states
+        store = open_acceptance(Path(args.store))
+        prints = fingerprint(target.model, target.tokenizer), states.fingerprint()
+        store.check_fits(*prints, None, target.vocab_size)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
     print(f"{args.drafter} for {args.target}, {target.dtype}, {torch.get_num_threads()} threads")
-    rows = TextRows(text_rows(open_acceptance(Path(args.store)).rows, target.max_positions))
+    rows = TextRows(text_rows(store.rows, target.max_positions))
     batches = [rows[list(range(i, i + args.batch))] for i in range(0, len(rows) - args.batch, args.batch)]
-    drafter = DrafterFacts("vanilla", args.drafter, states.fingerprint())
+    drafter = DrafterFacts("vanilla", args.drafter, prints[1])
     for n_blocks in range(5):
         facts = HeadFacts(HeadConfig(states.hidden_size, n_blocks), drafter, Sampling(1.0), 6.0, mixing_share=0.15)
         module = HeadTraining(facts, states, target, OptimizerSettings())
