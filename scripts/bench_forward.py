@@ -1,11 +1,12 @@
-"""Compare one forward of the lean decoder with the modules of transformers, both behind 256 cached tokens, on a CPU.
+"""Compare one forward of the lean decoder with the modules of transformers, both behind cached tokens, on a CPU.
 
-    python scripts/bench_forward.py pystdlib-8l [--dtype float32 --nodes 1,5,16 --threads 2 --turns 12] [--operations]
+    python scripts/bench_forward.py pystdlib-8l [--dtype float32 --nodes 1,5,16 --context 256 --threads 2]
 
 The two take turns of eight forwards. The output is the median of each, and the median over turns of their ratio with
 its 95 % bootstrap interval. A step of a SPIRe drafter follows (two blocks, the whole vocabulary, untrained), in turns
 with a forward of five nodes. With `--operations` also what takes the time: each kind of operation alone. With
-`--prompts 100,900` prompts of so many tokens are read instead, by the kernel alone and by torch, in turns.
+`--prompts 100,900` prompts of so many tokens are read instead, in turns: in pieces, each one program; by torch with our
+kernel for all products; and by torch alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, load_target, weights
+from spectrain.decoding import DraftTree, KVCache, TargetModel, lean, load_target, weights
 from spectrain.decoding.kernels import openmp
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.program import Forward, runner
@@ -30,7 +31,7 @@ from spectrain.methods.spire import Spire
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.locations import bundled_folder
 
-CONTEXT_TOKENS, FORWARDS = 256, 8
+FORWARDS = 8
 OPERATIONS = (
     "products",
     "norms",
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("target", help="folder, Hugging Face id or bundled name")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--nodes", default="1,5,16", help="new tokens of a forward, a chain")
+    parser.add_argument("--context", type=int, default=256, help="cached tokens")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--draft-vocab", type=int, help="measure draft steps over so few tokens, too")
@@ -68,13 +70,13 @@ def main() -> None:
     engines = ("lean", "transformers")
     targets = [load_target(folder, options.dtype, "cpu", engine=engine) for engine in engines]
     print(
-        f"{options.target}, {options.dtype}, {options.threads} threads: ms of a forward behind {CONTEXT_TOKENS} tokens"
+        f"{options.target}, {options.dtype}, {options.threads} threads: ms of a forward behind {options.context} tokens"
     )
     with torch.inference_mode():
-        prompt = torch.randint(targets[0].vocab_size, (1, CONTEXT_TOKENS), generator=torch.Generator().manual_seed(0))
-        caches = [KVCache(1, n_tokens=2 * CONTEXT_TOKENS) for _ in targets]
+        prompt = torch.randint(targets[0].vocab_size, (1, options.context), generator=torch.Generator().manual_seed(0))
+        caches = [KVCache(1, n_tokens=2 * options.context) for _ in targets]
         for target, cache in zip(targets, caches, strict=True):
-            target.prefill(prompt, [CONTEXT_TOKENS], cache, range(1))
+            target.prefill(prompt, [options.context], cache, range(1))
         for n_nodes in map(int, options.nodes.split(",")):
             tree = (
                 DraftTree.chain(prompt[:, 0], prompt[:, 1:n_nodes])
@@ -96,20 +98,25 @@ def main() -> None:
 
 
 def prompt_of(target: TargetModel, n_tokens: int, n_turns: int) -> str:
-    """Compare the kernel with torch where it reads a prompt."""
+    """Compare the ways to read a prompt."""
     prompt = torch.randint(target.vocab_size, (1, n_tokens), generator=torch.Generator().manual_seed(0))
     turns = []
     for _ in range(n_turns + 1):
         seconds = []
-        for most in (inf, 0):
-            with mock.patch.object(weights, "most_rows", lambda dtype, most=most: most), torch.inference_mode():
+        for in_pieces, most in ((True, inf), (False, inf), (False, 0)):
+            with (
+                mock.patch.object(lean, "outruns_torch", lambda in_pieces=in_pieces: in_pieces),
+                mock.patch.object(weights, "most_rows", lambda dtype, most=most: most),
+                torch.inference_mode(),
+            ):
                 cache, began = KVCache(1, n_tokens=n_tokens), time.perf_counter()
                 target.prefill(prompt, [n_tokens], cache, range(1))
                 seconds.append(time.perf_counter() - began)
         turns.append(seconds)
-    ours, theirs = (1e3 * statistics.median(column) for column in zip(*turns[1:], strict=True))
-    ratio = median([theirs_s / ours_s for ours_s, theirs_s in turns[1:]])
-    return f"prompt of {n_tokens} tokens: kernel {ours:.1f} ms, torch {theirs:.1f} ms, ratio {ratio}"
+    ms = [1e3 * statistics.median(column) for column in zip(*turns[1:], strict=True)]
+    kernel, alone = (median([taken[i] / taken[0] for taken in turns[1:]]) for i in (1, 2))
+    others = f"kernel {ms[1]:.1f} ms, ratio {kernel}; torch {ms[2]:.1f} ms, ratio {alone}"
+    return f"prompt of {n_tokens} tokens: in pieces {ms[0]:.1f} ms; {others}"
 
 
 def by_operation(forward: Forward) -> dict[str, float]:
@@ -142,7 +149,7 @@ def draft_step(
     target = target.with_capture(method.capture_layers)
     method.start(target, KVCache(1))
     method.state = method.finals[:1]
-    tree, position = DraftTree.chain(prompt[:, 0], prompt[:, 1:5]), torch.tensor([CONTEXT_TOKENS])
+    tree, position = DraftTree.chain(prompt[:, 0], prompt[:, 1:5]), torch.tensor([prompt.shape[1]])
     pairs = []
     for _ in range(n_turns + 1):
         seconds = []

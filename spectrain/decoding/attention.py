@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from numba import types
 
-from spectrain.decoding.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes
+from spectrain.decoding.intrinsics import call, exp, fast, flags, floats, inverse_norm, larger, wholes
+from spectrain.decoding.kernels import MOST_QUERIES
 from spectrain.decoding.program import CHUNK
 
 
@@ -100,7 +101,7 @@ def attend(op, thread, n_threads):
 def _scores(queries, keys, scores, n_queries, count, size, kernels, given):
     """Scores [q, count] of queries [q, E] with keys [count, E]."""
     if kernels != 0:
-        passes = (n_queries + 7) // 8
+        passes = (n_queries + MOST_QUERIES - 1) // MOST_QUERIES
         t = (n_queries + passes - 1) // passes
         arguments = wholes(given)
         arguments[0], arguments[1], arguments[2], arguments[3] = queries, keys, scores, 0
@@ -121,7 +122,7 @@ def _weigh(part, score, count, size):
     """Turn scores into weights, and scale what the query has attended to so far to the largest score of both."""
     best = part[size]
     for s in range(count):
-        best = max(best, score[s])
+        best = larger(best, score[s])
     weight, total = exp(part[size] - best), types.float32(0.0)
     for s in range(count):
         score[s] = exp(score[s] - best)
@@ -136,11 +137,11 @@ def _add_values(parts, weights, values, n_queries, count, size, kernels, given):
     """Add the weights [q, count] times the values [count, E] to parts [q, E + 2]."""
     query = 0
     while kernels != 0 and query < n_queries:
-        t, arguments = min(8, n_queries - query), wholes(given)
+        t, arguments = min(MOST_QUERIES, n_queries - query), wholes(given)
         arguments[0], arguments[1] = weights + 4 * query * count, values
         arguments[2], arguments[3] = parts + 4 * query * (size + 2), size + 2
         arguments[4], arguments[5], arguments[6] = size, count, t
-        call(wholes(kernels)[8 + t - 1], given)
+        call(wholes(kernels)[MOST_QUERIES + t - 1], given)
         query += t
     for q in range(query, n_queries):
         part, weight = floats(parts + 4 * q * (size + 2)), floats(weights + 4 * q * count)

@@ -37,7 +37,7 @@ ARITHMETIC = {
     torch.bfloat16: ("avx512bf16", "amx-bf16", "bf16"),
     torch.float16: ("avx512fp16", "amx-fp16", "fullfp16"),
 }
-MOST_QUERIES = 8  # that attention multiplies at a time
+MOST_QUERIES = 4  # that attention multiplies at a time: with more, sums or values leave the registers
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
 ROUNDED_BYTES = 128 * 1024  # of rounded rows on a thread's stack, or MOST_T rows of up to MOST_ROUNDED inputs
@@ -85,7 +85,9 @@ def _most_together() -> int:
 
 
 def attention_kernels() -> list[int]:
-    """Return the addresses of what one thread multiplies with: T queries with keys, T = 1 .. 8; T weights with values.
+    """Return the addresses of what one thread multiplies with: T queries with keys, and T weights with values.
+
+    T is 1 .. MOST_QUERIES.
 
     The first take the arguments of `product`. The others add p @ v to y: x is p [T rows, n_in], weight is v [n_in,
     n_out], and in place of a scale stands the distance between rows of y.

@@ -98,6 +98,12 @@ class KVCache(Cache):
                     buffers[i] = torch.nn.functional.pad(states, (0, 0, 0, missing))
         return self._used
 
+    def allocate(self, n_layer: int, n_heads: int, size: int) -> None:
+        """Make the buffers of all blocks in float32 on the CPU, if no forward has made them yet."""
+        for buffers in (self.keys, self.values):
+            for _ in range(n_layer - len(buffers)):
+                buffers.append(torch.zeros(self.max_rows, n_heads, self.capacity, size, device="cpu"))
+
     def place(self, slots: Tensor, used: int) -> None:
         """Let the next forward write to slots [R, N] int64, wherever these are, and read the first `used` ones."""
         self._slots, self._common_start, self._used, self._lines = slots, None, used, {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
 from spectrain.decoding.program import MOST_TOKENS, Forward, Programs, can_fuse
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 
+PIECE_STEP = 8  # a piece of a prompt has a multiple of so many tokens, because each number takes a program of its own
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of others the frequencies change with the length of the text
 MATRICES = {  # of a block: our names -> Hugging Face's, whose rows stand one below the other
@@ -242,6 +244,41 @@ class LeanEngine:
         final, inputs = decoder(tokens, positions, cache, mask, capture_layers)
         logits = decoder.lm_head(final if kept is None else kept(final))
         return logits, inputs, final if keeps_final or kept else None
+
+    def read_prompts(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        cache: KVCache,
+        rows: range,
+        capture_layers: Sequence[int],
+        read: Tensor,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Read prompts one by one, in programs of a few tokens each; None where torch reads them faster.
+
+        Programs attend and activate in a third of torch's time, and multiply as fast where `outruns_torch`. For
+        arguments and what is returned, logits and captured states, see `TargetModel.prefill`.
+        """
+        self._renew()
+        if not (self._fuses and outruns_torch()) or torch.is_grad_enabled():
+            return None
+        shape, last = self._decoder.shape, []
+        cache.begin(rows, [0] * len(rows), -(-max(lengths) // PIECE_STEP) * PIECE_STEP)
+        cache.allocate(len(self._decoder.blocks), shape.n_kv_head, shape.head_dim)
+        captured = torch.zeros(*read.shape, len(capture_layers), shape.hidden_size) if capture_layers else None
+        for place, (text, length) in enumerate(zip(tokens, lengths, strict=True)):
+            wanted = read[place]
+            for start in range(0, length, MOST_TOKENS):
+                n = min(MOST_TOKENS, -(-(length - start) // PIECE_STEP) * PIECE_STEP)
+                piece = F.pad(text[start : min(start + n, length)], (0, max(0, start + n - length)))
+                forward = self.forward_of(cache, 1, n, capture_layers, n)
+                slots = torch.arange(start, start + n)[None]
+                _, _, states, final = forward(piece[None], slots, slots, torch.tensor([start]), None, rows[place])
+                if states is not None:
+                    inside = (wanted >= start) & (wanted < min(start + n, length))
+                    captured[place, inside] = states[0, wanted[inside] - start]
+            last.append(final[0, length - 1 - start].clone())
+        return self._decoder.lm_head(torch.stack(last))[:, None], captured
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final states [..., D]."""

@@ -73,6 +73,9 @@ class TransformersEngine:
     def forward_of(self, *_: object) -> None:
         """No model runs as a program here; see `LeanEngine.forward_of`."""
 
+    def read_prompts(self, *_: object) -> None:
+        """Prompts are read by `run`."""
+
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of final hidden states [..., D], as a forward computes them."""
         logits = self.model.get_output_embeddings()(hidden)

@@ -60,9 +60,8 @@ from spectrain.decoding.program import (
 from spectrain.decoding.warping import BLOCK, draw, largest, warp
 
 HERE = Path(__file__).parent
-SOURCES = tuple(
-    f"{name}.py" for name in ("operations", "attention", "ending", "intrinsics", "judge", "noise", "program", "warping")
-)
+NAMES = ("operations", "attention", "ending", "intrinsics", "judge", "kernels", "noise", "program", "warping")
+SOURCES = tuple(f"{name}.py" for name in NAMES)
 
 
 @fast

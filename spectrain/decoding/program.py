@@ -52,8 +52,8 @@ FIELDS = 20  # int64 numbers of an operation: its kind, then addresses and sizes
     JUDGE_LOGITS,
 ) = range(22)
 ROOM, LENGTH, GOING, DUE = range(4)  # of `DraftEnds.state`
-CHUNK = 256  # slots that a thread attends to at a time
-MOST_TOKENS = 64  # of a forward; torch is as fast with more
+CHUNK = 512  # slots that a thread attends to at a time
+MOST_TOKENS = 64  # of a forward
 MOST_PROGRAMS = 96  # kept
 BUCKETS = 2048  # of 64 bits that a thread sorts weights into, see `warping.py`
 
@@ -271,7 +271,10 @@ class Program:
 
 
 class Forward(Program):
-    """Forwards of B rows of n nodes of a whole decoder, against one cache. See `DraftTree` for `n_silent`."""
+    """Forwards of B rows of n nodes of a whole decoder, against one cache. See `DraftTree` for `n_silent`.
+
+    With n silent nodes there are no logits at all.
+    """
 
     def __init__(
         self,
@@ -285,7 +288,7 @@ class Forward(Program):
         super().__init__(decoder.shape, n_rows, n_tokens)
         d, m = decoder.shape.hidden_size, len(self.x)
         self.chain = self.hold(torch.ones(1, n_tokens, n_tokens, dtype=torch.bool).tril())
-        self.capture_layers, self.captures, self.attends = capture_layers, [], []
+        self.capture_layers, self.captures, self.attends, self.rotates = capture_layers, [], [], []
         self.final, self.n_vocabulary = self.floats(m, d), decoder.lm_head.weight.shape[0]
         self.embed(decoder.embed_tokens.weight, self.x)
         self.angles(decoder.rope)
@@ -296,7 +299,7 @@ class Forward(Program):
                 if layer == i:
                     self.captures.append((self.goes_on(self.add(COPY, self.x, 0, d, m)), c))
             self.product(self.normed, block.qkv, self.qkv)
-            self.rotate(block, cache.keys[i], cache.values[i])
+            self.rotates.append(self.rotate(block, cache.keys[i], cache.values[i]))
             self.attends.append(self.attend(cache.keys[i], cache.values[i], self.chain, n_tokens))
             self.mlp(block)
             added = self.added
@@ -306,18 +309,27 @@ class Forward(Program):
                 self.captures.append((self.goes_on(self.add(COPY, self.final, 0, d, m)), c))
         self.silent = slice(1, 1 + n_silent)
         parts = [slice(0, 1), slice(1 + n_silent, m)] if n_rows == 1 and n_silent else [slice(0, m)]
+        parts = [] if n_silent == n_tokens else parts
         here = self.final  # of the logits, whose place each call says
         self.logits_at = [(self.product(here[part], decoder.lm_head, here), part.start) for part in parts]
-        self.argmax_at, self.best_at = self.likeliest(self.final, self.n_vocabulary, 0)
-        self.seen = 0
+        if parts:
+            self.argmax_at, self.best_at = self.likeliest(self.final, self.n_vocabulary, 0)
+        self.seen = self.first_row = 0
+        self.row_bytes = cache.keys[0][0].nbytes
         self.finish()
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, lengths: Tensor, ancestors: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        ancestors: Tensor | None,
+        first_row: int = 0,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
         """Return logits [B, n, V], the likeliest tokens [B, n], captured [B, n, C, D] and final states [B, n, D].
 
-        The last are overwritten by the next call.
+        The last are overwritten by the next call. `first_row` is the place of the B rows in the cache.
         """
         table, shape = self.table, (self.n_rows, self.n)
         self.tokens.copy_(tokens)
@@ -328,15 +340,20 @@ class Forward(Program):
         if self.seen != seen.data_ptr():
             self.seen = seen.data_ptr()
             table[self.attends, 6], table[self.attends, 7] = self.seen, stride
-        logits = torch.empty(*shape, self.n_vocabulary, dtype=torch.float32)
-        best = torch.empty(shape, dtype=torch.int64)
-        if len(self.logits_at) > 1:
-            logits[:, self.silent] = 0
-        table[self.argmax_at, 1] = logits.data_ptr()
-        for place, row in self.logits_at:
-            table[place, 4] = logits.data_ptr() + 4 * row * self.n_vocabulary
-        table[self.best_at, 4] = best.data_ptr()
-        captured = None
+        if self.first_row != first_row:
+            moved, self.first_row = (first_row - self.first_row) * self.row_bytes, first_row
+            table[self.rotates, 3:5] += moved
+            table[self.attends, 2:4] += moved
+        logits = best = captured = None
+        if self.logits_at:
+            logits = torch.empty(*shape, self.n_vocabulary, dtype=torch.float32)
+            best = torch.empty(shape, dtype=torch.int64)
+            if len(self.logits_at) > 1:
+                logits[:, self.silent] = 0
+            table[self.argmax_at, 1] = logits.data_ptr()
+            for place, row in self.logits_at:
+                table[place, 4] = logits.data_ptr() + 4 * row * self.n_vocabulary
+            table[self.best_at, 4] = best.data_ptr()
         if self.captures:
             captured = torch.empty(len(self.capture_layers), *shape, self.x.shape[1], dtype=torch.float32)
             for place, c in self.captures:

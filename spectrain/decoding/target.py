@@ -236,9 +236,12 @@ class TargetModel:
         """
         assert rows.start == cache.n_rows, (rows, cache.n_rows)
         n_rows, n_tokens = tokens.shape
-        last = torch.tensor(lengths, device=tokens.device) - 1
         positions = torch.arange(n_tokens, device=tokens.device).expand(n_rows, -1)
         read = positions if read is None else read
+        if (found := self._engine.read_prompts(tokens, lengths, cache, rows, self.capture_layers, read)) is not None:
+            cache.join(lengths)
+            return TargetOutput(*found, read)
+        last = torch.tensor(lengths, device=tokens.device) - 1
         logits, captured = None, None
         for start in range(0, n_tokens, self.prefill_chunk):
             stop = min(start + self.prefill_chunk, n_tokens)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, loop
+from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, lean, loop
 from spectrain.decoding import program as module
 from spectrain.decoding import target as target_module
 from spectrain.decoding.program import CHUNK, runner
@@ -58,7 +58,7 @@ def scored(target: TargetModel, lengths: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("lengths", [[1], [23, 5, 14], [CHUNK + 40, 2 * CHUNK, 3]], ids=str)
 @pytest.mark.parametrize(("family", "options"), CASES, ids=str)
 def test_outputs_are_those_of_transformers(family, options, lengths, n_threads):
-    options = {"max_position_embeddings": 1024, **options}
+    options = {"max_position_embeddings": 2048, **options}
     before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:
@@ -67,6 +67,36 @@ def test_outputs_are_those_of_transformers(family, options, lengths, n_threads):
         torch.set_num_threads(before)
     for ours, theirs in zip(found, scored(target_of(family, options, "transformers"), lengths), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def prefilled(target: TargetModel, joining: list[list[int]]) -> tuple[list[torch.Tensor], KVCache]:
+    """Logits, captured states and their positions of rows that join one after the other, and the rows' cache."""
+    cache, found, first = KVCache(sum(map(len, joining)), block_tokens=4), [], 0
+    for lengths in joining:
+        prompts = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in random_prompts(lengths)]
+        rows, read = range(first, first + len(lengths)), torch.arange(max(lengths)).flip(0).expand(len(lengths), -1)
+        read = read.masked_fill(read % 2 == 0, -1)
+        output = target.prefill(torch.tensor(prompts), lengths, cache, rows, read if first else None)
+        first, wanted = rows.stop, (output.positions >= 0) & (output.positions < torch.tensor(lengths)[:, None])
+        found += [output.logits, output.captured[wanted], output.positions[wanted]]
+    return found, cache
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=str)
+def test_prompts_are_read_in_pieces_where_that_is_faster(family, options, monkeypatch):
+    joining, options = [[70, 3], [150, 1, 64, 72]], {"max_position_embeddings": 151, **options}
+    theirs, expected = prefilled(target_of(family, options, "transformers"), joining)
+    target = target_of(family, options)
+    monkeypatch.setattr(lean, "outruns_torch", lambda: True)
+    monkeypatch.setattr(target._engine, "run", None)
+    ours, cache = prefilled(target, joining)
+    assert cache.lengths == expected.lengths
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for one, other in zip([*cache.keys, *cache.values], [*expected.keys, *expected.values], strict=True):
+        for row, length in enumerate(cache.lengths):
+            torch.testing.assert_close(one[row, :, :length], other[row, :, :length], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("vocab_size", [16, 130])
