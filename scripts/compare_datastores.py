@@ -147,8 +147,8 @@ def counted_steps(
         n_tokens = sum(len(document) for document in documents)
         write_manifest(Path(folder), Manifest("", "", "", vocab_size, len(documents), n_tokens, [shard]))
         drafter = Sssd(Datastore(folder), SssdOptions(), max_nodes)
-        emitted = {name: [simulate(drafter, text) for text in texts] for name, texts in measured.items()}
-    return {name: np.array([(sum(s), len(s)) for s in steps], dtype=float) for name, steps in emitted.items()}
+        steps = {name: [simulate(drafter, text, [max_nodes])[0] for text in texts] for name, texts in measured.items()}
+    return {name: np.array([(one[:, 0].sum(), len(one)) for one in of], dtype=float) for name, of in steps.items()}
 
 
 if __name__ == "__main__":
