@@ -37,7 +37,7 @@ ARITHMETIC = {
     torch.bfloat16: ("avx512bf16", "amx-bf16", "bf16"),
     torch.float16: ("avx512fp16", "amx-fp16", "fullfp16"),
 }
-MOST_QUERIES = 4  # that attention multiplies at a time: with more, sums or values leave the registers
+MOST_QUERIES = 4  # that attention multiplies at a time: five to eight were slower on Zen 5, and need more registers
 LEAST_OUTPUTS = 8  # the most rows that a kernel takes at a time
 ARGUMENTS = ("x", "weight", "y", "scale", "n_out", "n_in", "n_rows")  # of a kernel: addresses, then sizes
 ROUNDED_BYTES = 128 * 1024  # of rounded rows on a thread's stack, or MOST_T rows of up to MOST_ROUNDED inputs

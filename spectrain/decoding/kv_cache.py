@@ -99,10 +99,11 @@ class KVCache(Cache):
         return self._used
 
     def allocate(self, n_layer: int, n_heads: int, size: int) -> None:
-        """Make the buffers of all blocks in float32 on the CPU, if no forward has made them yet."""
+        """Make the buffers of all blocks in float32 on a CPU, if no forward has made them yet."""
         for buffers in (self.keys, self.values):
             for _ in range(n_layer - len(buffers)):
-                buffers.append(torch.zeros(self.max_rows, n_heads, self.capacity, size, device="cpu"))
+                shape = self.max_rows, n_heads, self.capacity, size
+                buffers.append(torch.zeros(shape, dtype=torch.float32, device="cpu"))
 
     def place(self, slots: Tensor, used: int) -> None:
         """Let the next forward write to slots [R, N] int64, wherever these are, and read the first `used` ones."""

@@ -329,7 +329,8 @@ class Forward(Program):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
         """Return logits [B, n, V], the likeliest tokens [B, n], captured [B, n, C, D] and final states [B, n, D].
 
-        The last are overwritten by the next call. `first_row` is the place of the B rows in the cache.
+        The last are overwritten by the next call. Logits and likeliest tokens are None where all nodes are silent.
+        `first_row` is the place of the B rows in the cache.
         """
         table, shape = self.table, (self.n_rows, self.n)
         self.tokens.copy_(tokens)

@@ -31,7 +31,7 @@ from spectrain.decoding.weights import Int8Linear
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
 KEPT_BYTES = 1 << 26  # of a cache on a CPU that waits for the next generation
-KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes
+KEPT_PROGRAMS = 64  # that such a cache has; trees and drafts have any of some twenty sizes, prompts eight
 FINAL = -1  # among captured layers: the final states, the inputs of the unembedding
 
 
@@ -61,7 +61,7 @@ class TargetModel:
         model: any full-attention Hugging Face causal LM, loaded with `attn_implementation="sdpa"`.
         tokenizer: its tokenizer; needed only where text is read or written.
         capture_layers: indices of the blocks whose inputs every forward returns; FINAL stands for the final states.
-        prefill_chunk: prompt tokens per forward; bounds the memory of long prompts.
+        prefill_chunk: prompt tokens per forward, where no programs read prompts; bounds the memory of long prompts.
         keeps_hidden: whether `score` returns the final hidden states, too.
         engine: "lean" runs the model on `LlamaDecoder`, "transformers" on its own modules; "auto" takes the lean
             decoder where it knows the architecture.

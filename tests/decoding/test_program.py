@@ -174,9 +174,12 @@ def test_logits_of_silent_probes_are_left_out_and_all_others_are_the_same(engine
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_programs_compute_in_float32_whatever_torch_has_by_default(dtype):
-    target, prompt = TargetModel(tiny_model("llama_gqa")), random_prompts([9])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_programs_compute_in_float32_whatever_torch_has_by_default(dtype, in_pieces, monkeypatch):
+    monkeypatch.setattr(lean, "outruns_torch", lambda: in_pieces)
+    target, prompt = TargetModel(tiny_model("llama_gqa"), capture_layers=[1]), random_prompts([9])
     expected = generate(target, Autoregressive(), prompt, 8, stop_token_ids=())[0].tokens
+    target._kept.clear()  # or the cache of before would be used again
     torch.set_default_dtype(dtype)
     try:
         assert generate(target, Autoregressive(), prompt, 8, stop_token_ids=())[0].tokens == expected

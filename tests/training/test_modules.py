@@ -184,7 +184,7 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, opt
         captured = target.with_capture(states.capture_layers).features(own).captured
         hidden = states.hidden(mixed, captured)[0, len(text) :]
         # Rounding grows from one previous state to the next: in float64 the two agree to 1e-12. Prompts may be read by
-        # other products than whole texts are.
+        # other operations than whole texts are.
         torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=5e-3 if options else 5e-5, rtol=1e-5)
         checked += 1
     assert checked >= 2
