@@ -31,7 +31,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
-MOST_T = 7  # of the rows that are multiplied at a time: four rows twice are faster than eight
+MOST_T = 7  # rows that are multiplied in one pass: four rows twice are faster than eight
 # What a processor multiplies half precision with, by LLVM's names.
 ARITHMETIC = {
     torch.bfloat16: ("avx512bf16", "amx-bf16", "bf16"),
@@ -72,11 +72,11 @@ def kernel(dtype: torch.dtype, n_rows: int) -> int:
 
 @cache
 def _rows_together(n_rows: int) -> int:
-    """Return T for M rows: few rows are computed twice, and each pass has enough to do with the weights it reads."""
+    """Return T for M rows: in several passes few rows are computed twice, and four to six a pass are the fastest."""
     most = _most_together()
     if n_rows <= most:
         return n_rows
-    return min(range(4, most + 1), key=lambda t: (-(-n_rows // t) * t, -t))
+    return min(range(4, min(most, 6) + 1), key=lambda t: (-(-n_rows // t) * t, t))
 
 
 def _most_together() -> int:
