@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -97,6 +98,7 @@ def drafting_share(draft: TargetModel, head: AcceptanceHead, context: int, pairs
     tokens = torch.randint(0, draft.vocab_size, (1, context))
     draft.prefill(tokens, [context], cache, range(1))
     tree, judging, stop = DraftTree.root_only(tokens[:, 0]), draft.with_hidden(), HeadStop(head, 0.5)
+    row = SimpleNamespace(n_rows=1)
 
     def plain() -> None:
         logits = draft.score(tree, cache).logits[:, 0]
@@ -105,7 +107,7 @@ def drafting_share(draft: TargetModel, head: AcceptanceHead, context: int, pairs
     def judged() -> None:
         output = judging.score(tree, cache)
         output.logits[:, 0].argmax(-1).tolist()
-        stop.begin(None)
+        stop.begin(row)
         stop.read(1, output.hidden[:, 0])
 
     seconds = np.array([(timed(plain), timed(judged)) for _ in range(pairs + 20)])[20:]
