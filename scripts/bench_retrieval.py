@@ -186,8 +186,10 @@ class WalkingBatch:
         started = time.perf_counter()
         tree = self.method.propose(context)
         taken_s = time.perf_counter() - started
-        emitted = [follow(tree, row, t[context.n_tokens[row] :]) for row, t in enumerate(self.texts)]
-        accepted = torch.tensor([len(e) - 1 for e in emitted])
+        coming = [text[n:] for text, n in zip(self.texts, context.n_tokens, strict=True)]
+        paths = [follow(tree, row, text) for row, text in enumerate(coming)]
+        emitted = [text[: len(path) + 1] for text, path in zip(coming, paths, strict=True)]
+        accepted = torch.tensor([len(path) for path in paths])
         roots = torch.tensor([e[-1] for e in emitted])
         verified = Verified(torch.zeros(len(emitted), 1, dtype=torch.int64), accepted, roots)
         output = TargetOutput(self.logits[:, None], None, None)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain.measure.results import QuestionRow, summarise
+from spectrain.stores.typed import from_json
 
 RESAMPLES = 4000
 
@@ -49,7 +50,9 @@ def main() -> None:
 def overview(runs: Sequence[Path]) -> list[str]:
     """Return the lines of a Markdown table: each method's speed over plain decoding and its tau, by run and of all."""
     by_run = {
-        run.name: [QuestionRow(**row | {"question_id": f"{run.name}:{row['question_id']}"}) for row in lines_of(run)]
+        run.name: [
+            from_json(QuestionRow, row | {"question_id": f"{run.name}:{row['question_id']}"}) for row in lines_of(run)
+        ]
         for run in runs
     }
     pools = by_run | ({"all": [row for rows in by_run.values() for row in rows]} if len(runs) > 1 else {})

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from spectrain.decoding.generation import Choices
 from spectrain.measure.results import QuestionRow
 
+CHOICES = [Choices("pld", "fastest", 1.5, 12)]  # as `max_nodes=auto` leaves them
 SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_methods.py"
 
 
@@ -21,7 +23,7 @@ def written(folder: Path, seconds: float, forwards: int) -> str:
     answer = {"question_id": "1", "category": "c", "turns": 1, "replies": [list(range(11))]}
     rows = [
         QuestionRow(method="autoregressive", target_forwards=10, seconds=1.0, **answer),
-        QuestionRow(method="pld", target_forwards=forwards, seconds=seconds, **answer),
+        QuestionRow(method="pld", target_forwards=forwards, seconds=seconds, choices=CHOICES, **answer),
     ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     return str(folder)
