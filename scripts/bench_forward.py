@@ -112,7 +112,6 @@ def prompt_of(target: TargetModel, n_tokens: int, n_turns: int) -> str:
                 cache, began = target.new_cache(1, 256, n_tokens + 64), time.perf_counter()
                 target.prefill(prompt, [n_tokens], cache, range(1))
                 seconds.append(time.perf_counter() - began)
-                cache.clear()
                 target.keep_cache(cache)
         turns.append(seconds)
     ms = [1e3 * statistics.median(column) for column in zip(*turns[1:], strict=True)]

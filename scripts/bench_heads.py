@@ -20,13 +20,13 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, fingerprint, load_target
+from spectrain import load_target
+from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, fingerprint
 from spectrain.decoding.errors import UserError
 from spectrain.measure.statistics import Estimate, median
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
-from spectrain.models.packages import target_path
 from spectrain.stores.rows import open_acceptance
 from spectrain.training.data import TextBatch, TextRows, text_rows
 from spectrain.training.modules import HeadTraining
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--draft-pairs", type=int, default=300, help="pairs of draft steps timed")
     args = parser.parse_args()
     try:
-        target = load_target(target_path(args.target))
+        target = load_target(args.target)
         states = open_drafter(target, "vanilla", args.drafter).states
         store = open_acceptance(Path(args.store))
         prints = fingerprint(target.model, target.tokenizer), states.fingerprint()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from numba import types
 
-from spectrain.decoding.intrinsics import call, exp, fast, flags, floats, inverse_norm, larger, wholes
+from spectrain.decoding.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes
 from spectrain.decoding.kernels import MOST_QUERIES
 from spectrain.decoding.program import CHUNK
+from spectrain.decoding.warping import largest
 
 
 @fast
@@ -92,7 +93,8 @@ def attend(op, thread, n_threads):
                     for s in range(max(start, length), end):
                         if own[s - length] == 0:
                             score[s - start] = types.float32(-1e30)
-                _weigh(floats(parts + 4 * (unit * n_queries + query) * (size + 2)), score, count, size)
+                best = largest(scores + 4 * query * count, 0, count)
+                _weigh(floats(parts + 4 * (unit * n_queries + query) * (size + 2)), score, best, count, size)
             parts_here = parts + 4 * unit * n_queries * (size + 2)
             _add_values(parts_here, scores, values + base + 4 * start * size, n_queries, count, size, usable, given)
 
@@ -118,11 +120,9 @@ def _scores(queries, keys, scores, n_queries, count, size, kernels, given):
 
 
 @fast
-def _weigh(part, score, count, size):
-    """Turn scores into weights, and scale what the query has attended to so far to the largest score of both."""
-    best = part[size]
-    for s in range(count):
-        best = larger(best, score[s])
+def _weigh(part, score, best, count, size):
+    """Turn scores into weights, `best` being the largest, and scale what the query has attended to so far likewise."""
+    best = max(best, part[size])
     weight, total = exp(part[size] - best), types.float32(0.0)
     for s in range(count):
         score[s] = exp(score[s] - best)

@@ -88,18 +88,6 @@ def power_of_two(typing, n):
     return types.float32(types.int32), build
 
 
-@intrinsic
-def larger(typing, one, other):
-    """The larger of two float32, NaN if one is NaN; a loop over it is vectorized, which one over `max` is not."""
-
-    def build(context, builder, signature, given):
-        kind = ir.FloatType()
-        function = builder.module.declare_intrinsic("llvm.maximum", [kind], ir.FunctionType(kind, [kind, kind]))
-        return builder.call(function, given)
-
-    return types.float32(types.float32, types.float32), build
-
-
 @fast
 def exp(x):
     """e ** x in float32, to the last bits; a loop over it is vectorized, which one over math.exp is not."""

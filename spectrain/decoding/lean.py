@@ -271,14 +271,15 @@ class LeanEngine:
         for place, (text, length) in enumerate(zip(tokens, lengths, strict=True)):
             wanted = read[place]
             for start in range(0, length, MOST_TOKENS):
-                n = min(MOST_TOKENS, -(-(length - start) // PIECE_STEP) * PIECE_STEP)
-                piece = F.pad(text[start : min(start + n, length)], (0, max(0, start + n - length)))
+                stop = min(start + MOST_TOKENS, length)
+                n = -(-(stop - start) // PIECE_STEP) * PIECE_STEP
+                piece = F.pad(text[start:stop], (0, start + n - stop))
                 forward = self.forward_of(cache, 1, n, capture_layers, n)
                 assert forward is not None, cache.keys[0].dtype
                 slots = torch.arange(start, start + n)[None]
                 _, _, states, final = forward(piece[None], slots, slots, torch.tensor([start]), None, rows[place])
                 if states is not None:
-                    inside = (wanted >= start) & (wanted < min(start + n, length))
+                    inside = (wanted >= start) & (wanted < stop)
                     captured[place, inside] = states[0, wanted[inside] - start]
             last.append(final[0, length - 1 - start].clone())
         return self._decoder.lm_head(torch.stack(last))[:, None], captured

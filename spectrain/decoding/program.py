@@ -309,7 +309,8 @@ class Forward(Program):
                 self.captures.append((self.goes_on(self.add(COPY, self.final, 0, d, m)), c))
         self.silent = slice(1, 1 + n_silent)
         parts = [slice(0, 1), slice(1 + n_silent, m)] if n_rows == 1 and n_silent else [slice(0, m)]
-        parts = [] if n_silent == n_tokens else parts
+        if n_silent == n_tokens:
+            parts = []
         here = self.final  # of the logits, whose place each call says
         self.logits_at = [(self.product(here[part], decoder.lm_head, here), part.start) for part in parts]
         if parts:

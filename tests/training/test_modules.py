@@ -150,8 +150,9 @@ def test_roots_of_spire_rollouts_are_the_targets_text_and_have_no_loss(target):
 
 
 @pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
-def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, options):
+def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, options, monkeypatch):
     """Drafts of the loop, from roots where a block of the training rollout begins, laid over the target's text."""
+    monkeypatch.setattr(type(target._engine), "read_prompts", lambda *_: None)  # programs round differently from texts
     states = spire_states(target, block_tokens=5, **options)
     drafts: list[tuple[list[int], list[int], list[torch.Tensor]]] = []
 
@@ -183,9 +184,8 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, opt
         own = torch.tensor([text + [0] * 4])  # what the target says after the root is not read
         captured = target.with_capture(states.capture_layers).features(own).captured
         hidden = states.hidden(mixed, captured)[0, len(text) :]
-        # Rounding grows from one previous state to the next: in float64 the two agree to 1e-12. Prompts may be read by
-        # other operations than whole texts are.
-        torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=5e-3 if options else 5e-5, rtol=1e-5)
+        # Rounding grows from one previous state to the next: in float64 the two agree to 1e-12.
+        torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=5e-3 if options else 1e-5, rtol=1e-5)
         checked += 1
     assert checked >= 2
 
