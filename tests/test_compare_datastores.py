@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 
 from spectrain.measure.simulation import Text
+from tests.support.scripts import load_script
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_datastores.py"
 
-
-def test_a_store_of_the_answer_itself_saves_steps_and_another_saves_none(monkeypatch):
-    spec = importlib.util.spec_from_file_location("compare_datastores", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "compare_datastores", script)  # its dataclasses look their module up
-    spec.loader.exec_module(script)
+def test_a_store_of_the_answer_itself_saves_steps_and_another_saves_none():
+    script = load_script("compare_datastores")
     answer = list(range(20, 60))
     measured = {"set": [Text([1, 2, 3], answer)]}
     (own,) = script.counted_steps([np.array([2, 3, *answer])], 100, measured, 8)["set"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -17,17 +16,14 @@ from spectrain.measure.tau import Setting, compare
 from spectrain.stores.packing import token_documents
 from spectrain.stores.texts import read_documents
 from tests.models.test_artifacts import export_spire
+from tests.support.scripts import load_script
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_drafters.py"
 SHORT = ["--row-tokens", "48", "--skip", "0", "--held-out-share", "0.3", "--new-tokens", "12", "--batch-size", "2"]
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compare_drafters", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("compare_drafters")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import asdict
@@ -12,9 +11,9 @@ import pytest
 
 from spectrain.decoding.generation import Choices
 from spectrain.measure.results import QuestionRow
+from tests.support.scripts import load_script
 
 CHOICES = [Choices("pld", "fastest", 1.5, 12)]  # as `max_nodes=auto` leaves them
-SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_methods.py"
 
 
 def written(folder: Path, seconds: float, forwards: int) -> str:
@@ -30,9 +29,7 @@ def written(folder: Path, seconds: float, forwards: int) -> str:
 
 
 def test_runs_are_shown_beside_each_other_and_pooled(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("compare_methods", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("compare_methods")
     runs = [written(tmp_path / "a", 0.5, 4), written(tmp_path / "b", 0.75, 6)]  # both have a question "1"
     monkeypatch.setattr(sys, "argv", ["compare_methods.py", *runs])
     script.main()
