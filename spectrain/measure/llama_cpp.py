@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Generation, Sampling, TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.lean import shape_of, why_not_lean
 from spectrain.decoding.llama import LlamaShape, Rope
 

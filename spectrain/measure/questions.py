@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
 from spectrain.measure.simulation import Text
 from spectrain.stores.lines import RowFile
