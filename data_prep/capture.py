@@ -28,7 +28,7 @@ from torch import Tensor
 from data_prep.pipeline import Build, Parts, check_disk
 from data_prep.progress import Advance
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel

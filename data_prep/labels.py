@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data_prep.pipeline import Build, Parts, check_disk, read_part
 from data_prep.progress import Advance
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel

@@ -42,7 +42,7 @@ from spectrain.reporting.tables import as_markdown, show, table_of
 
 from spectrain.cli import quiet_libraries
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, load_target
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.measure.parity import Steps, computed, draft_logits, logits_of
 from spectrain.measure.tau import POOLED, Setting, compare, continue_rows, counts_of, with_pools
 from spectrain.methods import magicdec

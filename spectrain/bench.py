@@ -24,7 +24,7 @@ from rich.console import Console
 
 from spectrain.cli import command, in_multirun, interruptible, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import questions
 from spectrain.measure.baselines import BASELINES, build_baseline, own_model
 from spectrain.measure.benchmark import Benchmark

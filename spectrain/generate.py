@@ -17,7 +17,7 @@ from rich.text import Text
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Generation, Sampling, Source, stream
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.text import Pieces
 from spectrain.measure.results import shares_of
 from spectrain.measure.statistics import decode_s

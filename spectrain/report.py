@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.report import GENERATOR, render, sections_below
 from spectrain.stores.environment import date_of
 from spectrain.stores.writing import write_whole

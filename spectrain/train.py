@@ -24,7 +24,7 @@ from rich.console import Console
 
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.plots import calibration, training_pictures, write_png
 from spectrain.measure.tables import gamma_table, head_table, show, tau_table
 from spectrain.measure.tau import decoding_with, measure_gammas, measure_tau, measuring, tau_settings

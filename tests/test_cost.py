@@ -16,7 +16,7 @@ from spectrain.measure.hardware import read_hardware
 from spectrain.measure.model_shape import read_shapes
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import hardware
 from spectrain.stores.locations import conf_dir
 from tests.conftest import tiny_model

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.generation import Choice
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loop import Emitted, stream

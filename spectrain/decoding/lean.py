@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.graphs import unique
 from spectrain.decoding.kernels import outruns_torch
 from spectrain.decoding.kv_cache import KVCache

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils.logging import set_tqdm_hook
 
-from spectrain.decoding.errors import UserError, check_choice
+from spectrain.errors import UserError, check_choice
 from spectrain.decoding.kernels import works
 from spectrain.decoding.lean import why_not_lean
 from spectrain.decoding.supported import check_layers

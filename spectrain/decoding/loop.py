@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice

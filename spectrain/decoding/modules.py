@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 
 

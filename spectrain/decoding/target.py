@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError, check_choice
+from spectrain.errors import UserError, check_choice
 from spectrain.decoding.graphs import SLOTS, Graphs, padded_nodes
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean

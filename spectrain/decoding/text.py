@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.generation import Generation
 
 CONTEXT_TOKENS = 4  # tokens before a piece that are decoded with it: the text of some tokens depends on neighbours

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.errors import check_choice
+from spectrain.errors import check_choice
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.program import JUDGE, run_alone, warping_bytes

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.decoding.errors import UserError, check_choice
+from spectrain.errors import UserError, check_choice
 from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies, outruns_torch, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}

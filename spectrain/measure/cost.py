@@ -26,7 +26,7 @@ import torch
 from scipy.optimize import brentq
 from transformers import AutoModelForCausalLM
 
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.errors import UserError, check_number, check_whole
 from spectrain.decoding.loading import first_line, read_config
 from spectrain.decoding.modules import find_blocks
 from spectrain.decoding.supported import unsupported_layer_type

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from spectrain.decoding.errors import check_whole
+from spectrain.errors import check_whole
 from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 

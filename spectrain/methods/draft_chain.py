@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context, Drafter
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.transfer import to_device

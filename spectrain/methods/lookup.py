@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.decoding.errors import check_whole
+from spectrain.errors import check_whole
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.methods.chances import NO_KEYS, Ranking

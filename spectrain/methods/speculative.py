@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
 from spectrain.decoding.program import MOST_TOKENS

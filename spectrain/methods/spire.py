@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.program import MOST_TOKENS

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.errors import check_number
+from spectrain.errors import check_number
 from spectrain.decoding.program import (
     BEND,
     COUNT,

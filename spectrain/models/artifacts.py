@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.loading import check_finite, check_size
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError, check_choice, check_whole
+from spectrain.errors import UserError, check_choice, check_whole
 from spectrain.decoding.lean import block_state
 from spectrain.decoding.target import TargetModel
 from spectrain.models.spire import SpireConfig, SpireDrafter

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import tokenizer_fingerprint
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.decoding.loading import read_tokenizer
 from spectrain.methods.loading import open_export
 from spectrain.methods.lookup import RowState

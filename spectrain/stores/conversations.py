@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.text import rendered
 from spectrain.stores.prompts import SURROGATE
 

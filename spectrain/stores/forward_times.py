@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spectrain.decoding import DraftTree, KVCache, Source, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.folder import digest, load_json, write_json

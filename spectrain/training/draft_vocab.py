@@ -6,7 +6,7 @@ import logging
 
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.target import TargetModel
 from spectrain.training.data import Rows
 

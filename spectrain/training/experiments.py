@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError, check_choice
+from spectrain.errors import UserError, check_choice
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES, read_tokenizer
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest

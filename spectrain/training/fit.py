@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from spectrain.decoding import fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.locations import PACKAGE

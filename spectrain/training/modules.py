@@ -15,7 +15,7 @@ from lightning import LightningModule
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.masks import packed_mask
 from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.decoding.target import Features, TargetModel

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.modules import TransformersEngine, find_blocks
 from spectrain.decoding.supported import check_supported
 from spectrain.decoding.target import FINAL

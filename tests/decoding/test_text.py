@@ -4,7 +4,7 @@ import pytest
 
 from spectrain import load_method, load_target
 from spectrain.decoding import Sampling, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.text import Pieces
 
 PROMPT = "def read_config(path):"

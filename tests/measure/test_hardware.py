@@ -6,7 +6,7 @@ import pytest
 import torch
 from spectrain.measure.hardware import measure_cpu
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import hardware
 
 

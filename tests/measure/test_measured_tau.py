@@ -7,7 +7,7 @@ import json
 import pytest
 from spectrain.measure.measured_tau import choose_tau, read_tau
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import Setting
 

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, DraftTree, Generation, Sampling, Source, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.generation import Choices
 from spectrain.methods import auto, draft_chain, registry
 from spectrain.methods.auto import PLAIN, Auto

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
 from spectrain.methods import spire
 from spectrain.methods.autoregressive import Autoregressive

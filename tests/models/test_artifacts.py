@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.decoding.lean import shape_of
 from spectrain.methods import speculative, spire
 from spectrain.methods.sizing import FIRST_CHANCE
