@@ -9,8 +9,8 @@ from spectrain.measure.model_shape import read_shapes, shape_of_model, shape_of_
 from transformers import MistralConfig, MixtralConfig
 
 from spectrain.decoding import TargetModel
-from spectrain.errors import UserError
 from spectrain.decoding.modules import find_blocks
+from spectrain.errors import UserError
 from spectrain.measure.cost import Shape
 from tests.conftest import FAMILIES, tiny_model
 from tests.measure.cost_reference import TARGET

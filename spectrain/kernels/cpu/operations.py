@@ -14,7 +14,6 @@ from pathlib import Path
 
 from numba import cfunc, types
 from numba.core.ccallback import CFunc
-
 from spectrain.decoding.attention import attend, combine, rotate
 from spectrain.decoding.ending import all_ended, bend, count, judge_logits, judge_states
 from spectrain.decoding.intrinsics import (
@@ -26,9 +25,9 @@ from spectrain.decoding.intrinsics import (
     fast,
     flags,
     floats,
+    give_up_core,
     halves,
     inverse_norm,
-    give_up_core,
     pause,
     thread_number,
     wholes,

@@ -58,6 +58,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
     """
     from spectrain.decoding.program import multiplied
+
     return multiplied(x, weight, scale)
 
 

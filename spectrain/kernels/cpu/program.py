@@ -88,7 +88,9 @@ def run_alone(n_threads: int, *operations: tuple[int, ...]) -> None:
 
 def _start(table, n_threads, memory, n_bytes):
     state = np.zeros((len(table) + 1) * STATE_BYTES, dtype=np.uint8)
-    header = np.array([len(table), table.ctypes.data, state.ctypes.data + -state.ctypes.data % 64, n_threads, memory, n_bytes])
+    header = np.array(
+        [len(table), table.ctypes.data, state.ctypes.data + -state.ctypes.data % 64, n_threads, memory, n_bytes]
+    )
     kernels.openmp().GOMP_parallel(runner(), header.ctypes.data, n_threads, 0)
 
 
@@ -309,7 +311,10 @@ class Program:
         n_bytes = -(-self.own_bytes // 64) * 64
         self.own = torch.empty(self.n_threads * n_bytes + 64, dtype=torch.uint8)
         addresses = [one + -one % 64 for one in (self.state.ctypes.data, self.own.data_ptr())]
-        self.header = np.array([len(self.table), self.table.ctypes.data, addresses[0], self.n_threads, addresses[1], n_bytes], dtype=np.int64)
+        self.header = np.array(
+            [len(self.table), self.table.ctypes.data, addresses[0], self.n_threads, addresses[1], n_bytes],
+            dtype=np.int64,
+        )
         self._run = kernels.openmp().GOMP_parallel
 
     def run(self) -> None:
