@@ -24,7 +24,7 @@ from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.registry import find_artifact, given_artifacts
 from spectrain.methods.specdecpp import OpenDrafter, open_drafter
 from spectrain.stores.folder import digest

@@ -22,7 +22,7 @@ from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_several_responses, response_folders

@@ -25,8 +25,8 @@ from rich.markup import escape
 from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, show_facts
 from spectrain.decoding import Sampling, TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import Emitted, check_prompt
+from spectrain.errors import UserError
 from spectrain.stores.folder import digest, json_line
 from spectrain.stores.lines import end_last_line, read_lines
 from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_ids, read_prompts

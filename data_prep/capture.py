@@ -28,10 +28,10 @@ from torch import Tensor
 from data_prep.pipeline import Build, Parts, check_disk
 from data_prep.progress import Advance
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
+from spectrain.errors import UserError
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
 from spectrain.stores.folder import read_object, write_json, write_manifest
 from spectrain.stores.packing import Packed

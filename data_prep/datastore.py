@@ -26,8 +26,8 @@ from data_prep.select import Scoring, Selection
 from data_prep.tokenise import Corpus
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import read_tokenizer
+from spectrain.errors import UserError
 from spectrain.models.packages import target_path
 from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS

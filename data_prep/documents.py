@@ -25,8 +25,8 @@ from data_prep.pipeline import Build, Parts, check_disk, read_part
 from data_prep.progress import Advance
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, quantiles, rounded, select
 from data_prep.tokenise import Corpus, Counts, Part, read_counts
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
+from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Manifest, bytes_a_token, write_manifest, write_shard
 from spectrain.retrieval.suffix_array import token_dtype
 from spectrain.stores.folder import json_line

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from data_prep.pipeline import Build, Parts, check_disk, read_part
 from data_prep.progress import Advance
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
+from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.stores.folder import digest

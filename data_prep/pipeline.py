@@ -32,7 +32,7 @@ from typing_extensions import TypedDict
 
 from data_prep.progress import Advance, token_progress
 from data_prep.ranks import decided
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.folder import (
     MANIFEST,
     digest,

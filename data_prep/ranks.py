@@ -12,7 +12,7 @@ import torch
 from lightning import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 
 WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example while rank zero reads a whole corpus
 

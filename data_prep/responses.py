@@ -26,7 +26,7 @@ from data_prep.ranks import decided, launch, rank_device
 from data_prep.server import CompletionServer
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Sampling, fingerprint, stream, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.registry import build_configured, names
 from spectrain.stores.prompts import Question
 from spectrain.stores.rows import ResponseManifest, open_responses

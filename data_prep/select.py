@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data_prep.progress import Advance
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.target import TargetModel
+from spectrain.errors import UserError
 from spectrain.stores.texts import unit_hash
 from spectrain.stores.writing import write_whole
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field, ValidationError
 from data_prep.answers import Answer, Answering, Answers, Prompt
 from data_prep.tokenise import TOKENS_ONLY
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 
 log = logging.getLogger(__name__)
 

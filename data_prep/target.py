@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from data_prep.pipeline import OTHER_OUT
 from data_prep.progress import show_facts
 from spectrain.cli import command, interruptible
-from spectrain.decoding.errors import UserError, check_choice
+from spectrain.errors import UserError, check_choice
 from spectrain.models.gguf_files import Origin, TargetManifest, write_target
 from spectrain.models.packages import PACKAGES, write_package
 from spectrain.stores.folder import MANIFEST, kind_of, locked, sha256, write_folder

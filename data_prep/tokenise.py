@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_prep.pipeline import read_part
 from data_prep.progress import token_progress
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS, token_dtype
 from spectrain.stores.folder import json_line, parse_json, read_object, write_json
 from spectrain.stores.packing import token_documents

@@ -22,7 +22,7 @@ import torch
 
 from spectrain import load_target
 from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate, median
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.methods.stopping import HeadStop

@@ -26,7 +26,7 @@ from rich.table import Table
 from data_prep.coverage import Samples, acceptance_places
 from data_prep.documents import DOCUMENTS
 from data_prep.select import Selection, select
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.simulation import Text, simulate
 from spectrain.measure.statistics import difference_of_ratios, ratio_of_sums
 from spectrain.methods.sssd import Sssd, SssdOptions

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from spectrain.decoding import Drafter, TargetModel, generate, load_target, stream
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import first_line
+from spectrain.errors import UserError
 from spectrain.measure.baselines import own_model
 from spectrain.measure.benchmark import resident_bytes
 from spectrain.methods.autoregressive import Autoregressive

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import questions
 from spectrain.measure.baselines import BASELINES, Copies, build_baseline
 from spectrain.measure.benchmark import Benchmark

@@ -36,8 +36,8 @@ from omegaconf.errors import (
 )
 
 from spectrain.decoding import TargetModel, load_target
-from spectrain.decoding.errors import AllRanksError, UserError
 from spectrain.decoding.weights import is_emulated
+from spectrain.errors import AllRanksError, UserError
 from spectrain.models.artifacts import decoded_by, is_export
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import TYPED_COMMAND

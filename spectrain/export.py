@@ -18,7 +18,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, open_target
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.registry import given_artifacts, with_tuned
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.reporting.cards import lookup_card, trained_card

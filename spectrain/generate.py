@@ -17,8 +17,8 @@ from rich.text import Text
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Generation, Sampling, Source, stream
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.text import Pieces
+from spectrain.errors import UserError
 from spectrain.measure.results import shares_of
 from spectrain.measure.statistics import decode_s
 from spectrain.methods.autoregressive import Autoregressive

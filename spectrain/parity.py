@@ -20,7 +20,7 @@ from pandas import DataFrame
 
 from spectrain.cli import command, open_target
 from spectrain.decoding import Drafter, TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.parity import ASSISTED, AT_STEPS, LOGGED, LOOP, described, measure_sides, verdict
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import Setting

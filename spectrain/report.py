@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.reporting.collect import Collection
 from spectrain.reporting.runs_page import GENERATOR, render_page
 from spectrain.stores.environment import TYPED_COMMAND, date_of

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.tau import decoding_with, measure_gammas, measure_tau, measuring, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts

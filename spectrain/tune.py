@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, interruptible, open_target
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import USABLE_SHARE, free_bytes, slot_bytes
+from spectrain.errors import UserError
 from spectrain.measure import questions, stopping
 from spectrain.measure.sssd import Clock, choose_options
 from spectrain.methods import registry

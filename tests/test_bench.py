@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain import bench
 from spectrain.decoding import Sampling, TargetModel, load_target
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.llama_cpp import LLAMA_CPP

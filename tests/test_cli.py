@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from spectrain.cli import expand_shorthands, refuse_what_hydra_fails_on, typed_command
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.registry import method_config
 from spectrain.stores.locations import conf_dir
 from tests.methods.lookup_export import MANIFEST, lookup_facts

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import hardware
 from spectrain.measure.cost_inputs import axis, check_options, read_methods
 from spectrain.measure.hardware import read_hardware

@@ -23,7 +23,7 @@ from data_prep import acceptance
 from spectrain import export
 from spectrain.cli import command
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.head import HeadConfig, HeadFacts
 from spectrain.stores.locations import conf_dir

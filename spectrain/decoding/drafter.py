@@ -16,7 +16,6 @@ from types import MappingProxyType
 from torch import Tensor
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.generation import Choice
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loop import Emitted, stream
@@ -25,6 +24,7 @@ from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.text import Pieces, Prompt, Reply, prompt_ids
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.verify import Verified
+from spectrain.errors import UserError
 
 
 class Drafter(ABC):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.context import Context
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice
@@ -26,6 +25,7 @@ from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
+from spectrain.errors import UserError, check_whole
 
 if TYPE_CHECKING:
     from spectrain.decoding.drafter import Drafter

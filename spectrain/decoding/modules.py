@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.kv_cache import KVCache
+from spectrain.errors import UserError
 
 
 class TransformersEngine:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError, check_choice, check_number, check_whole
 from spectrain.decoding.noise import draw_by_noise
 from spectrain.decoding.program import DRAW, WARP, run_alone, runner, warping_bytes
 from spectrain.decoding.transfer import to_device, without
+from spectrain.errors import UserError, check_choice, check_number, check_whole
 
 DRAWS = ("inverse", "gumbel")
 

@@ -6,7 +6,7 @@ import inspect
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 
 
 def check_supported(model: PreTrainedModel) -> None:

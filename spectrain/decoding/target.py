@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.graphs import SLOTS, Graphs, padded_nodes
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
@@ -27,6 +26,7 @@ from spectrain.decoding.modules import TransformersEngine
 from spectrain.decoding.supported import check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
+from spectrain.errors import UserError, check_choice
 
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.generation import Generation
+from spectrain.errors import UserError
 
 CONTEXT_TOKENS = 4  # tokens before a piece that are decoded with it: the text of some tokens depends on neighbours
 LONGEST_CHARACTER = 8  # tokens after which bytes that give no character are printed as they are

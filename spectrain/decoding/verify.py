@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.errors import check_choice
 from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.program import JUDGE, run_alone, warping_bytes
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, likeliest, runs_compiled
 from spectrain.decoding.tree import DraftTree
+from spectrain.errors import check_choice
 
 VERIFICATIONS = ("token", "block")
 MOST_REPLAYED = 1 << 24  # logits of a step; a graph has its own memory for several times as many numbers

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from spectrain.decoding import Generation, TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loop import check_prompt
+from spectrain.errors import UserError
 from spectrain.measure.results import QuestionRow, failed_row, question_row
 from spectrain.stores.lines import RowFile
 from spectrain.stores.prompts import Question

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spectrain.decoding.errors import UserError, check_number, check_whole
+from spectrain.errors import UserError, check_number, check_whole
 
 
 @dataclass(frozen=True)

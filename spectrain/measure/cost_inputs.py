@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.measure.cost import Method, SparseBudget
 from spectrain.measure.measured_tau import MeasuredTau, choose_tau, read_tau
 from spectrain.measure.model_shape import Shapes

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from spectrain.decoding.errors import UserError, check_number
+from spectrain.errors import UserError, check_number
 from spectrain.measure.cost import Hardware
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.locations import conf_dir

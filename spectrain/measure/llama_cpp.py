@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Generation, Sampling, TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import shape_of, why_not_lean
 from spectrain.decoding.llama import LlamaShape, Rope
+from spectrain.errors import UserError
 
 LLAMA_CPP = ("llama_cpp", "llama_cpp_lookup")
 PACKAGES = ("llama_cpp", "gguf")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import POOLED, Setting
 from spectrain.stores.folder import read_json

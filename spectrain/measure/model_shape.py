@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import first_line, read_config
 from spectrain.decoding.modules import find_blocks
 from spectrain.decoding.supported import unsupported_layer_type
+from spectrain.errors import UserError
 from spectrain.measure.cost import Shape
 from spectrain.methods.registry import names
 from spectrain.models.packages import target_path

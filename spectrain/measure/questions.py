@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loop import check_prompt
+from spectrain.errors import UserError, check_whole
 from spectrain.measure.simulation import Text
 from spectrain.stores.lines import RowFile
 from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_ids, json_rows, read_prompts

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, generate
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.measure.draft_paths import draft_paths
 from spectrain.measure.simulation import Text
 from spectrain.measure.stop_results import ORACLE, fastest, oracle_results, predicted, stop_results

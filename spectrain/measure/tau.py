@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate, acceptance_length, difference_of_ratios, ratio_of_sums, speedup
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context, Drafter
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
+from spectrain.errors import UserError, check_whole
 from spectrain.methods.sizing import AUTO, ChainSizer
 from spectrain.methods.stopping import StopRule
 from spectrain.stores.forward_times import times_of

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, TargetModel, TargetOutput, Verified
-from spectrain.decoding.errors import check_whole
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
+from spectrain.errors import check_whole
 from spectrain.methods.chances import KINDS, PARENTS, SOURCES, TOKENS
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.model_candidates import (

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.registry import (
     build_method,
     given_artifacts,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.decoding.errors import check_whole
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import PADDING_PARENT
+from spectrain.errors import check_whole
 from spectrain.methods.chances import NO_KEYS, Ranking
 from spectrain.methods.sizing import AUTO, Sizer
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
 
 

@@ -17,7 +17,7 @@ from random import Random
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.decoding.errors import UserError, check_whole
+from spectrain.errors import UserError, check_whole
 from spectrain.methods.lookup import CandidateDrafter
 from spectrain.retrieval.candidate_tree import ProbeShape
 

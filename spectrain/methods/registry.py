@@ -23,7 +23,7 @@ import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.auto import METHODS, Auto
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.sizing import AUTO

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
+from spectrain.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.registry import find_artifact
 from spectrain.methods.speculative import Speculative, load_draft_model

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import Source, TargetModel
-from spectrain.decoding.errors import UserError, check_number
 from spectrain.decoding.transfer import to_device
+from spectrain.errors import UserError, check_number
 from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever, store_priors

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from spectrain.decoding import Context, DraftTree, TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.errors import check_number
 from spectrain.decoding.program import (
     BEND,
     COUNT,
@@ -31,6 +30,7 @@ from spectrain.decoding.program import (
     Program,
 )
 from spectrain.decoding.weights import RowsLinear
+from spectrain.errors import check_number
 from spectrain.models.head import AcceptanceHead
 
 SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies

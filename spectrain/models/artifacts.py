@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import check_finite, check_size
+from spectrain.errors import UserError
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
 from spectrain.stores.folder import read_json, read_object, write_json

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.fingerprint import fingerprint, module_fingerprint
 from spectrain.decoding.target import TargetModel
+from spectrain.errors import UserError, check_whole
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
 

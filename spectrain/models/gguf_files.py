@@ -25,7 +25,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import (
     DTYPES,
     check_complete,
@@ -34,6 +33,7 @@ from spectrain.decoding.loading import (
     load_target,
     quiet_transformers,
 )
+from spectrain.errors import UserError
 from spectrain.stores.folder import write_manifest
 from spectrain.stores.typed import Count, FileFacts
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError, check_number, check_whole
 from spectrain.decoding.sampling import Sampling
+from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.artifacts import check_artifact, damage_of
 from spectrain.stores.folder import read_object, write_json
 

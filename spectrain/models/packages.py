@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.models.gguf_files import Origin, TargetManifest, check_packages, write_target
 from spectrain.stores.folder import locked, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE, bundled_folder

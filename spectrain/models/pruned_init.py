@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError, check_choice, check_whole
 from spectrain.decoding.lean import block_state
 from spectrain.decoding.target import TargetModel
+from spectrain.errors import UserError, check_choice, check_whole
 from spectrain.models.spire import SpireConfig, SpireDrafter
 
 NEW = ("pruned", "random")  # what a new drafter starts from

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.decoding.errors import UserError, check_choice, check_whole
 from spectrain.decoding.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
 from spectrain.decoding.target import FINAL, TargetModel
+from spectrain.errors import UserError, check_choice, check_whole
 
 INPUTS = ("projected", "tied", "trained")
 HEADS = ("target", "trained")

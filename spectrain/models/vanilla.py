@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.models.pruned_init import draw_weights
 
 DRAFT_TOKENS = 5  # drafted per step by other engines; vLLM's own example has 5

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.reporting.runs import MEASUREMENTS, RUNS, TRAININGS, Run, Training
 from spectrain.stores.environment import date_of
 from spectrain.stores.folder import read_json

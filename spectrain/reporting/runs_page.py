@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jinja2 import TemplateError
 from markupsafe import Markup
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.reporting import trainings
 from spectrain.reporting.collect import Collection
 from spectrain.reporting.render import render

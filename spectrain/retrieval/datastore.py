@@ -25,7 +25,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.retrieval.suffix_array import (
     MAX_SHARD_TOKENS,
     build_suffix_array,

@@ -22,8 +22,8 @@ from heapq import heappop, heappush
 import numpy as np
 from numba import njit
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.tree import ROOT_PARENT, Source
+from spectrain.errors import UserError
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, find_child, gather
 from spectrain.retrieval.datastore import Datastore

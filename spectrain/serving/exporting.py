@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import first_line, read_config, read_tokenizer
+from spectrain.errors import UserError
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import build_function, method_config, plain_options
 from spectrain.methods.specdecpp import OpenDrafter

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 
 NETWORK_ERROR = HfHubHTTPError.__bases__[0]  # of the HTTP library that this version of huggingface_hub stands on
 

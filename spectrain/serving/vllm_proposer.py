@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding import tokenizer_fingerprint
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.loading import read_tokenizer
+from spectrain.errors import UserError, check_whole
 from spectrain.methods.loading import open_export
 from spectrain.methods.lookup import RowState
 from spectrain.methods.sssd import Sssd

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.text import rendered
+from spectrain.errors import UserError
 from spectrain.stores.prompts import SURROGATE
 
 COLUMNS = ("messages", "conversations")  # of OpenAI's shape and of ShareGPT's, as corpora name them

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.folder import StoreKind, sha256
 from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy
 from spectrain.stores.writing import write_whole

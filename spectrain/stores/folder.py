@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.typed import FileFacts, from_json
 from spectrain.stores.writing import is_disk_full, real_path, rename, to_disk, write_whole
 

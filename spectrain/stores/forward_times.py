@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spectrain.decoding import DraftTree, KVCache, Source, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
+from spectrain.errors import UserError
 from spectrain.stores.environment import cpu_name
 from spectrain.stores.folder import digest, load_json, write_json
 from spectrain.stores.locations import CHECKPOINTS

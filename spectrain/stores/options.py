@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from spectrain.decoding.errors import UserError, is_in
+from spectrain.errors import UserError, is_in
 from spectrain.stores.locations import conf_dir
 from spectrain.stores.yaml_files import read_yaml
 

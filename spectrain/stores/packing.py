@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.conversations import chat_tokens
 from spectrain.stores.texts import Document, unit_hash
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding.errors import UserError, check_whole
 from spectrain.decoding.text import chat_ids
+from spectrain.errors import UserError, check_whole
 from spectrain.stores.folder import parse_json
 
 FORMATS = {  # a file has the first of these whose keys its first row has

@@ -28,7 +28,7 @@ import pyarrow.compute
 from datasets import Dataset, Features, List, Value
 from typing_extensions import TypedDict
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.folder import M, StoreKind, write_folder, write_manifest
 from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy, SamplingFacts
 

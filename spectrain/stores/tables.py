@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.conversations import Messages, conversation_column, messages_of
 from spectrain.stores.prompts import SURROGATE, json_rows
 

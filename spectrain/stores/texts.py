@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spectrain.decoding import tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.conversations import Messages, has_assistant, plain_text
 from spectrain.stores.tables import Content, hub_texts, is_saved, jsonl_texts, parquet_bytes, parquet_texts, saved_texts
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from rich.filesize import decimal
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 

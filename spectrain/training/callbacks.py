@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
-from spectrain.decoding.errors import AllRanksError
+from spectrain.errors import AllRanksError
 from spectrain.stores.signals import SAID, SIGNALS, FirstSignal
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder
 from spectrain.training.strategies import whole_state

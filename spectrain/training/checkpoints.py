@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.folder import read_object, write_json
 from spectrain.stores.writing import is_disk_full, rename, to_disk, write_whole
 

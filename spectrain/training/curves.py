@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 
 Curve = dict[int, dict[str, float]]  # step -> metric -> value
 

@@ -6,8 +6,8 @@ import logging
 
 from torch import Tensor
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.target import TargetModel
+from spectrain.errors import UserError
 from spectrain.training.data import Rows
 
 AUTO_SHARE = 0.995  # estimated share of new text that "auto" covers

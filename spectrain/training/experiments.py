@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError, check_choice
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES, read_tokenizer
+from spectrain.errors import UserError, check_choice
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts

@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from spectrain.decoding import fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import is_out_of_memory
+from spectrain.errors import UserError
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.locations import PACKAGE
 from spectrain.training.callbacks import (

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.models.artifacts import MANIFEST
 from spectrain.stores.folder import read_json
 from spectrain.stores.writing import write_whole

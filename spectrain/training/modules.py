@@ -15,10 +15,10 @@ from lightning import LightningModule
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.masks import packed_mask
 from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.decoding.target import Features, TargetModel
+from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadFacts
 from spectrain.models.input_fit import FIT_TOKENS, InputFit

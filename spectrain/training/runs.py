@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from spectrain.decoding.errors import AllRanksError, UserError
+from spectrain.errors import AllRanksError, UserError
 from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.folder import (
     digest,

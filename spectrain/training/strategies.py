@@ -17,7 +17,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor, nn
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 
 
 def uses_gpu(accelerator: str) -> bool:

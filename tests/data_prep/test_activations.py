@@ -23,7 +23,7 @@ from data_prep import activations
 from data_prep.capture import ShardParts, TokenRows, rows_of_responses, shard_bounds
 from spectrain import train
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
 from spectrain.stores.packing import pack

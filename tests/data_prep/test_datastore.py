@@ -20,7 +20,7 @@ from data_prep import documents
 from data_prep.lookup import look_up
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, select
 from spectrain.decoding import load_target
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Datastore
 from spectrain.stores import tables
 from spectrain.stores.rows import open_responses, write_responses

@@ -16,7 +16,7 @@ import pytest
 from data_prep.answers import Answers, read_questions
 from data_prep.responses import check_answering
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.registry import build_method, method_config
 from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.rows import open_responses

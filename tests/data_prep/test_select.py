@@ -8,8 +8,8 @@ import torch
 
 from data_prep.select import Scoring, perplexities, token_log_probs, windows_of
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.masks import length_buckets
+from spectrain.errors import UserError
 from tests.conftest import random_prompts, tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
 

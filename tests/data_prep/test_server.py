@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data_prep.answers import Answer, Answering, Prompt
 from data_prep.server import MAX_RETRY_AFTER_S, CompletionServer, PromptFailed, read_completion, retry_after_s
 from spectrain.decoding import Sampling
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.rows import open_responses
 from tests.data_prep.fake_server import completion, serving
 

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import why_not_lean
+from spectrain.errors import UserError
 from tests.conftest import COMMON, random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 

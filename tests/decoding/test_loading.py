@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from spectrain.decoding import load_target
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.loading import check_finite
+from spectrain.errors import UserError
 from tests.conftest import tiny_model
 from tests.decoding.test_loop import word_tokenizer
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from spectrain.decoding import Drafter, Sampling, Source, TargetModel, generate, stream
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import method_config, method_names
 from spectrain.methods.speculative import Speculative

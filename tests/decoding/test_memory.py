@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from spectrain.decoding import KVCache, TargetModel, generate
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice, slot_bytes
+from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import random_prompts, tiny_model
 

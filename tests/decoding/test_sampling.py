@@ -6,9 +6,9 @@ from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from spectrain.decoding import sampling as module
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.noise import draw_by_noise, mixed
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, row_generator
+from spectrain.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from transformers import (
 )
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.modules import TransformersEngine, find_blocks
 from spectrain.decoding.supported import check_supported
 from spectrain.decoding.target import FINAL
+from spectrain.errors import UserError
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import random_parents, tree_of
 

@@ -4,8 +4,8 @@ import pytest
 
 from spectrain import load_method, load_target
 from spectrain.decoding import Sampling, generate
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.text import Pieces
+from spectrain.errors import UserError
 
 PROMPT = "def read_config(path):"
 TEMPLATE = (

@@ -11,8 +11,8 @@ import torch
 from scipy.stats import chisquare
 
 from spectrain.decoding import DraftTree, Sampling, Verified, verify
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import Uniforms, draw_token, row_generator
+from spectrain.errors import UserError
 from tests.decoding.reference import tree_of
 
 ALPHA = 1e-4

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.decoding import KVCache, TargetModel, fingerprint, generate, kernels, lean, weights
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.kernels import fits, product, works
 from spectrain.decoding.loading import load_target, shorten
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, for_drafting
+from spectrain.errors import UserError
 from spectrain.measure.baselines import own_model
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import Speculative

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.cost import CostModel, Hardware, Method, Shape, SparseBudget
 from tests.measure.cost_reference import (
     BATCH,

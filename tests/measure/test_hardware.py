@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import hardware
 from spectrain.measure.hardware import measure_cpu
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Sampling, TargetModel, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import llama_cpp
 from spectrain.measure.baselines import build_baseline
 from spectrain.measure.llama_cpp import LLAMA_CPP, LlamaCpp, WeightsFile, check_options

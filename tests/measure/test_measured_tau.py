@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure.measured_tau import choose_tau, read_tau
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import Setting

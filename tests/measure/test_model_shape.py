@@ -8,8 +8,8 @@ import pytest
 from transformers import MistralConfig, MixtralConfig
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.modules import find_blocks
+from spectrain.errors import UserError
 from spectrain.measure.cost import Shape
 from spectrain.measure.model_shape import read_shapes, shape_of_model, shape_of_numbers, spire_config
 from tests.conftest import FAMILIES, tiny_model

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from spectrain import report
 from spectrain.cli import command
 from spectrain.decoding import Sampling, TargetModel, fingerprint, load_target
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.measure import stop_results, stopping
 from spectrain.measure.questions import read_answers
 from spectrain.methods.registry import method_config, with_tuned

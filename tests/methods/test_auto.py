@@ -13,8 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from spectrain.decoding import Drafter, DraftTree, Generation, Sampling, Source, generate
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.generation import Choices
+from spectrain.errors import UserError
 from spectrain.methods import auto, draft_chain, registry
 from spectrain.methods.auto import PLAIN, Auto
 from spectrain.methods.autoregressive import Autoregressive

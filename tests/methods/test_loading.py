@@ -12,7 +12,7 @@ import torch
 import spectrain
 from spectrain import load_method
 from spectrain.decoding import TargetModel, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.registry import method_config, method_names, plain_options
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spectrain.decoding import DraftTree, Source, TargetModel, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods import logitspec
 from spectrain.methods.logitspec import LogitSpec
 from spectrain.retrieval.candidate_tree import CandidateTree

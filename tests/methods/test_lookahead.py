@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetOutput, Verified, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.autoregressive import build as autoregressive
 from spectrain.methods.lookahead import Lookahead, LookaheadRow, build
 from spectrain.methods.lookup import LookupDrafter

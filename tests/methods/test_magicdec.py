@@ -20,7 +20,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.magicdec import MagicDec, rotary_frequencies
 from tests.conftest import COMMON, EOS_ID, random_prompts, tiny_model

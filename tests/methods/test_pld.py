@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from spectrain.decoding import Context, Sampling, Source, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods import pld
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spectrain.decoding import Source
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.lookup import StoreDrafter
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from spectrain.decoding import Sampling, Source, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.autoregressive import build as autoregressive
 from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
 from spectrain.retrieval.candidate_tree import CandidateTree

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from spectrain.decoding import KVCache, Sampling, TargetModel, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.speculative import Speculative
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import cached_states

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified, generate
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
+from spectrain.errors import UserError
 from spectrain.methods import spire
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire

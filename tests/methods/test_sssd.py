@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetModel, generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods import sssd
 from spectrain.methods.sssd import Discounts, Sssd, SssdOptions, branch_of
 from spectrain.retrieval.fusion import N_EACH

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.sampling import row_generator
+from spectrain.errors import UserError
 from spectrain.methods.draft_chain import DraftStep, candidates_within, draft_chain
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, OracleStop, StopRule, confidence, entropy

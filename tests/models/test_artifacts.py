@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import shape_of
+from spectrain.errors import UserError
 from spectrain.methods import speculative, spire
 from spectrain.methods.sizing import FIRST_CHANCE
 from spectrain.models.artifacts import MANIFEST, Artifact, load_spire, newest_artifact, save_spire, write_manifest

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.decoding import load_target
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.models.gguf_files import Origin, TargetManifest, write_target
 from spectrain.stores.folder import read_json
 from tests.conftest import tiny_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from spectrain.decoding import Sampling, TargetModel, fingerprint
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.weights import DRAFT_DTYPES
+from spectrain.errors import UserError
 from spectrain.methods.specdecpp import build, open_drafter
 from spectrain.models.artifacts import Artifact, write_manifest
 from spectrain.models.head import (

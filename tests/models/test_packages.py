@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spectrain import load_target
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.models import packages
 from spectrain.models.packages import PACKAGES, Package, target_path
 from spectrain.serving.exporting import engine_path

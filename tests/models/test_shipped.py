@@ -11,7 +11,7 @@ import pytest
 
 from spectrain import load_method, load_target
 from spectrain.decoding import generate
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import find_artifact
 from spectrain.retrieval.datastore import newest_datastore, open_datastore

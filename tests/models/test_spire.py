@@ -9,8 +9,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.lean import shape_of
+from spectrain.errors import UserError
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireConfig, SpireDrafter

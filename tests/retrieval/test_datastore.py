@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.retrieval.datastore import DATASTORES, Datastore, newest_datastore
 from spectrain.stores.folder import sha256
 from tests.retrieval.reference import make_store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.serving.exporting import engine_path, named
 from spectrain.training.runs import RunFolder
 

@@ -11,8 +11,8 @@ import torch
 
 from spectrain import load_method
 from spectrain.decoding import Context, Sampling, TargetModel
-from spectrain.decoding.errors import UserError
 from spectrain.decoding.tree import ROOT_PARENT
+from spectrain.errors import UserError
 from spectrain.serving.vllm_proposer import KEPT_CALLS, LookupProposer
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup

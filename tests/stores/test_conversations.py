@@ -8,7 +8,7 @@ import logging
 import pytest
 from datasets import Dataset
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.conversations import chat_tokens, messages_of
 from spectrain.stores.packing import token_documents
 from spectrain.stores.texts import END_OF_TEXT, Skipped, read_documents, train_tokenizer

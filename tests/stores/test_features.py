@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.features import (
     FeatureManifest,
     FeatureStore,

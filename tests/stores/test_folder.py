@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.folder import json_line, locked, parse_json, read_json, read_object, write_folder
 from spectrain.stores.lines import RowFile, read_lines
 from spectrain.stores.yaml_files import read_yaml

@@ -11,7 +11,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.rows import (
     LABEL_COLUMNS,

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.locations import conf_dir
 from spectrain.stores.options import check_method_options, check_options, schema
 from tests.test_cli import composed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spectrain.decoding import tokenizer_fingerprint
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.packing import TokenDocument, pack, rows_of, token_documents
 from spectrain.stores.rows import write_responses
 from spectrain.stores.texts import Document, is_held_out, read_documents, train_tokenizer

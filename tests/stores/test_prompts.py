@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.texts import train_tokenizer
 

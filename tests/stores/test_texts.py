@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores import tables
 from spectrain.stores.packing import pack
 from spectrain.stores.prompts import read_prompts

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores.folder import write_folder
 from spectrain.stores.writing import is_disk_full, naming_a_full_disk, write_whole
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.training import fit as fitting
 from spectrain.training import precision as precisions
 from spectrain.training.checkpoints import check_readable, whole_weights

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spectrain.decoding import TargetModel
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.training.callbacks import TAU_METRICS, Checkpoints, KeepBest, StopOnBadLoss
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of
 from spectrain.training.data import RowData, SeededLoader, TokenRows

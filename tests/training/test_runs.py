@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from spectrain.decoding.errors import UserError
+from spectrain.errors import UserError
 from spectrain.stores import environment
 from spectrain.stores.folder import locked
 from spectrain.training import fit as fitting
