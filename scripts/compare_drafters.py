@@ -34,11 +34,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from pandas import DataFrame
+from spectrain.measure.parity import Steps, computed, draft_logits, logits_of
 
 from spectrain.cli import quiet_libraries
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, load_target
 from spectrain.errors import UserError, check_whole
-from spectrain.measure.parity import Steps, computed, draft_logits, logits_of
 from spectrain.measure.spire_paper import in_paper, modelled, options, paper_tau
 from spectrain.measure.tau import POOLED, Setting, compare, continue_rows, counts_of, with_pools
 from spectrain.methods import magicdec

@@ -3,8 +3,8 @@
     python -m spectrain.report runs=runs out=report.html
     python -m spectrain.report runs=[runs,checkpoints,other/runs] out=all.html
 
-Looks through the folders for trainings, finished or not, benchmarks, tuning runs and JSON files of measurements (cost,
-drafters, parity). The page holds its style and pictures and loads nothing. See docs/measuring.md.
+Looks through the folders for trainings, finished or not, benchmarks, JSON files of measurements (cost,
+drafters). The page holds its style and pictures and loads nothing. See docs/measuring.md.
 """
 
 from __future__ import annotations

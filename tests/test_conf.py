@@ -61,10 +61,6 @@ def test_activations_compose(group):
     OmegaConf.to_container(composed("activations", group), resolve=True, throw_on_missing=True)
 
 
-def test_parity_composes():
-    OmegaConf.to_container(composed("parity", "run=x"), resolve=True, throw_on_missing=True)
-
-
 @pytest.mark.parametrize("group", ["target=bundled", "method=sssd"])
 def test_exports_compose(group):
     OmegaConf.to_container(composed("export", group), resolve=True, throw_on_missing=True)

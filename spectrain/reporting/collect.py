@@ -33,12 +33,6 @@ class BenchResults(TypedDict):
     methods: dict[str, dict[str, object]]
 
 
-class Search(TypedDict):
-    """The part of the results of `spectrain.tune` that is read here."""
-
-    __pydantic_config__ = MORE
-
-
 class Collection:
     """All runs below some folders, and what could not be read: file or folder -> reason."""
 
@@ -91,12 +85,8 @@ class Collection:
             kind = Metrics if run["kind"] == "target" else TrainingResult
             run |= {"result": self.read(folder / "result.json", kind), "checkpoint_step": trained.checkpoint_step}
             return Training(**run, curve=self.curve(trained))
-        if run["kind"] == "bench":
-            rows = [row for row in read_lines(folder / "questions.jsonl") if isinstance(row, dict) and "method" in row]
-            return Run(**run, result=self.read(folder / "results.json", BenchResults), rows=rows)
-        search = Run(**run).search
-        run["result"] = self.read(folder / ("results.json" if search == "specdecpp" else "result.json"), Search)
-        return Run(**run)
+        rows = [row for row in read_lines(folder / "questions.jsonl") if isinstance(row, dict) and "method" in row]
+        return Run(**run, result=self.read(folder / "results.json", BenchResults), rows=rows)
 
     def read(
         self, file: Path, kind: type = dict[str, object], read: Callable[[Path], object] = read_json

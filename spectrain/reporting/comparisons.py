@@ -1,7 +1,4 @@
-"""Comparisons of drafters, and of ways to measure acceptance, as tables for terminal, Markdown and page, and in words.
-
-A table is of what `drafters.json` or `parity.json` holds.
-"""
+"""Comparisons of drafters as tables for terminal, Markdown and page, and in words."""
 
 from __future__ import annotations
 
@@ -13,13 +10,7 @@ from pandas import DataFrame
 from spectrain.reporting.formats import MISSING, estimate_of, fixed, interval, number, percent, plus_minus
 from spectrain.reporting.tables import table_of
 
-TWO_DIGITS, THREE_DIGITS = partial(interval, digits=2), partial(interval, digits=3)
-NARROW = partial(plus_minus, digits=3)
-PARITY_CAPTION = (
-    "Acceptance of the draft token at each position of those steps that came so far, with 95 % intervals over "
-    "contexts. Sides of one sampling should agree, except for validation, which reads the data's text, and for the one "
-    "computed everywhere: the loop begins drafts in harder places, after a rejection."
-)
+TWO_DIGITS = partial(interval, digits=2)
 
 
 def drafters_table(content: Mapping, settings: Sequence[str], text: Callable[..., str] = TWO_DIGITS) -> DataFrame:
@@ -56,22 +47,6 @@ def highest_tau(content: Mapping) -> str:
         best = max(taus, key=lambda name: number(taus[name].get("value")) or 0.0)
         return f"highest tau ({setting}): {best} {interval(taus[best], 2)}"
     return ""
-
-
-def parity_table(
-    rows: Mapping[str, Mapping], positions: Sequence[int], text: Callable[..., str] = THREE_DIGITS
-) -> DataFrame:
-    """Acceptance by draft position 1, ..., k, tau and steps; one row per way to measure.
-
-    `rows` are the `rows` or `differences` of parity.json; `text` writes a value with its interval.
-    """
-    found = []
-    for name, one in rows.items():
-        tau = one["tau"] if isinstance(one.get("tau"), Mapping) else {"value": one.get("tau")}
-        rates = zip(positions, one.get("acceptance") or (), strict=False)
-        row = {"measured by": name} | {f"position {p}": text(rate) for p, rate in rates}
-        found.append(row | {"tau": text(tau), "steps": fixed(one.get("steps"), 0)})
-    return table_of(found)
 
 
 def tau_table(content: Mapping) -> tuple[str, DataFrame]:

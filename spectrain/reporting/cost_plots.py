@@ -1,8 +1,8 @@
-"""Figures of the throughput model and of stop rules."""
+"""Figures of the throughput model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import matplotlib
 import numpy as np
@@ -13,20 +13,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from spectrain.measure.cost_analysis import AUTOREGRESSIVE, CostGrid, best_methods
-from spectrain.measure.stop_simulation import FIXED, HEAD
 from spectrain.reporting import drawing
 from spectrain.reporting.drawing import BASELINE_COLOUR, COLOURS, cell_panels, line, line_panels
 from spectrain.reporting.formats import compact
 
 COLOUR_OF = dict(zip(("vanilla", "magicdec", "spire", "spire_dense"), COLOURS, strict=False))
 MAP_POINTS = 240  # of the map of the fastest methods, in each direction
-BLUE, GREEN, ORANGE = "#0072b2", "#009e73", "#e69f00"
-RULES = {  # stop rules differ in shades and markers as well as in colours, for readers in grayscale
-    FIXED: {"color": BLUE, "marker": "s", "linestyle": "--"},
-    "confidence": {"color": ORANGE, "marker": "^", "linestyle": ":"},
-    "entropy": {"color": GREEN, "marker": "v", "linestyle": "-."},
-}
-HEADROOM = 1.15  # of the largest fixed length's discard rate; what lies above is cut off
 
 # The throughput model
 
@@ -134,39 +126,3 @@ def log_y(ax: Axes) -> None:
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     ax.minorticks_off()
-
-
-# Stop rules
-
-
-def stopping_fronts(results: Mapping) -> Figure:
-    """SpecDec++, Figure 3: discard rate over verification rate of every setting, and the front of all heads."""
-    settings = results["settings"]
-    own = [one for one in settings if one["family"] == HEAD]
-    fixed = [one for one in settings if one["family"] == FIXED]
-    points = {"marker": "o", "ls": "", "color": "#b0b0b0", "ms": 3}
-    lines = [
-        line(rates_of(one for one in own if one["judge"] == judge), label=f"{HEAD}, {judge}: each head", **style)
-        for judge, style in (("current", points), ("previous", points | {"marker": "x"}))
-    ]
-    front = sorted(rates_of(one for one in own if one["name"] in results["fronts"][HEAD]))
-    lines.append(line(front, marker="o", color="#882255", lw=2.4, zorder=4, label=f"{HEAD}: front"))
-    for family, style in RULES.items():
-        members = sorted((one for one in settings if one["family"] == family), key=lambda one: one["value"])
-        lines.append(line(rates_of(members), label=family, lw=1.2, **style))
-    if results["oracle"] is not None:
-        star = {"marker": "*", "color": "black", "ms": 13, "ls": "", "clip_on": False, "zorder": 5}
-        lines.append(line([(results["oracle"]["verification_rate"], 0)], label="oracle", **star))
-    facts = f"{results['texts']} texts, {results['sampling']}, {results['drafter']['kind']} drafter"
-    labels = ("verification rate (target calls per token)", "discard rate (discarded tokens per token)")
-    top = max(HEADROOM * max(one["discard_rate"] for one in fixed), 0.1)
-    panels = {f"{results['prompts']}\n{facts}": [one for one in lines if one.points]}
-    figure = line_panels(panels, *labels, panel_in=(7.6, 4.2), ylim=(0, top))
-    beside = {"xytext": (4, 4), "textcoords": "offset points", "color": BLUE, "fontsize": 8}
-    for one, point in zip(fixed, rates_of(fixed), strict=True):
-        figure.axes[0].annotate(f"{one['value']:g}", point, **beside)
-    return figure
-
-
-def rates_of(settings: Iterable[Mapping]) -> list[tuple[float, float]]:
-    return [(one["verification_rate"], one["discard_rate"]) for one in settings]

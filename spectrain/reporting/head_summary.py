@@ -35,8 +35,10 @@ def head_table(facts: HeadFacts, result: Mapping, rows: str, picture: Path) -> T
 
 
 def next_command(out: Path, target: str, sampling: Sampling) -> str:
-    """The command that finds the best threshold for an exported head whose labels were warped by this sampling."""
+    """The command that compares thresholds of an exported head whose labels were warped by this sampling."""
     chosen = "" if target == "pystdlib-8l" else f" target={target}"
     off = Sampling().distribution()
     warped = "".join(f" sampling.{name}={v:g}" for name, v in sampling.distribution().items() if v != off[name])
-    return f"python -m spectrain.tune method=specdecpp head={out}{chosen}{warped}"
+    return (
+        f"python -m spectrain.bench -m method=specdecpp method.threshold=0.1,0.3,0.5,0.7,0.9 head={out}{chosen}{warped}"
+    )

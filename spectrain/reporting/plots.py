@@ -286,19 +286,3 @@ def drafters(content: Mapping, modelled: Mapping[str, tuple[Mapping, float]] | N
         ours, papers = zip(*((None, None) if one is None else one for one in each), strict=True)
         panels[title], marks[title] = [*map(estimate_of, ours)], papers
     return bar_panels(panels, rows, TAU_AXIS, marks=("reported by the SPIRe paper (its own target)", marks))
-
-
-def parity(content: Mapping) -> Figure | None:
-    """Acceptance rate by position as each side measured it, as `parity.json` holds it: one panel per sampling."""
-    panels: dict[str, list[Line]] = {}
-    sides = list(dict.fromkeys(name.partition(", ")[2] for name in content["rows"]))
-    for name, one in content["rows"].items():
-        sampling, _, side = name.partition(", ")
-        i = sides.index(side)
-        rates = zip(content["positions"], map(estimate_of, one.get("acceptance") or ()), strict=False)
-        known = [(position, value, bounds) for position, (value, bounds) in rates if value is not None]
-        if known:
-            points = [(position + 0.06 * (i - len(sides) / 2), value) for position, value, _ in known]
-            whiskers = [bounds for *_, bounds in known]
-            panels.setdefault(sampling, []).append(line(points, whiskers, color=COLOURS[i], marker="o", label=side))
-    return position_panels(panels)

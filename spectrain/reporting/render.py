@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader
 from matplotlib.figure import Figure
 
 from spectrain.decoding import Sampling
-from spectrain.reporting import benchmarks, comparisons, cost_plots, formats, plots, trainings, tuning
+from spectrain.reporting import benchmarks, comparisons, cost_plots, formats, plots, trainings
 from spectrain.reporting.drawing import png_bytes
 from spectrain.reporting.runs import Run, option_text
 from spectrain.reporting.tables import Marked, columns_of_words
@@ -42,7 +42,7 @@ def environment() -> Environment:
     environment.filters |= {"columns_of_words": columns_of_words, "shade": shade, "png": png, "json": json.dumps}
     environment.filters["sampling"] = sampling_text
     environment.tests["marked"] = lambda cell: isinstance(cell, Marked)
-    modules = (benchmarks, comparisons, cost_plots, plots, trainings, tuning)
+    modules = (benchmarks, comparisons, cost_plots, plots, trainings)
     environment.globals |= {module.__name__.rpartition(".")[2]: module for module in modules}
     environment.globals |= {"zip": zip, "MISSING": formats.MISSING, "option_text": option_text, "pictures": pictures}
     return environment

@@ -17,8 +17,8 @@ from spectrain.training.runs import hashed
 
 OWN_METHOD = {"spire": "spire", "vanilla": "speculative"}  # kind of training -> its drafter's name in a table of tau
 TRAININGS = ("spire", "vanilla", "specdecpp", "target")  # kinds of run folders
-RUNS = (*TRAININGS, "bench", "tune")
-MEASUREMENTS = ("cost", "drafters", "parity")  # kinds of JSON files
+RUNS = (*TRAININGS, "bench")
+MEASUREMENTS = ("cost", "drafters")  # kinds of JSON files
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,6 @@ class Run:
     def command(self) -> str | None:
         """As it was typed; older trainings did not keep it."""
         return self.begun.get("command") or (self.result or {}).get("command")
-
-    @property
-    def search(self) -> str:
-        """The method that `spectrain.tune` looked for options of; empty in runs of older versions without one."""
-        return str((self.config.get("method") or {}).get("_target_", "..")).split(".")[-2]
 
     @property
     def anchor(self) -> str:

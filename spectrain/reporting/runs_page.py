@@ -17,7 +17,7 @@ from spectrain.reporting.render import render
 from spectrain.reporting.runs import TRAININGS, Run, groups, natural
 
 GENERATOR = "spectrain.report"  # by it a page of ours is recognised
-SECTIONS = {"tune": "Tuning", "cost": "Throughput model", "drafters": "Drafters compared", "parity": "Parity"}
+SECTIONS = {"cost": "Throughput model", "drafters": "Drafters compared"}
 KINDS = trainings.KINDS | {"bench": "benchmark"} | {kind: title.lower() for kind, title in SECTIONS.items()}
 NOT_AS_EXPECTED = "its files are not as expected ({}: {})"
 ODD = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, TemplateError, UserError)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spectrain.decoding import TargetModel
-from spectrain.measure.llama_cpp import write_gguf
+from spectrain.decoding.lean import shape_of
+from spectrain.decoding.llama import LlamaShape, Rope
 from spectrain.models.packages import Package
 from spectrain.stores.folder import sha256
 from tests.conftest import VOCAB_SIZE
@@ -22,6 +26,55 @@ pytest.importorskip("accelerate", reason="transformers reads GGUF files with acc
 LETTERS = [chr(code) for code in range(ord("A"), ord("A") + VOCAB_SIZE - 5)]  # 4 special tokens and one merge
 TOKENS = ["<pad>", "<s>", "<unk>", "</s>", *LETTERS, "AB"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by model_type
+GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # as in GGUF files
+
+
+def write_gguf(target: TargetModel, file: Path) -> None:
+    """Write the weights of a target."""
+    shape, name = shape_of(target.model), ARCHITECTURES[target.config.model_type]
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # it reports every file
+    writer = gguf.GGUFWriter(file, name)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(shape.vocab_size)
+    writer.add_context_length(target.max_positions)
+    writer.add_block_count(target.n_layer)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_kv_head)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(shape.head_dim)
+    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(architecture, target.n_layer)
+    state = target.model.state_dict().items()
+    tensors = {names.get_name(key, (".weight", ".bias")): one.to(target.dtype) for key, one in state}
+    if shape.tie_embeddings:
+        tensors.pop("output.weight", None)
+    if name == "llama":
+        tensors = {key: _paired(key, tensor, shape) for key, tensor in tensors.items()}
+        unscaled = shape.rope_parameters["rope_theta"] ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+        tensors["rope_freqs.weight"] = unscaled / Rope(shape).inv_freq
+    for key, tensor in tensors.items():
+        tensor = tensor.contiguous() if tensor.ndim > 1 else tensor.float()  # llama.cpp has all vectors in float32
+        ggml_type = gguf.GGMLQuantizationType(GGML_TYPES[tensor.dtype])
+        writer.add_tensor(key, tensor.view(torch.uint8).numpy(), raw_dtype=ggml_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _paired(name: str, tensor: Tensor, shape: LlamaShape) -> Tensor:
+    """Reorder rows of queries and keys: llama.cpp rotates neighbours of a head where we rotate its halves."""
+    heads = {"attn_q": shape.n_head, "attn_k": shape.n_kv_head}.get(name.split(".")[-2])
+    if heads is None:
+        return tensor
+    return tensor.reshape(heads, 2, shape.head_dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
 
 
 def write_file(

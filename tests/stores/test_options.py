@@ -20,9 +20,8 @@ GROUPS = {  # what a command can be composed with
     "generate": ("method", "sampling"),
     "bench": ("variants", "sampling"),
     "cost": ("cost", "hardware"),
-    "tune": ("sampling",),
 }
-NEEDED = {"train": ["kind=spire", "max_steps=1"], "generate": ["prompt=x"], "parity": ["run=x"]}
+NEEDED = {"train": ["kind=spire", "max_steps=1"], "generate": ["prompt=x"]}
 
 
 @cache
@@ -118,17 +117,6 @@ REFUSED = {
         "stop_strings=['']": "stop_strings= must be a text that is not empty",
         "stop_strings=[5]": "stop_strings=5 must be a text that is not empty",
         "max_new_tokens=nan": "max_new_tokens=nan must be a whole number of at least 1",
-    },
-    "tune": {
-        "stopping.judge=[next]": "stopping.judge=next must be one of current, previous",
-        "stopping.thresholds=[0.5,1.0]": "stopping.thresholds=1.0 must be a number in (0, 1)",
-        "stopping.entropy=[-1]": "stopping.entropy=-1 must be a number in (0, inf)",
-        "stopping.gammas=[2.5]": "stopping.gammas=2.5 must be a whole number of at least 1",
-        "stopping.gammas=[]": "stopping.gammas=[] must be a whole number of at least 1, or a list",
-        "stopping.timed=0": "stopping.timed=0 must be a whole number of at least 1",
-        "max_new_tokens=1": "max_new_tokens=1 must be a whole number of at least 2",
-        "grid=null": "grid=null must stay a group of options",
-        "grid.input_scale=[]": "grid.input_scale=[] must be",
     },
     "responses": {
         "batch_size=1.5": "batch_size=1.5 must be a whole number of at least 1",
