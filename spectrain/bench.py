@@ -26,13 +26,13 @@ from spectrain.measure import questions
 from spectrain.measure.baselines import BASELINES, Copies, build_baseline
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.llama_cpp import LLAMA_CPP, check_options
+from spectrain.measure.report import write_report
 from spectrain.measure.results import nodes_of, summarise
+from spectrain.measure.tables import terminal_table
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
-from spectrain.reporting.benchmarks import terminal_table
-from spectrain.reporting.render import write_report
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, sha256, write_json
 from spectrain.stores.prompts import Question, conversation_ids

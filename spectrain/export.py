@@ -21,7 +21,7 @@ from spectrain.cli import command, open_target
 from spectrain.errors import UserError
 from spectrain.methods.registry import given_artifacts, with_tuned
 from spectrain.methods.specdecpp import open_given_drafter
-from spectrain.reporting.cards import lookup_card, trained_card
+from spectrain.serving.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
 from spectrain.stores.folder import locked, refuse_existing, write_folder

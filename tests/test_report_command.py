@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from spectrain.reporting.formats import fixed, interval
 
 from spectrain import bench, train, tune
 from spectrain.cli import command
-from spectrain.reporting.formats import fixed, interval
 from spectrain.stores.folder import locked
 from tests.reporting.test_benchmarks import Page
 from tests.reporting.test_runs_page import COST, DRAFTERS, PARITY

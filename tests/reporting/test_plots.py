@@ -7,10 +7,10 @@ from dataclasses import replace
 import matplotlib
 import numpy as np
 import pytest
-
 from spectrain.reporting import drawing, plots
 from spectrain.reporting.plots import benchmark_plots, cumulative_accepted, ordered
 from spectrain.reporting.render import environment
+
 from tests.reporting.test_benchmarks import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
 from tests.reporting.test_runs_page import trained
 

@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
-
 from spectrain.reporting import runs_page
 from spectrain.reporting.collect import Collection
 from spectrain.reporting.drawing import STYLES
 from spectrain.reporting.plots import run_styles, training_plots
 from spectrain.reporting.runs import Run, Training
 from spectrain.reporting.runs_page import render_page
+
 from tests.reporting.test_benchmarks import NAMES, Page, emptied, fake_results, fake_rows
 from tests.reporting.test_runs import CONFIG
 
