@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 
 from numba import types
-
 from spectrain.decoding.intrinsics import doubles, fast, flags, floats, wholes
 from spectrain.decoding.warping import drawn, drawn_by, warp_row
 

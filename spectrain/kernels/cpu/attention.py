@@ -7,7 +7,6 @@ head.
 from __future__ import annotations
 
 from numba import types
-
 from spectrain.decoding.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes
 from spectrain.decoding.kernels import MOST_QUERIES
 from spectrain.decoding.program import CHUNK

@@ -6,18 +6,25 @@ Everything here is compiled into the operations of `operations.py` and `attentio
 from __future__ import annotations
 
 import math
+import platform
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core.cgutils import int32_t
+from numba.core.cgutils import get_or_insert_function, int32_t
 from numba.extending import intrinsic
 
 MATHS = {"reassoc", "contract", "arcp", "nsz"}  # not: that there are no NaN
 
 fast = njit(fastmath=MATHS, error_model="numpy")  # a check for a division by zero would keep a loop from vectors
-omp_get_thread_num = types.ExternalFunction("omp_get_thread_num", types.int32())
-omp_get_num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
-barrier = types.ExternalFunction("GOMP_barrier", types.void())
+thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+give_up_core = types.ExternalFunction("sched_yield", types.int32())
+
+
+PAUSE = "llvm.x86.sse2.pause"
+
+
+def is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 def _pointer_to(kind: types.Type):
@@ -45,6 +52,45 @@ def call(typing, function, arguments):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), build
+
+
+def _atomic(operation: str):
+    @intrinsic
+    def changed(typing, address, value):
+        def build(context, builder, signature, given):
+            place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+            return builder.atomic_rmw(operation, place, given[1], "acq_rel")
+
+        return types.int64(types.int64, types.int64), build
+
+    return changed
+
+
+# Change the int64 at an address, which other threads change meanwhile. Return what stood there before.
+atomic_add, atomic_or = _atomic("add"), _atomic("or")
+
+
+@intrinsic
+def atomic_read(typing, address):
+    """The int64 at an address, which other threads change meanwhile."""
+
+    def build(context, builder, signature, given):
+        place = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(place, "acquire", 8)
+
+    return types.int64(types.int64), build
+
+
+@intrinsic
+def pause(typing):
+    """Wait for some forty cycles, in which another thread of the same core may run."""
+
+    def build(context, builder, signature, given):
+        if is_x86():
+            builder.call(get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), PAUSE), [])
+        return context.get_dummy_value()
+
+    return types.void(), build
 
 
 @intrinsic

@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 
 from numba import types
-
-from spectrain.decoding.intrinsics import exp, fast, floats, wholes
+from spectrain.decoding.intrinsics import atomic_add, exp, fast, floats, wholes
 from spectrain.decoding.program import DUE, GOING, LENGTH, ROOM
 from spectrain.decoding.warping import largest
 
 
 @fast
-def all_ended(op, thread):
+def all_ended(op, shared):
     """Whether no row drafts on. Where one does, a step of the drafter is counted, if there is a place for it."""
     state, n_rows = wholes(op[1]), op[2]
     for row in range(n_rows):
         if state[GOING * n_rows + row] != 0:
-            if thread == 0 and op[3] != 0:
+            if op[3] != 0 and atomic_add(shared, 1) == 0:
                 wholes(op[3])[0] += 1
             return False
     return True

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 from numba import types
-
 from spectrain.decoding.intrinsics import bits_of, doubles, exp, fast, float_of, floats, wholes, words
-from spectrain.decoding.noise import FIRST, GAMMA, SECOND
 from spectrain.decoding.program import BUCKETS
+
+from spectrain.decoding.noise import FIRST, GAMMA, SECOND
 
 BLOCK = 64  # weights that are added up together
 LEVELS = ((20, 11), (10, 10), (0, 10))  # bits of a weight that are looked at together: from which on, and how many

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from spectrain.decoding.sampling import Sampling
 
 log = logging.getLogger(__name__)
-FIELDS = 20  # int64 numbers of an operation: its kind, then addresses and sizes
+FIELDS = 22  # int64 numbers of an operation: its kind, then addresses and sizes
+PIECES = FIELDS - 2  # where it says into how many pieces it is cut
+STATE_BYTES = 64  # of an operation that runs: pieces that were taken, that are done, and which of a product are
+PATIENCE = 2000  # rounds of waiting for a thread, some twenty microseconds; then it has lost its core
+MOST_PIECES = 64
+PIECE_BYTES = 1 << 17  # of a matrix
 (
     PRODUCT,
     NORM,
@@ -62,8 +67,8 @@ BUCKETS = 2048  # of 64 bits that a thread sorts weights into, see `warping.py`
 def runner() -> int | None:
     """Return the address of the function that runs programs; None where it cannot be compiled."""
     try:
-        library = kernels.openmp()
-        llvm.add_symbol("GOMP_barrier", ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value)
+        kernels.openmp()
+        llvm.add_symbol("sched_yield", ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value)
         from spectrain.decoding.operations import compiled
 
         return compiled().address
@@ -74,9 +79,43 @@ def runner() -> int | None:
 
 def run_alone(n_threads: int, *operations: tuple[int, ...]) -> None:
     """Run operations, of a kind and arguments each, by themselves. `runner` has said that they can be."""
-    table = (ctypes.c_int64 * FIELDS * len(operations))(*operations)  # the rest of each is 0
-    header = (ctypes.c_int64 * 2)(len(operations), ctypes.addressof(table))
-    kernels.openmp().GOMP_parallel(runner(), header, n_threads, 0)
+    table = np.zeros((len(operations), FIELDS), dtype=np.int64)
+    for line, operation in zip(table, operations, strict=True):
+        line[: len(operation)] = operation
+        line[PIECES] = n_threads
+    _start(table, n_threads, 0, 0)
+
+
+def _start(table, n_threads, memory, n_bytes):
+    state = np.zeros((len(table) + 1) * STATE_BYTES, dtype=np.uint8)
+    header = np.array(
+        [len(table), table.ctypes.data, state.ctypes.data + -state.ctypes.data % 64, n_threads, memory, n_bytes]
+    )
+    kernels.openmp().GOMP_parallel(runner(), header.ctypes.data, n_threads, 0)
+
+
+def product_fields(x, weight, scale, y, n_threads):
+    n_out, n_in, n_rows = *weight.shape, len(x)
+    unit = kernels.matrix_rows(weight.dtype, n_rows)
+    n_pieces = min(MOST_PIECES, n_out // kernels.LEAST_OUTPUTS, max(2 * n_threads, weight.nbytes // PIECE_BYTES))
+    if n_threads == 1:
+        n_pieces = min(n_pieces, 8)
+    code = kernels.kernel(weight.dtype, n_rows)
+    n_bytes = 4 * n_rows * (n_out // n_pieces + 2 * kernels.LEAST_OUTPUTS) + 128
+    return (PRODUCT, code, x, weight, y, scale, n_out, n_in, n_rows, unit, weight.element_size()), n_pieces, n_bytes
+
+
+def multiplied(x, weight, scale):
+    y = x.new_empty(len(x), weight.shape[0])
+    n_threads = torch.get_num_threads()
+    fields, n_pieces, n_bytes = product_fields(x, weight, 0 if scale is None else scale, y, n_threads)
+    table = np.zeros((1, FIELDS), dtype=np.int64)
+    table[0, : len(fields)] = [one.data_ptr() if isinstance(one, Tensor) else one for one in fields]
+    table[0, PIECES] = n_pieces
+    n_bytes = -(-n_bytes // 64) * 64
+    memory = torch.empty(n_threads * n_bytes + 64, dtype=torch.uint8)
+    _start(table, n_threads, memory.data_ptr() + -memory.data_ptr() % 64, n_bytes)
+    return y
 
 
 def warping_bytes(size: int) -> int:
@@ -111,6 +150,7 @@ class Program:
         self.shape, self.n_rows, self.n = shape, n_rows, n_tokens
         self.n_threads = torch.get_num_threads()
         self.operations: list[list[int]] = []
+        self.own_bytes = 64
         self.kept: list[object] = []  # whose addresses the operations hold
         self.work: Tensor | None = None  # of `drawn`
         m, d, e = n_rows * n_tokens, shape.hidden_size, shape.head_dim
@@ -146,12 +186,16 @@ class Program:
                 self.hold(value.detach())  # the memory itself: a parameter may get another
         numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
         self.operations.append([kind, *numbers, *[0] * (FIELDS - 1 - len(numbers))])
+        self.operations[-1][PIECES] = self.n_threads
         return len(self.operations) - 1
 
     def product(self, x: Tensor, linear: RowsLinear, y: Tensor, first: int = 0) -> int:
         weight, scale = linear.weight[first:], None if linear.scale is None else linear.scale[first:]
-        code, scale = kernels.kernel(weight.dtype, len(x)), 0 if scale is None else scale
-        return self.add(PRODUCT, code, x, weight, y, scale, weight.shape[0], weight.shape[1], len(x))
+        fields, n_pieces, n_bytes = product_fields(x, weight, 0 if scale is None else scale, y, self.n_threads)
+        self.own_bytes = max(self.own_bytes, n_bytes)
+        place = self.add(*fields)
+        self.operations[place][PIECES] = n_pieces
+        return place
 
     def norm(self, x: Tensor, added: Tensor | None, norm: nn.RMSNorm, y: Tensor) -> int:
         sizes = x.shape[1], x.shape[0]
@@ -263,10 +307,18 @@ class Program:
 
     def finish(self) -> None:
         self.table = np.array(self.operations, dtype=np.int64)
-        self.header = np.array([len(self.table), self.table.ctypes.data], dtype=np.int64)
+        self.state = np.zeros((len(self.table) + 1) * STATE_BYTES, dtype=np.uint8)
+        n_bytes = -(-self.own_bytes // 64) * 64
+        self.own = torch.empty(self.n_threads * n_bytes + 64, dtype=torch.uint8)
+        addresses = [one + -one % 64 for one in (self.state.ctypes.data, self.own.data_ptr())]
+        self.header = np.array(
+            [len(self.table), self.table.ctypes.data, addresses[0], self.n_threads, addresses[1], n_bytes],
+            dtype=np.int64,
+        )
         self._run = kernels.openmp().GOMP_parallel
 
     def run(self) -> None:
+        self.state.fill(0)
         self._run(runner(), self.header.ctypes.data, self.n_threads, 0)
 
 

@@ -14,20 +14,22 @@ from pathlib import Path
 
 from numba import cfunc, types
 from numba.core.ccallback import CFunc
-
 from spectrain.decoding.attention import attend, combine, rotate
 from spectrain.decoding.ending import all_ended, bend, count, judge_logits, judge_states
 from spectrain.decoding.intrinsics import (
-    barrier,
+    atomic_add,
+    atomic_or,
+    atomic_read,
     call,
     exp,
     fast,
     flags,
     floats,
+    give_up_core,
     halves,
     inverse_norm,
-    omp_get_num_threads,
-    omp_get_thread_num,
+    pause,
+    thread_number,
     wholes,
     widened,
 )
@@ -50,10 +52,13 @@ from spectrain.decoding.program import (
     LEAVE,
     MIX,
     NORM,
+    PATIENCE,
     PICK,
+    PIECES,
     PRODUCT,
     ROTATE,
     SILU,
+    STATE_BYTES,
     WARP,
     WINDOW,
 )
@@ -209,64 +214,131 @@ def _keep(op, thread, n_threads):
             slots[row * n + i] = slot
 
 
+@fast
+def _perform(op, state, piece, n_pieces, mine):
+    """Compute a piece of an operation, and say that it is done."""
+    kind = op[0]
+    if kind == PRODUCT:
+        _product(op, state, piece, n_pieces, mine)
+        return
+    if kind == NORM:
+        _norm(op, piece, n_pieces)
+    elif kind == ANGLES:
+        _angles(op, piece, n_pieces)
+    elif kind == ROTATE:
+        rotate(op, piece, n_pieces)
+    elif kind == ATTEND:
+        attend(op, piece, n_pieces)
+    elif kind == COMBINE:
+        combine(op, piece, n_pieces)
+    elif kind == SILU:
+        _silu(op, piece, n_pieces)
+    elif kind == COPY:
+        _copy(op, piece, n_pieces)
+    elif kind == MIX:
+        _mix(op, piece, n_pieces)
+    elif kind == WINDOW:
+        _window(op, piece, n_pieces)
+    elif kind == EMBED:
+        _embed(op, piece, n_pieces)
+    elif kind == ARGMAX:
+        _argmax(op, piece, n_pieces)
+    elif kind == PICK:
+        _pick(op, piece, n_pieces)
+    elif kind == KEEP:
+        _keep(op, piece, n_pieces)
+    elif kind == WARP:
+        warp(op, piece, n_pieces)
+    elif kind == DRAW:
+        draw(op, piece, n_pieces)
+    elif kind == JUDGE:
+        judge(op, piece, n_pieces)
+    elif kind == COUNT:
+        count(op, piece, n_pieces)
+    elif kind == BEND:
+        bend(op, piece, n_pieces)
+    elif kind == JUDGE_STATES:
+        judge_states(op, piece, n_pieces)
+    elif kind == JUDGE_LOGITS:
+        judge_logits(op, piece, n_pieces)
+    atomic_add(state + 8, 1)
+
+
+@fast
+def _product(op, state, piece, n_pieces, mine):
+    """Rows of y = x @ weight.T: computed in the thread's own memory, and published by the first who has them.
+
+    Whoever has lost its core in the middle may find that another thread has computed its piece meanwhile, and that its
+    inputs have changed. Then it must not write.
+    """
+    n_out, n_in, n_rows, unit = op[6], op[7], op[8], op[9]
+    units = n_out // unit
+    first, end = units * piece // n_pieces * unit, units * (piece + 1) // n_pieces * unit
+    if piece == n_pieces - 1:
+        end = n_out
+    size = end - first
+    arguments, y = wholes(mine), mine + 64
+    arguments[0], arguments[1], arguments[2] = op[2], op[3] + first * n_in * op[10], y
+    arguments[3] = op[5] + 4 * first if op[5] != 0 else 0
+    arguments[4], arguments[5], arguments[6] = size, n_in, n_rows
+    call(op[1], mine)
+    bit = types.int64(1) << piece
+    if atomic_or(state + 16, bit) & bit:
+        return
+    for row in range(n_rows):
+        of, to = floats(y + 4 * row * size), floats(op[4] + 4 * (row * n_out + first))
+        for v in range(size):
+            to[v] = of[v]
+    atomic_add(state + 8, 1)
+
+
+@fast
+def _wait(at, state, mine):
+    """Wait until all pieces of an operation are done. Those of a product that are late are computed here, too."""
+    op, rounds = wholes(at), 0
+    n_pieces = op[PIECES]
+    while atomic_read(state + 8) < n_pieces:
+        pause()
+        rounds += 1
+        if rounds > PATIENCE:
+            rounds = 0
+            late = -1
+            if op[0] == PRODUCT:
+                published = atomic_read(state + 16)
+                for piece in range(n_pieces):
+                    if late < 0 and (published >> piece) & 1 == 0:
+                        late = piece
+            if late >= 0:
+                _product(op, state, late, n_pieces, mine)
+            else:
+                give_up_core()
+
+
 @cache
 def compiled() -> CFunc:
     """Compile `run`, once for a machine and these sources, where numba can keep it."""
 
     def run(address):
         given = wholes(address)
-        thread, n_threads = types.int64(omp_get_thread_num()), types.int64(omp_get_num_threads())
-        for i in range(given[0]):
-            at = given[1] + 8 * FIELDS * i
+        n_operations, table, shared, n_threads = given[0], given[1], given[2], given[3]
+        mine = given[4] + given[5] * types.int64(thread_number())
+        first_unknown = 0
+        for i in range(n_operations):
+            at, state = table + 8 * FIELDS * i, shared + STATE_BYTES * i
             op = wholes(at)
-            kind = op[0]
-            if kind == PRODUCT:
-                call(op[1], at + 16)
-            elif kind == NORM:
-                _norm(op, thread, n_threads)
-            elif kind == ANGLES:
-                _angles(op, thread, n_threads)
-            elif kind == ROTATE:
-                rotate(op, thread, n_threads)
-            elif kind == ATTEND:
-                attend(op, thread, n_threads)
-            elif kind == COMBINE:
-                combine(op, thread, n_threads)
-            elif kind == SILU:
-                _silu(op, thread, n_threads)
-            elif kind == COPY:
-                _copy(op, thread, n_threads)
-            elif kind == MIX:
-                _mix(op, thread, n_threads)
-            elif kind == WINDOW:
-                _window(op, thread, n_threads)
-            elif kind == EMBED:
-                _embed(op, thread, n_threads)
-            elif kind == ARGMAX:
-                _argmax(op, thread, n_threads)
-            elif kind == PICK:
-                _pick(op, thread, n_threads)
-            elif kind == KEEP:
-                _keep(op, thread, n_threads)
-            elif kind == WARP:
-                warp(op, thread, n_threads)
-            elif kind == DRAW:
-                draw(op, thread, n_threads)
-            elif kind == JUDGE:
-                judge(op, thread, n_threads)
-            elif kind == LEAVE:
-                if all_ended(op, thread):
+            n_pieces = op[PIECES]
+            if op[0] == LEAVE:
+                if all_ended(op, state):
                     break
-            elif kind == COUNT:
-                count(op, thread, n_threads)
-            elif kind == BEND:
-                bend(op, thread, n_threads)
-            elif kind == JUDGE_STATES:
-                judge_states(op, thread, n_threads)
-            elif kind == JUDGE_LOGITS:
-                judge_logits(op, thread, n_threads)
+                continue
+            while atomic_read(state) < n_pieces:
+                piece = atomic_add(state, 1)
+                if piece < n_pieces:
+                    _perform(op, state, piece, n_pieces, mine)
             if op[FIELDS - 1] == 0:
-                barrier()
+                for j in range(first_unknown, i + 1):
+                    _wait(table + 8 * FIELDS * j, shared + STATE_BYTES * j, mine)
+                first_unknown = i + 1
 
     # numba compares only this file with what it has kept, so the others are in the name.
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]

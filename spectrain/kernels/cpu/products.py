@@ -57,17 +57,19 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         weight: [N, K] contiguous, of a dtype in BITS; N is at least LEAST_OUTPUTS.
         scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
     """
-    n_rows, n_in = x.shape
-    y = x.new_empty(n_rows, weight.shape[0])
-    addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr(), 0 if scale is None else scale.data_ptr())
-    arguments = (ctypes.c_int64 * len(ARGUMENTS))(*addresses, weight.shape[0], n_in, n_rows)
-    openmp().GOMP_parallel(kernel(weight.dtype, n_rows), arguments, torch.get_num_threads(), 0)
-    return y
+    from spectrain.decoding.program import multiplied
+
+    return multiplied(x, weight, scale)
 
 
 def kernel(dtype: torch.dtype, n_rows: int) -> int:
     """Return the address of the function that multiplies so many rows by weights of a dtype."""
     return _compiled(dtype)[f"rows{_rows_together(n_rows)}"]
+
+
+def matrix_rows(dtype: torch.dtype, n_rows: int) -> int:
+    """Return the rows of the matrix that this function takes at a time."""
+    return _matrix_rows(_rows_together(n_rows), dtype == torch.int8)
 
 
 @cache
@@ -93,7 +95,7 @@ def attention_kernels() -> list[int]:
     n_out], and in place of a scale stands the distance between rows of y.
     """
     compiled = _compiled(torch.float32)
-    return [compiled[f"{name}{t}"] for name in ("part", "mix") for t in range(1, MOST_QUERIES + 1)]
+    return [compiled[f"{name}{t}"] for name in ("rows", "mix") for t in range(1, MOST_QUERIES + 1)]
 
 
 def fits(weight: Tensor) -> bool:
@@ -145,7 +147,7 @@ def openmp() -> ctypes.CDLL:
     library = ctypes.CDLL([*own, *loaded, "libgomp.so.1"][0])
     library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     library.GOMP_parallel.restype = None
-    for name in ("omp_get_thread_num", "omp_get_num_threads"):
+    for name in ("omp_get_thread_num",):
         llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     return library
 
@@ -219,7 +221,6 @@ def _compiled(dtype: torch.dtype) -> dict[str, int]:
     written = [_Kernel(module, dtype, t, f"rows{t}").build() for t in range(1, _most_together() + 1)]
     if dtype == torch.float32:
         for t in range(1, MOST_QUERIES + 1):
-            written.append(_Kernel(module, dtype, t, f"part{t}").build(alone=True))
             written.append(_Kernel(module, dtype, t, f"mix{t}").build_mix())
     features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"  # or wide vectors are cut in two
     target = llvm.Target.from_triple(llvm.get_process_triple())
@@ -262,15 +263,11 @@ class _Kernel:
         self.function = ir.Function(module, kind, name)
         self.b = ir.IRBuilder(self.function.append_basic_block())
 
-    def build(self, alone: bool = False) -> str:
-        """All outputs, divided among the threads unless one thread is to compute them alone. Return the name."""
+    def build(self) -> str:
+        """All outputs, by one thread. Return the name."""
         b, r, t = self.b, self.r, self.t
         x, weight, y, scale, n_out, n_in, n_rows = self.arguments()
-        thread, n_threads = INT(0), INT(1)
-        if not alone:
-            thread, n_threads = (self.openmp(name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
         n_parts = b.sdiv(b.add(n_out, INT(r - 1)), INT(r))
-        first, end = (b.sdiv(b.mul(n_parts, one), n_threads) for one in (thread, b.add(thread, INT(1))))
         in_8_bits = self.dtype == torch.int8
         chunk, chunk_x = n_rows, x
         if in_8_bits:
@@ -284,7 +281,7 @@ class _Kernel:
                     to = b.gep(chunk_x, [b.mul(one, n_in)])
                     unit = self.round(b.gep(x, [b.mul(b.add(begin, one), n_in)]), to, n_in)
                     b.store(unit, b.gep(units, [one]))
-            with self.loop(first, end, INT(1)) as (part, _):
+            with self.loop(INT(0), n_parts, INT(1)) as (part, _):
                 row = self.at_most(b.mul(part, INT(r)), b.sub(n_out, INT(r)))
                 with self.loop(INT(0), chunk, INT(t)) as (start, _):
                     column = self.at_most(start, b.sub(chunk, INT(t)))
@@ -488,9 +485,6 @@ class _Kernel:
 
     def at_most(self, value: ir.Value, limit: ir.Value) -> ir.Value:
         return self.b.select(self.b.icmp_signed("<", value, limit), value, limit)
-
-    def openmp(self, name: str) -> ir.Value:
-        return self.b.zext(self.b.call(self.declared(name, WORD, []), []), INT)
 
     def declared(self, name: str, returned: ir.Type, arguments: list[ir.Type]) -> ir.Function:
         """Declare a function of OpenMP, or of LLVM, whose names end with the type that they work on."""
