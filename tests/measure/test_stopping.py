@@ -19,7 +19,7 @@ from spectrain.measure import stop_results, stopping
 from spectrain.measure.questions import read_answers
 from spectrain.methods.registry import method_config, with_tuned
 from spectrain.methods.specdecpp import open_drafter
-from spectrain.models.artifacts import Artifact, write_manifest
+from spectrain.models.artifacts import trained_artifact, write_manifest
 from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_head
 from tests.conftest import noisy_copy
 from tests.models.test_artifacts import export_spire
@@ -39,7 +39,7 @@ def export_head(folder: Path, target: TargetModel, kind: str, drafter: Path, n_b
     torch.nn.init.constant_(head.output.bias, 1.0)
     folder.mkdir()
     save_head(folder, head, HeadFacts(head.config, opened.facts, Sampling(), w_rej, 0.15))
-    write_manifest(folder, Artifact("head", "tiny", fingerprint(target.model, target.tokenizer), {"steps": 3}))
+    write_manifest(folder, trained_artifact("head", "tiny", fingerprint(target.model, target.tokenizer), {"steps": 3}))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def exported(target, tmp_path_factory) -> Path:
         noisy_copy(target.model, 0.3, seed).save_pretrained(root / name)
         target.tokenizer.save_pretrained(root / name)
         write_manifest(
-            root / name, Artifact("vanilla", "tiny", fingerprint(target.model, target.tokenizer), {"steps": 1})
+            root / name, trained_artifact("vanilla", "tiny", fingerprint(target.model, target.tokenizer), {"steps": 1})
         )
     export_spire(root / "spire", target, k=4, window_tokens=8)
     export_head(root / "linear", target, "vanilla", root / "vanilla", 0, 1)
