@@ -32,7 +32,7 @@ from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.methods.speculative import build as build_speculative
-from spectrain.models.artifacts import KINDS
+from spectrain.models.kinds import about
 from spectrain.serving.cards import trained_card
 from spectrain.serving.exporting import Export, export_of, tokens_of, write_export
 from spectrain.training import experiments
@@ -79,7 +79,7 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
-    drafters[KINDS[cfg.kind].method] = own = decoding_with(drafter_of(weights), target)  # in the target's dtype
+    drafters[about(cfg.kind).method] = own = decoding_with(drafter_of(weights), target)  # in the target's dtype
     reported = contexts[within.contexts :] or contexts  # others than those that select
     tau = measure_tau(target, drafters, reported, after, cfg.seed)
     tau |= measure_gammas(target, own, reported, after, cfg.seed)

@@ -62,7 +62,8 @@ def test_a_method_is_a_name_or_an_exported_folder(tmp_path):
         "min_matches": 7,  # what is typed besides comes first
         "datastore": f"{folder}/datastore",
     }
-    (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, "kind": "head"}))
+    head = {**MANIFEST, "kind": "head", "method": "specdecpp", "folders": {"head": "."}}
+    (folder / "spectrain.json").write_text(json.dumps(head))
     method = composed("generate", f"method={folder}", "prompt=x").method
     assert (method._target_, method.head) == ("spectrain.methods.specdecpp.build", str(folder))
     with pytest.raises(UserError, match="method=no/where does not exist"):

@@ -26,8 +26,9 @@ from spectrain.errors import UserError
 from spectrain.methods.auto import METHODS, Auto
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.sizing import AUTO
-from spectrain.models.artifacts import KINDS, check_weights, decoded_by, is_export, newest_artifact, read_manifest
+from spectrain.models.artifacts import check_weights, decoded_by, is_export, newest_artifact, read_manifest
 from spectrain.models.head import own_drafter, read_head_facts
+from spectrain.models.kinds import about
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
 from spectrain.stores.options import check_method_options
@@ -148,7 +149,7 @@ def given_artifacts(cfg: DictConfig) -> dict[str, str]:
     given: dict[str, str] = {kind: cfg[kind] for kind in ("head", "datastore") if cfg.get(kind)}
     for folder in names(cfg.drafter):
         kind = kind_of_drafter(folder)
-        option = KINDS[kind].option if kind in KINDS else "drafter"
+        option = about(kind).option
         if option != "drafter":
             raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
         if kind in given:
@@ -174,8 +175,8 @@ def check_taken(
     taken = {options.get(key) for options in methods.values() for key in ("_artifact_", "_more_")} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.artifacts}
     for kind in given.keys() - taken:
-        about = KINDS[kind]
-        raise UserError(f"{about.option}={given[kind]} is a {about.noun}, which none of the methods takes; remove it")
+        one = about(kind)
+        raise UserError(f"{one.option}={given[kind]} is a {one.noun}, which none of the methods takes; remove it")
 
 
 def build_method(
@@ -334,7 +335,7 @@ def find_artifact(kind: str, target: TargetModel) -> str:
         folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
     else:
         folder = newest_artifact(CHECKPOINTS, kind, print_)
-    log.info("%s: %s", KINDS[kind].option, folder)
+    log.info("%s: %s", about(kind).option, folder)
     return str(folder)
 
 

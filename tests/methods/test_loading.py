@@ -146,12 +146,12 @@ def test_other_folders_are_refused(exports, target, tmp_path):
 
     with pytest.raises(UserError, match="does not exist"):
         load_method(tmp_path / "nowhere", target)
-    with pytest.raises(UserError, match="has format version 3, not 1 or 2"):
-        load_method(changed("spectrain.json", version=3), target)
-    with pytest.raises(UserError, match="is of kind song; give one of spire, vanilla, head, lookup"):
-        load_method(changed("spectrain.json", kind="song"), target)
+    with pytest.raises(UserError, match="has format version 2, not 3"):
+        load_method(changed("spectrain.json", version=2), target)
+    with pytest.raises(UserError, match="is of kind lookup, with which no method decodes"):
+        load_method(changed("spectrain.json", method=None), target)
     with pytest.raises(UserError, match="holds the method spectra, which is none of anpd, pld"):
-        load_method(changed("config.json", method="spectra"), target)
+        load_method(changed("spectrain.json", method="spectra"), target)
     with pytest.raises(UserError, match="is damaged"):
         load_method(changed("config.json", more=1), target)
     with pytest.raises(UserError, match="has tokens up to 90"):
