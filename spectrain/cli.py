@@ -1,14 +1,17 @@
-"""What every command shares: where `conf/` lies, short overrides, errors as one sentence, targets and methods.
+"""Start a command: options as they were typed, errors as one sentence, signals.
 
-`target=<folder or hub id>` is short for `target.path=...`; the same holds for the other names of `SHORTHANDS`, unless
-the value names a file of that Hydra group (`corpus=stdlib`).
+Each command is a module with `main(options)`, whose options are a class of `spectrain.config`. Hydra composes them. The
+module, and torch with it, is imported only once they are right.
+
+`target=<folder or hub id>` is short for `target.path=...`, and `corpus=` likewise, unless the value names a file of
+that Hydra group (`corpus=stdlib`). `method=<exported folder>` is the method that decodes with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import io
+import importlib
 import json
 import logging
 import os
@@ -17,39 +20,33 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
-import torch
-import transformers
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    GrammarParseError,
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-)
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
 
-from spectrain.decoding import TargetModel, load_target
-from spectrain.decoding.weights import is_emulated
+from spectrain import config
+from spectrain.config import COMMANDS, conf_dir
 from spectrain.errors import AllRanksError, UserError
-from spectrain.models.artifacts import decoded_by, is_export
-from spectrain.models.packages import target_path
-from spectrain.stores.environment import TYPED_COMMAND
-from spectrain.stores.locations import conf_dir
-from spectrain.stores.options import check_options
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
-from spectrain.stores.writing import drop_stdout, is_stdout_closed, naming_a_full_disk, stdout_room
+
+if TYPE_CHECKING:
+    from spectrain.decoding import TargetModel
 
 log = logging.getLogger(__name__)
 
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
-FREE_TEXT = ("prompt", "lookup")
+SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
+FREE_TEXT = ("prompt",)
+PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
 UNHELPFUL_WARNINGS = (
     "LeafSpec",
     "does not have many workers",
@@ -57,81 +54,109 @@ UNHELPFUL_WARNINGS = (
     "saving the DeepSpeed Stage 3 checkpoint",  # spectrain.export
     "gradient_checkpointing_enable",  # the name that all of 5.x know
 )
-PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
-LONGEST_NAME = 200  # of a file, without its ending
-# Values that are no name of a file for Hydra: null, numbers, truth values, empty texts and lists, mappings.
-NUMBER = r"[-+]?(nan|inf|[\d.]+(e[-+]?\d+)?)?"
-LIST = r"\[(\W*|nan|true|false|null|.*[\[{].*)\]"
-NO_NAME = re.compile(rf"null|true|false|{NUMBER}|''|\"\"|{LIST}|\{{.*\}}", re.IGNORECASE)
-SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 
 
-def expand_shorthands(arguments: list[str], samples: bool = True) -> list[str]:
-    """Rewrite `target=X` to `target.path=X` where X is no option of the config group `target`.
+def run(module: str) -> None:
+    """Run the command of a module, such as "spectrain.bench".
+
+    Wrong use is one sentence and exit code 2; Ctrl-C is one sentence and 130, SIGTERM 143.
+    """
+    name, arguments = module.rpartition(".")[2], sys.argv[1:]
+    kind, _ = COMMANDS[name]
+    if {"-h", "--help"} & set(arguments):
+        return show_help(module, name)
+    config.TYPED_COMMAND.set(shlex.join(["python", "-m", module, *arguments]))
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
+    failed: list[str] = []  # jobs of a sweep
+
+    def job(cfg: DictConfig) -> None:
+        try:
+            options = config.typed(cfg, kind)
+            main = importlib.import_module(module).main
+            quiet_libraries()
+            main(options)
+        except UserError as error:
+            if not in_multirun():
+                raise
+            failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
+            log.error("this job failed, the others go on: %s", failed[-1])
+        finally:
+            if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
+                sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
+
+    with SIGNALS.answered(), one_sentence(name):
+        config.register()
+        sys.argv[1:] = flags_first(expand_shorthands(arguments, name))
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=name)(job)()
+        finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
+            leave_ranks()
+        if failed:
+            raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
+
+
+def show_help(module: str, name: str) -> None:
+    """Print what a command is for, and each option with its default and meaning."""
+    kind, groups = COMMANDS[name]
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for option in config.described(kind):
+        table.add_row(option.name, option.default, option.help)
+    console = Console(highlight=False)
+    console.print(f"python -m {module} name=value ...\n\n{kind.__doc__}\n")
+    console.print(table)
+    for group in groups:
+        files = sorted(file.stem for file in (conf_dir() / group).glob("*.yaml"))
+        known = [file for of, file in config.GROUPS if of == group]
+        console.print(f"{group}={'|'.join(dict.fromkeys([*known, *files]))}", soft_wrap=True)
+    console.print("-m runs a sweep over name=value1,value2; --cfg job prints all values")
+
+
+def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
+    """Rewrite `target=X` to `target.path=X` where X is no file of the group, and put paths and texts in quotes.
 
     `method=<exported folder>` becomes the method that decodes with it, and its options. They stand first, so that other
-    arguments can change them.
+    arguments can change them. `name` is the command's.
 
-    `samples`: the command has sampling options.
+    Raises:
+        UserError: an argument has no name, or would remove an option.
     """
+    kind, groups = COMMANDS[name]
+    paths = config.path_options(kind)
     expanded = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key == "method" and ("/" in value or is_export(value)):
-            name, options = decoded_by(Path(value))
-            expanded[:0] = [f"++method.{option}={as_override(value)}" for option, value in options.items()]
-            argument = f"method={name}"
+        if argument.startswith("="):
+            raise UserError(f"{argument} has no name; write options as name=value")
+        if argument.startswith("~"):
+            raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
+        if key == "method" and "method" in groups and "/" in value:
+            from spectrain.models.artifacts import decoded_by  # here: it imports torch
+
+            chosen, options = decoded_by(Path(value))
+            expanded[:0] = [f"++method.{option}={as_override(one)}" for option, one in options.items()]
+            argument = f"method={chosen}"
         elif key in FREE_TEXT:
             argument = f"{key}={quoted(value)}"
-        elif key in SHORTHANDS and value not in ("", "null") and not (conf_dir() / key / f"{value}.yaml").is_file():
-            argument = f"{SHORTHANDS[key]}={value}"
-        elif samples and key.startswith("sampling."):
-            argument = f"++{argument}"  # Hydra would send an unknown option away before we can say why
+        else:
+            if key in SHORTHANDS and value not in ("", "null") and not is_file_of(key, value):
+                key = SHORTHANDS[key]
+                argument = f"{key}={value}"
+            if key in paths and re.search(r"[=(){}:\s$]", value) and value[0] not in "[\"'":
+                argument = f"{key}={quoted(value)}"
+            if key.startswith("sampling.") and "sampling" in groups:
+                argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
     return expanded
 
 
-def refuse_what_hydra_fails_on(arguments: list[str], primary: str) -> None:
-    """Raise UserError for what Hydra fails on: no name for an option that names a file of `conf/`, or a long number.
-
-    `primary`: the text of the command's own yaml.
-    """
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if not key.lstrip("+~"):
-            raise UserError(f"{argument} has no name; write options as name=value")
-        if key.startswith("~"):
-            raise UserError(f"{argument} would remove an option, which the command needs; give it another value")
-        if key not in FREE_TEXT and re.search(r"\d{4300}", value):  # Hydra fails on what Python does not read
-            raise UserError(f"{key} has a number of thousands of digits; give a smaller one")
-        group = key.lstrip("+")
-        of_command = re.search(rf"^ *- (optional )?{re.escape(group)}:", primary, re.MULTILINE)
-        is_group = of_command or (group in os.listdir(conf_dir()) and (conf_dir() / group).is_dir())
-        is_path = key in SHORTHANDS and value != "null"
-        if is_group and not is_path and (NO_NAME.fullmatch(value) or (of_command and len(value) > LONGEST_NAME)):
-            known = ", ".join(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))
-            hint = f"choose among {known}" if of_command or key != group else f"leave {key} out"
-            raise UserError(f"{key}={value[:LONGEST_NAME]} names nothing; {hint}")
+def is_file_of(group: str, name: str) -> bool:
+    return (group, name) in config.GROUPS or (conf_dir() / group / f"{name}.yaml").is_file()
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """Put Hydra's own flags before the options: it reads none behind `name=value name=value -m name=value`.
-
-    Raises:
-        UserError: a flag is unknown, or lacks its value.
-    """
-    options = [argument for argument in arguments if re.match(r"[^-=]*=|~", argument)]
-    arguments = [argument for argument in arguments if argument not in options] + options
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            get_args_parser().parse_args(arguments)
-    except SystemExit as stop:
-        if stop.code:
-            why = said.getvalue().splitlines()[-1].partition("error: ")[2]
-            raise UserError(f"{why}; write options as name=value") from None
-        raise
-    return arguments
+    """Put Hydra's own flags before the options: it reads none behind `name=value name=value -m name=value`."""
+    options = [argument for argument in arguments if re.match(r"[^-=]*=", argument)]
+    return [argument for argument in arguments if argument not in options] + options
 
 
 def quoted(text: str) -> str:
@@ -149,79 +174,29 @@ def as_override(value: object) -> str:
     return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
-def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Make `main(cfg)` a command that composes `conf/<config_name>.yaml` and checks its options.
-
-    Wrong use is one sentence and exit code 2; Ctrl-C is one sentence and 130, SIGTERM 143.
-    """
-
-    def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
-        def job(cfg: DictConfig) -> None:
-            quiet_libraries()
-            out = [Path(str(cfg[name])) for name in ("run_dir", "out") if cfg.get(name)]
-            with one_sentence(config_name, out):
-                try:
-                    for resolved in (False, True):  # an interpolation of a wrong value may not resolve
-                        check_options(OmegaConf.to_container(cfg, resolve=resolved), config_name)
-                    main(cfg)
-                finally:
-                    if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
-                        sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
-
-        def run() -> None:
-            TYPED_COMMAND.set(typed_command(main.__module__))
-            primary = (conf_dir() / f"{config_name}.yaml").read_text()
-            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
-            with SIGNALS.answered(), one_sentence(config_name):
-                try:
-                    refuse_what_hydra_fails_on(sys.argv[1:], primary)
-                    sys.argv[1:] = flags_first(expand_shorthands(sys.argv[1:], samples="- sampling:" in primary))
-                    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=config_name)(job)()
-                finally:  # not after each job of a multirun: DeepSpeed keeps its groups for the life of a process
-                    leave_ranks()
-
-        return run
-
-    return decorate
-
-
 @contextlib.contextmanager
-def one_sentence(config_name: str, out: Sequence[Path] = ()) -> Iterator[None]:
-    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143.
-
-    A full disk counts as such, that of the folders `out`, of stdout, or one on which Python and its libraries write.
-    A closed pipe is no error to speak of.
-    """
-    written = [*out, Path(), Path(os.environ.get("TMPDIR", "/tmp")), Path(os.path.expanduser("~"))]
+def one_sentence(name: str) -> Iterator[None]:
+    """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143."""
     try:
-        with interruptible(), naming_a_full_disk(*written):
+        with interruptible():
             yield
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
         return
-    except SystemExit as stop:
-        if isinstance(stop.__context__, BrokenPipeError):  # rich's own answer to it
-            raise SystemExit(PIPE_CLOSED) from None
-        raise
     except UserError as error:
         sentence = str(error) if is_mine_to_say(error) else None
     except MissingMandatoryValue as error:
         sentence = f"{error.full_key} is missing; give {error.full_key}=..."
-    except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
-        sentence = (
-            f"{error.full_key or 'an option'} refers to an option that does not exist; write \\$ for a dollar sign"
-        )
+    except OmegaConfBaseException as error:
+        sentence = f"{error.full_key or 'an option'}: {str(error).splitlines()[0]}; write \\$ for a dollar sign"
     except HydraException as error:
-        sentence = hydra_sentence(error, config_name, sys.argv[1:])
+        sentence = hydra_sentence(error, name, sys.argv[1:])
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would fail at what it still holds
+        raise SystemExit(PIPE_CLOSED) from None
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_stdout_closed():
-            drop_stdout()
-            raise SystemExit(PIPE_CLOSED) from None
         if error.filename is None:
             raise
         sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
-    if stdout_room() == {"stdout": 0}:
-        drop_stdout()
     if sentence is not None:
         print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     raise SystemExit(2)
@@ -240,27 +215,15 @@ def interruptible(then: str = "again") -> Iterator[None]:
         raise SystemExit(SIGNALS.say(then, terminated=isinstance(error, Terminated))) from None
 
 
-def typed_command(module: str) -> str:
-    """Return the command line as it was typed, fit for a shell. Call it before shorthands are expanded.
-
-    `module` is the one that the command's `main` lives in; `__main__` where it was started with `python -m`.
-    """
-    if module == "__main__":
-        spec = sys.modules["__main__"].__spec__
-        module = spec.name if spec else ""
-    return shlex.join(["python", *(["-m", module] if module else sys.argv[:1]), *sys.argv[1:]])
-
-
-def hydra_sentence(error: HydraException, config_name: str, arguments: list[str]) -> str:
+def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> str:
     """Say in one sentence what is wrong with the arguments that Hydra refused."""
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
-        name = found[1]
-        if (conf_dir() / name).is_dir() and "defaults list" in text:
-            return f"{name} must be written with a plus sign here: +{name}=..."
-        near = difflib.get_close_matches(name, option_names(config_name, arguments), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "--cfg job prints all options"
-        return f"unknown option: {name}; {hint}"
+        wrong = found[1]
+        if (conf_dir() / wrong).is_dir() and "defaults list" in text:
+            return f"{wrong} must be written with a plus sign here: +{wrong}=..."
+        near = difflib.get_close_matches(wrong, option_names(name, arguments), n=1, cutoff=0.5)
+        return f"unknown option: {wrong}; {f'did you mean {near[0]}?' if near else '--help lists all options'}"
     options = r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':\s+(.*?)\s*Config"
     if found := re.search(options, text, re.DOTALL):
         return f"{found[1]}={found[2]} is unknown; choose among {', '.join(found[3].split())}"
@@ -270,16 +233,20 @@ def hydra_sentence(error: HydraException, config_name: str, arguments: list[str]
     return ", ".join(line.strip().rstrip(".") for line in text.splitlines() if line.strip())
 
 
-def option_names(config_name: str, arguments: list[str]) -> list[str]:
+def option_names(name: str, arguments: list[str]) -> list[str]:
     """List all options of a command, in dotted form, with the groups (`+exp=spire`) that the arguments choose."""
     groups = [a for a in arguments if "=" in a and (conf_dir() / a.split("=")[0].lstrip("+")).is_dir()]
     for chosen in (groups, []):
-        try:
-            with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-                return list(_dotted(OmegaConf.to_container(hydra.compose(config_name, overrides=chosen))))
-        except HydraException:  # a sweep over a group, or a group that is wrong, too
-            continue
+        with contextlib.suppress(HydraException):  # a sweep over a group, or a group that is wrong, too
+            return list(_dotted(OmegaConf.to_container(composed(name, *chosen))))
     return []
+
+
+def composed(name: str, *arguments: str) -> DictConfig:
+    """Compose the options of a command as Hydra does."""
+    config.register()
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return hydra.compose(name, overrides=expand_shorthands(arguments, name))
 
 
 def _dotted(node: Mapping, prefix: str = "") -> Iterator[str]:
@@ -309,7 +276,8 @@ def rank() -> int:
 
 def leave_ranks() -> None:
     """Take leave of the other ranks: a process that ends while connected to them aborts, and takes them with it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
@@ -324,17 +292,21 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     if rank() != 0:
         logging.getLogger().setLevel(logging.WARNING)
-    transformers.logging.disable_progress_bar()
+    if "transformers" in sys.modules:
+        sys.modules["transformers"].logging.disable_progress_bar()
     for message in UNHELPFUL_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{message}.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
 
 
-def open_target(cfg: DictConfig, device: str | None = None) -> TargetModel:
-    """Load the target of a config's `target` node, on `device` where given; see `target_path` for bare names."""
-    chosen = cfg.target
+def open_target(chosen: config.Target, device: str | None = None) -> TargetModel:
+    """Load the target of a command's options, on `device` where given."""
+    from spectrain.decoding import load_target  # here: this module imports no torch
+    from spectrain.decoding.weights import is_emulated
+    from spectrain.models.packages import target_path
+
     path, device = target_path(chosen.path), device or chosen.device
     target = load_target(path, chosen.dtype, device, chosen.parallel, engine=chosen.engine, graphs=chosen.graphs)
-    if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0 and cfg.get("source") != "server":
+    if target.device.type == "cpu" and is_emulated(target.dtype) and rank() == 0:
         log.warning("this processor computes %s slowly; target.dtype=float32 is faster here", chosen.dtype)
     return target
