@@ -43,7 +43,7 @@ NOT_HASHED = (
     "retries",
     "timeout_s",
 )
-OF_LOOP = ("drafter", "head", "datastore", "tuned")  # options that a server has no use for
+OF_LOOP = ("drafter", "head", "datastore")  # options that a server has no use for
 OF_SERVER = ("base_url", "model")
 
 

@@ -20,12 +20,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+from spectrain.decoding.kernels import openmp
+from spectrain.decoding.program import Forward, runner
 from torch import Tensor
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, lean, load_target, weights
-from spectrain.decoding.kernels import openmp
 from spectrain.decoding.lean import shape_of
-from spectrain.decoding.program import Forward, runner
 from spectrain.measure.statistics import median
 from spectrain.methods.spire import Spire
 from spectrain.models.spire import SpireConfig, SpireDrafter

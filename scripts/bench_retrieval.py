@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from spectrain.measure.simulation import follow
 
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, TargetOutput, Verified, load_target
-from spectrain.measure.simulation import follow
 from spectrain.measure.statistics import median
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard

@@ -38,8 +38,7 @@ from gpu_sections import DEVICE, FULL, ON_GPU, ROOT, TINY, Row, Sizes
 from pandas import DataFrame
 
 from spectrain.cli import quiet_libraries
-from spectrain.reporting.formats import MISSING, fixed, size
-from spectrain.reporting.tables import as_markdown, show, table_of
+from spectrain.measure.tables import MISSING, as_markdown, fixed, show, size, table_of
 from spectrain.stores.environment import TYPED_COMMAND, device_facts, provenance
 from spectrain.stores.folder import write_json
 from spectrain.stores.lines import RowFile

@@ -22,12 +22,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from spectrain.measure.simulation import Text, simulate
 
 from data_prep.coverage import Samples, acceptance_places
 from data_prep.documents import DOCUMENTS
 from data_prep.select import Selection, select
 from spectrain.errors import UserError
-from spectrain.measure.simulation import Text, simulate
 from spectrain.measure.statistics import difference_of_ratios, ratio_of_sums
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard

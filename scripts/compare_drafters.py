@@ -34,21 +34,21 @@ from pathlib import Path
 import numpy as np
 import torch
 from pandas import DataFrame
+from spectrain.measure.parity import Steps, computed, draft_logits, logits_of
+from spectrain.measure.spire_paper import in_paper, modelled, options, paper_tau
+from spectrain.reporting.comparisons import NARROW, drafters_table, settings_of
+from spectrain.reporting.drawing import write_png
+from spectrain.reporting.plots import drafters as drafter_bars
+from spectrain.reporting.tables import as_markdown, show, table_of
 
 from spectrain.cli import quiet_libraries
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, load_target
 from spectrain.errors import UserError, check_whole
-from spectrain.measure.parity import Steps, computed, draft_logits, logits_of
-from spectrain.measure.spire_paper import in_paper, modelled, options, paper_tau
 from spectrain.measure.tau import POOLED, Setting, compare, continue_rows, counts_of, with_pools
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.loading import load_method
 from spectrain.models.artifacts import check_weights, read_manifest
-from spectrain.reporting.comparisons import NARROW, drafters_table, settings_of
-from spectrain.reporting.drawing import write_png
-from spectrain.reporting.plots import drafters as drafter_bars
-from spectrain.reporting.tables import as_markdown, show, table_of
 from spectrain.stores.environment import date_of, environment
 from spectrain.stores.folder import write_json
 from spectrain.stores.locations import bundled_folder

@@ -42,11 +42,12 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from spectrain.training.checkpoints import step_of
 from tests.fuzz import fork_server, world
 from tests.fuzz.compare import KINDS, differences, runs_in
 from tests.fuzz.jobs import jobs
 from tests.fuzz.kills import OTHER, REFUSED, Reference, Trial, kill_trial, start_trial
+
+from spectrain.training.checkpoints import step_of
 
 DEFAULTS = {"kills": None, "starts": None, "of": None, "jobs": 1, "seed": 0, "work": "runs/kills", "least_s": 0.2}
 PRINTED_CHARACTERS = 2000  # of each start of a run with a fault

@@ -1,6 +1,7 @@
-"""Measures every method side by side on the same prompts, with the same loop, in one run.
+"""Measure methods side by side on the same prompts, with the same loop, in one run.
 
     python -m spectrain.bench methods=all prompts=questions.jsonl limit=60
+    python -m spectrain.bench -m method=specdecpp method.threshold=0.1,0.3,0.5 prompts=questions.jsonl
 
 Writes `questions.jsonl` (one row per question and method, as they are measured), then `results.json` and `report.html`.
 Run the same command to resume after an interruption. A question that fails is recorded and does not stop the run.
@@ -8,35 +9,41 @@ Run the same command to resume after an interruption. A question that fails is r
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.bench")
+
 import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from spectrain.cli import command, interruptible, open_target
+from spectrain.cli import in_multirun, interruptible, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
 from spectrain.errors import UserError
 from spectrain.measure import questions
-from spectrain.measure.baselines import BASELINES, Copies, build_baseline
+from spectrain.measure.baselines import BASELINES, build_baseline, own_model
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.llama_cpp import LLAMA_CPP, check_options
+from spectrain.measure.report import write_report
 from spectrain.measure.results import nodes_of, summarise
+from spectrain.measure.tables import terminal_table
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
-from spectrain.reporting.benchmarks import terminal_table
-from spectrain.reporting.render import write_report
 from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import MANIFEST, sha256, write_json
 from spectrain.stores.prompts import Question, conversation_ids
-from spectrain.training.runs import RunFolder
+from spectrain.training.runs import FinishedRun, RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +54,19 @@ TABLE_COLUMNS = 100  # where the output is no terminal
 def main(cfg: DictConfig) -> None:
     sampling = Sampling.from_options(cfg.sampling)
     check(cfg)
-    methods = registry.method_configs(cfg, reserved=BASELINES)
+    methods = configured(cfg)
     asked = questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     with open_dict(cfg):
         cfg.measured = {"methods": methods, "questions": questions.digest(asked)}
-    with RunFolder.claim(cfg, result="results.json") as run:
+    with ExitStack() as claim:
+        try:
+            run = claim.enter_context(RunFolder.claim(cfg, result="results.json"))
+        except FinishedRun as finished:
+            if not in_multirun():
+                raise
+            log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
+            return
         measure(cfg, run, sampling, methods, asked)
 
 
@@ -101,14 +115,23 @@ def check(cfg: DictConfig) -> None:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}")
     if cfg.peers and cfg.batch_size != 1:
         raise UserError(f"peers decode one prompt at a time, not batch_size={cfg.batch_size}; give batch_size=1")
-    if set(LLAMA_CPP) & set(registry.names(cfg.peers)):
-        check_options(Sampling.from_options(cfg.sampling))
+    if cfg.get("method") is not None and not registry.takes_all(cfg):
+        raise UserError("method= measures one method with its options, methods= several; give one of them")
+
+
+def configured(cfg: DictConfig) -> dict[str, DictConfig]:
+    """Return the methods that are measured, with their options, by name; plain decoding is always the first."""
+    if cfg.get("method") is None:
+        return registry.method_configs(cfg, reserved=BASELINES)
+    name = HydraConfig.get().runtime.choices["method"]
+    plain = registry.method_config(registry.BASELINE)
+    return {registry.BASELINE: plain, name: registry.with_nodes(cfg.method, cfg.max_nodes)}
 
 
 def build_baselines(
     cfg: DictConfig, target: TargetModel, drafters: Mapping[str, Drafter]
 ) -> dict[str, Callable[..., list[Generation]]]:
-    """Build the generation of Hugging Face and of llama.cpp, with the options and the draft model of our methods."""
+    """Build the generation of Hugging Face, with the options and the draft model of our methods."""
     peers = registry.names(cfg.peers)
     methods = [arm.drafter for d in drafters.values() for arm in (d.arms if isinstance(d, Auto) else [])]
     methods += drafters.values()
@@ -117,8 +140,8 @@ def build_baselines(
     if "hf_assisted" in peers and speculative is None:
         config = registry.with_papers_nodes(registry.method_config("speculative"))
         speculative = registry.build_method(config, target, registry.given_artifacts(cfg))
-    copies = Copies(target)
-    return {name: build_baseline(name, target, lookup, speculative, copies) for name in peers}
+    model = own_model(target) if peers else None
+    return {name: build_baseline(name, target, lookup, speculative, model) for name in peers}
 
 
 def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
@@ -148,7 +171,3 @@ def facts(cfg: DictConfig, target: TargetModel, n_questions: int) -> dict:
         **{name: cfg[name] for name in options},
         "sampling": OmegaConf.to_container(cfg.sampling),
     }
-
-
-if __name__ == "__main__":
-    command("bench")(main)()

@@ -9,6 +9,11 @@ docs/export.md says what the folders hold, and how vLLM, SGLang and transformers
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.export")
+
 import logging
 import os
 from collections.abc import Callable
@@ -17,11 +22,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.cli import command, open_target
+from spectrain.cli import open_target
 from spectrain.errors import UserError
-from spectrain.methods.registry import given_artifacts, with_tuned
+from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
-from spectrain.reporting.cards import lookup_card, trained_card
+from spectrain.serving.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
 from spectrain.stores.folder import locked, refuse_existing, write_folder
@@ -50,7 +55,7 @@ def main(cfg: DictConfig) -> None:
 
 def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
     """Return where a run is exported to, and what opens it and returns what fills that folder."""
-    for name, value in {"tuned": cfg.tuned, "datastore": cfg.datastore, "target": cfg.target.path}.items():
+    for name, value in {"datastore": cfg.datastore, "target": cfg.target.path}.items():
         if value is not None:
             raise UserError(f"{name}={value} is an option of method=<lookup method>, not of run=; remove it")
     run = RunFolder.open(Path(str(cfg.run)))
@@ -75,7 +80,7 @@ def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
 
 def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
     """Return where a lookup method is exported to, and what opens it and returns what fills that folder."""
-    method = OmegaConf.to_container(with_tuned(cfg.method, cfg.tuned), resolve=True)
+    method = OmegaConf.to_container(cfg.method, resolve=True)
     out = Path(str(cfg.out)) if cfg.out else EXPORTED / method["_target_"].split(".")[-2]
     return out, partial(open_lookup, cfg, method)
 
@@ -84,7 +89,3 @@ def open_lookup(cfg: DictConfig, method: dict) -> Callable[..., None]:
     """Check a lookup method and its datastore."""
     export = lookup_export(method, cfg.datastore, cfg.target.path or BUNDLED)
     return partial(write_lookup, export=export, card=lookup_card)
-
-
-if __name__ == "__main__":
-    command("export")(main)()

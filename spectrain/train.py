@@ -25,18 +25,15 @@ from rich.console import Console
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
+from spectrain.measure.plots import calibration, training_pictures, write_png
+from spectrain.measure.tables import gamma_table, head_table, show, tau_table
 from spectrain.measure.tau import decoding_with, measure_gammas, measure_tau, measuring, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.methods.speculative import build as build_speculative
-from spectrain.models.artifacts import KINDS
-from spectrain.reporting.cards import trained_card
-from spectrain.reporting.comparisons import gamma_table, tau_table
-from spectrain.reporting.drawing import COLOURS, write_png
-from spectrain.reporting.head_summary import head_table, next_command
-from spectrain.reporting.plots import calibration, training_pictures
-from spectrain.reporting.tables import show
+from spectrain.models.kinds import about
+from spectrain.serving.cards import trained_card
 from spectrain.serving.exporting import Export, export_of, tokens_of, write_export
 from spectrain.training import experiments
 from spectrain.training.fit import final_metrics, fit, target_device
@@ -82,7 +79,7 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
-    drafters[KINDS[cfg.kind].method] = own = decoding_with(drafter_of(weights), target)  # in the target's dtype
+    drafters[about(cfg.kind).method] = own = decoding_with(drafter_of(weights), target)  # in the target's dtype
     reported = contexts[within.contexts :] or contexts  # others than those that select
     tau = measure_tau(target, drafters, reported, after, cfg.seed)
     tau |= measure_gammas(target, own, reported, after, cfg.seed)
@@ -105,12 +102,10 @@ def train_head(cfg: DictConfig, run: RunFolder) -> None:
         return
     metrics, bins = final_metrics(trainer), experiment.module.sums.bins()
     result = {"steps": trainer.global_step, "metrics": metrics, "reliability": bins}
-    style = {"color": COLOURS[0], "label": f"head, calibration error {metrics['eval/calibration_error']:.3f}"}
-    figures = {"eval/calibration": calibration({"head": bins}, {"head": style}, cfg.w_rej, cfg.w_acc)}
-    out = finish(cfg, trainer, export_of(run, run.best.weights(), result, target, drafter, facts), result, figures)
-    Console().print(head_table(facts, result, experiment.source["rows"][0], run.path / "calibration.png"))
-    line = next_command(out, str(cfg.target.path), facts.sampling)
-    Console().print(f"next: {line}", style="dim", soft_wrap=True, highlight=False)
+    figures = {"eval/calibration": calibration({"head": bins})}
+    finish(cfg, trainer, export_of(run, run.best.weights(), result, target, drafter, facts), result, figures)
+    labels = f"acceptance head, labels of {experiment.source['rows'][0]} warped for {facts.sampling.describe()}"
+    show([(labels, head_table(metrics))], columns=100, files=f"{run.path}/calibration.png")
 
 
 def train_target(cfg: DictConfig, run: RunFolder) -> None:

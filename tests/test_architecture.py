@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {"train", "generate", "serve", "bench", "tune", "export", "cost", "report", "parity"}
+COMMANDS = {"train", "generate", "serve", "bench", "export", "cost", "report"}
 DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
 KNOWS = {  # each package -> the other packages of the project that it may import
     "spectrain.decoding": set(),

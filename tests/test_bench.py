@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -17,7 +15,6 @@ from spectrain.decoding import Sampling, TargetModel, load_target
 from spectrain.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
-from spectrain.measure.llama_cpp import LLAMA_CPP
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
@@ -76,29 +73,6 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
         assert word in out
 
 
-def test_llama_cpp_is_measured_side_by_side_and_lossless(run, asked):
-    pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
-    code, out, err = run("bench", asked, "out=b", "methods=[pld]", "max_new_tokens=12", f"peers={[*LLAMA_CPP]}")
-    assert code == 0, err
-    for name in LLAMA_CPP:
-        method = results("b")["methods"][name]
-        assert (method["kind"], method["questions"], method["lossless"]) == ("peer", 3, True), name
-    assert "* baseline: llama.cpp's own generation" in out
-
-
-@pytest.mark.parametrize("package", ["llama_cpp", "gguf"])
-def test_a_missing_package_of_llama_cpp_is_one_sentence(run, asked, monkeypatch, package):
-    for name in ("llama_cpp", "gguf"):
-        monkeypatch.setitem(sys.modules, name, None if name == package else ModuleType(name))
-    code, out, err = run("bench", asked, "out=b", "peers=[llama_cpp_lookup]")
-    assert (code, out, Path("b").exists()) == (2, "", False)
-    (line,) = err.splitlines()
-    assert line.startswith("error: peers=llama_cpp needs packages that spectrain does not install")
-    assert package in line
-    assert line.endswith("run pip install llama-cpp-python gguf")
-
-
 def test_every_method_of_the_project_is_known_to_the_bench():
     assert set(method_configs(composed("bench"))) == set(method_names())
 
@@ -149,27 +123,6 @@ def test_a_resumed_run_keeps_to_its_datastore(run, asked, stored, tmp_path):
         assert err.endswith("; remove it\n")
     (Path("b") / "datastores.json").unlink()
     assert run(*command)[0] == 0
-
-
-def test_tuned_options_take_the_place_of_the_defaults(run, asked, stored, tmp_path):
-    (tmp_path / "t.yaml").write_text("sssd: {input_scale: 0.25, calibration: {input: [[0.5, 0.5]]}}\n")
-    command = ("bench", asked, "methods=[sssd]", f"datastore={stored}", "max_new_tokens=6", "limit=1")
-    code, _, err = run(*command, "out=b", "tuned=t.yaml")
-    assert code == 0, err
-    options = OmegaConf.load(Path("b") / "config.yaml").measured.methods.sssd
-    assert (options.input_scale, options.calibration.input[0][0]) == (0.25, 0.5)
-    for content, reason in (
-        ("", "tuned=t.yaml is no file of spectrain.tune"),
-        ("pld: 5", "tuned=t.yaml is no file of spectrain.tune"),
-        ("anpd: {max_ngram: 3}", "tuned=t.yaml has no options of"),
-        ("sssd: {inputscale: 1}", "tuned=t.yaml: inputscale is not an option of sssd"),
-        ("- 1", "no file of spectrain.tune"),
-    ):
-        (tmp_path / "t.yaml").write_text(content)
-        code, _, err = run(*command, "out=c", "tuned=t.yaml")
-        assert code == 2
-        assert reason in err
-    assert "nowhere.yaml" in run(*command, "out=c", "tuned=nowhere.yaml")[2]
 
 
 def test_an_exported_folder_is_measured_with_its_own_options(run, asked, tmp_path):
@@ -259,6 +212,23 @@ def test_variants_have_names_and_options_of_their_own(run, asked):
     assert set(found["no_retrieval"]["acceptance_by_source"]) == {"logits"}
 
 
+def test_a_sweep_measures_one_method_with_each_value_and_goes_on(run, asked):
+    command = ("bench", "-m", asked, "method=pld", "method.draft_tokens=1,2", "max_nodes=paper", "max_new_tokens=6")
+    code, out, err = run(*command, "limit=1")
+    assert code == 0, err
+    folders = sorted(Path("runs").glob("bench-*"))
+    assert len(folders) == 2  # each job has its own, named by its options
+    for folder in folders:
+        draft_tokens = OmegaConf.load(folder / "config.yaml").method.draft_tokens
+        found = results(folder)["methods"]
+        assert list(found) == ["autoregressive", "pld"]
+        assert max(n for row in question_rows(folder) for n in row["drafted"] or [0]) <= draft_tokens
+        assert found["pld"]["lossless"]
+    code, _, err = run(*command, "limit=1")
+    assert code == 0, err
+    assert err.count("already finished, skipping") == 2
+
+
 def test_given_drafters_go_to_the_methods_of_their_kind(run, asked, shared):
     target = str(shared / "target")
     code, _, err = run(
@@ -319,7 +289,7 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         (["methods=[pld]", "max_nodes=1"], "max_nodes=1"),
         (["peers=[vllm]"], "peers=vllm is unknown; choose among hf_generate"),
         (["peers=[hf_generate]", "batch_size=4"], "give batch_size=1"),
-        (["peers=[llama_cpp]", "sampling=t1"], "peers=llama_cpp decodes greedily only, not with temperature 1"),
+        (["methods=[pld]", "method=pld"], "method= measures one method with its options, methods= several"),
         (
             ["+variants.autoregressive={method: pld}"],
             "variants.autoregressive has the name of what others are compared",

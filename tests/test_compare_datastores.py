@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-
 from spectrain.measure.simulation import Text
+
 from tests.support.scripts import load_script
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from spectrain.measure.measured_tau import choose_tau, read_tau
 
 from spectrain.decoding import load_target
-from spectrain.measure.measured_tau import choose_tau, read_tau
 from spectrain.measure.tau import Setting, compare
 from spectrain.stores.packing import token_documents
 from spectrain.stores.texts import read_documents

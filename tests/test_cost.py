@@ -11,13 +11,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from PIL import Image
+from spectrain.measure.cost_inputs import axis, check_options, read_methods
+from spectrain.measure.hardware import read_hardware
+from spectrain.measure.model_shape import read_shapes
 
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
 from spectrain.measure import hardware
-from spectrain.measure.cost_inputs import axis, check_options, read_methods
-from spectrain.measure.hardware import read_hardware
-from spectrain.measure.model_shape import read_shapes
 from spectrain.stores.locations import conf_dir
 from tests.conftest import tiny_model
 from tests.measure.cost_reference import BATCH, CONTEXT_TOKENS, figure_4

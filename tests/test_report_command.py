@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-from spectrain import bench, train, tune
-from spectrain.cli import command
 from spectrain.reporting.formats import fixed, interval
+
+from spectrain import bench, train
+from spectrain.cli import command
 from spectrain.stores.folder import locked
 from tests.reporting.test_benchmarks import Page
-from tests.reporting.test_runs_page import COST, DRAFTERS, PARITY
+from tests.reporting.test_runs_page import COST, DRAFTERS
 
 SMALL = [
     "corpus.held_out_share=0.3",
@@ -28,7 +28,7 @@ EVIL = "<script>alert(1) & co"
 
 @pytest.fixture(scope="module")
 def made(shared, tmp_path_factory) -> Path:
-    """A folder with `runs/`: two SPIRe drafters, a vanilla one named like a script, a benchmark, a tuning run."""
+    """A folder with `runs/`: two SPIRe drafters, a vanilla one named like a script, and a benchmark."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "asked.jsonl").write_text("".join(json.dumps({"prompt": f"def read_{i}(path):"}) + "\n" for i in (1, 2)))
     corpus = f"corpus={shared / 'corpus'}"
@@ -40,14 +40,6 @@ def made(shared, tmp_path_factory) -> Path:
             bench,
             "bench",
             ["prompts=asked.jsonl", "methods=[pld,logitspec]", "max_nodes=paper", "max_new_tokens=8", "out=runs/b"],
-        ),
-        (
-            tune,
-            "tune",
-            [
-                *("method=sssd", "method.datastore_source=false", "prompts=asked.jsonl", "max_new_tokens=4"),
-                *("grid={input_scale:[1.0]}", "out=runs/tuned"),
-            ],
         ),
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +92,6 @@ def test_the_page_holds_the_numbers_of_all_runs(runs, reported, shared):
         "Curves",
         "Acceptance by position in the draft",
         "Acceptance by source",
-        "tuned: SSSD's discounts",
     ):
         assert part in page.text
     assert page.open == []
@@ -138,9 +129,8 @@ def test_damaged_files_are_named_with_the_reason_and_the_rest_is_shown(runs, rep
     (runs / "hard/result.json").write_text('{"steps": 6, "metr')
     (runs / "whole/run.json").write_text("[]")
     (runs / "b/results.json").write_text('{"methods": 3}')
-    (runs / "tuned/config.yaml").write_text("kind: [tune")
     (runs / "cost.json").write_text('{"kind": "cost", "tables": ')
-    (runs / "parity.json").write_text(json.dumps({"kind": "parity", "rows": 7}))
+    (runs / "drafters.json").write_text(json.dumps({"kind": "drafters", "drafters": 7}))
     with (runs / EVIL / "metrics/version_0/metrics.csv").open("a") as file:
         file.write("x,y,z")
     (runs / "other").mkdir()
@@ -152,20 +142,19 @@ def test_damaged_files_are_named_with_the_reason_and_the_rest_is_shown(runs, rep
         "hard/result.json": "Unterminated string",
         "whole/run.json": "it holds no names with values",
         "b/results.json": "methods: Input should be an object",
-        "tuned/config.yaml": "while parsing a flow sequence",
         "cost.json": "Expecting value",
         "other": "config.yaml has kind=painting, which this page does not show",
     }.items():
         assert f"left out: runs/{name}: {reason}" in err
         assert f"runs/{name} {reason}" in text
-    assert "runs/parity.json its files are not as expected (AttributeError: 'int' object has no attribute" in text
+    assert "runs/drafters.json its files are not as expected (AttributeError: 'int' object has no attribute" in text
     result = json.loads((runs / "whole/result.json").read_text())
     assert interval(result["tau"]["spire"]["16 tokens, greedy"], 2) in text
 
 
 def test_measurements_and_their_pictures_are_found_beside_runs(runs, reported):
     figure = {"figures": [{"file": "../../b/map.png", "caption": "a map"}, {"file": "gone.png", "caption": "none"}]}
-    for name, content in (("cost", COST | figure), ("drafters", DRAFTERS), ("parity", PARITY)):
+    for name, content in (("cost", COST | figure), ("drafters", DRAFTERS)):
         (runs / "more" / name).mkdir(parents=True)
         (runs / "more" / name / f"{name}.json").write_text(json.dumps({"kind": name, **content}))
     (runs / "more/cost/map.png").write_bytes(b"a picture")
@@ -174,10 +163,10 @@ def test_measurements_and_their_pictures_are_found_beside_runs(runs, reported):
     assert code == 0, err
     assert "left out: runs/more/cost/gone.png: No such file" in err
     page = Page(Path("report.html").read_text())
-    assert "3 other measurements" in page.text
+    assert "2 other measurements" in page.text
     assert page.text.count("A figure") == 1
     assert "data:image/png;base64,YSBwaWN0dXJl" in dict(page.attributes).values() or "a map" in page.text
-    for part in ("2.78", "unresolved", "T=1, the loop"):
+    for part in ("2.78", "unresolved"):
         assert part in page.text
 
 

@@ -1,4 +1,4 @@
-"""The generation of Hugging Face and of llama.cpp, as baselines beside our methods on the same model and prompts.
+"""The generation of Hugging Face, as a baseline beside our methods on the same model and prompts.
 
 A baseline reports tokens, target forwards, time, and how many tokens each step drafted and accepted. What else happens
 inside its steps is not visible.
@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -19,28 +19,10 @@ from transformers.utils import logging
 
 from spectrain.decoding import Generation, Sampling, TargetModel
 from spectrain.decoding.weights import to_dtype
-from spectrain.measure.llama_cpp import LLAMA_CPP, LlamaCpp, WeightsFile
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 
-BASELINES = ("hf_generate", "hf_prompt_lookup", "hf_assisted", *LLAMA_CPP)
-
-
-class Copies:
-    """What baselines run instead of the target's own weights, made when first asked for."""
-
-    def __init__(self, target: TargetModel) -> None:
-        self.target = target
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        """For transformers."""
-        return own_model(self.target)
-
-    @cached_property
-    def file(self) -> WeightsFile:
-        """For llama.cpp."""
-        return WeightsFile(self.target)
+BASELINES = ("hf_generate", "hf_prompt_lookup", "hf_assisted")
 
 
 def build_baseline(
@@ -48,16 +30,16 @@ def build_baseline(
     target: TargetModel,
     lookup: PromptLookup | None = None,
     speculative: Speculative | None = None,
-    copies: Copies | None = None,
+    model: PreTrainedModel | None = None,
 ) -> Callable[..., list[Generation]]:
     """Build one of BASELINES, to be called with prompts and max_new_tokens as `generate` is.
 
     Prompt lookup takes the draft length and longest n-gram of our `lookup`, assisted generation the draft model and
-    gamma of our `speculative`. Baselines of one target share their `copies` of it.
+    gamma of our `speculative`. `model` is the target's, as `own_model` returns it; several baselines can share one.
     """
-    copies = copies or Copies(target)
+    model = model or own_model(target)
     options, assistant = {}, None
-    if name.endswith("lookup"):
+    if name == "hf_prompt_lookup":
         draft_tokens = min(lookup.draft_tokens, lookup.max_nodes - 1)
         options = {"prompt_lookup_num_tokens": draft_tokens, "max_matching_ngram_size": lookup.max_ngram}
     elif name == "hf_assisted":
@@ -68,9 +50,7 @@ def build_baseline(
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
-    if name in LLAMA_CPP:
-        return LlamaCpp(copies.file, target.eos_ids, *options.values())
-    return partial(generate_with_transformers, target, copies.model, options=options, assistant=assistant)
+    return partial(generate_with_transformers, target, model, options=options, assistant=assistant)
 
 
 def own_model(target: TargetModel) -> PreTrainedModel:

@@ -1,11 +1,10 @@
 """Every method by its name: one yaml in `conf/method/` and one file in this package.
 
-`generate`, `bench`, `tune`, exports, serving and the tests find methods here and nowhere else. A yaml holds the options
+`generate`, `bench`, exports, serving and the tests find methods here and nowhere else. A yaml holds the options
 of the method's `build(target, ...)`, which `_target_` names, and what others must know of the method:
 
     _artifact_: spire | vanilla | head | datastore    the folder that `build` takes besides
     _more_: datastore                                 a folder that it takes besides, where there is one
-    _tuned_: name                                     the name of its options in files of spectrain.tune
     _nodes_: 64                                       the paper's `max_nodes`; without it: all, or gamma + 1
     _ranks_: false                                    guesses are scored in the method's own order, see `LookupDrafter`
     _chooses_: true                                   `build` takes other methods, by name
@@ -27,13 +26,12 @@ from spectrain.errors import UserError
 from spectrain.methods.auto import METHODS, Auto
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.sizing import AUTO
-from spectrain.models.artifacts import KINDS, check_weights, decoded_by, is_export, newest_artifact, read_manifest
+from spectrain.models.artifacts import check_weights, decoded_by, is_export, newest_artifact, read_manifest
 from spectrain.models.head import own_drafter, read_head_facts
+from spectrain.models.kinds import about
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
 from spectrain.stores.options import check_method_options
-from spectrain.stores.writing import write_whole
-from spectrain.stores.yaml_files import read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +53,16 @@ def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
     for base in config.pop("defaults", []):  # as Hydra composes it: another method with other options
         if base != "_self_":
             config = OmegaConf.merge(method_config(base), config)
+    return with_nodes(config, max_nodes)
+
+
+def with_nodes(method: DictConfig, max_nodes: int | str | None) -> DictConfig:
+    """Return the method with another node budget; see `method_config`."""
     if max_nodes == PAPER:
-        return with_papers_nodes(config)
-    if max_nodes is not None and "max_nodes" in config and (max_nodes == AUTO or drafts_trees(config)):
-        config.max_nodes = max_nodes
-    return config
+        return with_papers_nodes(method)
+    if max_nodes is not None and "max_nodes" in method and (max_nodes == AUTO or drafts_trees(method)):
+        return OmegaConf.merge(method, {"max_nodes": max_nodes})
+    return method
 
 
 def with_papers_nodes(method: DictConfig) -> DictConfig:
@@ -72,7 +75,7 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
     """Every method, variant and exported folder that the config names, with its options; plain decoding first.
 
     Args:
-        cfg: has `methods`, `variants`, `max_nodes`, `tuned`.
+        cfg: has `methods`, `variants`, `max_nodes`.
         reserved: names that a variant must not have.
 
     Raises:
@@ -84,7 +87,7 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
         raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
     files = method_names()
     known = list(dict.fromkeys([*files, *cfg.variants]))
-    tuned, found = read_tuned(cfg.tuned), {}
+    found = {}
     for name in dict.fromkeys([BASELINE, *(known if takes_all(cfg) else names(cfg.methods))]):
         changes, exported = dict(cfg.variants.get(name) or {}), {}
         base = changes.pop("method", name)
@@ -94,9 +97,8 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
             base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = _with_tuned(method_config(base, cfg.max_nodes), tuned)
+        options = method_config(base, cfg.max_nodes)
         found[name] = OmegaConf.merge(with_options(options, changes, base, f"variants.{name}."), exported)
-    check_tuned(tuned, found.values())
     return found
 
 
@@ -127,60 +129,6 @@ def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "
     return OmegaConf.merge(method, changes)
 
 
-def with_tuned(method: DictConfig, files: str | Sequence[str] | None) -> DictConfig:
-    """A method with the options that files of `spectrain.tune` hold for it.
-
-    Raises:
-        UserError: a file is missing, is not yaml, has nothing for the method, or an option that it does not have.
-    """
-    tuned = read_tuned(files)
-    check_tuned(tuned, [method])
-    return _with_tuned(method, tuned)
-
-
-def _with_tuned(method: DictConfig, tuned: Mapping[str, Mapping[str, Mapping]]) -> DictConfig:
-    name = tuned_name(method)
-    for file, options in tuned.items():
-        method = with_options(method, options.get(name, {}), name, f"tuned={file}: ")
-    return method
-
-
-def tuned_name(method: Mapping) -> str:
-    """The name of a method's options in files of `spectrain.tune`."""
-    return method.get("_tuned_") or method["_target_"].split(".")[-2]
-
-
-def read_tuned(files: str | Sequence[str] | None) -> dict[str, dict[str, dict]]:
-    """Read {file: {name: {option: value}}}. Raises UserError where a file is missing, or holds something else."""
-    tuned = {}
-    for file in names(files):
-        try:
-            found = read_yaml(Path(file))
-            if not isinstance(found, Mapping) or not all(isinstance(options, Mapping) for options in found.values()):
-                raise ValueError("it does not hold options by the name of a method")
-        except (OSError, ValueError) as error:
-            line = str(error).splitlines()[0]
-            raise UserError(f"tuned={file} is no file of spectrain.tune ({line}); run spectrain.tune again") from error
-        tuned[file] = dict(found)
-    return tuned
-
-
-def check_tuned(tuned: Mapping[str, Mapping[str, Mapping]], methods: Iterable[Mapping]) -> None:
-    """Raise UserError if a file that `read_tuned` has read has options of none of the methods."""
-    asked = {tuned_name(method) for method in methods}
-    for file, found in tuned.items():
-        if not found.keys() & asked:
-            held = f"only of {', '.join(map(str, found))}" if found else "none at all"
-            raise UserError(f"tuned={file} has no options of {', '.join(sorted(asked))}, {held}; give another file")
-
-
-def write_tuned(file: Path, options: Mapping[str, Mapping], command: str, how: str = "") -> None:
-    """Write options of methods, by name, as `with_tuned` reads them. `command` has found them, chosen `how`."""
-    header = f"# python -m spectrain.bench tuned={file} ...   (written by {command})\n"
-    header += f"# Chosen {how}\n" if how else ""
-    write_whole(file, header + OmegaConf.to_yaml(OmegaConf.create(options)))
-
-
 def drafts_trees(method: DictConfig) -> bool:
     """Whether the method's yaml has a node budget that is not just the length of a chain."""
     return "max_nodes" in method and not any(length in method for length in ("gamma", "max_candidates"))
@@ -201,7 +149,7 @@ def given_artifacts(cfg: DictConfig) -> dict[str, str]:
     given: dict[str, str] = {kind: cfg[kind] for kind in ("head", "datastore") if cfg.get(kind)}
     for folder in names(cfg.drafter):
         kind = kind_of_drafter(folder)
-        option = KINDS[kind].option if kind in KINDS else "drafter"
+        option = about(kind).option
         if option != "drafter":
             raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
         if kind in given:
@@ -227,8 +175,8 @@ def check_taken(
     taken = {options.get(key) for options in methods.values() for key in ("_artifact_", "_more_")} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.artifacts}
     for kind in given.keys() - taken:
-        about = KINDS[kind]
-        raise UserError(f"{about.option}={given[kind]} is a {about.noun}, which none of the methods takes; remove it")
+        one = about(kind)
+        raise UserError(f"{one.option}={given[kind]} is a {one.noun}, which none of the methods takes; remove it")
 
 
 def build_method(
@@ -266,7 +214,7 @@ def build_method(
     build, folder = build_function(method), None
     if kind is not None:
         own, given = options.pop(kind, None), artifacts.get(kind)
-        if own and given and own != given:  # of a tuned file, a variant or an exported folder
+        if own and given and own != given:  # of a variant or an exported folder
             log.warning("the method's own %s=%s is used instead of %s", kind, own, given)
         folder = own or given
         if folder is None and options.get("datastore_source", True):
@@ -283,7 +231,7 @@ def build_method(
     if is_fixed and isinstance(drafter, LookupDrafter) and method.get("_ranks_", True):
         drafter.rank()
     if chooses:
-        drafter = Auto({tuned_name(method): drafter})
+        drafter = Auto({method["_target_"].split(".")[-2]: drafter})
     drafter.target = target
     return drafter
 
@@ -344,7 +292,7 @@ def build_methods(
         try:
             built[name] = build_method(options, target, given, sampling)
         except UserError as error:
-            if not takes_all(cfg) or kind is None or kind in given:
+            if cfg.get("method") is not None or not takes_all(cfg) or kind is None or kind in given:
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
     check_taken(given, methods, built.values(), by_baselines=["vanilla"] if cfg.peers else [])
@@ -387,7 +335,7 @@ def find_artifact(kind: str, target: TargetModel) -> str:
         folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
     else:
         folder = newest_artifact(CHECKPOINTS, kind, print_)
-    log.info("%s: %s", KINDS[kind].option, folder)
+    log.info("%s: %s", about(kind).option, folder)
     return str(folder)
 
 
@@ -401,14 +349,14 @@ def _at_hand(kind: str, target: TargetModel) -> str | None:
 
 
 def build_configured(cfg: DictConfig, target: TargetModel, sampling: Sampling) -> Drafter:
-    """The one method of a command's config: `method`, `tuned`, and the artifacts that it was given.
+    """The one method of a command's config: `method`, and the artifacts that it was given.
 
     Raises:
-        UserError: see `with_tuned`, `build_method`; or something was given that the method does not take.
+        UserError: see `build_method`; or something was given that the method does not take.
     """
     given, kind = given_artifacts(cfg), cfg.method.get("_artifact_")
     if kind in ("spire", "vanilla") and isinstance(cfg.drafter, str):  # whatever it is: the method says what is wrong
         given = {other: folder for other, folder in given.items() if folder != cfg.drafter} | {kind: cfg.drafter}
-    drafter = build_method(with_tuned(cfg.method, cfg.tuned), target, given, sampling)
+    drafter = build_method(cfg.method, target, given, sampling)
     check_taken(given, {"this method": cfg.method}, [drafter])
     return drafter

@@ -1,9 +1,8 @@
-"""Exported drafters and heads: what each folder holds, and which target it belongs to.
+"""Exported drafters, heads and lookup methods: what each folder holds, and which target it belongs to.
 
-Every export holds `spectrain.json` (kind, version, target and its fingerprint, training results), the tokenizer and a
-model card beside `model.safetensors` and `config.json`. A `vanilla` folder is an ordinary Hugging Face model; the
-`config.json` of a `spire` folder holds `SpireConfig`, that of a `head` folder `HeadFacts` (head.py), that of a `lookup`
-folder `LookupFacts`. docs/export.md lists every file, key and shape.
+Every export holds `spectrain.json` beside its weights or options: what it is, the target and its fingerprint, the
+results of training, and the method that decodes with it. So any export can be decoded with, whatever its kind. A kind
+of trained export is a module of `spectrain.models`; see kinds.py. docs/export.md lists every file.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.loading import check_finite, check_size
 from spectrain.errors import UserError
+from spectrain.models.kinds import about
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
 from spectrain.stores.folder import read_json, read_object, write_json
@@ -29,31 +29,11 @@ from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
-VERSIONS = (1, 2)  # that are read
-SPIRE_VERSION = 2  # of spire folders, which since then name their input; the formats of other kinds are those of 1
+VERSION = 3
 MANIFEST = "spectrain.json"
 WEIGHTS = "model.safetensors"
 DATASTORE = "datastore"  # its folder inside the export of a lookup method
 CORPUS = "corpus.jsonl"  # the datastore's documents as text: one JSON string per line, as SGLang's NGRAM reads them
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of artifact: its names, and the method that decodes with it."""
-
-    option: str  # by which a user gives a folder of this kind
-    noun: str
-    made_by: str  # the command that makes one
-    method: str | None = None  # in conf/method/; None: the folder names it, or several methods take the artifact
-
-
-KINDS = {
-    "spire": Kind("drafter", "spire drafter", "spectrain.train +exp=spire", "spire"),
-    "vanilla": Kind("drafter", "vanilla drafter", "spectrain.train +exp=vanilla", "speculative"),
-    "head": Kind("head", "SpecDec++ head", "spectrain.train +exp=specdecpp", "specdecpp"),
-    "lookup": Kind("drafter", "lookup method", "spectrain.export method=..."),
-    "datastore": Kind("datastore", "datastore", "data_prep.datastore"),
-}
 
 
 @dataclass(frozen=True)
@@ -64,8 +44,21 @@ class Artifact:
     target: str  # folder or id it was trained for
     target_fingerprint: str  # "" of a lookup method, which fits every target with its tokenizer
     trained: dict  # steps, tokens, final metrics
-    version: int = 1
-    tokenizer_fingerprint: str | None = None  # None in older exports
+    tokenizer_fingerprint: str | None = None
+    method: str | None = None  # of conf/method/, which decodes with it; None: nothing does
+    options: dict = field(default_factory=dict)  # of the method
+    folders: dict[str, str] = field(
+        default_factory=dict
+    )  # options of the method that name a folder in this one, or "."
+    version: int = VERSION
+
+
+def trained_artifact(
+    kind: str, target: str, target_fingerprint: str, trained: dict, tokenizer_fingerprint: str | None = None
+) -> Artifact:
+    """Return what `spectrain.json` says of a trained drafter or head."""
+    facts = kind, target, target_fingerprint, trained, tokenizer_fingerprint
+    return Artifact(*facts, method=about(kind).method, folders={kind: "."})
 
 
 def write_manifest(folder: Path, artifact: Artifact) -> None:
@@ -80,33 +73,27 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
         raise UserError(f"{option}={folder} {what}; give a folder that spectrain.train exported")
     with damage_of(str(file)):
         values = read_json(file)
-        if values["version"] not in VERSIONS:  # which may have other keys
-            known = " or ".join(map(str, VERSIONS))
-            raise UserError(f"{folder} has format version {values['version']}, not {known}; export it again")
+        if values["version"] != VERSION:  # it may have other keys
+            raise UserError(f"{folder} has format version {values['version']}, not {VERSION}; export it again")
         return from_json(Artifact, values)
 
 
 def is_export(folder: str | Path) -> bool:
-    """Whether the folder is one of our exports."""
+    """Return whether the folder is one of our exports."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def decoded_by(folder: Path) -> tuple[str, dict]:
-    """The method that decodes with an exported folder: its name in conf/method/, and its options.
-
-    Among these are those that a lookup method was exported with, and the folder itself, by its kind.
+    """Return the method that decodes with an exported folder: its name in conf/method/, and its options.
 
     Raises:
         UserError: there is no such export, it is damaged, or no method decodes with it.
     """
-    kind = read_manifest(folder, "method").kind
-    if kind == "lookup":
-        facts = read_lookup_facts(folder)
-        return facts.method, facts.options | ({"datastore": str(folder / DATASTORE)} if facts.datastore else {})
-    if kind not in KINDS or KINDS[kind].method is None:
-        known = ", ".join(kind for kind, about in KINDS.items() if about.method or kind == "lookup")
-        raise UserError(f"{folder} is of kind {kind}; give one of {known}")
-    return KINDS[kind].method, {kind: str(folder)}
+    artifact = read_manifest(folder, "method")
+    if artifact.method is None:
+        raise UserError(f"{folder} is of kind {artifact.kind}, with which no method decodes; give another folder")
+    inside = {option: str(folder / name) for option, name in artifact.folders.items()}
+    return artifact.method, artifact.options | inside
 
 
 def check_artifact(folder: Path, kind: str, target_fingerprint: str, option: str | None = None) -> None:
@@ -114,12 +101,11 @@ def check_artifact(folder: Path, kind: str, target_fingerprint: str, option: str
 
     `option` is the one that it was given by; None: the one that drafts with it.
     """
-    option = option or KINDS[kind].option
-    given, made_by = f"{option}={folder}", KINDS[kind].made_by
+    option = option or about(kind).option
+    given, made_by = f"{option}={folder}", about(kind).made_by
     artifact = read_manifest(folder, option)
     if artifact.kind != kind:
-        noun = KINDS[artifact.kind].noun if artifact.kind in KINDS else artifact.kind
-        raise UserError(f"{given} is a {noun}; give one made by python -m {made_by}")
+        raise UserError(f"{given} is a {about(artifact.kind).noun}; give one made by python -m {made_by}")
     if artifact.target_fingerprint != target_fingerprint:
         raise UserError(
             f"{given} was trained for {artifact.target} ({artifact.target_fingerprint}), not for this target "
@@ -149,31 +135,14 @@ def damage_of(what: str, where: str = "") -> Iterator[None]:
 
 
 def fastest_gamma(folder: Path) -> int | None:
-    """Return the draft length that was the fastest after a drafter's training; None: an export that does not say.
-
-    Raises:
-        UserError: the export is damaged.
-    """
-    if not (folder / MANIFEST).is_file():
-        return None
-    gamma = read_manifest(folder).trained.get("fastest_gamma")
-    if gamma is not None and not (type(gamma) is int and gamma >= 1):
-        raise UserError(f"drafter={folder} is damaged (fastest_gamma={gamma!r}); export it again")
-    return gamma
+    """Return the draft length that was the fastest after a drafter's training; None where the folder does not say."""
+    return read_manifest(folder).trained.get("fastest_gamma") if is_export(folder) else None
 
 
 def trained_acceptance(folder: Path) -> float | None:
-    """Return the mean acceptance probability that training measured at T = 1 on held-out rows.
-
-    None where the export does not say. Raises UserError where it is damaged.
-    """
-    if not (folder / MANIFEST).is_file():
-        return None
-    metrics = read_manifest(folder).trained.get("metrics") or {}
-    alpha = metrics.get("eval/alpha") if isinstance(metrics, dict) else metrics
-    if alpha is not None and not (type(alpha) in (int, float) and 0 <= alpha <= 1):
-        raise UserError(f"drafter={folder} is damaged (eval/alpha={alpha!r}); export it again")
-    return alpha
+    """Return the mean acceptance probability at T = 1 on held-out rows; None where the folder does not say."""
+    metrics = read_manifest(folder).trained.get("metrics") if is_export(folder) else None
+    return (metrics or {}).get("eval/alpha")
 
 
 def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
@@ -191,10 +160,10 @@ def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
             continue
         if (artifact.kind, artifact.target_fingerprint) == (kind, target_fingerprint):
             return folder
-    about = KINDS[kind]
+    one = about(kind)
     raise UserError(
-        f"{root}/ holds no {about.noun} for this target; train one with python -m {about.made_by}, or give "
-        f"{about.option}=<folder>"
+        f"{root}/ holds no {one.noun} for this target; train one with python -m {one.made_by}, or give "
+        f"{one.option}=<folder>"
     )
 
 

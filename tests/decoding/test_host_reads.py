@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from spectrain.decoding.graphs import Graphs
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate
-from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.loop import _Batch
 from spectrain.decoding.sampling import Uniforms
 from spectrain.methods.draft_tree import LEVELS

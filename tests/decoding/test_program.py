@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from spectrain.decoding.program import CHUNK, runner
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, lean, loop
 from spectrain.decoding import program as module
 from spectrain.decoding import target as target_module
-from spectrain.decoding.program import CHUNK, runner
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of

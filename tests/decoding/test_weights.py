@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from spectrain.decoding.kernels import fits, product, works
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spectrain.decoding import KVCache, TargetModel, fingerprint, generate, kernels, lean, weights
-from spectrain.decoding.kernels import fits, product, works
 from spectrain.decoding.loading import load_target, shorten
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, for_drafting
 from spectrain.errors import UserError

@@ -7,7 +7,6 @@ import torch
 
 from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.measure.baselines import BASELINES, build_baseline
-from spectrain.measure.llama_cpp import LLAMA_CPP
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
@@ -26,7 +25,7 @@ def baseline(name: str, target: TargetModel):
     return build_baseline(name, target, PromptLookup(draft_tokens=5), speculative)
 
 
-@pytest.mark.parametrize("name", [name for name in BASELINES if name not in LLAMA_CPP])  # see test_llama_cpp.py
+@pytest.mark.parametrize("name", BASELINES)
 def test_baselines_write_the_greedy_text_of_our_loop(target, name):
     prompts = random_prompts([9, 30])
     ours = generate(target, Autoregressive(), prompts, 20)

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from spectrain.measure.cost import CostModel, Hardware, Shape
 from spectrain.measure.cost_analysis import (
     CostGrid,
     best_methods,
@@ -20,6 +18,8 @@ from spectrain.measure.cost_analysis import (
     spans_where,
     where_faster,
 )
+
+from spectrain.measure.cost import CostModel, Hardware, Shape
 from tests.measure.cost_reference import BATCH, CONTEXT_TOKENS, paper_methods, paper_model
 
 ASCEND = Hardware("Ascend 910B4", 280e12 / 0.8e12, weight_bytes=2, kv_bytes=2)

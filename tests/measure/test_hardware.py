@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from spectrain.measure.hardware import measure_cpu
 
 from spectrain.errors import UserError
 from spectrain.measure import hardware
-from spectrain.measure.hardware import measure_cpu
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

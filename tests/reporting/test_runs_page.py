@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
-
 from spectrain.reporting import runs_page
 from spectrain.reporting.collect import Collection
 from spectrain.reporting.drawing import STYLES
 from spectrain.reporting.plots import run_styles, training_plots
 from spectrain.reporting.runs import Run, Training
 from spectrain.reporting.runs_page import render_page
+
 from tests.reporting.test_benchmarks import NAMES, Page, emptied, fake_results, fake_rows
 from tests.reporting.test_runs import CONFIG
 
@@ -94,19 +94,6 @@ DRAFTERS = {
         },
     },
 }
-PARITY = {
-    "run": "runs/full",
-    "drafter_kind": "spire",
-    "positions": [1, 2],
-    "rows": {
-        "T=1, validation": {"acceptance": [{"value": 0.71, "low": None, "high": None}] * 2, "tau": 2.7},
-        "T=1, the loop": {
-            "acceptance": [interval(0.72, 0.01), interval(0.7, 0.01)],
-            "tau": interval(2.71, 0.02),
-            "steps": 1234,
-        },
-    },
-}
 
 
 def html_of(*runs: Run, unreadable: dict | None = None) -> str:
@@ -129,11 +116,6 @@ def bench(name: str = "bench_a", **changes) -> Run:
     results = fake_results()
     known = {"result": results, "rows": fake_rows(results)} | changes
     return Run(name, "bench", Path("runs") / name, {"kind": "bench", "target": {"path": "pystdlib-8l"}}, **known)
-
-
-def tuned(name: str, search: str, result: dict | None = None) -> Run:
-    config = {"kind": "tune", "method": {"_target_": f"spectrain.methods.{search}.build"}}
-    return Run(name, "tune", Path("runs") / name, config, result=result)
 
 
 def test_numbers_of_a_training_stand_with_their_intervals_and_n():
@@ -193,13 +175,11 @@ def test_names_and_values_are_shown_as_they_are_not_run_as_markup():
     runs = [
         *(evil, other),
         *(bench(name, result=results, rows=fake_rows(results)), bench("b2", result=None)),
-        tuned("<em>", "<q>"),
         measured("drafters", **DRAFTERS | {"first": "<q>", "drafters": drafters}),
         measured("cost", **COST | {"title": "<h6>", "hardware": {"<var>": "<kbd>"}}),
-        measured("parity", **PARITY | {"run": "<dfn>", "rows": {"<cite>": PARITY["rows"]["T=1, the loop"]}}),
     ]
     page = Page(html_of(*runs, unreadable={"<del>": "<ins>"}))
-    given = {"script", "i", "u", "s", "em", "q", "h6", "var", "kbd", "dfn", "cite", "del", "ins", "here"}
+    given = {"script", "i", "u", "s", "q", "h6", "var", "kbd", "del", "ins", "here"}
     assert given & set(page.tags) == set()
     assert ("src", "x") not in page.attributes
     assert page.tags.count("b") == 1  # the benchmark's own opening
@@ -221,8 +201,8 @@ def test_nothing_is_loaded_from_elsewhere():
 def test_every_link_has_its_place_and_no_id_stands_twice():
     runs = [
         *(trained(i) for i in range(3)),
-        *(bench(), bench("bench_b"), tuned("t", "sssd")),
-        *(measured("drafters", **DRAFTERS), measured("cost", **COST), measured("parity", **PARITY)),
+        *(bench(), bench("bench_b")),
+        *(measured("drafters", **DRAFTERS), measured("cost", **COST)),
     ]
     page = Page(html_of(*runs))
     ids = [value for name, value in page.attributes if name == "id"]
@@ -259,31 +239,6 @@ def test_drafters_whose_difference_holds_zero_are_unresolved():
     assert "-0.75] unresolved" not in text
     assert "256 tokens, T=1 n = 128" in text
     assert "highest tau (256 tokens, T=1): full 2.75 [2.50, 3.00]" in text
-
-
-def test_parity_stands_by_position():
-    text = text_of(measured("parity", **PARITY))
-    assert "T=1, validation 0.710 0.710 2.700 –" in text
-    assert "T=1, the loop 0.720 [0.710, 0.730] 0.700 [0.690, 0.710] 2.710 [2.690, 2.730] 1,234" in text
-
-
-ESTIMATE = {"value": 4.5, "low": 4.0, "high": 5.0}
-
-
-def test_discounts_of_sssd_tell_what_was_chosen():
-    result = {
-        "candidates": {"defaults": {"nodes": 8, "tau": ESTIMATE, "tokens_per_s": ESTIMATE}},
-        **{"winner": "defaults", "plain_tokens_per_s": 2.0, "max_nodes": 8, "sampling": "greedy", "batch_size": 1},
-        "chosen": {"min_matches": 20},
-        "tried": [{}, {}],
-        "responses": [3, 4],
-    }
-    text = text_of(tuned("t", "sssd", result))
-    assert "sampling greedy; 8 nodes; 1 row simulated on 4 responses" in text
-    assert "2 combinations tried on 3 responses." in text
-    assert "defaults (chosen) 8 4.500 [4.000, 5.000]" in text
-    assert "2.25" in text  # 4.5 of 2.0
-    assert "Chosen: min_matches=20." in text
 
 
 def test_a_hundred_runs_stay_readable():
@@ -355,4 +310,4 @@ def test_results_of_another_shape_are_listed_and_the_rest_is_shown():
 
 
 def test_values_are_json_as_commands_write_them():
-    assert json.loads(json.dumps([COST, DRAFTERS, PARITY])) == [COST, DRAFTERS, PARITY]
+    assert json.loads(json.dumps([COST, DRAFTERS])) == [COST, DRAFTERS]

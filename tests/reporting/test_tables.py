@@ -7,10 +7,10 @@ import io
 import pytest
 from markupsafe import Markup
 from rich.console import Console
-
 from spectrain.reporting.formats import MISSING, bounds_of, count, fixed, interval, measured, number, plus_minus, size
 from spectrain.reporting.render import environment, png, shade
 from spectrain.reporting.tables import Marked, as_markdown, columns_of_words, for_terminal, show, table_of
+
 from tests.reporting.test_benchmarks import Page
 
 

@@ -15,7 +15,7 @@ from wandb.proto import wandb_internal_pb2
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from spectrain.errors import UserError
-from spectrain.reporting.plots import training_pictures
+from spectrain.measure.plots import training_pictures
 from spectrain.stores.locations import conf_dir
 from spectrain.training.curves import read_csv
 from tests.test_cli import composed

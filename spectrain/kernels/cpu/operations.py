@@ -1,0 +1,349 @@
+"""The operations of programs, compiled by numba: each thread does its part, then waits for the others.
+
+Everything is computed in float32. Addresses and sizes are those that `program.py` writes down.
+
+Letters: M tokens, n tokens of a row, D hidden size, F width of the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cache
+from pathlib import Path
+
+from numba import cfunc, types
+from numba.core.ccallback import CFunc
+from spectrain.decoding.attention import attend, combine, rotate
+from spectrain.decoding.ending import all_ended, bend, count, judge_logits, judge_states
+from spectrain.decoding.intrinsics import (
+    atomic_add,
+    atomic_or,
+    atomic_read,
+    call,
+    exp,
+    fast,
+    flags,
+    floats,
+    give_up_core,
+    halves,
+    inverse_norm,
+    pause,
+    thread_number,
+    wholes,
+    widened,
+)
+from spectrain.decoding.judge import judge
+from spectrain.decoding.program import (
+    ANGLES,
+    ARGMAX,
+    ATTEND,
+    BEND,
+    COMBINE,
+    COPY,
+    COUNT,
+    DRAW,
+    EMBED,
+    FIELDS,
+    JUDGE,
+    JUDGE_LOGITS,
+    JUDGE_STATES,
+    KEEP,
+    LEAVE,
+    MIX,
+    NORM,
+    PATIENCE,
+    PICK,
+    PIECES,
+    PRODUCT,
+    ROTATE,
+    SILU,
+    STATE_BYTES,
+    WARP,
+    WINDOW,
+)
+from spectrain.decoding.warping import BLOCK, draw, largest, warp
+
+HERE = Path(__file__).parent
+NAMES = ("operations", "attention", "ending", "intrinsics", "judge", "kernels", "noise", "program", "warping")
+SOURCES = tuple(f"{name}.py" for name in NAMES)
+
+
+@fast
+def _norm(op, thread, n_threads):
+    x, added, weight, y, eps, size, n_rows = op[1], op[2], floats(op[3]), op[4], floats(op[5])[0], op[6], op[7]
+    for row in range(thread, n_rows, n_threads):
+        states, normed = floats(x + 4 * row * size), floats(y + 4 * row * size)
+        if added != 0:
+            more = floats(added + 4 * row * size)
+            for d in range(size):
+                states[d] += more[d]
+        scale = inverse_norm(states, size, eps)
+        for d in range(size):
+            normed[d] = states[d] * scale * weight[d]
+
+
+@fast
+def _angles(op, thread, n_threads):
+    positions, frequencies, cos, sin = wholes(op[1]), floats(op[2]), floats(op[3]), floats(op[4])
+    scaling, half, n_rows = floats(op[5])[0], op[6], op[7]
+    for i in range(thread, n_rows * half, n_threads):
+        angle = types.float32(positions[i // half]) * frequencies[i % half]
+        cos[i], sin[i] = scaling * math.cos(angle), scaling * math.sin(angle)
+
+
+@fast
+def _silu(op, thread, n_threads):
+    """silu(gate) * up from the joined projection [M, 2 F]."""
+    joined, y, size, n_rows = op[1], op[2], op[3], op[4]
+    first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
+    for row in range(n_rows):
+        gate, up = floats(joined + 8 * row * size), floats(joined + 8 * row * size + 4 * size)
+        out = floats(y + 4 * row * size)
+        for f in range(first, stop):
+            out[f] = gate[f] / (types.float32(1.0) + exp(-gate[f])) * up[f]
+
+
+@fast
+def _copy(op, thread, n_threads):
+    x, y, size = floats(op[1]), floats(op[2]), op[3] * op[4]
+    for d in range(size * thread // n_threads, size * (thread + 1) // n_threads):
+        y[d] = x[d]
+
+
+@fast
+def _mix(op, thread, n_threads):
+    """Weighted sum [M D] of states [L, M D]."""
+    states, weights, y, n_states, size = op[1], floats(op[2]), floats(op[3]), op[4], op[5]
+    first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
+    for d in range(first, stop):
+        y[d] = 0
+    for i in range(n_states):
+        x, weight = floats(states + 4 * i * size), weights[i]
+        for d in range(first, stop):
+            y[d] += weight * x[d]
+
+
+@fast
+def _slot(t, n_sinks, n_ring):
+    """The slot of position t in a ring behind sinks."""
+    return t if t < n_sinks else n_sinks + t % n_ring
+
+
+@fast
+def _window(op, thread, n_threads):
+    """Where rows write the K/V of position t in a ring behind sinks, and which of its slots they see; see `Spire`."""
+    stored, now, slots, seen = op[1], wholes(op[2]), wholes(op[3]), op[4]
+    window, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
+    for row in range(thread, n_rows, n_threads):
+        t, positions, flag = now[row], wholes(stored + 8 * row * n_slots), flags(seen + row * n_slots)
+        slots[row] = _slot(t, n_sinks, n_ring)
+        positions[slots[row]] = t
+        for slot in range(n_slots):
+            p = positions[slot]
+            flag[slot] = 0 <= p <= t and (p > t - window or p < n_sinks)
+
+
+@fast
+def _embed(op, thread, n_threads):
+    tokens, table, bits, x, size, n_rows, n_lines = wholes(op[1]), op[2], op[3], op[4], op[5], op[6], op[7]
+    first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
+    for row in range(n_rows):
+        token = min(max(tokens[row], 0), n_lines - 1)  # a table may be smaller than another model's vocabulary
+        y, line = floats(x + 4 * row * size), table + bits // 8 * token * size
+        if bits == 32:
+            full = floats(line)
+            for d in range(first, stop):
+                y[d] = full[d]
+        else:
+            upper = halves(line)
+            for d in range(first, stop):
+                y[d] = widened(upper[d])
+
+
+@fast
+def _argmax(op, thread, n_threads):
+    """Each thread finds the largest of its share of each row's logits."""
+    logits, values, places, size, n_rows = op[1], floats(op[2]), wholes(op[3]), op[4], op[5]
+    for row in range(n_rows):
+        here, first, stop = logits + 4 * row * size, size * thread // n_threads, size * (thread + 1) // n_threads
+        most, block = largest(here, first, min(first + BLOCK, stop)), first
+        for start in range(first + BLOCK, stop, BLOCK):
+            found = largest(here, start, min(start + BLOCK, stop))
+            if found > most:
+                most, block = found, start
+        x, best = floats(here), block
+        while best + 1 < stop and x[best] < most:
+            best += 1
+        if first == stop:  # there are more threads than logits
+            most = types.float32(-math.inf)
+        values[row * n_threads + thread], places[row * n_threads + thread] = most, best
+
+
+@fast
+def _pick(op, thread, n_threads):
+    """The token of each row is the largest of all threads'; it may become the next input, at the next position."""
+    values, places, tokens, chosen = floats(op[1]), wholes(op[2]), wholes(op[3]), wholes(op[4])
+    positions, stride, n_rows = wholes(op[5]), op[6], op[7]
+    for row in range(thread, n_rows, n_threads):
+        best = row * n_threads
+        for t in range(row * n_threads + 1, (row + 1) * n_threads):
+            if values[t] > values[best]:
+                best = t
+        token = places[best] if op[8] == 0 else wholes(op[8])[places[best]]
+        chosen[row * stride] = token
+        if op[3] != 0:
+            tokens[row] = token
+            positions[row] += 1
+
+
+@fast
+def _keep(op, thread, n_threads):
+    """Where the memories of a chain's accepted nodes are written: see `_window`; the others go to the last slot."""
+    stored, positions, accepted, slots = op[1], wholes(op[2]), wholes(op[3]), wholes(op[4])
+    n, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
+    for row in range(thread, n_rows, n_threads):
+        kept = wholes(stored + 8 * row * n_slots)
+        for i in range(n):
+            t = positions[row * n + i]
+            slot = _slot(t, n_sinks, n_ring)
+            if i > accepted[row]:
+                slot = n_slots - 1
+            else:
+                kept[slot] = t
+            slots[row * n + i] = slot
+
+
+@fast
+def _perform(op, state, piece, n_pieces, mine):
+    """Compute a piece of an operation, and say that it is done."""
+    kind = op[0]
+    if kind == PRODUCT:
+        _product(op, state, piece, n_pieces, mine)
+        return
+    if kind == NORM:
+        _norm(op, piece, n_pieces)
+    elif kind == ANGLES:
+        _angles(op, piece, n_pieces)
+    elif kind == ROTATE:
+        rotate(op, piece, n_pieces)
+    elif kind == ATTEND:
+        attend(op, piece, n_pieces)
+    elif kind == COMBINE:
+        combine(op, piece, n_pieces)
+    elif kind == SILU:
+        _silu(op, piece, n_pieces)
+    elif kind == COPY:
+        _copy(op, piece, n_pieces)
+    elif kind == MIX:
+        _mix(op, piece, n_pieces)
+    elif kind == WINDOW:
+        _window(op, piece, n_pieces)
+    elif kind == EMBED:
+        _embed(op, piece, n_pieces)
+    elif kind == ARGMAX:
+        _argmax(op, piece, n_pieces)
+    elif kind == PICK:
+        _pick(op, piece, n_pieces)
+    elif kind == KEEP:
+        _keep(op, piece, n_pieces)
+    elif kind == WARP:
+        warp(op, piece, n_pieces)
+    elif kind == DRAW:
+        draw(op, piece, n_pieces)
+    elif kind == JUDGE:
+        judge(op, piece, n_pieces)
+    elif kind == COUNT:
+        count(op, piece, n_pieces)
+    elif kind == BEND:
+        bend(op, piece, n_pieces)
+    elif kind == JUDGE_STATES:
+        judge_states(op, piece, n_pieces)
+    elif kind == JUDGE_LOGITS:
+        judge_logits(op, piece, n_pieces)
+    atomic_add(state + 8, 1)
+
+
+@fast
+def _product(op, state, piece, n_pieces, mine):
+    """Rows of y = x @ weight.T: computed in the thread's own memory, and published by the first who has them.
+
+    Whoever has lost its core in the middle may find that another thread has computed its piece meanwhile, and that its
+    inputs have changed. Then it must not write.
+    """
+    n_out, n_in, n_rows, unit = op[6], op[7], op[8], op[9]
+    units = n_out // unit
+    first, end = units * piece // n_pieces * unit, units * (piece + 1) // n_pieces * unit
+    if piece == n_pieces - 1:
+        end = n_out
+    size = end - first
+    arguments, y = wholes(mine), mine + 64
+    arguments[0], arguments[1], arguments[2] = op[2], op[3] + first * n_in * op[10], y
+    arguments[3] = op[5] + 4 * first if op[5] != 0 else 0
+    arguments[4], arguments[5], arguments[6] = size, n_in, n_rows
+    call(op[1], mine)
+    bit = types.int64(1) << piece
+    if atomic_or(state + 16, bit) & bit:
+        return
+    for row in range(n_rows):
+        of, to = floats(y + 4 * row * size), floats(op[4] + 4 * (row * n_out + first))
+        for v in range(size):
+            to[v] = of[v]
+    atomic_add(state + 8, 1)
+
+
+@fast
+def _wait(at, state, mine):
+    """Wait until all pieces of an operation are done. Those of a product that are late are computed here, too."""
+    op, rounds = wholes(at), 0
+    n_pieces = op[PIECES]
+    while atomic_read(state + 8) < n_pieces:
+        pause()
+        rounds += 1
+        if rounds > PATIENCE:
+            rounds = 0
+            late = -1
+            if op[0] == PRODUCT:
+                published = atomic_read(state + 16)
+                for piece in range(n_pieces):
+                    if late < 0 and (published >> piece) & 1 == 0:
+                        late = piece
+            if late >= 0:
+                _product(op, state, late, n_pieces, mine)
+            else:
+                give_up_core()
+
+
+@cache
+def compiled() -> CFunc:
+    """Compile `run`, once for a machine and these sources, where numba can keep it."""
+
+    def run(address):
+        given = wholes(address)
+        n_operations, table, shared, n_threads = given[0], given[1], given[2], given[3]
+        mine = given[4] + given[5] * types.int64(thread_number())
+        first_unknown = 0
+        for i in range(n_operations):
+            at, state = table + 8 * FIELDS * i, shared + STATE_BYTES * i
+            op = wholes(at)
+            n_pieces = op[PIECES]
+            if op[0] == LEAVE:
+                if all_ended(op, state):
+                    break
+                continue
+            while atomic_read(state) < n_pieces:
+                piece = atomic_add(state, 1)
+                if piece < n_pieces:
+                    _perform(op, state, piece, n_pieces, mine)
+            if op[FIELDS - 1] == 0:
+                for j in range(first_unknown, i + 1):
+                    _wait(table + 8 * FIELDS * j, shared + STATE_BYTES * j, mine)
+                first_unknown = i + 1
+
+    # numba compares only this file with what it has kept, so the others are in the name.
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+    run.__qualname__ = f"run_{digest}"
+    try:
+        return cfunc(types.void(types.int64), cache=True, error_model="numpy")(run)
+    except RuntimeError:  # there is no folder that it may write to
+        return cfunc(types.void(types.int64), error_model="numpy")(run)

@@ -1,0 +1,295 @@
+"""The project's figures: bars with intervals, lines, and maps of cells.
+
+Functions take the content of JSON files and return a matplotlib `Figure`, or None where there is nothing to show.
+`svg` makes one part of a page, in the colours of its text, and `write_png` a file.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from spectrain.measure.tables import estimate_of, number, ordered
+from spectrain.methods.registry import BASELINE
+from spectrain.stores.writing import write_whole
+
+INK = "#1b1e24"  # of text and axes; a page draws them in the colour of its own text
+GREY = "#8a8f98"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7a5fd0", "#a0522d")  # Okabe and Ito's
+WIDTH_IN, BAR_IN, PANEL_IN = 10.0, 0.24, (5.0, 2.7)
+MAX_POSITIONS = 16
+ALPHA_STEP = re.compile(r"eval/alpha_step_(\d+)")
+TAU_AXIS = "acceptance length tau (tokens per target forward pass)"
+CURVES = {  # metric of a training -> title of its panel
+    "train/loss": "training loss (lower is better)",
+    "eval/loss": "loss on held-out rows (lower is better)",
+    "eval/alpha": "acceptance rate on held-out rows (higher is better)",
+    "eval/tau": "tau measured in the decoding loop (higher is better)",
+    "eval/kl_binary": "KL of labels and predictions, nats (lower is better)",
+    "eval/calibration_error": "calibration error (lower is better)",
+}
+styled = matplotlib.rc_context(
+    {
+        "svg.fonttype": "none",  # text stays text
+        "svg.hashsalt": "spectrain",  # the same figure gives the same ids
+        "text.parse_math": False,  # a `$` in a name starts no formula
+        "figure.constrained_layout.use": True,
+        "savefig.dpi": 130,
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": "#80808040",
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    }
+)
+
+
+class Line(NamedTuple):
+    """A line of a figure: points (x, y), the whiskers (low, high) of each or None, name and colour."""
+
+    points: Sequence[tuple[float, float]]
+    whiskers: Sequence[tuple[float, float] | None] = ()
+    label: str | None = None
+    colour: str = COLOURS[0]
+    style: str = "-"
+
+
+@styled
+def svg(figure: Figure, prefix: str) -> Markup:
+    """Return an SVG element for HTML. All its ids begin with the prefix, which no other figure of the page has."""
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    )
+    text = buffer.getvalue()
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text[text.index("<svg") :], count=2)  # HTML knows both
+    return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}", text).replace(INK, "currentColor"))
+
+
+@styled
+def write_png(figure: Figure, file: Path) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_whole(file, content.getvalue())
+
+
+def grid_of(n: int, n_columns: int, panel_in: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """Make a figure with n panels in rows; unused places of the grid stay empty."""
+    n_columns = min(n_columns, n)
+    n_rows = -(-n // n_columns)
+    figure = Figure((panel_in[0] * n_columns, panel_in[1] * n_rows + 0.3))
+    axes = list(figure.subplots(n_rows, n_columns, squeeze=False).flat)
+    for ax in axes[n:]:
+        ax.set_visible(False)
+    return figure, axes[:n]
+
+
+def shortened(name: str, characters: int = 32) -> str:
+    return name if len(name) <= characters else f"{name[: characters - 1]}…"
+
+
+@styled
+def bars(panels: Mapping[str, Mapping[str, Mapping]], colours: Mapping[str, str], n_columns: int = 2) -> Figure | None:
+    """Draw horizontal bars with 95 % intervals and numbers, and a dashed line at 1, plain decoding.
+
+    Args:
+        panels: title -> name -> estimate. All panels have the same names.
+        colours: by name.
+        n_columns: of the grid of panels.
+    """
+    if not any(number(one.get("value")) for panel in panels.values() for one in panel.values()):
+        return None
+    n_columns = min(n_columns, len(panels))
+    figure, axes = grid_of(len(panels), n_columns, (WIDTH_IN / n_columns, BAR_IN * len(colours) + 0.6))
+    for i, (ax, (title, panel)) in enumerate(zip(axes, panels.items(), strict=True)):
+        values = [number(one.get("value")) or 0.0 for one in panel.values()]
+        end = 1.3 * max(values)
+        for y, (name, one) in enumerate(panel.items()):
+            value, low, high = (number(one.get(key)) for key in ("value", "low", "high"))
+            ax.barh(y, value or 0.0, 0.72, color=colours[name])
+            if None not in (low, high):
+                ax.plot((low, high), (y, y), color=INK, linewidth=1.0)
+            text = "not measured" if value is None else f"{value:.2f}"
+            ax.text(max(value or 0.0, min(high or 0.0, end)) + 0.02 * end, y, text, va="center", fontsize=8)
+        ax.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        ax.set_yticks(range(len(panel)), [shortened(name) if i % n_columns == 0 else "" for name in panel])
+        ax.tick_params(axis="y", length=0)
+        ax.set(title=title, xlim=(0, end), ylim=(len(panel) - 0.5, -0.5))
+    return figure
+
+
+@styled
+def lines(
+    panels: Mapping[str, Sequence[Line]], xlabel: str, ylabel: str = "", n_columns: int = 2, **limits: object
+) -> Figure | None:
+    """Draw lines with whiskers, and one legend below all panels. `limits` are further properties of the axes."""
+    panels = {title: panel for title, panel in panels.items() if panel}
+    if not panels:
+        return None
+    figure, axes = grid_of(len(panels), n_columns, PANEL_IN)
+    handles = {}
+    for ax, (title, panel) in zip(axes, panels.items(), strict=True):
+        for points, whiskers, label, colour, style in panel:
+            marker = "o" if len(points) <= 40 else ""
+            (handle,) = ax.plot(*zip(*points, strict=True), style, color=colour, marker=marker, markersize=3.5)
+            handles.setdefault(label, handle)
+            for (x, _), bounds in zip(points, whiskers, strict=False):
+                if bounds and None not in bounds:
+                    ax.plot((x, x), bounds, color=colour, linewidth=1.0)
+        ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **limits)
+        ax.grid(True)
+    handles.pop(None, None)
+    if handles:
+        names = [shortened(name, 60) for name in handles]
+        figure.legend(handles.values(), names, loc="outside lower center", ncols=3 if len(names) > 2 else 2)
+    return figure
+
+
+@styled
+def maps(
+    panels: Mapping[str, np.ndarray],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    texts: Mapping[str, Sequence],
+    **labels,
+) -> Figure | None:
+    """Draw maps of cells around 1: blue is more, orange less. Each cell holds its text."""
+    figure, axes = grid_of(len(panels), 2, (WIDTH_IN / 2, BAR_IN * 1.2 * len(rows) + 0.8))
+    norm, cmap = TwoSlopeNorm(1.0, 0.4, 3.0), matplotlib.colormaps["PuOr"]
+    for ax, (title, cells) in zip(axes, panels.items(), strict=True):
+        ax.pcolormesh(cells, norm=norm, cmap=cmap)
+        for (y, x), cell in np.ndenumerate(cells):
+            colour = "white" if abs(norm(cell) - 0.5) > 0.3 else "#111111"
+            ax.text(x + 0.5, y + 0.5, texts[title][y][x], ha="center", va="center", fontsize=7.5, color=colour)
+        ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
+        ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
+        ax.tick_params(length=0)
+        ax.set(title=title, ylim=(len(rows), 0), **labels)
+    return figure
+
+
+# Benchmarks. `methods` is that of results.json.
+
+
+def colours_of(names: Sequence[str]) -> dict[str, str]:
+    """Choose a colour for each name; that of autoregressive decoding is grey."""
+    others = cycle(COLOURS)
+    return {name: GREY if name == BASELINE else next(others) for name in names}
+
+
+def benchmark_figures(methods: Mapping[str, Mapping]) -> dict[str, Figure]:
+    """Draw a benchmark. Returns figures by title."""
+    names, colours = ordered(methods), colours_of(methods)
+    measures = {"speedup over autoregressive decoding": "speedup", TAU_AXIS: "mean_accepted"}
+    panels = {title: {n: estimate_of(methods[n], measure) for n in names} for title, measure in measures.items()}
+    positions = []
+    for name in names:
+        rates = (methods[name].get("acceptance_by_position") or [])[:MAX_POSITIONS]
+        points = [(i, rate) for i, rate in enumerate(rates, 1) if number(rate) is not None]
+        if points:
+            positions.append(Line(points, label=name, colour=colours[name]))
+    found = {
+        "Speedup and acceptance length": bars(panels, {name: colours[name] for name in names}),
+        "Acceptance by position in the draft": positions_figure(positions),
+    }
+    return {title: figure for title, figure in found.items() if figure is not None}
+
+
+def positions_figure(panel: Sequence[Line]) -> Figure | None:
+    return lines({"": panel}, "position in the draft", "acceptance rate", ylim=(-0.02, 1.02))
+
+
+# Trainings. A curve is what was logged: step -> metric -> value.
+
+
+def curves(runs: Mapping[str, Mapping[int, Mapping]], named: bool = True) -> Figure | None:
+    """Draw what trainings logged: one panel per metric, one line per run."""
+    colours, panels = colours_of(runs), {}
+    for metric, title in CURVES.items():
+        for name, curve in runs.items():
+            rows = [(step + 1, row) for step, row in sorted(curve.items()) if number(row.get(metric)) is not None]
+            ends = [(number(row.get(f"{metric}_low")), number(row.get(f"{metric}_high"))) for _, row in rows]
+            points = [(step, row[metric]) for step, row in rows]
+            if points:
+                line = Line(points, ends, name if named else None, colours[name])
+                panels.setdefault(title, []).append(line)
+    return lines(panels, "optimizer steps")
+
+
+def alpha_by_position(curve: Mapping[int, Mapping]) -> list[tuple[int, float]]:
+    """Return the acceptance rates by position of the last validation."""
+    found = [{int(m[1]): row[key] for key in row if (m := ALPHA_STEP.fullmatch(key))} for row in curve.values()]
+    return sorted(next((rates for rates in reversed(found) if rates), {}).items())
+
+
+def training_pictures(curve: Mapping[int, Mapping]) -> dict[str, Figure]:
+    """Draw one training: its "curve", and the "acceptance" by position of the last validation."""
+    points = alpha_by_position(curve)
+    found = {
+        "curve": curves({"": curve}, named=False),
+        "acceptance": positions_figure([Line(points)] if points else []),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def tau_by_gamma(gammas: Mapping[str, Mapping[str, Mapping[str, Mapping]]]) -> Figure | None:
+    """Draw tau and speedup of drafts of gamma tokens: name of a line -> gamma -> measure -> estimate."""
+    colours, panels = colours_of(gammas), {}
+    for measure, title in {"tau": TAU_AXIS, "speedup": "speedup over autoregressive decoding"}.items():
+        for name, by_gamma in gammas.items():
+            known = [(int(gamma), one[measure]) for gamma, one in by_gamma.items() if number(one[measure]["value"])]
+            points = [(gamma, one["value"]) for gamma, one in known]
+            ends = [(one["low"], one["high"]) for _, one in known]
+            if points:
+                panels.setdefault(title, []).append(Line(points, ends, name, colours[name]))
+    return lines(panels, "drafted tokens per step (gamma)")
+
+
+def calibration(heads: Mapping[str, Sequence[Mapping]]) -> Figure | None:
+    """Draw the mean label of acceptance heads by their mean prediction, and how many positions lie there.
+
+    Args:
+        heads: name -> bins with `positions`, `predicted` and `label`.
+    """
+    diagonal = Line([(0, 0), (1, 1)], label="calibrated", colour=GREY, style="--")
+    panels: dict[str, list[Line]] = {"share accepted (mean label)": [diagonal], "share of positions": []}
+    for (name, bins), colour in zip(heads.items(), cycle(COLOURS), strict=False):
+        bins = [one for one in bins if number(one.get("positions"))]
+        total = sum(one["positions"] for one in bins)
+        for panel, value in zip(panels.values(), ("label", "positions"), strict=True):
+            scale = total if value == "positions" else 1
+            points = [(one["predicted"], one[value] / scale) for one in bins]
+            panel.extend([Line(points, label=name, colour=colour)] if points else [])
+    return lines(panels, "predicted acceptance probability", xlim=(0, 1)) if panels["share of positions"] else None
+
+
+def cost_map(content: Mapping) -> Figure | None:
+    """Draw the modelled throughput of cost.json: one map per method, with draft lengths in its cells."""
+    methods = content["methods"]
+    cells = {name: np.array(one["multiplier"]) for name, one in methods.items()}
+    texts = {
+        name: [
+            [f"{m:.2f} ({k})" for m, k in zip(*rows, strict=True)]
+            for rows in zip(one["multiplier"], one["k"], strict=True)
+        ]
+        for name, one in methods.items()
+    }
+    contexts = [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in content["context_tokens"]]
+    labels = {"xlabel": "tokens of context", "ylabel": "batch"}
+    return maps(cells, [str(n) for n in content["batch"]], contexts, texts, **labels)

@@ -1,0 +1,245 @@
+"""Tables of results for the terminal, Markdown and the report page, and how numbers are written in them.
+
+Every table is a DataFrame of text. Functions take the content of JSON files; what is missing, null or not finite there
+is a dash. An estimate is {"value", "low", "high"}, with the bounds of its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from pandas import DataFrame
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spectrain.methods.registry import BASELINE
+
+MISSING = "–"
+NUMBER = re.compile(rf"[-+]?[\d.]|{MISSING}|$")  # how a cell begins that is no word
+STAGES = ("forward", "draft", "verify", "commit", "other")
+NARROW_TERMINAL = ["method", "answers", "tau", "tokens/s", "speedup", "acceptance", "lossless"]  # fit into 80 columns
+
+
+def number(value: object) -> float | None:
+    """Return the value where it is a finite number, else None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def fixed(value: object, digits: int, sign: str = "") -> str:
+    value = number(value)
+    return MISSING if value is None else f"{value:{sign},.{digits}f}"
+
+
+def percent(value: object, digits: int = 1) -> str:
+    value = number(value)
+    return MISSING if value is None else f"{100 * value:.{digits}f} %"
+
+
+def size(value: object) -> str:
+    """Write bytes in MiB or GiB."""
+    value = number(value)
+    if not value:
+        return MISSING
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def estimate_of(one: Mapping, measure: str) -> dict:
+    """Return a measure of results.json, which keeps the interval of `tau` under `tau_ci95`, as an estimate."""
+    low, high = one.get(f"{measure}_ci95") or (None, None)
+    return {"value": one.get(measure), "low": low, "high": high}
+
+
+def interval(one: Mapping | None, digits: int, sign: str = "") -> str:
+    """Write an estimate as "2.50 [2.40, 2.61]"; only the value where the interval is unknown."""
+    value, *bounds = (number((one or {}).get(key)) for key in ("value", "low", "high"))
+    text = fixed(value, digits, sign)
+    if value is None or None in bounds:
+        return text
+    return f"{text} [{', '.join(fixed(bound, digits, sign) for bound in bounds)}]"
+
+
+def plus_minus(one: Mapping | None, digits: int, sign: str = "") -> str:
+    """Write an estimate as "2.50 ± 0.10", half the width of its interval."""
+    value, low, high = (number((one or {}).get(key)) for key in ("value", "low", "high"))
+    text = fixed(value, digits, sign)
+    return text if None in (value, low, high) else f"{text} ± {(high - low) / 2:.{digits}f}"
+
+
+def table_of(rows: Iterable[Mapping[str, object]], names: Sequence[str] | None = None) -> DataFrame:
+    """Make a table of rows of text by column; missing cells become dashes. `names` tell rows from one another."""
+    frame = DataFrame(list(rows), index=names, dtype=object)
+    return frame.where(frame.notna(), MISSING)
+
+
+def columns_of_words(frame: DataFrame) -> list[str]:
+    """Return the columns that are aligned to the left: the first, and those that hold a word."""
+    return [name for i, name in enumerate(frame) if i == 0 or not all(NUMBER.match(str(cell)) for cell in frame[name])]
+
+
+def for_terminal(frame: DataFrame, notes: Sequence[str] = (), dim: str | None = None) -> Table:
+    """Make a table for the terminal in which only the first column is folded; the row named `dim` stands back."""
+    table = Table(caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    words = columns_of_words(frame)
+    for i, name in enumerate(frame):
+        first = {"overflow": "fold", "min_width": 8} if i == 0 else {"no_wrap": True}
+        table.add_column(Text(name.replace(" ", "\n")), justify="left" if name in words else "right", **first)
+    for label, *cells in frame.itertuples(name=None):
+        table.add_row(*(Text(str(cell)) for cell in cells), style="dim" if label == dim else None)
+    table.caption = Text("\n".join(notes)) if notes else None
+    return table
+
+
+def as_markdown(frame: DataFrame) -> str:
+    lines = [list(frame), ["---"] * len(frame.columns), *frame.itertuples(index=False)]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def show(parts: Iterable[tuple[str, DataFrame]], columns: int, files: str = "") -> None:
+    """Print titles and tables, `columns` wide where the output is no terminal; then which files were written."""
+    console = Console(width=None if sys.stdout.isatty() else columns)
+    for title, frame in parts:
+        console.print(title, highlight=False, markup=False, soft_wrap=True)
+        console.print(for_terminal(frame), "")
+    if files:
+        Console(stderr=True).print(files, style="dim", soft_wrap=True)
+
+
+# A benchmark: `methods` is that of results.json.
+
+
+def ordered(methods: Mapping[str, Mapping]) -> list[str]:
+    """Return the names of methods, fastest first; those without a speedup are last."""
+    return sorted(methods, key=lambda name: -(number(methods[name].get("speedup")) or 0.0))
+
+
+def methods_table(methods: Mapping[str, Mapping]) -> DataFrame:
+    """Make a table with one row per method, fastest first."""
+    names = ordered(methods)
+    return table_of((method_row(name, methods[name]) for name in names), names)
+
+
+def method_row(name: str, one: Mapping) -> dict[str, str]:
+    answered, failed = one.get("questions") or 0, one.get("errors") or 0
+    drafted, accepted = number(one.get("drafted")), number(one.get("accepted"))
+    forward = number((one.get("time_share") or {}).get("forward"))
+    lossless = {True: "yes", False: f"no ({one.get('greedy_mismatches')})"}.get(one.get("lossless"), MISSING)
+    return {
+        "method": name + (" (baseline)" if one.get("kind") == "peer" else ""),
+        "answers": f"{answered}/{answered + failed}" if failed else str(answered),
+        "tau": plus_minus(estimate_of(one, "mean_accepted"), 2),
+        "tokens/s": plus_minus(estimate_of(one, "tokens_per_s_micro"), 1),
+        "speedup": plus_minus(estimate_of(one, "speedup"), 2),
+        "acceptance": percent(accepted / drafted if drafted and accepted is not None else None),
+        "outside forward": percent(None if forward is None else 1.0 - forward),
+        "retrieval hits": percent(one.get("retrieval_hit_rate")),
+        "lossless": "reference" if name == BASELINE else lossless,
+        "discarded per token": fixed(one.get("discard_rate"), 2),
+        "forwards per token": fixed(one.get("verification_rate"), 2),
+        "peak memory": size(one.get("peak_memory_bytes")),
+    }
+
+
+def terminal_table(results: Mapping, width: int = 100) -> Table:
+    """Make the table of a benchmark for a terminal; what failed or was skipped is listed below it."""
+    methods = results["methods"]
+    frame = methods_table(methods)
+    frame = frame[list(frame)[:9]] if width >= 100 else frame[NARROW_TERMINAL]
+    for column in ("tokens/s", "speedup"):
+        frame[column] = [cell.partition(" ±")[0] for cell in frame[column]]
+    notes = [f"{name}: {n} failed" for name, one in methods.items() if (n := one.get("errors"))]
+    notes += [f"{name}: {one['warning']}" for name, one in methods.items() if one.get("warning")]
+    notes += [f"skipped {name}: {reason}" for name, reason in (results.get("skipped") or {}).items()]
+    return for_terminal(frame, notes, dim=BASELINE)
+
+
+def sources_table(methods: Mapping[str, Mapping]) -> DataFrame:
+    """Make a table of where drafted tokens came from, and how many of them were accepted."""
+    rows = []
+    for name in ordered(methods):
+        steps = number(methods[name].get("target_forwards"))
+        for source, counts in (methods[name].get("acceptance_by_source") or {}).items():
+            drafted, accepted = (number(counts.get(key)) or 0.0 for key in ("drafted", "accepted"))
+            share, per_step = accepted / drafted if drafted else None, accepted / steps if steps else None
+            row = {"method": name, "source": source, "drafted": fixed(drafted, 0), "accepted": percent(share)}
+            rows.append(row | {"accepted tokens per step": fixed(per_step, 2)})
+    return table_of(rows)
+
+
+def time_table(methods: Mapping[str, Mapping]) -> DataFrame:
+    """Make a table of the share of each stage in the decoding time."""
+    timed = [(name, one) for name in ordered(methods) if (one := methods[name].get("time_share"))]
+    return table_of({"method": name} | {stage: percent(one.get(stage)) for stage in STAGES} for name, one in timed)
+
+
+def categories_table(methods: Mapping[str, Mapping]) -> DataFrame:
+    """Make a table of speedup and tau in each category of the questions; empty where there is only one."""
+    categories = list(dict.fromkeys(c for one in methods.values() for c in one.get("by_category") or {}))
+    rows = []
+    for name in ordered(methods) if len(categories) > 1 else ():
+        found = {c: (methods[name].get("by_category") or {}).get(c) or {} for c in categories}
+        cells = {c: f"{fixed(x.get('speedup'), 2)} ({fixed(x.get('mean_accepted'), 2)})" for c, x in found.items()}
+        rows.append({"method": name} | cells)
+    return table_of(rows)
+
+
+# Trainings, and the throughput model.
+
+
+def tau_table(content: Mapping) -> tuple[str, DataFrame]:
+    """Make a table of tau, one row per setting, and tokens/s, as `measure_tau` gives them. Returns title and table."""
+    tau, settings, rates = content["tau"], content["settings"], content["tokens_per_s"]
+    first, last = next(iter(tau)), "tokens/s after prefill, batch 1, greedy"
+    rows = [{"context, sampling": s} | {name: plus_minus(row[s], 2) for name, row in tau.items()} for s in tau[first]]
+    rows.append({"context, sampling": last} | {name: fixed(one["value"], 0) for name, one in rates.items()})
+    measured = f"{settings['contexts']} held-out contexts each, {settings['new_tokens']} new tokens"
+    return f"tau: tokens produced per target forward pass ({measured}, 95 % intervals)", table_of(rows)
+
+
+def gamma_table(content: Mapping) -> tuple[str, DataFrame]:
+    """Make a table with one row per draft length of `measure_gammas`. Returns title and table."""
+    rows = [
+        {"sampling": sampling, "gamma": str(gamma), "tau": plus_minus(one["tau"], 2)}
+        | {"accepted": percent(one["acceptance"]["value"], 0), "tokens/s": fixed(one["tokens_per_s"]["value"], 0)}
+        | {"speedup": plus_minus(one["speedup"], 2)}
+        for sampling, by_gamma in content["gammas"].items()
+        for gamma, one in by_gamma.items()
+    ]
+    title = "drafts of gamma tokens, one context at a time; the fastest, exported as the default"
+    return f"{title}: {content['fastest_gamma']}", table_of(rows)
+
+
+def head_table(metrics: Mapping[str, float]) -> DataFrame:
+    """Make a table of what the validation of an acceptance head measured."""
+    known = {
+        "eval/kl_binary": "KL of labels and predictions, nats",
+        "eval/label": "mean label",
+        "eval/predicted": "mean prediction",
+        "eval/calibration_error": "expected calibration error",
+        "eval/loss": "weighted loss, held out",
+    }
+    return table_of({"measure": known[key], "value": fixed(metrics[key], 4)} for key in known if key in metrics)
+
+
+def cost_table(content: Mapping) -> DataFrame:
+    """Make a table of cost.json: one row per batch size and context, multipliers with their draft lengths."""
+    rows = []
+    for i, batch in enumerate(content["batch"]):
+        for j, context in enumerate(content["context_tokens"]):
+            plain = content["plain_ms"][i][j] if content["plain_ms"] else None
+            cells = {
+                name: f"{one['multiplier'][i][j]:.2f} ({one['k'][i][j]})" for name, one in content["methods"].items()
+            }
+            best = max(content["methods"], key=lambda name: content["methods"][name]["multiplier"][i][j])
+            worth = content["methods"][best]["multiplier"][i][j] > 1
+            row = {
+                "batch": str(batch),
+                "context tokens": str(context),
+                "plain ms": MISSING if plain is None else f"{plain:.3g}",
+            }
+            rows.append(row | cells | {"fastest": best if worth else BASELINE})
+    return table_of(rows)
