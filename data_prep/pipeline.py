@@ -28,6 +28,7 @@ from typing import NotRequired, TypeVar
 
 from lightning import Fabric
 from rich.filesize import decimal
+from spectrain.stores.options import without_limits
 from typing_extensions import TypedDict
 
 from data_prep.progress import Advance, token_progress
@@ -44,7 +45,6 @@ from spectrain.stores.folder import (
     write_json,
 )
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.options import without_limits
 from spectrain.stores.typed import MORE
 from spectrain.stores.writing import free_bytes, real_path, rename, to_disk
 

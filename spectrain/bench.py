@@ -9,6 +9,11 @@ Run the same command to resume after an interruption. A question that fails is r
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.bench")
+
 import dataclasses
 import logging
 import sys
@@ -22,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.console import Console
 
-from spectrain.cli import command, in_multirun, interruptible, open_target
+from spectrain.cli import in_multirun, interruptible, open_target
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
 from spectrain.errors import UserError
 from spectrain.measure import questions
@@ -166,7 +171,3 @@ def facts(cfg: DictConfig, target: TargetModel, n_questions: int) -> dict:
         **{name: cfg[name] for name in options},
         "sampling": OmegaConf.to_container(cfg.sampling),
     }
-
-
-if __name__ == "__main__":
-    command("bench")(main)()

@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,27 +63,28 @@ def run(module: str) -> None:
     Wrong use is one sentence and exit code 2; Ctrl-C is one sentence and 130, SIGTERM 143.
     """
     name, arguments = module.rpartition(".")[2], sys.argv[1:]
-    kind, _ = COMMANDS[name]
     if {"-h", "--help"} & set(arguments):
-        return show_help(module, name)
+        show_help(module, name, arguments)
+        raise SystemExit
     config.TYPED_COMMAND.set(shlex.join(["python", "-m", module, *arguments]))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
     failed: list[str] = []  # jobs of a sweep
 
     def job(cfg: DictConfig) -> None:
-        try:
-            options = config.typed(cfg, kind)
-            main = importlib.import_module(module).main
-            quiet_libraries()
-            main(options)
-        except UserError as error:
-            if not in_multirun():
-                raise
-            failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
-            log.error("this job failed, the others go on: %s", failed[-1])
-        finally:
-            if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
-                sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
+        with one_sentence(name):  # within the job: Hydra would print an error of its own
+            try:
+                options = config.options_of(name, cfg)
+                main = importlib.import_module(module).main
+                quiet_libraries()
+                main(options)
+            except UserError as error:
+                if not in_multirun():
+                    raise
+                failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
+                log.error("this job failed, the others go on: %s", failed[-1])
+            finally:
+                if "wandb" in sys.modules:  # in a multirun each job is a W&B run of its own
+                    sys.modules["wandb"].finish(exit_code=int(sys.exc_info()[0] is not None))
 
     with SIGNALS.answered(), one_sentence(name):
         config.register()
@@ -95,11 +97,12 @@ def run(module: str) -> None:
             raise UserError(f"{len(failed)} of the jobs failed: {'; '.join(failed)}")
 
 
-def show_help(module: str, name: str) -> None:
-    """Print what a command is for, and each option with its default and meaning."""
+def show_help(module: str, name: str, arguments: Sequence[str]) -> None:
+    """Print what a command is for, and each option with its default and meaning, those of `+exp=` included."""
     kind, groups = COMMANDS[name]
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for option in config.described(kind):
+    chosen = [config.GROUPS.get(("exp", argument.removeprefix("+exp="))) for argument in arguments]
+    for option in chain.from_iterable(map(config.described, [kind, *filter(None, chosen)])):
         table.add_row(option.name, option.default, option.help)
     console = Console(highlight=False)
     console.print(f"python -m {module} name=value ...\n\n{kind.__doc__}\n")
@@ -120,9 +123,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
     Raises:
         UserError: an argument has no name, or would remove an option.
     """
-    kind, groups = COMMANDS[name]
-    paths = config.path_options(kind)
-    expanded = []
+    (_, groups), paths, expanded = COMMANDS[name], config.paths_of(name), []
     for argument in arguments:
         key, _, value = argument.partition("=")
         if argument.startswith("="):

@@ -8,12 +8,15 @@ docs/cost.md has the formulas and what they leave out.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.cost")
+
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-
-from spectrain.cli import command
+from spectrain.config import plain
+from spectrain.config.commands import Cost
 from spectrain.measure.cost import CostModel, methods_for, read_hardware, shape_of_model, shape_of_numbers
 from spectrain.measure.plots import cost_map, write_png
 from spectrain.measure.tables import cost_table, show
@@ -25,14 +28,12 @@ AXES = ("batch", "context_tokens")
 COLUMNS = 100  # where the output is no terminal
 
 
-def main(cfg: DictConfig) -> None:
-    options = OmegaConf.to_container(cfg, resolve=True)
-    options.setdefault("hardware", HydraConfig.get().runtime.choices.get("hardware"))  # a name without a file
-    content = prediction(options)
+def main(options: Cost) -> None:
+    content = prediction(plain(options))
     title = f"{content['title']} on {content['hardware']}: throughput relative to plain decoding (and draft length)"
     files = ""
-    if cfg.out is not None:
-        out = Path(str(cfg.out))
+    if options.out is not None:
+        out = Path(options.out)
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "cost.json", content)
         write_png(cost_map(content), out / "cost.png")
@@ -69,7 +70,3 @@ def prediction(options: dict) -> dict[str, object]:
         "plain_ms": None if plain_ms is None else plain_ms.tolist(),
         "methods": methods,
     }
-
-
-if __name__ == "__main__":
-    command("cost")(main)()

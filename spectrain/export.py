@@ -9,6 +9,11 @@ docs/export.md says what the folders hold, and how vLLM, SGLang and transformers
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.export")
+
 import logging
 import os
 from collections.abc import Callable
@@ -17,7 +22,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.cli import command, open_target
+from spectrain.cli import open_target
 from spectrain.errors import UserError
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
@@ -84,7 +89,3 @@ def open_lookup(cfg: DictConfig, method: dict) -> Callable[..., None]:
     """Check a lookup method and its datastore."""
     export = lookup_export(method, cfg.datastore, cfg.target.path or BUNDLED)
     return partial(write_lookup, export=export, card=lookup_card)
-
-
-if __name__ == "__main__":
-    command("export")(main)()

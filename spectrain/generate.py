@@ -7,15 +7,20 @@ Tokens that were drafted and accepted are coloured by where they came from; the 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.generate")
+
 from functools import partial
 from itertools import chain
 from statistics import median
 
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from spectrain.cli import command, open_target
+from spectrain.cli import open_target
+from spectrain.config.commands import Generate
 from spectrain.decoding import Generation, Sampling, Source, stream
 from spectrain.decoding.text import Pieces
 from spectrain.errors import UserError
@@ -36,27 +41,27 @@ COLOURS = {
 TIMED_RUNS = 3
 
 
-def main(cfg: DictConfig) -> None:
-    if not str(cfg.prompt).strip():
+def main(options: Generate) -> None:
+    if not options.prompt.strip():
         raise UserError('prompt is empty; give prompt="some text"')
-    sampling = Sampling.from_options(cfg.sampling)
-    target = open_target(cfg)
-    drafter = build_configured(cfg, target, sampling)
+    sampling = Sampling(**vars(options.sampling))
+    target = open_target(options.target)
+    drafter = build_configured(options, target, sampling)
     decode = partial(
         stream,
         target,
-        prompts=[conversation_ids(target.tokenizer, [str(cfg.prompt)], [], cfg.chat)],
-        max_new_tokens=cfg.max_new_tokens,
+        prompts=[conversation_ids(target.tokenizer, [options.prompt], [], options.chat)],
+        max_new_tokens=options.max_new_tokens,
         sampling=sampling,
-        seed=cfg.seed,
-        verification=cfg.verification,
-        stop_strings=tuple(cfg.stop_strings),
+        seed=options.seed,
+        verification=options.verification,
+        stop_strings=tuple(options.stop_strings),
     )
     console, pieces = Console(highlight=False, soft_wrap=True), Pieces(target.tokenizer)
     steps = decode(drafter)
     first = next(steps)  # before anything is printed: a prompt that is refused is one sentence
-    is_chat = cfg.chat is not False and target.tokenizer.chat_template is not None
-    console.print(Text(str(cfg.prompt), style="dim"), end="\n\n" if is_chat else "")
+    is_chat = options.chat is not False and target.tokenizer.chat_template is not None
+    console.print(Text(options.prompt, style="dim"), end="\n\n" if is_chat else "")
     for step in chain([first], steps):
         for token, source in zip(step.tokens, step.sources, strict=True):
             if text := pieces.add(token):
@@ -65,7 +70,7 @@ def main(cfg: DictConfig) -> None:
     if ran := shares_of(step.generation.choices):
         shares = (f"{name} {100 * one['share']:.0f} %" for name, one in ran.items())
         console.print(f"steps: {', '.join(shares)}", style="dim")
-    if cfg.baseline:
+    if options.baseline:
         # The median of runs without streaming. The two take turns, so that a drifting machine hurts both.
         rates: dict[str, list[float]] = {"ours": [], "plain": []}
         for _ in range(TIMED_RUNS):
@@ -85,7 +90,3 @@ def summary(generation: Generation) -> str:
     if drafted:
         parts.append(f"[green]{sum(generation.accepted)}[/green] of {drafted} drafted tokens accepted")
     return ", ".join(parts)
-
-
-if __name__ == "__main__":
-    command("generate")(main)()

@@ -9,12 +9,15 @@ docs/measuring.md.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("spectrain.report")
+
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
-from spectrain.cli import command
+from spectrain.config.commands import Report
 from spectrain.errors import UserError
 from spectrain.measure.report import GENERATOR, render, sections_below
 from spectrain.stores.environment import date_of
@@ -23,15 +26,15 @@ from spectrain.stores.writing import write_whole
 HEAD_CHARACTERS = 2000  # of a page: within them it says what wrote it
 
 
-def main(cfg: DictConfig) -> None:
-    roots = [Path(str(name)) for name in (cfg.runs if OmegaConf.is_list(cfg.runs) else [cfg.runs])]
-    out = Path(str(cfg.out))
-    check(roots, out, cfg.fresh)
+def main(options: Report) -> None:
+    roots = [Path(name) for name in (options.runs if isinstance(options.runs, list) else [options.runs])]
+    out = Path(options.out)
+    check(roots, out, options.fresh)
     sections, left_out = sections_below(roots)
     if not sections:
         why = next((f"; {path} cannot be read ({reason})" for path, reason in left_out.items()), "")
         raise UserError(f"runs={', '.join(map(str, roots))} holds no run that could be shown{why}; give another folder")
-    title = str(cfg.title or f"Runs in {', '.join(map(str, roots))}")
+    title = options.title or f"Runs in {', '.join(map(str, roots))}"
     html = render(title, sections, left_out, f"These runs were found on {date_of()}.")
     write_whole(out, html)
     print(f"{out}: {len(sections)} sections, {len(html) / 2**20:.1f} MiB")
@@ -48,7 +51,3 @@ def check(roots: list[Path], out: Path, fresh: bool) -> None:
         raise UserError(f"out={out} is a folder; give the name of a file, such as out={out}/report.html")
     if out.exists() and not fresh and f'content="{GENERATOR}"' not in out.read_text(errors="replace")[:HEAD_CHARACTERS]:
         raise UserError(f"out={out} exists and is no page of this command; choose another out= or give fresh=true")
-
-
-if __name__ == "__main__":
-    command("report")(main)()

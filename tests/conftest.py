@@ -7,7 +7,6 @@ slot then changes the text, and rounding does not.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 import signal
 import sys
@@ -31,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from spectrain.cli import command
+from spectrain import cli
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
@@ -203,11 +202,10 @@ def typed(monkeypatch, capfd):
     """Runs a command as if typed; returns exit code, stdout, stderr."""
 
     def call(name: str, *arguments: str) -> tuple[int, str, str]:
-        module = importlib.import_module(f"spectrain.{name}")
-        monkeypatch.setattr(sys, "argv", [f"spectrain.{name}", *arguments])
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         code = 0
         try:
-            command(name)(module.main)()
+            cli.run(f"spectrain.{name}")
         except SystemExit as stop:
             code = stop.code
         return code, *capfd.readouterr()

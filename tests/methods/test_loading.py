@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from spectrain.stores.options import schema
 
 import spectrain
 from spectrain import load_method
@@ -18,7 +19,6 @@ from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop
 from spectrain.models.head import DrafterFacts, save_drafter
-from spectrain.stores.options import schema
 from tests.conftest import random_prompts, tiny_model
 from tests.methods.lookup_export import OPTIONS, export_lookup
 from tests.models.test_artifacts import export_spire, export_vanilla, tiny_tokenizer

@@ -1,54 +1,13 @@
-"""The options of every command: type, default, range and meaning, each stated once.
-
-A command is a dataclass in `COMMANDS`. Hydra composes its values from these defaults, from the presets in `conf/` and
-from what was typed, and `typed` turns them into an object of the class before the command works. The options of a
-method or an experiment stand in its yaml; whoever is built from them checks them. This module imports no torch, so that
-`--help` and a misspelled option answer at once.
-"""
+"""The options of every command, and the groups of options that commands share."""
 
 from __future__ import annotations
 
-import dataclasses
-import typing
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigTypeError, ValidationError
+from omegaconf import MISSING
 
-from spectrain.errors import UserError
-
-SHOWN_CHARACTERS = 80  # of a refused value
-PACKAGE = Path(__file__).resolve().parent
-
-# The command line of this process as it was typed; results keep it.
-TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None)
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
-Options = TypeVar("Options")
-
-
-def option(default: object, help: str, **limits: object) -> Any:
-    """Make a field.
-
-    Args:
-        default: a list is copied for each object.
-        help: what it is, with its unit.
-        **limits: `least`, `most`, `above`, `below` of a number (of each one in a list), `one_of` for texts, `path` for
-            paths, which are taken as typed, and `several` for a name or a list of names.
-    """
-    metadata = {"help": help, **limits}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def group(kind: type) -> Any:
-    """Make a field that holds a group of options."""
-    return field(default_factory=kind)
+from spectrain.config.fields import group, option
 
 
 @dataclass
@@ -321,171 +280,52 @@ class Report:
     fresh: bool = option(False, "true: replace any file at out")
 
 
-def _fields(kind: type) -> dict[str, tuple[dataclasses.Field, Any]]:
-    """The fields of a class with their types, by name."""
-    types = typing.get_type_hints(kind)
-    return {one.name: (one, types[one.name]) for one in dataclasses.fields(kind)}
+@dataclass
+class Shapes:
+    """Shapes in place of configs: {n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size, vocab_size}."""
+
+    target: dict[str, Any] | None = option(None, "of the target")
+    vanilla: dict[str, Any] | None = option(None, "of its vanilla drafter; null: half its layers and half its width")
+    spire: dict[str, Any] | None = option(None, "such as {n_layer: 2}, the rest is the target's; null: a quarter of it")
 
 
-def typed(cfg: DictConfig, kind: type[Options]) -> Options:
-    """Turn what Hydra composed into an object of a command's class.
+@dataclass
+class MeasuredTau:
+    """Tokens per step, 1 to k + 1; other k are modelled with the same acceptance rate (SPIRe, Table 1)."""
 
-    What the class does not know goes into its field `experiment`, if it has one.
-
-    Raises:
-        UserError: a value has another type, or is out of range.
-    """
-    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    known = {name: values[name] for name in _fields(kind) if name in values}
-    if "experiment" in _fields(kind):
-        known["experiment"] = {name: value for name, value in values.items() if name not in known}
-    try:
-        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), known))
-    except (ValidationError, ConfigTypeError) as error:
-        name = (error.full_key or "").partition("[")[0]
-        raise UserError(f"{name}={shown(_at(values, name))} must be {words(*_field_at(kind, name))}") from error
-    for name, one, hint, value in _walk(options):
-        if value is not None and not fits(value, one.metadata):
-            raise UserError(f"{name}={shown(value)} must be {words(one, hint)}")
-    return options
+    k: int = option(4, "drafted tokens with which tau was measured", least=1)
+    vanilla: float = option(2.647, "of a vanilla drafter, at contexts of 512 tokens", least=1)
+    magicdec: float = option(3.891, "of MagicDec", least=1)
+    spire: float = option(3.401, "of SPIRe", least=1)
 
 
-class Described(NamedTuple):
-    """An option as `--help` shows it."""
-
-    name: str  # dotted
-    default: str
-    help: str
+@dataclass
+class Named:
+    path: str | None = option(None, "folder or hub id, of which only the config is read", path=True)
 
 
-def described(kind: type) -> Iterator[Described]:
-    """Yield each option of a class, with those of its groups."""
-    for name, (one, hint) in _fields(kind).items():
-        inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
-        if inner is not None:
-            yield from (Described(f"{name}.{each.name}", *each[1:]) for each in described(inner))
-        elif "help" in one.metadata:
-            default = one.default_factory() if one.default is dataclasses.MISSING else one.default
-            choices = " | ".join(one.metadata.get("one_of", ()))
-            meaning = f"{choices}: {one.metadata['help']}" if choices else one.metadata["help"]
-            yield Described(name, "" if default == MISSING else shown(default), meaning)
+@dataclass
+class Cost:
+    """Predict the throughput of each method by batch and context, on hardware that you need not have."""
 
-
-def path_options(kind: type, prefix: str = "") -> set[str]:
-    """Return the dotted names of the options that are paths."""
-    found = set()
-    for name, (one, hint) in _fields(kind).items():
-        inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
-        found |= path_options(inner, f"{prefix}{name}.") if inner else set()
-        found |= {f"{prefix}{name}"} if one.metadata.get("path") else set()
-    return found
-
-
-def conf_dir() -> Path:
-    """The folder of Hydra's presets: inside the package in a wheel, beside it in a checkout."""
-    inside = PACKAGE / "conf"
-    return inside if inside.is_dir() else PACKAGE.parent / "conf"
-
-
-def _walk(options: object, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any, object]]:
-    """Yield dotted name, field, type and value of each option."""
-    for name, (one, hint) in _fields(type(options)).items():
-        value = getattr(options, name)
-        if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", one, hint, value
-
-
-def _field_at(kind: type, name: str) -> tuple[dataclasses.Field, Any]:
-    first, _, rest = name.partition(".")
-    one, hint = _fields(kind)[first]
-    inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
-    return _field_at(inner, rest) if rest and inner else (one, hint)
-
-
-def _at(values: object, name: str) -> object:
-    for part in filter(None, name.split(".")):
-        values = values.get(part) if isinstance(values, Mapping) else values
-    return values
-
-
-def fits(value: object, limits: Mapping[str, object]) -> bool:
-    """Whether a value of the right type is within its limits, see `option`."""
-    if limits.get("several"):
-        names = value if isinstance(value, list) else [value]
-        return all(isinstance(name, str) and name for name in names)
-    if isinstance(value, list):
-        return all(fits(one, limits) for one in value)
-    if isinstance(value, bool):
-        return True
-    if isinstance(value, str):
-        return value in limits.get("one_of", (value,)) and not (limits.get("path") and not value)
-    if not isinstance(value, int | float):
-        return True
-    return limits.get("least", value) <= value <= limits.get("most", value) and limits.get(
-        "above", float("-inf")
-    ) < value < limits.get("below", float("inf"))
-
-
-def words(one: dataclasses.Field, hint: Any) -> str:
-    """Say what a value of an option may be."""
-    limits, kinds = one.metadata, typing.get_args(hint) or (hint,)
-    if limits.get("several"):
-        return "a name or a list of names"
-    if typing.get_origin(hint) is list or any(typing.get_origin(kind) is list for kind in kinds):
-        (inner,) = typing.get_args(hint if typing.get_origin(hint) is list else kinds[0])
-        kinds = (inner,)
-        start = "a list, with each value "
-    else:
-        start = ""
-    if any(dataclasses.is_dataclass(kind) or typing.get_origin(kind) is dict for kind in (hint, *kinds)):
-        return "a group of options"
-    said = []
-    for kind in kinds:
-        if kind is str and "one_of" in limits:
-            said.append(", ".join(limits["one_of"]) if len(kinds) == 1 else " or ".join(limits["one_of"]))
-            said[-1] = f"one of {said[-1]}" if len(kinds) == 1 else said[-1]
-        elif kind in (int, float):
-            said.append(WORDS[kind] + _range(limits))
-        else:
-            said.append("a path" if kind is str and limits.get("path") else WORDS.get(kind, "a value"))
-    return start + ", or ".join(said)
-
-
-def _range(limits: Mapping[str, object]) -> str:
-    said = {"least": "of at least {}", "above": "above {}", "most": "at most {}", "below": "below {}"}
-    parts = [text.format(limits[name]) for name, text in said.items() if name in limits]
-    return f" {' and '.join(parts)}" if parts else ""
-
-
-def shown(value: object) -> str:
-    """Write a value as it would be typed, shortened."""
-    text = {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-
-
-# The class of each command, and the groups that it is composed from, with the file of conf/ that is taken by default.
-COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
-    "generate": (Generate, {"target": "bundled", "method": "spire", "sampling": "greedy"}),
-    "bench": (Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),
-    "responses": (Responses, {"target": "bundled", "method": "autoregressive", "sampling": "t1"}),
-    "activations": (Activations, {"target": "bundled", "corpus": "stdlib"}),
-    "acceptance": (Acceptance, {"target": "bundled", "sampling": None}),
-    "datastore": (Datastore, {"target": "bundled", "corpus": "stdlib"}),
-    "target": (MakeTarget, {}),
-    "export": (Export, {"target": "bundled", "method": None}),
-    "report": (Report, {}),
-}
-GROUPS = {("target", "bundled"): Target, ("sampling", "greedy"): Sampling, ("corpus", "stdlib"): Corpus}
-
-
-def register() -> None:
-    """Tell Hydra about every command and group that is not a yaml."""
-    store = ConfigStore.instance()
-    for (name, file), kind in GROUPS.items():
-        store.store(group=name, name=file, node=OmegaConf.to_container(OmegaConf.structured(kind)))
-    for name, (kind, groups) in COMMANDS.items():
-        values = OmegaConf.to_container(OmegaConf.structured(kind))
-        own = {key: value for key, value in values.items() if key not in groups}
-        store.store(name=name, node={"defaults": ["command", *({k: v} for k, v in groups.items()), "_self_"], **own})
+    title: str | None = option(None, "of table and figure; null: the target's name")
+    target: Named = group(Named)
+    numbers: Shapes = group(Shapes)
+    hardware: dict[str, Any] = group(dict)
+    k: int | str = option("auto", "drafted tokens per step; auto: in each cell the best", least=1, one_of=("auto",))
+    tau: MeasuredTau = group(MeasuredTau)
+    dtype: str | None = option(
+        None,
+        "of the matrix products, weights and cache; null: hardware.dtype",
+        one_of=("fp8", "int8", "fp16", "bf16", "tf32", "fp32"),
+    )
+    count_unembedding: bool = option(
+        False, "true: forwards also read the unembedding, which the paper leaves out, but which dominates small models"
+    )
+    window_tokens: int | None = option(
+        None, "sparse cache of magicdec and spire; null: an eighth of the context, as in the paper's figures", least=1
+    )
+    sink_tokens: int = option(1, "first tokens of the text, besides the window", least=0)
+    batch: list[int] = option([1, 4, 16, 64], "rows decoded together", least=1)
+    context_tokens: list[int] = option([512, 2048, 8192, 32768], "lengths of the context", least=1)
+    out: str | None = option(None, "folder for cost.json and cost.png; null: only the table is printed", path=True)

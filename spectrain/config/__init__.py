@@ -1,0 +1,102 @@
+"""The options of commands, typed. A command is a dataclass in `COMMANDS`.
+
+Hydra composes its values from the defaults of the class, from the presets in `conf/`, and from what was typed. `typed`
+turns them into an object of the class before the command works. The options of a method stand in its yaml, and its
+`build` checks them.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from spectrain.config import commands, training
+from spectrain.config.fields import described, names_of, path_options, plain, typed
+
+__all__ = ["COMMANDS", "GROUPS", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+# The command line of this process as it was typed; results keep it.
+TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None)
+
+# The class of each command, and the groups that it is composed from, with the file of conf/ that is taken by default.
+COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
+    "generate": (commands.Generate, {"target": "bundled", "method": "spire", "sampling": "greedy"}),
+    "bench": (commands.Bench, {"target": "bundled", "method": None, "sampling": "greedy", "variants": "none"}),
+    "responses": (commands.Responses, {"target": "bundled", "method": "autoregressive", "sampling": "t1"}),
+    "activations": (commands.Activations, {"target": "bundled", "corpus": "stdlib"}),
+    "acceptance": (commands.Acceptance, {"target": "bundled", "sampling": None}),
+    "datastore": (commands.Datastore, {"target": "bundled", "corpus": "stdlib"}),
+    "target": (commands.MakeTarget, {}),
+    "export": (commands.Export, {"target": "bundled", "method": None}),
+    "report": (commands.Report, {}),
+    "cost": (commands.Cost, {"hardware": "h100"}),
+    "train": (
+        training.Train,
+        {
+            "target": "bundled",
+            "corpus": "stdlib",
+            "data": "online",
+            "trainer": "cpu",
+            "logger": "csv",
+            "sampling": None,
+        },
+    ),
+}
+GROUPS = {  # files of groups that are classes
+    ("target", "bundled"): commands.Target,
+    ("sampling", "greedy"): commands.Sampling,
+    ("corpus", "stdlib"): commands.Corpus,
+    ("data", "online"): training.Online,
+    ("data", "offline"): training.Offline,
+    **{("exp", name): kind for name, kind in training.EXPERIMENTS.items()},
+}
+
+
+def register() -> None:
+    """Tell Hydra about every command and group that is not a yaml."""
+    store = ConfigStore.instance()
+    for (name, file), kind in GROUPS.items():
+        # An experiment's options stand beside those that all trainings share.
+        package = "_global_" if name == "exp" else None
+        store.store(group=name, name=file, package=package, node=OmegaConf.to_container(OmegaConf.structured(kind)))
+    for name, (kind, groups) in COMMANDS.items():
+        values = OmegaConf.to_container(OmegaConf.structured(kind))
+        own = {key: value for key, value in values.items() if key not in groups}
+        store.store(name=name, node={"defaults": ["command", *({k: v} for k, v in groups.items()), "_self_"], **own})
+
+
+def options_of(command: str, cfg: DictConfig) -> object:
+    """Return the options of a command as an object of its class. Raises UserError where a value is wrong."""
+    kind, _ = COMMANDS[command]
+    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    if kind is not training.Train:
+        return typed(values, kind)
+    own = {name: values.pop(name) for name in [*values] if name not in names_of(kind)}
+    if experiment := training.EXPERIMENTS.get(values["kind"]):
+        shared = {name: value for name, value in values.items() if name in names_of(experiment)}
+        checked = asdict(typed(own | shared, experiment))
+        own = {name: checked[name] for name in own}
+    data = training.Offline if values["data"]["source"] == "offline" else training.Online
+    options = typed({name: value for name, value in values.items() if name != "data"}, kind)
+    return replace(options, data=asdict(typed(values["data"], data, "data.")), own=own)
+
+
+def paths_of(command: str) -> set[str]:
+    """Return the dotted names of a command's options that are paths."""
+    kind, _ = COMMANDS[command]
+    if kind is not training.Train:
+        return path_options(kind)
+    of_experiments = (path_options(experiment) for experiment in training.EXPERIMENTS.values())
+    return path_options(kind).union(path_options(training.Offline, "data."), *of_experiments)
+
+
+def conf_dir() -> Path:
+    """The folder of Hydra's presets: inside the package in a wheel, beside it in a checkout."""
+    inside = PACKAGE / "conf"
+    return inside if inside.is_dir() else PACKAGE.parent / "conf"

@@ -1,0 +1,201 @@
+"""Options as users type them: what they become, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spectrain import config
+from spectrain.cli import composed, expand_shorthands
+from spectrain.config import COMMANDS, GROUPS, conf_dir, options_of, plain
+from spectrain.errors import UserError
+from tests.methods.lookup_export import MANIFEST, lookup_facts
+
+NEEDED = {"generate": ["prompt=x"]}  # without which a command does not compose
+
+
+def options(command: str, *arguments: str):
+    return options_of(command, composed(command, *NEEDED.get(command, []), *arguments))
+
+
+def files_of(group: str) -> list[str]:
+    of_classes = [file for of, file in GROUPS if of == group]
+    return sorted({*of_classes, *(path.stem for path in (conf_dir() / group).glob("*.yaml"))})
+
+
+CHOICES = [
+    (command, f"{group}={file}")
+    for command, (_, groups) in COMMANDS.items()
+    for group in groups
+    for file in files_of(group)
+]
+
+
+@pytest.mark.parametrize(("command", "choice"), CHOICES)
+def test_every_preset_of_every_command_composes(command, choice):
+    assert json.dumps(plain(options(command, choice)))
+
+
+@pytest.mark.parametrize("name", files_of("exp"))
+def test_every_experiment_composes_with_every_ablation(name):
+    assert options("train", f"+exp={name}").kind == name
+    if name == "spire":
+        first = plain(options("train", "+exp=spire"))
+        for ablation in files_of("ablation"):
+            changed = plain(options("train", "+exp=spire", f"+ablation={ablation}"))
+            assert sum(changed[key] != first[key] for key in first) == (ablation != "none"), ablation
+
+
+def test_every_folder_of_conf_is_a_group_of_some_command():
+    groups = {group for _, groups in COMMANDS.values() for group in groups}
+    folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+    assert folders - groups == {"ablation", "cost", "hydra", "sweep"}
+
+
+@pytest.mark.parametrize("path", sorted(conf_dir().glob("sweep/*.yaml")), ids=lambda path: path.stem)
+def test_sweeps_change_options_that_exist(path):
+    sweep = yaml.safe_load(path.read_text())
+    fixed = [word for word in sweep["command"] if "=" in word and not word.startswith("$")]
+    for name, values in sweep["parameters"].items():
+        for value in values["values"]:
+            options("train", *fixed, f"{name}={value}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_means(name):
+    described = list(config.described(COMMANDS[name][0]))
+    assert all(len(option.help) > 5 for option in described)
+
+
+@pytest.mark.parametrize(
+    ("command", "argument", "sentence"),
+    [
+        ("generate", "max_new_tokens=0", "max_new_tokens=0 must be a whole number of at least 1"),
+        ("generate", "max_new_tokens=many", "max_new_tokens=many must be a whole number of at least 1"),
+        ("generate", "seed=4294967296", "seed=4294967296 must be a whole number of at least 0 and at most 4294967295"),
+        ("generate", "target.dtype=half", "target.dtype=half must be one of float32, bfloat16, float16"),
+        ("generate", "sampling.top_p=2", "sampling.top_p=2.0 must be a number above 0 and at most 1"),
+        ("generate", "chat=maybe", "chat=maybe must be true or false, or auto"),
+        ("generate", "stop_strings=x", "stop_strings=x must be a list, with each value a text"),
+        ("bench", "max_nodes=1", "max_nodes=1 must be a whole number of at least 2, or auto or paper, or null"),
+        ("bench", "drafter=5", "drafter=5 must be a name or a list of names"),
+        ("datastore", "keep=0", "keep=0 must be a number above 0, or a whole number above 0, or null"),
+        ("train", "+exp=spire k=0", "k=0 must be a whole number of at least 1"),
+        ("train", "+exp=spire optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0] must be a list, with each value"),
+        ("train", "+exp=spire data.row_tokens=1", "data.row_tokens=1 must be a whole number of at least 2"),
+        ("train", "+exp=specdecpp n_blocks=5", "n_blocks=5 must be a whole number of at least 0 and at most 4"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_it_may_be(command, argument, sentence):
+    with pytest.raises(UserError) as error:
+        options(command, *argument.split(" "))
+    assert str(error.value).startswith(sentence)
+
+
+AWKWARD = [
+    "def read_config(path):",
+    'say "hello" to it\'s friend',
+    "a = {1: 2}, [3]",
+    "${oc.env:HOME} and $x",
+    "ends with a backslash \\",
+    'a backslash before a quote \\"',
+    "1",
+    "null",
+    "two\nlines",
+    "",
+    "éß日本",
+]
+
+
+@pytest.mark.parametrize("text", AWKWARD, ids=lambda text: text[:20])
+def test_a_prompt_is_taken_literally(text):
+    assert options_of("generate", composed("generate", f"prompt={text}")).prompt == text
+
+
+def test_a_path_is_taken_as_it_is_typed():
+    for name in ("/some/folder", "org/model-1b", "lr=0.1", "run(2)", "a b", "b: c"):
+        assert options("generate", f"target={name}").target.path == name
+        assert options("generate", f"drafter={name}").drafter == name
+        assert options("train", "+exp=spire", f"init={name}", f"corpus={name}").corpus.path == name
+    assert options("bench", "drafter=[a,b]").drafter == ["a", "b"]
+    assert options("generate", "target=bundled").target.path == "pystdlib-8l"
+    assert options("train", "corpus=stdlib").corpus.path is None
+
+
+def test_a_method_may_be_an_exported_folder(tmp_path):
+    folder = lookup_facts(tmp_path / "my sssd", "sssd", {"max_nodes": 24, "min_matches": 2}, datastore=True)
+    method = options("generate", "method.min_matches=7", f"method={folder}").method
+    assert (method["max_nodes"], method["min_matches"]) == (24, 7)  # what is typed besides comes first
+    assert method["datastore"] == f"{folder}/datastore"
+    (folder / "spectrain.json").write_text(json.dumps({**MANIFEST, "kind": "head"}))
+    assert options("generate", f"method={folder}").method["head"] == str(folder)
+    with pytest.raises(UserError, match="method=no/where does not exist"):
+        expand_shorthands(["method=no/where"], "generate")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("train", ["+exp=spire", "optim.steps=3"], "unknown option: optim.steps; did you mean optimizer.warmup_steps?"),
+        ("train", ["+exp=spire", "optimzer.lr=3"], "unknown option: optimzer.lr; did you mean optimizer.lr?"),
+        (
+            "generate",
+            ["method=speculative", "method.gama=3"],
+            "unknown option: method.gama; did you mean method.gamma?",
+        ),
+        ("bench", ["-m", "seed=1,2", "xyzzy_plugh=3"], "unknown option: xyzzy_plugh; --help lists all options"),
+        ("generate", ["method=plt"], "method=plt is unknown; choose among anpd, auto, autoregressive, "),
+        ("train", ["+exp=foo"], "exp=foo is unknown; choose among specdecpp, spire, target, vanilla"),
+        ("train", ["exp=spire"], "exp must be written with a plus sign here: +exp=..."),
+        ("bench", ["seed"], "'seed' cannot be read as an option; write name=value"),
+        ("bench", ["~seed"], "~seed would remove an option"),
+        ("generate", ["method=pld"], "prompt is missing; give prompt=..."),
+        ("train", ["kind=spire"], "nothing to train; give +exp=spire"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_composed_is_one_sentence_and_names_the_nearest_option(name, arguments, sentence, typed):
+    code, out, err = typed(name, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {sentence}")
+    assert err.count("\n") == 1
+
+
+def test_jobs_of_a_sweep_go_on_when_one_is_wrong(run):
+    code, out, err = run("generate", "-m", "prompt=def f", "method=pld", "baseline=false", "max_new_tokens=0,4")
+    assert code == 2
+    assert "4 tokens (length)" in out
+    assert "1 of the jobs failed: max_new_tokens=0" in err.splitlines()[-1]
+
+
+def asked(tmp_path: Path, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess:
+    """Run `python -m spectrain.generate` where torch cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch must not be needed')\n")
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-m", "spectrain.generate", *arguments]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+
+def test_help_and_wrong_options_are_answered_without_torch(tmp_path):
+    helped = asked(tmp_path, "--help")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert "max_new_tokens" in helped.stdout
+    assert "the most tokens of the continuation" in " ".join(helped.stdout.split())
+    for wrong in ("promt=x", "max_new_tokens=0"):
+        done = asked(tmp_path, "prompt=x", wrong)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+def test_a_closed_pipe_ends_the_command_as_it_ends_others(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    done = asked(tmp_path, "--cfg", "job", "prompt=x", stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
