@@ -49,7 +49,7 @@ from spectrain.stores.writing import drop_stdout, is_stdout_closed, naming_a_ful
 log = logging.getLogger(__name__)
 
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
-FREE_TEXT = ("prompt", "lookup")
+FREE_TEXT = ("prompt",)
 UNHELPFUL_WARNINGS = (
     "LeafSpec",
     "does not have many workers",

@@ -25,7 +25,14 @@ from rich.console import Console
 from spectrain.cli import command, in_multirun, open_target
 from spectrain.decoding import Drafter
 from spectrain.errors import UserError
-from spectrain.measure.tau import decoding_with, measure_gammas, measure_tau, measuring, tau_settings
+from spectrain.measure.tau import (
+    decoding_with,
+    expected_and_measured,
+    measure_gammas,
+    measure_tau,
+    measuring,
+    tau_settings,
+)
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
@@ -91,6 +98,8 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     trained = {"steps": steps, "tokens": tokens_of(run.config, steps, lengths)}
     result = {**trained, "before": run.before, "selected": best.facts(), "metrics": metrics, **tau}
     show([tau_table(tau), gamma_table(tau)], columns=100)
+    if line := expected_and_measured(metrics, tau["tau"][KINDS[cfg.kind].method]):
+        Console().print(line, highlight=False)
     finish(cfg, trainer, export_of(run, weights, result, target), result)
 
 
