@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.coverage import Samples, acceptance_places
 from data_prep.pipeline import Build, Parts, check_disk, read_part
 from data_prep.progress import Advance
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, quantiles, rounded, select
@@ -45,7 +44,6 @@ class DocumentParts(Parts):
     identity: dict
     corpus: Corpus
     selection: Selection
-    samples: Samples | None  # that documents are ranked by, where the selection needs them
     scored: bool  # whether perplexities are computed
     score_on: str  # "response": perplexities count what the target or the assistant wrote; "all": every token
     shard_tokens: int  # of a shard of the datastore, at most
@@ -119,10 +117,8 @@ class DocumentParts(Parts):
         if self.scored:
             files = [score_file(self.work, index) for index in range(counts.parts)]
             scores = np.concatenate([read_part(file, np.load) for file in files])
-        sources, places = self._sources(), None
-        if self.samples is not None:
-            places = acceptance_places(self.samples, self._documents(np.ones(len(ids), dtype=bool)))
-        kept = select(self.selection, ids, lengths, scores, places, sources)
+        sources = self._sources()
+        kept = select(self.selection, ids, lengths, scores, sources)
         check_disk(build.out, int((lengths[kept] + 1).sum()) * bytes_a_token(vocab_size))
         store, shards = build.new_store(), []
         store.mkdir()
@@ -146,7 +142,7 @@ class DocumentParts(Parts):
             n_kept = Counter(itertools.compress(sources, kept))
             facts["sources"] = {name: {"documents": n, "kept": n_kept[name]} for name, n in Counter(sources).items()}
         if scores is not None:
-            one_cut = self.selection.ranks_by_perplexity and self.selection.quota is None
+            one_cut = self.selection.by_perplexity and self.selection.quota is None
             draw_histogram(store / HISTOGRAM, scores, kept, one_cut)
             facts["perplexity"] = {"kept": quantiles(scores[kept]), "dropped": quantiles(scores[~kept])}
         write_manifest(

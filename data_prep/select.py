@@ -1,4 +1,4 @@
-"""Which documents a datastore keeps: of lowest perplexity (SPECTRA), by sample answers (coverage.py), or by chance.
+"""Which documents a datastore keeps: of lowest perplexity (SPECTRA), or by chance.
 
 The perplexity of a document under the target is exp(-mean log p) over its tokens, or over those of its answers. A
 document longer than the window is read by a sliding one: each token is scored once, and except in the first window with
@@ -177,12 +177,9 @@ class Selection:
     keep_tokens: int | None = None  # most tokens in all
     by_perplexity: bool = True  # False: by a hash of seed and id
     seed: int = 0
-    rank: str = "perplexity"  # or "acceptance": in the order of coverage.py
     quota: str | None = None  # or "source"
 
     def __post_init__(self):
-        if self.rank == "acceptance" and not self.by_perplexity:
-            raise UserError("rank=acceptance contradicts perplexity_filter=false, which chooses by chance; remove one")
         if self.max_perplexity is not None and not self.by_perplexity:
             raise UserError(f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; remove one")
         if self.quota is not None and not self.limits_amount:
@@ -199,15 +196,7 @@ class Selection:
 
     @property
     def needs_perplexities(self) -> bool:
-        return not self.keeps_all and (self.ranks_by_perplexity or self.max_perplexity is not None)
-
-    @property
-    def ranks_by_perplexity(self) -> bool:
-        return self.by_perplexity and self.rank == "perplexity"
-
-    @property
-    def needs_places(self) -> bool:
-        return self.rank == "acceptance" and not self.keeps_all
+        return not self.keeps_all and (self.by_perplexity or self.max_perplexity is not None)
 
 
 def select(
@@ -215,7 +204,6 @@ def select(
     ids: Sequence[str],
     lengths: np.ndarray,
     perplexities: np.ndarray | None = None,
-    places: np.ndarray | None = None,
     sources: Sequence[str] | None = None,
 ) -> np.ndarray:
     """Choose the best documents, ties by their place in the corpus.
@@ -225,7 +213,6 @@ def select(
         ids: of the documents.
         lengths: [documents] in tokens.
         perplexities: [documents], needed where the selection goes by them.
-        places: [documents] of `acceptance_places`, needed with rank=acceptance.
         sources: [documents], needed with quotas.
 
     Returns:
@@ -237,7 +224,7 @@ def select(
     kept = np.zeros(len(ids), dtype=bool)
     if selection.keeps_all:
         return ~kept
-    scores = places if selection.rank == "acceptance" else perplexities
+    scores = perplexities
     if not selection.by_perplexity:
         scores = np.array([unit_hash(f"keep:{selection.seed}:{name}") for name in ids])
     order = np.argsort(scores, kind="stable")

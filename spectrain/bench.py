@@ -125,7 +125,8 @@ def configured(cfg: DictConfig) -> dict[str, DictConfig]:
         return registry.method_configs(cfg, reserved=BASELINES)
     name = HydraConfig.get().runtime.choices["method"]
     plain = registry.method_config(registry.BASELINE)
-    return {registry.BASELINE: plain, name: registry.with_nodes(cfg.method, cfg.max_nodes)}
+    own = OmegaConf.create(OmegaConf.to_container(cfg.method, resolve=True))  # Hydra's node takes no new keys
+    return {registry.BASELINE: plain, name: registry.with_nodes(own, cfg.max_nodes)}
 
 
 def build_baselines(

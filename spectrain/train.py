@@ -28,6 +28,14 @@ from spectrain.errors import UserError
 from spectrain.measure.plots import calibration, training_pictures, write_png
 from spectrain.measure.tables import gamma_table, head_table, show, tau_table
 from spectrain.measure.tau import decoding_with, measure_gammas, measure_tau, measuring, tau_settings
+from spectrain.measure.tau import (
+    decoding_with,
+    expected_and_measured,
+    measure_gammas,
+    measure_tau,
+    measuring,
+    tau_settings,
+)
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
@@ -88,6 +96,8 @@ def train_drafter(cfg: DictConfig, run: RunFolder) -> None:
     trained = {"steps": steps, "tokens": tokens_of(run.config, steps, lengths)}
     result = {**trained, "before": run.before, "selected": best.facts(), "metrics": metrics, **tau}
     show([tau_table(tau), gamma_table(tau)], columns=100)
+    if line := expected_and_measured(metrics, tau["tau"][KINDS[cfg.kind].method]):
+        Console().print(line, highlight=False)
     finish(cfg, trainer, export_of(run, weights, result, target), result)
 
 

@@ -86,7 +86,7 @@ def test_no_section_begins_when_the_time_is_spent(check, script, monkeypatch):
 
 
 def test_a_text_that_differs_fails_in_float32_alone(script):
-    compared, row = script.gpu_sections.compared, script.Row("pld")
+    compared, row = script.compared, script.Row("pld")
     texts, other = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 6]]
     assert compared(row, texts, texts, exact=True).note == "2 of 2 texts as expected"
     failed = compared(row, texts, other, exact=True)
@@ -98,7 +98,7 @@ def test_an_error_of_one_method_is_its_row(script):
     def build():
         raise ValueError("no such drafter")
 
-    row, texts = script.gpu_sections.decoded("pld", None, build, [[1]], 4)
+    row, texts = script.decoded("pld", None, build, [[1]], 4)
     assert (row.result, row.note, texts) == ("failed", "ValueError: no such drafter", [])
 
 
@@ -112,13 +112,13 @@ def test_launches_waits_and_copies_are_counted_and_kernels_listed(script):
     runtime = [event("cudaLaunchKernel", 7), event("cuLaunchKernelEx", 2), event("cudaGraphLaunch", 1)]
     runtime += [event("cudaStreamSynchronize", 3), event("cudaDeviceSynchronize", 1), event("cudaMemcpyAsync", 5)]
     kernels = [event("gemm<1 | 2>" + "x" * 90, 4, gpu_us=500), event("Memcpy DtoH (Device -> Pageable)", 3, gpu_us=2)]
-    first, *others = script.gpu_sections.profile_rows("pld", operators + runtime + kernels)
+    first, *others = script.profile_rows("pld", operators + runtime + kernels)
     assert first.note == (
         "9 kernels and 1 graphs launched, 4 waits for the GPU (the profiler's own included), 3 copies to the host, "
         "0 to the GPU, 10 calls of operators"
     )
     assert [(row.what[:9], row.ms, row.calls) for row in others] == [("pld: gemm", 0.5, 4), ("pld: Memc", 0.002, 3)]
-    on_cpu = list(script.gpu_sections.profile_rows("pld", operators))[1:]
+    on_cpu = list(script.profile_rows("pld", operators))[1:]
     assert [row.what for row in on_cpu] == ["pld: aten::add", "pld: aten::mm"]
 
 

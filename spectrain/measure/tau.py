@@ -180,6 +180,23 @@ def measure_tau(
     return {"tau": tau, "tokens_per_s": rates, "settings": measured}
 
 
+def expected_and_measured(metrics: Mapping[str, float], tau: Mapping[str, Mapping]) -> str | None:
+    """Compare tau as validation expects it with what the loop measured, in one line; None where either is unknown.
+
+    Validation computes acceptance at T=1, teacher forced on the text of held-out rows. The loop continues these rows
+    by the target's own text, so the two are close, but not equal, if the drafter decodes as it was trained.
+
+    Args:
+        metrics: of a validation.
+        tau: of the trained drafter, by name of the setting, as in the results of `measure_tau`.
+    """
+    expected = metrics.get("eval/tau_expected")
+    measured = [f"{one['value']:.2f} ({name})" for name, one in tau.items() if name.endswith("T=1")]
+    if expected is None or not measured:
+        return None
+    return f"expected tau {expected:.2f} (teacher forced on held-out rows, T=1), measured tau {', '.join(measured)}"
+
+
 def measure_gammas(
     target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]], settings: TauSettings, seed: int = 0
 ) -> dict[str, dict]:

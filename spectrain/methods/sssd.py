@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from spectrain.decoding import Context, DraftTree, TargetModel
 from spectrain.errors import UserError
 from spectrain.methods.lookup import LookupDrafter
+from spectrain.retrieval.calibration import read_calibration
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import (
@@ -35,13 +36,27 @@ from spectrain.retrieval.fusion import (
 )
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+DISCOUNTS = (
+    "input_scale",
+    "input_prefix_decay",
+    "input_depth_decay",
+    "datastore_prefix_decay",
+    "datastore_depth_decay",
+)
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
 
 def build(target: TargetModel, datastore: str | None, max_nodes: int | str = 64, **options) -> Sssd:
-    """The method over the datastore of this folder; further options are those of `SssdOptions`."""
-    chosen = SssdOptions(**options)
+    """The method over the datastore of this folder; further options are those of `SssdOptions`.
+
+    With calibration="auto", the factors that the datastore was calibrated with take the place of the discounts.
+    """
+    uses_calibration = options.get("calibration") == "auto"
+    chosen = SssdOptions(**options | ({"calibration": None} if uses_calibration else {}))
     store = open_datastore(datastore, target) if chosen.datastore_source else None
+    factors = read_calibration(store.folder) if uses_calibration and store is not None else None
+    if factors is not None:
+        chosen = replace(chosen, **dict.fromkeys(DISCOUNTS, 1.0), calibration=factors)
     return Sssd(store, chosen, max_nodes)
 
 
@@ -103,9 +118,9 @@ class Sssd(LookupDrafter):
     """
 
     def __init__(self, store: Datastore | None, options: SssdOptions, max_nodes: int | str = 64):
-        tuned = options.calibration or {}
-        of_store = _first_factors(tuned.get("datastore"), options.datastore_prefix)
-        of_input = _first_factors(tuned.get("input"), options.max_prefix)
+        factors = options.calibration or {}
+        of_store = _first_factors(factors.get("datastore"), options.datastore_prefix)
+        of_input = _first_factors(factors.get("input"), options.max_prefix)
         self.priors = [*store_priors(of_store), *input_priors(options.max_prefix, of_input), *LOGITS_PRIORS]
         super().__init__(max_nodes)
         self.store, self.options = store, options
@@ -238,7 +253,9 @@ def _calibration(factors: Sequence[Sequence[float]] | None, longest: int, branch
     except (ValueError, TypeError):  # rows of unequal length, words
         fits = False
     if not fits:
-        raise UserError("calibration must hold a row of numbers of at least 0 for each prefix length; tune it again")
+        raise UserError(
+            "calibration must hold a row of numbers of at least 0 for each prefix length; calibrate the datastore again"
+        )
     prefixes = np.clip(np.arange(longest + 1) - 1, 0, len(table) - 1)
     depths = np.clip(np.arange(branch_tokens + 1) - 1, 0, table.shape[1] - 1)
     return table[prefixes][:, depths]

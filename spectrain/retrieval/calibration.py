@@ -10,13 +10,18 @@ Letters: P longest prefix of the input, S longest of the datastore, E longest br
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 from numba import njit
 
+from spectrain.errors import UserError
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, ContinuationTrie
 from spectrain.retrieval.fusion import Retriever
+from spectrain.stores.folder import read_json, write_json
 
+CALIBRATION = "calibration.json"  # in the folder of a datastore: {source: [[factor by depth] by prefix length]}
+SOURCES = ("input", "datastore")
 FEW_PLACES = 20.0  # places that say nothing yet: a factor from few places is drawn towards 1
 
 
@@ -75,3 +80,28 @@ def calibrate(
                     _tally(tree, 0, float(tree[0, COUNT]), coming, *counts["datastore"][:, prefix - 1])
     factors = {source: (kept + FEW_PLACES) / (claimed + FEW_PLACES) for source, (claimed, kept) in counts.items()}
     return {name: [[round(value, 4) for value in row] for row in rows.tolist()] for name, rows in factors.items()}
+
+
+def write_calibration(folder: Path, factors: dict[str, list[list[float]]]) -> Path:
+    """Keep what `calibrate` found beside the datastore that it was found with, and return the file."""
+    write_json(folder / CALIBRATION, factors)
+    return folder / CALIBRATION
+
+
+def read_calibration(folder: Path) -> dict[str, list[list[float]]] | None:
+    """Read the factors that a datastore was calibrated with, None where it was not.
+
+    Raises:
+        UserError: the file does not hold a table of numbers per source.
+    """
+    file = folder / CALIBRATION
+    if not file.is_file():
+        return None
+    try:
+        factors = read_json(file)
+        tables = [np.asarray(factors[source], dtype=np.float64) for source in factors]
+        if set(factors) != set(SOURCES) or any(table.ndim != 2 or not table.size for table in tables):
+            raise ValueError(f"it must hold a table for each of {', '.join(SOURCES)}")
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); calibrate the datastore again") from error
+    return factors

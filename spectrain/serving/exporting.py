@@ -35,6 +35,7 @@ from spectrain.models.artifacts import (
 from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
 from spectrain.models.packages import target_path
 from spectrain.models.vanilla import save_pretrained
+from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.stores.folder import MANIFEST, load_json, write_json
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
@@ -272,6 +273,8 @@ def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Pa
     (folder / DATASTORE).mkdir()
     for name in [name for shard in store.manifest.shards for name in shard.files]:
         shutil.copyfile(store.folder / name, folder / DATASTORE / name)
+    if (store.folder / CALIBRATION).is_file():
+        shutil.copyfile(store.folder / CALIBRATION, folder / DATASTORE / CALIBRATION)
     write_json(folder / DATASTORE / MANIFEST, load_json(store.folder / MANIFEST))  # an old one may hold a NaN
     tokens, texts = [], []  # of the chosen documents
     every = max(1, store.manifest.documents // TRIED_DOCUMENTS)

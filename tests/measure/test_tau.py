@@ -16,6 +16,7 @@ from spectrain.measure.tau import (
     compare,
     continue_rows,
     counts_of,
+    expected_and_measured,
     measure_gammas,
     measure_tau,
     tau_estimate,
@@ -177,3 +178,13 @@ def test_without_a_timed_context_no_draft_length_is_the_fastest(llama_target):
     json.dumps(found, allow_nan=False)
     assert found["fastest_gamma"] is None
     assert gamma_table(found)[0].endswith("None")
+
+
+def test_a_training_says_what_it_expected_beside_what_was_measured():
+    tau = {"256 tokens, greedy": {"value": 3.5}, "256 tokens, T=1": {"value": 2.684}, "512 tokens, T=1": {"value": 2.5}}
+    assert expected_and_measured({"eval/tau_expected": 2.71}, tau) == (
+        "expected tau 2.71 (teacher forced on held-out rows, T=1), "
+        "measured tau 2.68 (256 tokens, T=1), 2.50 (512 tokens, T=1)"
+    )
+    assert expected_and_measured({}, tau) is None
+    assert expected_and_measured({"eval/tau_expected": 2.71}, {"256 tokens, greedy": {"value": 3.5}}) is None
