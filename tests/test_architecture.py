@@ -18,8 +18,7 @@ KNOWS = {  # each package -> the other packages of the project that it may impor
     "spectrain.methods": {"decoding", "stores", "retrieval", "models"},
     "spectrain.training": {"decoding", "stores", "models"},
     "spectrain.measure": {"decoding", "stores", "retrieval", "models", "methods", "training"},
-    "spectrain.serving": {"decoding", "stores", "retrieval", "models", "methods", "training"},
-    "spectrain.reporting": {"decoding", "stores", "retrieval", "models", "methods", "training", "measure"},
+    "spectrain.serving": {"decoding", "stores", "retrieval", "models", "methods", "training", "measure"},
 }
 SEES_CONFIG = {  # besides commands
     *("spectrain.cli", "spectrain.methods.loading", "spectrain.methods.registry"),

@@ -23,7 +23,7 @@ from pandas import DataFrame
 
 from spectrain.decoding import Sampling
 from spectrain.measure import plots, tables
-from spectrain.measure.tables import fixed, interval, number, percent, plus_minus, table_of
+from spectrain.measure.tables import fixed, interval, number, percent, table_of
 from spectrain.methods.registry import BASELINE
 from spectrain.stores.folder import read_json
 from spectrain.stores.lines import read_lines
@@ -107,7 +107,7 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
     outcome, summary = "", []
     if fastest:
         best = methods[fastest]
-        gain = plus_minus(tables.estimate_of(best, "speedup"), 2)
+        gain = interval(tables.estimate_of(best, "speedup"), 2)
         outcome = f"fastest: {fastest}, {gain} times plain decoding"
         tau = fixed(best.get("mean_accepted"), 2)
         summary.append(f"The fastest method was {fastest}: {gain} times plain decoding, tau {tau}.")
@@ -142,7 +142,7 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
             "Where drafted tokens came from": tables.sources_table(methods),
             "Where the time after the prompt goes": tables.time_table(methods),
             "Speedup (and tau) by category": tables.categories_table(methods),
-            "Methods that were chosen among": table_of(ran),
+            "What the steps ran": table_of(ran),
             "Questions that failed": table_of(failed),
             "Methods left out": table_of(skipped),
         },
@@ -204,7 +204,7 @@ def training_section(kind: str, target: str, runs: Sequence[Run]) -> Section:
             gammas[sampling if len(runs) == 1 else f"{run.name}, {sampling}"] = by_gamma
         if result.get("reliability"):
             heads[run.name] = result["reliability"]
-    known = [(number(one.get("value")), run.name) for run in runs for one in tau_of(run).values()][:]
+    known = [(number(one.get("value")), run.name) for run in runs for one in tau_of(run).values()]
     best = max((one for one in known if one[0]), default=None)
     unfinished = [run.name for run in runs if run.result is None]
     positions = [

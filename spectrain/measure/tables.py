@@ -133,7 +133,7 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
         "answers": f"{answered}/{answered + failed}" if failed else str(answered),
         "tau": plus_minus(estimate_of(one, "mean_accepted"), 2),
         "tokens/s": plus_minus(estimate_of(one, "tokens_per_s_micro"), 1),
-        "speedup": plus_minus(estimate_of(one, "speedup"), 2),
+        "speedup": interval(estimate_of(one, "speedup"), 2),
         "acceptance": percent(accepted / drafted if drafted and accepted is not None else None),
         "outside forward": percent(None if forward is None else 1.0 - forward),
         "retrieval hits": percent(one.get("retrieval_hit_rate")),
@@ -150,7 +150,7 @@ def terminal_table(results: Mapping, width: int = 100) -> Table:
     frame = methods_table(methods)
     frame = frame[list(frame)[:9]] if width >= 100 else frame[NARROW_TERMINAL]
     for column in ("tokens/s", "speedup"):
-        frame[column] = [cell.partition(" ±")[0] for cell in frame[column]]
+        frame[column] = [cell.split(" ")[0] for cell in frame[column]]
     notes = [f"{name}: {n} failed" for name, one in methods.items() if (n := one.get("errors"))]
     notes += [f"{name}: {one['warning']}" for name, one in methods.items() if one.get("warning")]
     notes += [f"skipped {name}: {reason}" for name, reason in (results.get("skipped") or {}).items()]
@@ -230,7 +230,7 @@ def cost_table(content: Mapping) -> DataFrame:
     rows = []
     for i, batch in enumerate(content["batch"]):
         for j, context in enumerate(content["context_tokens"]):
-            plain = content["plain_ms"][i][j] if content["plain_ms"] else None
+            plain_ms = f"{content['plain_ms'][i][j]:.3g}" if content["plain_ms"] else MISSING
             cells = {
                 name: f"{one['multiplier'][i][j]:.2f} ({one['k'][i][j]})" for name, one in content["methods"].items()
             }
@@ -239,7 +239,7 @@ def cost_table(content: Mapping) -> DataFrame:
             row = {
                 "batch": str(batch),
                 "context tokens": str(context),
-                "plain ms": MISSING if plain is None else f"{plain:.3g}",
+                "plain ms": plain_ms,
             }
             rows.append(row | cells | {"fastest": best if worth else BASELINE})
     return table_of(rows)

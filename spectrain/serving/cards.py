@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from spectrain.reporting.formats import interval
+from spectrain.measure.tables import interval
 
 TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner

@@ -1,237 +1,199 @@
-"""The throughput model against the paper's numbers, an independent slow version, and its limits."""
+"""The throughput model: the paper's printed numbers, an independent slow version, a step by hand, and the command."""
 
 from __future__ import annotations
 
-import math
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MistralConfig, MixtralConfig
 
+from spectrain.decoding.modules import find_blocks
 from spectrain.errors import UserError
-from spectrain.measure.cost import CostModel, Hardware, Method, Shape, SparseBudget
-from tests.measure.cost_reference import (
-    BATCH,
-    CONTEXT_TOKENS,
-    H100_FP8,
-    LLAMA_8B,
-    LLAMA_20,
-    LLAMA_70B,
-    SHARE,
-    SPIRE,
-    TARGET,
-    VANILLA,
-    figure_4,
-    paper_methods,
+from spectrain.measure.cost import (
+    Acceptance,
+    CostModel,
+    Hardware,
+    Method,
+    Shape,
+    SparseCache,
+    measured_cpu,
     paper_model,
-    slow_multiplier,
+    shape_of_model,
+    shape_of_numbers,
 )
+from tests.conftest import FAMILIES, tiny_model
+
+FIGURE_4 = json.loads((Path(__file__).parent / "spire_figure4.json").read_text())  # as the paper prints it
+BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXT_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LLAMA_70B = Shape(n_layer=80, hidden_size=8192, n_head=64, n_kv_head=8, head_dim=128, intermediate_size=28672)
+TINY = Shape(n_layer=1, hidden_size=2, n_head=1, n_kv_head=1, head_dim=2, intermediate_size=3)
 
 
-def test_body_parameters_are_those_of_the_paper():
-    assert TARGET.body == 67_117_056
-    assert SPIRE.body == 16_779_264
-    assert VANILLA.body == 8_390_656
-    assert LLAMA_70B.body == 68_452_352_000
-    assert LLAMA_8B.body == 6_979_584_000
-
-
-@pytest.mark.parametrize("name", ["vanilla", "magicdec", "spire"])
+@pytest.mark.parametrize("name", FIGURE_4)
 def test_figure_4_to_the_printed_decimals(name):
-    """72 cells a method, 216 in all."""
-    printed = figure_4(name)
-    values = paper_model().multiplier(paper_methods()[name], BATCH, CONTEXT_TOKENS)
-    assert [[f"{cell:.2f}" for cell in row] for row in values] == printed
-    assert (len(printed), {len(row) for row in printed}) == (8, {9})
+    """72 cells of each method, 216 in all."""
+    model, methods = paper_model()
+    values = model.multiplier(methods[name], 4, BATCH, CONTEXT_TOKENS)
+    assert [[f"{cell:.2f}" for cell in row] for row in values] == FIGURE_4[name]
 
 
-def test_figure_1_is_the_row_of_batch_64():
-    methods = paper_methods()
-    cells = {name: paper_model().multiplier(methods[name], [64], [512])[0, 0] for name in methods}
-    assert {name: f"{cell:.2f}" for name, cell in cells.items()} == {
-        "vanilla": "1.36",
-        "magicdec": "2.05",
-        "spire": "2.78",
-        "spire_dense": "1.70",  # Figure 5
-    }
-
-
-def test_figure_6_at_the_highlighted_cell():
-    methods = paper_methods(LLAMA_8B, LLAMA_70B, LLAMA_20)
-    model = CostModel(LLAMA_70B, H100_FP8)
-    cells = {name: model.multiplier(methods[name], [64], [65536])[0, 0] for name in ("magicdec", "spire")}
+def test_figure_5_without_a_sparse_cache_and_figure_6_of_llama_3():
+    model, methods = paper_model()
+    dense = replace(methods["spire"], cache=None)
+    np.testing.assert_allclose(model.multiplier(dense, 4, [1, 64], CONTEXT_TOKENS), 3.401 / 2)
+    llama = replace(model, target=LLAMA_70B)
+    shapes = {"magicdec": LLAMA_70B, "spire": LLAMA_70B.with_layers(20)}
+    cells = {n: llama.multiplier(replace(methods[n], shape=s), 4, [64], [65536]).item() for n, s in shapes.items()}
     assert {name: f"{cell:.2f}" for name, cell in cells.items()} == {"magicdec": "2.14", "spire": "2.82"}
 
 
-def test_a_dense_cache_makes_spire_independent_of_the_context():
-    """Section 4.2: k = 4 and N_target = 4 N_draft, so with k N_draft = N_target the step costs two target forwards."""
-    values = paper_model().multiplier(paper_methods()["spire_dense"], [1, 64], CONTEXT_TOKENS)
-    np.testing.assert_allclose(values, 3.401 / 2, rtol=1e-12)
-
-
-def powers_of_two_below(tokens: float) -> int:
-    return 2 ** math.floor(math.log2(tokens))
-
-
-def test_figure_3_the_longest_context_that_is_ever_compute_bound():
-    """Section 4: 512 is four powers of two above L_crit = 32; 64K is four above Llama 3 70B's."""
-    assert powers_of_two_below(paper_model().critical_context(4)) == 32
-    assert powers_of_two_below(CostModel(LLAMA_70B, H100_FP8).critical_context(4)) == 65536 // 2**4
-    # with k + 1 it would be 64
-    assert powers_of_two_below(paper_model().critical_context(5)) == 64
-
-
-def test_intensity_rises_to_its_limit_and_meets_the_hardware_at_the_critical_batch():
-    model = paper_model()
-    batch, limit = model.critical_batch([32], 4)[0], model.intensity_limit([32], 4)[0]
-    assert model.intensity([batch], [32], 4)[0, 0] == pytest.approx(600)
-    assert model.intensity([1e9], [32], 4)[0, 0] == pytest.approx(limit, rel=1e-4)
-    assert model.intensity([1, 2, 64], [32, 512], 4)[:, 0] == pytest.approx([7.938, 15.754, 341.35], rel=1e-4)
-    assert math.isinf(model.critical_batch([64], 4)[0])
-
-
 def test_a_step_worked_out_by_hand():
-    """One layer of width 2, one head of 2, MLP of 3: 4 + 8 + 8 + 18 = 38 parameters, 4 KV values a token.
+    """One layer of width 2, one head of 2, MLP of 3: 4 + 8 + 8 + 18 = 38 parameters, 4 KV values per token.
 
-    At 10 FLOPs a byte, batch 2, context 5, two bytes a weight and one a KV value: 76 + 40 bytes cost 1160, a token's
-    152 FLOPs less. The draft reads 76 + 2 * 3 * 4 = 100 bytes with a sink and a window of two: 1000. Verifying three
-    tokens takes 456 FLOPs: 1160 again.
+    At 10 FLOPs per byte, batch 2, context 5 and one byte per value: 38 + 40 bytes cost 780, more than 152 FLOPs. A
+    draft step reads 38 + 2 * 3 * 4 = 62 bytes with a sink and a window of two: 620. Verification costs 780 again.
     """
-    shape = Shape(n_layer=1, hidden_size=2, n_head=1, n_kv_head=1, head_dim=2, intermediate_size=3)
-    model = CostModel(shape, Hardware("by hand", 10, weight_bytes=2, kv_bytes=1, flops_per_s=1e6))
-    method = Method("magicdec", shape, k=2, tau=2.5, budget=SparseBudget(sink_tokens=1, window_tokens=2))
-    step = model.step(method, [2], [5])
-    assert (step.draft.item(), step.verify.item(), step.target.item()) == (1000, 1160, 1160)
-    assert model.multiplier(method, [2], [5]).item() == pytest.approx(2.5 * 1160 / (2 * 1000 + 1160))
-    assert model.hardware.milliseconds(step.step).item() == pytest.approx(3.16)
+    model = CostModel(TINY, Hardware("by hand", 10, flops_per_s=1e6))
+    method = Method("magicdec", TINY, Acceptance(2.5, k=2), SparseCache(sink_tokens=1, window_tokens=2))
+    assert model.draft(method, [2], [5]).item() == 620
+    assert model.verify([2], [5]).item() == model.verify([2], [5], n_tokens=3).item() == 780
+    assert model.multiplier(method, 2, [2], [5]).item() == pytest.approx(2.5 * 780 / (2 * 620 + 780))
+    assert model.hardware.milliseconds(np.array(780)).item() == pytest.approx(0.78)
+    slow_arithmetic = CostModel(replace(TINY, vocab_size=10), Hardware("slow", 1e-6), count_unembedding=True)
+    assert slow_arithmetic.verify([1], [1], n_tokens=4).item() == 4 * 2 * (38 + 20)
+    fed_back = Method("spire", TINY, Acceptance(2.0, 2), feedback=True)
+    assert CostModel(TINY, Hardware("slow", 1e-6)).draft(fed_back, [3], [5]).item() == 3 * 2 * (38 + 8)
 
 
-def test_verification_counts_the_root_and_arithmetic_can_bind_it():
-    shape = Shape(n_layer=1, hidden_size=2, n_head=1, n_kv_head=1, head_dim=2, intermediate_size=3)
-    model = CostModel(shape, Hardware("slow arithmetic", 0.001))
-    step = model.step(Method("vanilla", shape, k=3, tau=2), [1], [1])
-    assert step.verify.item() == 4 * step.target.item() == 4 * 2 * 38
+def test_other_draft_lengths_have_the_same_acceptance_rate():
+    """tau = 1 + 1/2 + 1/4 at k = 2, so alpha is 1/2 and tau at k = 3 is 1.875."""
+    acceptance = Acceptance(1.75, k=2)
+    assert acceptance.rate == pytest.approx(0.5)
+    assert (acceptance.at(2), acceptance.at(3)) == (1.75, pytest.approx(1.875))
+    assert Acceptance(1.0, k=2).at(9) == pytest.approx(1.0)
 
 
-def test_the_unembedding_is_read_by_target_and_drafter_where_it_is_counted():
-    with_vocabulary = [Shape(**{**vars(shape), "vocab_size": 1000}) for shape in (TARGET, VANILLA)]
-    model = CostModel(with_vocabulary[0], H100_FP8, count_unembedding=True)
-    assert [model.parameters(s) for s in with_vocabulary] == [67_117_056 + 512_000, 8_390_656 + 256_000]
-    assert CostModel(with_vocabulary[0], H100_FP8).parameters(with_vocabulary[0]) == 67_117_056
+def test_the_best_draft_length_is_that_of_an_exhaustive_search_and_rises_with_acceptance():
+    model, methods = paper_model()
+    lengths = []
+    for tau in (1.2, 2.0, 3.0, 4.5):
+        method = replace(methods["spire"], acceptance=Acceptance(tau))
+        multiplier, k = model.best(method, [8], [2048])
+        each = [model.multiplier(method, n, [8], [2048]).item() for n in range(1, 17)]
+        assert (multiplier.item(), k.item()) == (max(each), 1 + each.index(max(each)))
+        lengths.append(k.item())
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
 
 
-def test_spire_pays_one_more_projection_to_keys_and_values():
-    """2 B * 2 * n_layer * n_kv * D * d_head FLOPs (methods.md section 4), where arithmetic binds."""
-    model = CostModel(TARGET, Hardware("slow arithmetic", 1e-6))
-    methods = paper_methods()
-    plain = Method("plain", SPIRE, k=4, tau=3.401, budget=SHARE)
-    difference = model.step(methods["spire"], [3], [512]).draft - model.step(plain, [3], [512]).draft
-    assert difference.item() == 2 * 3 * 2 * 2 * 8 * 512 * 128
-
-
-@pytest.mark.parametrize(
-    ("budget", "expected"),
-    [
-        (SparseBudget(1, None, 8), [5, 9, 65]),
-        (SparseBudget(1, 64), [32, 65, 65]),  # no more than there is
-        (SparseBudget(0, 16), [16, 16, 16]),
-    ],
+sizes = st.integers(1, 6)
+shapes = st.builds(
+    lambda n_layer, width, kv, group, dim, mlp: Shape(n_layer, 8 * width, kv * group, kv, 4 * dim, 16 * mlp),
+    *[sizes] * 6,
 )
-def test_what_a_sparse_cache_holds(budget, expected):
-    assert budget.tokens(np.array([32, 65 if budget.window_tokens else 64, 512])).tolist() == expected
+caches = st.none() | st.builds(SparseCache, st.integers(0, 4), st.none() | st.integers(1, 64))
 
 
-numbers = st.integers(1, 6)
+@given(shapes, shapes, caches, st.booleans(), st.integers(1, 8), st.floats(0.1, 1000), *[st.integers(1, 3000)] * 2)
+@settings(max_examples=100, deadline=None)
+def test_every_cell_is_that_of_a_slow_version(target, drafter, cache, feedback, k, intensity, batch, context):
+    """From the paper's words: parameters are added up matrix by matrix, and the costs compared one by one."""
 
+    def parameters(shape: Shape) -> int:
+        heads = shape.hidden_size * shape.head_dim
+        matrices = [heads * shape.n_head] * 2 + [heads * shape.n_kv_head] * 2
+        matrices += [shape.hidden_size * shape.intermediate_size] * 3 + [shape.hidden_size] * 2
+        return shape.n_layer * sum(matrices)
 
-@st.composite
-def shapes(draw) -> Shape:
-    n_kv_head = draw(numbers)
-    return Shape(
-        n_layer=draw(numbers),
-        hidden_size=8 * draw(numbers),
-        n_head=n_kv_head * draw(numbers),
-        n_kv_head=n_kv_head,
-        head_dim=4 * draw(numbers),
-        intermediate_size=16 * draw(numbers),
-    )
-
-
-@st.composite
-def cells(draw) -> tuple[CostModel, Method]:
-    k = draw(st.integers(1, 8))
-    budget = draw(
-        st.one_of(
-            st.none(),
-            st.builds(SparseBudget, st.integers(0, 4), st.none(), st.integers(1, 16)),
-            st.builds(SparseBudget, st.integers(0, 4), st.integers(1, 64)),
+    def cost(shape: Shape, tokens: int, cached: int, projections: int = 0) -> float:
+        cache_bytes = batch * cached * shape.n_layer * 2 * shape.n_kv_head * shape.head_dim
+        return max(
+            2 * batch * (parameters(shape) * tokens + projections), (parameters(shape) + cache_bytes) * intensity
         )
-    )
-    size = draw(st.sampled_from([0.5, 1, 2, 4]))
-    model = CostModel(draw(shapes()), Hardware("any", draw(st.floats(0.1, 1000)), size, size))
-    tau = draw(st.floats(1, k + 1))
-    return model, Method("any", draw(shapes()), k, tau, budget, draw(st.booleans()))
+
+    cached = context
+    if cache is not None:
+        window = context // 8 if cache.window_tokens is None else cache.window_tokens
+        cached = cache.sink_tokens + window if cache.window_tokens is None else min(context, cache.sink_tokens + window)
+    again = drafter.n_layer * 2 * drafter.hidden_size * drafter.n_kv_head * drafter.head_dim if feedback else 0
+    step = k * cost(drafter, 1, cached, again) + cost(target, k + 1, context)
+    method = Method("any", drafter, Acceptance((k + 2) / 2, k), cache, feedback)
+    found = CostModel(target, Hardware("any", intensity)).multiplier(method, k, [batch], [context]).item()
+    assert found == pytest.approx((k + 2) / 2 * cost(target, 1, context) / step, rel=1e-9)
 
 
-@given(cells(), st.integers(1, 300), st.integers(1, 3000))
-@settings(max_examples=150, deadline=None)
-def test_every_cell_is_that_of_the_slow_version(cell, batch, context):
-    model, method = cell
-    hardware = model.hardware
-    slow = slow_multiplier(model.target, method, hardware.operational_intensity, hardware.kv_bytes, batch, context)
-    assert model.multiplier(method, [batch], [context])[0, 0] == pytest.approx(slow, rel=1e-9)
+def config_only(folder: Path, config) -> str:
+    """A folder with a config and nothing else: reading weights would fail."""
+    folder.mkdir()
+    config.save_pretrained(folder)
+    return str(folder)
 
 
-@given(cells())
-@settings(max_examples=60, deadline=None)
-def test_costs_rise_with_batch_and_context_and_throughput_with_tau(cell):
-    model, method = cell
-    step = model.step(method, BATCH, CONTEXT_TOKENS)
-    for cost in (step.draft, step.verify, step.target):
-        assert (np.diff(cost, axis=0) >= 0).all()
-        assert (np.diff(cost, axis=1) >= 0).all()
-    assert (step.verify >= step.target).all()  # so no method is faster than tau
-    assert (step.iteration_time_multiplier >= 1).all()
-    better = Method(method.name, method.shape, method.k, min(2 * method.tau, method.k + 1), method.budget)
-    plain = Method(method.name, method.shape, method.k, method.tau, method.budget)
-    ratio = model.multiplier(better, BATCH, CONTEXT_TOKENS) / model.multiplier(plain, BATCH, CONTEXT_TOKENS)
-    np.testing.assert_allclose(ratio, better.tau / plain.tau)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_the_blocks_are_counted_without_weights(family, tmp_path):
+    model = tiny_model(family)
+    shape = shape_of_model(config_only(tmp_path / family, model.config))
+    assert shape.body == sum(p.numel() for p in find_blocks(model).parameters())
+    cache = model(input_ids=model.dummy_inputs["input_ids"][:1, :1], use_cache=True).past_key_values
+    assert shape.kv_values == sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
 
 
-@given(cells(), st.integers(1, 3000))
-@settings(max_examples=60, deadline=None)
-def test_a_large_batch_leaves_the_ratio_of_costs_a_row(cell, context):
-    """Weights vanish: a row costs the larger of its FLOPs and its cache."""
-    model, method = cell
-    hoi, size = model.hardware.operational_intensity, model.hardware.kv_bytes
+def test_models_that_cost_otherwise_are_refused(tmp_path):
+    common = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for name, config in {
+        "mistral": MistralConfig(**common, sliding_window=16),
+        "mixtral": MixtralConfig(**common, num_local_experts=4),
+    }.items():
+        with pytest.raises(UserError, match="is not modelled; choose a dense model"):
+            shape_of_model(config_only(tmp_path / name, config))
+    with pytest.raises(UserError, match="has no config"):
+        shape_of_model(str(tmp_path))
 
-    def row(shape: Shape, tokens: int, cached: int, extra: int = 0) -> float:
-        return max(2.0 * tokens * shape.body + 2.0 * extra, cached * shape.kv_values * size * hoi)
 
-    cached = context if method.budget is None else int(method.budget.tokens(np.array([context]))[0])
-    draft = row(method.shape, 1, cached, method.shape.memory_projections if method.feedback else 0)
-    verify, target = row(model.target, method.k + 1, context), row(model.target, 1, context)
-    expected = method.tau * target / (method.k * draft + verify)
-    assert model.multiplier(method, [10**13], [context])[0, 0] == pytest.approx(expected, rel=1e-4)
+def test_numbers_that_are_left_out_are_the_targets():
+    counted = replace(LLAMA_70B, body_parameters=999)
+    assert shape_of_numbers("numbers.spire", {"n_layer": 20}, counted).body == LLAMA_70B.body // 4
+    with pytest.raises(UserError, match=r"numbers\.target\.layers is unknown"):
+        shape_of_numbers("numbers.target", {"layers": 2})
+    with pytest.raises(UserError, match=r"numbers\.target has no head_dim"):
+        shape_of_numbers("numbers.target", {"n_layer": 2, "hidden_size": 8})
+
+
+def test_the_cpu_is_measured_in_both_rates():
+    hardware = measured_cpu("fp32", repeats=1, n=64, stream_bytes=2**16)
+    assert hardware.bytes_per_value == 4
+    assert 0 < hardware.operational_intensity < hardware.flops_per_s
+
+
+def test_the_command_prints_a_table_and_writes_what_it_modelled(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = typed("cost", "+cost=spire_figure4", "batch=64", "context_tokens=512", "out=made")
+    assert code == 0, err
+    assert [text in out for text in ("1.36 (4)", "2.05 (4)", "2.78 (4)")] == [True] * 3
+    content = json.loads(Path("made/cost.json").read_text())
+    assert content["parameters"] == 67_117_056
+    assert content["methods"]["spire"]["multiplier"] == [[pytest.approx(2.78, abs=0.005)]]
+    assert Path("made/cost.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("arguments", "message"),
     [
-        (lambda: Shape(2, 8, 3, 2, 4, 8), "n_head=3 must be a multiple of n_kv_head=2"),
-        (lambda: Shape(0, 8, 2, 2, 4, 8), "n_layer=0"),
-        (lambda: Shape(2, 8, 2, 2, 4.5, 8), "head_dim=4.5"),
-        (lambda: Hardware("x", 0), "operational_intensity=0"),
-        (lambda: Hardware("x", float("nan")), "operational_intensity=nan"),
-        (lambda: Hardware("x", 1, weight_bytes=-1), "weight_bytes=-1"),
-        (lambda: Method("spire", SPIRE, 4, 5.01), "tau.spire=5.01 must be a number in"),
-        (lambda: Method("spire", SPIRE, 4, 0.99), "tau.spire=0.99"),
-        (lambda: SparseBudget(-1), "sink_tokens=-1"),
-        (lambda: SparseBudget(1, 0), "window_tokens=0"),
-        (lambda: SparseBudget(1, None, 0), "window_share=0"),
+        (["hardware=tpu"], "hardware=tpu is unknown; choose among a100, cpu"),
+        (["dtype=fp64"], "has no peak for dtype=fp64; choose among fp8"),
+        (["hardware=cpu", "dtype=fp8"], "dtype=fp8 cannot be measured on the CPU"),
+        (["tau.spire=5.5"], "tau.spire=5.5 must be a number in [1, 5]"),
+        (["target.path=/none/there"], "/none/there"),
     ],
 )
-def test_impossible_numbers_are_refused(make, words):
-    with pytest.raises(UserError, match=words.replace(".", r"\.").replace("+", r"\+")):
-        make()
+def test_bad_input_is_one_sentence(typed, arguments, message):
+    code, _, err = typed("cost", *arguments)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1

@@ -6,10 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from spectrain.measure.spire_paper import modelled
-from spectrain.reporting.comparisons import gamma_table
 
 from spectrain.measure.statistics import Estimate
+from spectrain.measure.tables import gamma_table
 from spectrain.measure.tau import (
     Setting,
     TauSettings,
@@ -104,23 +103,6 @@ def test_parts_of_the_rows_count_as_the_whole(llama_target, temperature):
 def test_one_row_has_no_interval_and_is_strict_json():
     found = json.loads(json.dumps(compare({"ours": {SHORT: OURS[:1]}, "theirs": {SHORT: THEIRS[:1]}}), allow_nan=False))
     assert found["theirs"]["difference"][SHORT.name] == {"value": -1.0, "low": None, "high": None}
-
-
-def test_throughput_is_modelled_from_tau_at_512_tokens_and_T_1_alone():
-    """Figure 5: 2.78 of SPIRe and 1.36 of a vanilla drafter with the paper's tau, in proportion to tau with ours."""
-    setting = Setting(512, 1.0)
-
-    def content(setting: Setting, gamma: int = 4, rows: slice = slice(None)) -> dict:
-        drafters = compare({"spire": {setting: OURS[rows]}, "vanilla": {setting: THEIRS[rows]}})
-        return {"gamma": gamma, "drafters": drafters}
-
-    found = modelled(content(setting))
-    assert {name: round(paper, 2) for name, (_, paper) in found.items()} == {"spire": 2.78, "vanilla": 1.36}
-    ours, paper = found["spire"]
-    assert list(ours.values()) == pytest.approx([paper * tau / 3.401 for tau in (1.8, 1.0, 3.0)])
-    assert modelled(content(setting, gamma=5)) == {}  # another k
-    assert modelled(content(LONG)) == {}  # greedy
-    assert modelled(content(setting, rows=slice(1)))["spire"][0]["low"] is None  # one row has no interval
 
 
 def test_settings_are_known_by_their_names():

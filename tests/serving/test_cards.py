@@ -8,7 +8,8 @@ import shlex
 
 import pytest
 import yaml
-from spectrain.reporting.cards import lookup_card, trained_card
+
+from spectrain.serving.cards import lookup_card, trained_card
 
 CONFIG = {"corpus": {"held_out_share": 0.05}, "data": {"row_tokens": 64, "batch_size": 2}}
 TRAINED = {"steps": 3, "tokens": 384}

@@ -1,0 +1,172 @@
+"""The report page: one file with the numbers of each run, and what is unfinished, damaged or refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from spectrain.measure.report import write_report
+from spectrain.measure.tables import fixed, interval, plus_minus, terminal_table
+
+EVIL = "<script>alert(1)</script> & co"
+
+
+def estimate(value: float, half: float = 0.25) -> dict:
+    return {"value": value, "low": value - half, "high": value + half}
+
+
+def method(speedup: float, **more) -> dict:
+    own = {"kind": "method", "questions": 8, "errors": 0, "target_forwards": 100, "drafted": 200, "accepted": 150}
+    for name, value in {"mean_accepted": 2.5, "tokens_per_s_micro": 1234.5, "speedup": speedup}.items():
+        own |= {name: value, f"{name}_ci95": [value - 0.25, value + 0.25]}
+    own |= {"time_share": {"forward": 0.8, "draft": 0.15, "verify": 0.05}, "acceptance_by_position": [0.9, 0.5]}
+    own |= {"acceptance_by_source": {"input": {"drafted": 200, "accepted": 150}}, "lossless": True}
+    return own | {"greedy_mismatches": 0} | more
+
+
+RESULTS = {
+    "target": "org/model",
+    "date": "2026-11-20 01:02 UTC",
+    "prompts": "questions.jsonl",
+    "questions": 8,
+    "sampling": {"temperature": 0.0},
+    "command": "python -m spectrain.bench methods=[pld,rest]",
+    "methods": {
+        "autoregressive": method(1.0, drafted=0, accepted=0, acceptance_by_source={}),
+        "pld": method(1.5),
+        "rest": method(1.25, lossless=False, greedy_mismatches=3, errors=1),
+    },
+    "skipped": {"spire": EVIL},
+}
+ROWS = [{"method": "rest", "error": "ValueError: broken"}]
+
+
+class Page(HTMLParser):
+    """The words of a page, its tags, and everything that it would load."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.texts, self.tags, self.loaded = [], [], []
+        self.feed(html)
+        self.text = " ".join(" ".join(self.texts).split())
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.loaded += [v for k, v in attrs if k in ("src", "href", "xlink:href") and not v.startswith("#")]
+
+
+def test_a_benchmark_is_one_page_that_loads_nothing(tmp_path):
+    write_report(tmp_path / "report.html", RESULTS, ROWS)
+    html = (tmp_path / "report.html").read_text()
+    page = Page(html)
+    assert page.loaded == []
+    assert "url(http" not in html
+    assert "script" not in page.tags
+    assert page.tags.count("svg") == 2
+    for words in (
+        "The fastest method was pld: 1.50 [1.25, 1.75] times plain decoding, tau 2.50.",
+        "rest wrote another text than plain decoding for 3 questions.",
+        *("no (3)", "8/9", "75.0 %", "ValueError: broken", EVIL, RESULTS["command"], "sampling greedy"),
+    ):
+        assert words in page.text
+    ids = re.findall(r' id="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_terminals_table_fits_and_keeps_every_number():
+    for width in (80, 100):
+        console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        console.print(terminal_table(RESULTS, width))
+        text = console.export_text()
+        assert all(word in text for word in ("1.50", "1,234.5", "8/9", "no (3)", "rest: 1 failed"))
+        assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "much"])
+def test_what_is_no_number_is_a_dash(value):
+    assert fixed(value, 2) == "–"
+    assert interval({"value": value, "low": 1, "high": 2}, 2) == plus_minus({"value": value}, 2) == "–"
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    """Two finished trainings, one unfinished, a benchmark, a throughput model, and a run whose results are damaged."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs")
+    trained = {
+        "steps": 40,
+        "tokens": 20_480,
+        "metrics": {"eval/loss": 1.125, "eval/alpha": 0.625},
+        "tau": {"autoregressive": {"16 tokens, greedy": estimate(1.0)}, "spire": {"16 tokens, greedy": estimate(2.5)}},
+        "gammas": {"greedy": {str(g): {"tau": estimate(g), "speedup": estimate(1.0)} for g in (1, 2)}},
+    }
+    for name, loss in (("k_2", "mixed"), ("k_10", "hard"), ("going", "mixed")):
+        config = {"kind": "spire", "loss": loss, "max_steps": 40, "target": {"path": "org/model"}}
+        write(folder / name / "config.yaml", yaml.safe_dump(config))
+        write(folder / name / "run.json", json.dumps({"command": f"train {name}", "attempts": []}))
+        if name != "going":
+            write(folder / name / "result.json", json.dumps(trained))
+        first = "step,epoch,train/loss,eval/loss\n9,0,3.0,\n19,0,2.0,2.5\n"
+        write(folder / name / "metrics/version_0/metrics.csv", first)
+        write(
+            folder / name / "metrics/version_1/metrics.csv", "step,epoch,train/loss,eval/alpha_step_1\n19,0,1.5,0.5\n"
+        )
+    write(folder / "bench/config.yaml", "kind: bench\n")
+    write(folder / "bench/results.json", json.dumps(RESULTS))
+    write(folder / "broken/config.yaml", "kind: bench\n")
+    write(folder / "broken/results.json", "{")
+    model = {"multiplier": [[1.75]], "k": [[4]]}
+    content = {"title": "Llama", "hardware": "H100", "batch": [64], "context_tokens": [512], "plain_ms": None}
+    write(folder / "cost/cost.json", json.dumps(content | {"methods": {"spire": model}}))
+    return folder
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_the_page_of_a_folder_has_every_run(runs, typed):
+    code, out, err = typed("report", "runs=runs", "out=report.html")
+    assert code == 0, err
+    assert out.startswith("report.html: 3 sections")
+    assert "left out: runs/broken" in err
+    page = Page(Path("report.html").read_text())
+    assert page.loaded == []
+    for words in (
+        "3 SPIRe drafters for org/model",
+        "highest tau: 2.50",
+        "2.50 [2.25, 2.75]",
+        "loss=hard",
+        "Unfinished, with the numbers of the last validation so far: going.",
+        "20 of 40",
+        "train k_2",
+        "1.75 (4)",
+        "fastest: pld, 1.50 [1.25, 1.75] times plain decoding",
+    ):
+        assert words in page.text
+    assert page.text.index("k_2") < page.text.index("k_10")  # 2 before 10
+    assert typed("report", "runs=runs", "out=report.html")[0] == 0  # its own page may be replaced
+
+
+def test_the_command_refuses_what_it_cannot_do(runs, typed):
+    Path("notes.html").write_text("mine")
+    for arguments, words in (
+        (["runs=nowhere"], "runs=nowhere is no folder"),
+        (["runs=runs/k_2/metrics"], "holds no run that could be shown"),
+        (["runs=runs", "out=runs"], "out=runs is a folder"),
+        (["runs=runs", "out=notes.html"], "is no page of this command"),
+    ):
+        code, _, err = typed("report", *arguments)
+        assert code == 2
+        assert words in err
+    assert Path("notes.html").read_text() == "mine"
