@@ -272,28 +272,6 @@ def test_a_corrupt_checkpoint_is_said_and_left_alone(run, small):
     assert not Path("o2").exists()
 
 
-BAD_TRAINING = {
-    "missing target": ({"target": "/no/such/folder"}, "target folder /no/such/folder does not exist"),
-    "k above window": (["k=9", "window_tokens=8"], "k=9 is larger than window_tokens=8"),
-    "layers": (["n_layer=9"], "n_layer=9 must be 1..4"),
-    "feedback": (["target_activations=false"], "needs feedback=false"),
-    "previous state of a tied input": (["previous_state=true", "input=tied"], "needs input=projected or trained"),
-    "more drafted tokens than there are": (["draft_vocab=99999"], "draft_vocab=99999 is more than the target's"),
-    "drafted tokens of a tied input": (["draft_vocab=9", "input=tied"], "draft_vocab needs input=projected or trained"),
-    "row longer than context": (["data.row_tokens=512"], "data.row_tokens=512 is longer than the target's context"),
-    "vanilla": (["vanilla=/no/such/drafter"], "/no/such/drafter does not exist"),
-    "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
-    "context longer than rows": (["tau.context_tokens=[100]"], "must not exceed data.row_tokens=64"),
-    "no room after contexts": (["tau.new_tokens=250"], "exceed the target's context of 256"),
-    "no gpu": (["trainer=gpu"], "the trainer cannot be made as configured"),
-    "too few rows": (["data.batch_size=5000"], "fewer than one batch of 5000"),
-    "selection beyond rows": (["select.context_tokens=65"], "select.context_tokens=[65] must not exceed data.row_"),
-    "selection beyond the target": (["select.new_tokens=250"], "select.new_tokens=250 exceed the target's context"),
-    "out below a file": (["out=/dev/null/made"], "/dev/null/made cannot be made (Not a directory)"),
-    "out in /proc": (["out=/proc/made"], "/proc/made cannot be made"),
-}
-
-
 def test_fresh_repeats_a_finished_run_and_replaces_its_export(run, small):
     arguments = ["+exp=vanilla", *small, "max_steps=2"]
     assert run("train", *arguments)[0] == 0
@@ -330,20 +308,6 @@ def test_two_ranks_train_and_one_exports(shared, small, tmp_path):
     assert json.loads(result.read_text())["tokens"] == 3 * 2 * 64  # a batch is shared out
 
 
-@pytest.mark.parametrize("case", BAD_TRAINING)
-def test_bad_input_to_train_is_one_sentence_and_leaves_nothing(run, small, case, tmp_path):
-    changes, message = BAD_TRAINING[case]
-    options = changes if isinstance(changes, dict) else {}
-    overrides = [] if isinstance(changes, dict) else changes
-    code, out, err = run("train", "+exp=spire", *small, *overrides, **options)
-    assert code == 2, err
-    assert message in err
-    said = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1
-    assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_drafter_for_another_target_or_tokenizer_is_refused(run, shared):
     target = load_target(shared / "target")
     export_spire(Path("spire"), target, k=2, window_tokens=16)
@@ -361,16 +325,6 @@ def test_a_drafter_for_another_target_or_tokenizer_is_refused(run, shared):
     assert "Traceback" not in err
 
 
-def test_unknown_options_are_named(run, small, tmp_path):
-    for arguments in (["+exp=spir"], ["+exp=spire", "windw=3"], ["+exp=spire", "trainer=tpu"]):
-        code, _, err = run("train", *arguments)
-        assert code == 2
-        assert arguments[-1].split("=")[-1 if "windw" not in arguments[-1] else 0] in err
-        assert "Traceback" not in err
-    assert run("train")[0] == 2
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_chat_model_is_given_its_template_unless_told_otherwise(run, shared):
     shutil.copytree(shared / "target", "chat")
     tokenizer = AutoTokenizer.from_pretrained("chat")
@@ -385,29 +339,3 @@ def test_a_chat_model_is_given_its_template_unless_told_otherwise(run, shared):
     assert found["auto"].startswith("Reader\n\n")
     assert run("generate", *options, target="chat")[1] == found["auto"]
     assert not run("generate", *options)[1].startswith("Reader\n\n")  # a target without a template
-
-
-BAD_GENERATION = {
-    "no prompt": ([], 2, "prompt is missing; give prompt=..."),
-    "empty prompt": (["prompt="], 2, "prompt is empty"),
-    "long prompt": (
-        ["prompt=" + "x = 1\n" * 300, "method=autoregressive"],
-        2,
-        "shorten the prompt or lower max_new_tokens",
-    ),
-    "unknown method": (["prompt=x", "method=magic"], 2, "magic"),
-    "unknown option": (["prompt=x", "method.gama=3"], 2, "gama"),
-    "no drafter": (["prompt=x", "method=spire"], 2, "holds no spire drafter for this target"),
-    "missing drafter": (["prompt=x", "method=spire", "drafter=/no/such"], 2, "/no/such does not exist"),
-    "drafter for nothing": (["prompt=x", "method=autoregressive", "drafter=x"], 2, "none of the methods takes"),
-    "chat": (["prompt=x", "method=autoregressive", "chat=true"], 2, "has no chat template"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_GENERATION)
-def test_bad_input_to_generate_is_one_sentence(run, case):
-    arguments, expected, message = BAD_GENERATION[case]
-    code, _, err = run("generate", *arguments)
-    assert code == expected, err
-    assert message in err
-    assert "Traceback" not in err

@@ -213,7 +213,7 @@ def build_method(
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
     build, folder = build_function(method), None
     if kind is not None:
-        own, given = options.pop(kind, None), artifacts.get(kind)
+        own, given = options.pop(about(kind).option, None), artifacts.get(kind)
         if own and given and own != given:  # of a variant or an exported folder
             log.warning("the method's own %s=%s is used instead of %s", kind, own, given)
         folder = own or given

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding import TargetModel, fingerprint
-from spectrain.decoding.loading import check_finite, check_size
+from spectrain.decoding.loading import check_finite
 from spectrain.errors import UserError
 from spectrain.models.kinds import about
 from spectrain.models.spire import SpireConfig, SpireDrafter
@@ -58,7 +57,7 @@ def trained_artifact(
 ) -> Artifact:
     """Return what `spectrain.json` says of a trained drafter or head."""
     facts = kind, target, target_fingerprint, trained, tokenizer_fingerprint
-    return Artifact(*facts, method=about(kind).method, folders={kind: "."})
+    return Artifact(*facts, method=about(kind).method, folders={about(kind).option: "."})
 
 
 def write_manifest(folder: Path, artifact: Artifact) -> None:
@@ -187,14 +186,11 @@ def load_spire(folder: Path, target: TargetModel, option: str = "drafter") -> Sp
     check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer), option)
     with damage_of(given):
         config = read_object(folder / "config.json", SpireConfig, "export it again")
-        check_size(partial(SpireDrafter, config), folder, given)
         drafter = SpireDrafter(config, target)
         state = load_file(folder / WEIGHTS)
         if config.has_one_table:
             state["lm_head.weight"] = state["embed_tokens.weight"]
         drafter.load_state_dict(state)
-        if drafter.kept is not None and not 0 <= int(drafter.kept.min()) <= int(drafter.kept.max()) < target.vocab_size:
-            raise ValueError("tokens outside of the vocabulary")
     check_finite(drafter, given)
     return drafter
 

@@ -127,7 +127,7 @@ def save_drafter(
 
 
 def own_drafter(folder: Path | str) -> Path | None:
-    """Return the drafter inside an exported head; None: an older export without one."""
+    """Return the drafter inside an exported head; None: it lies elsewhere, as `HeadFacts` says."""
     drafter = Path(folder) / DRAFTER
     return drafter if drafter.is_dir() else None
 

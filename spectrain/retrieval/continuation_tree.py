@@ -99,9 +99,9 @@ def _first_of_shards(ranges, i, take, total):
 def _insert(tree, n_nodes, text, position, branch, separator):
     """Count the continuation that begins at `position`."""
     node = 0
-    for place in range(max(0, position), min(position + branch, len(text))):
+    for place in range(position, min(position + branch, len(text))):
         token = text[place]
-        if token >= separator:  # the end of the document; above it only in a damaged file
+        if token == separator:  # the end of the document
             break
         node, n_nodes = child_of(tree, n_nodes, node, token)
         if node == 0:

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, NotRequired
+from typing import BinaryIO
 
 import numpy as np
-from typing_extensions import TypedDict
 
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
 from spectrain.errors import UserError
@@ -37,7 +36,7 @@ from spectrain.retrieval.suffix_array import (
 )
 from spectrain.stores import locations
 from spectrain.stores.folder import MANIFEST, StoreKind, sha256, write_json
-from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy
+from spectrain.stores.typed import Count, FileFacts
 from spectrain.stores.writing import write_whole
 
 VERSION = 1
@@ -53,53 +52,6 @@ class Shard:
     files: dict[str, FileFacts]
 
 
-class Quantiles(TypedDict):
-    """Perplexities of some documents; a text says that a value is infinite or that there is none."""
-
-    __pydantic_config__ = MORE
-    median: NotRequired[float | str | None]
-
-
-class Perplexities(TypedDict):
-    """Of the documents that were kept and of those that were not."""
-
-    kept: Quantiles
-    dropped: Quantiles
-
-
-class DocumentCounts(TypedDict):
-    """Documents and files that were met, by what became of them."""
-
-    __pydantic_config__ = MORE
-    read: NotRequired[Count]
-    duplicates: NotRequired[Count]
-    empty: NotRequired[Count]
-    without_assistant: NotRequired[Count]  # conversations
-    with_answer: NotRequired[Count]  # conversations and responses
-    not_utf8: NotRequired[Count]  # files
-    not_utf8_files: NotRequired[list[str]]
-    held_out: NotRequired[Count]
-    dropped: NotRequired[Count]
-    tokens_dropped: NotRequired[Count]
-
-
-class SourceCounts(TypedDict):
-    """Documents of one source."""
-
-    documents: Count
-    kept: Count
-
-
-class Build(TypedDict):
-    """How a datastore was made; older ones do not say."""
-
-    __pydantic_config__ = MORE
-    config: NotRequired[MadeBy]
-    counts: NotRequired[DocumentCounts]
-    sources: NotRequired[dict[str, SourceCounts]]  # with quotas
-    perplexity: NotRequired[Perplexities | None]
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`."""
@@ -111,14 +63,12 @@ class Manifest:
     documents: Count
     tokens: Count  # without separators
     shards: list[Shard]
-    build: Build = field(default_factory=dict)
+    build: dict = field(default_factory=dict)  # how it was made: config, counts of documents, perplexities
     kind: str = "datastore"
     version: int = VERSION
 
     def __post_init__(self) -> None:
         shards = [Shard(**shard) if isinstance(shard, Mapping) else shard for shard in self.shards]
-        if not shards or any(set(shard.files) != set(_file_names(i)) for i, shard in enumerate(shards)):
-            raise ValueError("it does not name all files of a datastore")
         object.__setattr__(self, "shards", shards)
 
     @property
@@ -206,9 +156,8 @@ class Datastore:
     def _open_shard(self, index: int, shard: Shard) -> list[np.ndarray]:
         """Map the arrays of a shard, in the order of PARTS.
 
-        Compiled searches do not check bounds. Types, shapes and the table of ranges, which is small, are checked here.
-        Searches compare every place of the suffix array with the text's length, and every token with the separator,
-        when they read it: reading the other files here would take seconds per gigabyte.
+        Types and shapes are checked here, because compiled searches do not check bounds. The contents are not read,
+        which would take seconds per gigabyte; see `verify`.
         """
         V, n = self.vocab_size, shard.tokens
         tokens = token_dtype(V)
@@ -216,18 +165,12 @@ class Datastore:
         expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pair_dtype(tokens), n), (np.int64, n_offsets)]
         arrays = []
         for name, (dtype, length) in zip(_file_names(index), expected, strict=True):
-            file, facts = self.folder / name, shard.files[name]
             try:
-                mapped = np.load(file, mmap_mode="r")
-                ends_with_file = mapped.offset + mapped.nbytes == facts["bytes"]
-                array = mapped.view(np.ndarray)  # numba is slow to recognise subclasses
-            except Exception as error:  # a damaged header is parsed as Python, and fails in as many ways
-                raise DATASTORES.damaged(file, error) from error
-            damaged = not ends_with_file or array.dtype != dtype or array.shape != (length,)
-            if name.startswith("bounds") and not damaged:  # says where to read, and is small: it is read whole
-                damaged = sha256(file) != facts["sha256"] or not _are_ranges(array, n)
-            if damaged:
-                raise DATASTORES.damaged(file, "it does not hold what the manifest says")
+                array = np.load(self.folder / name, mmap_mode="r").view(np.ndarray)  # numba is slow on subclasses
+            except ValueError as error:
+                raise DATASTORES.damaged(self.folder / name, error) from error
+            if array.dtype != dtype or array.shape != (length,):
+                raise DATASTORES.damaged(self.folder / name, "it does not hold what the manifest says")
             arrays.append(array)
         return arrays
 
@@ -266,11 +209,6 @@ class Datastore:
         context = np.asarray(context, dtype=np.int64)
         length, _ = longest_suffix(self.index, context, min_length, max_length, ranges)
         return int(length), ranges if length else np.zeros_like(ranges)
-
-
-def _are_ranges(bounds: np.ndarray, n_tokens: int) -> bool:
-    """Return whether a table of ranges [V + 2] cuts n_tokens suffixes into one range per token."""
-    return (bounds[0], bounds[-1]) == (0, n_tokens) and bool((np.diff(bounds) >= 0).all())
 
 
 def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:

@@ -98,7 +98,7 @@ def compare(tokens, position, context, begin, end):
     """Compare the text at `position` with context[begin:end]: 0 if it begins with it, -1 if it sorts before, else 1."""
     n_tokens = len(tokens)
     for i in range(begin, end):
-        if position < 0 or position >= n_tokens:  # below 0 only if a file is damaged
+        if position >= n_tokens:
             return -1
         token = np.int64(tokens[position])
         if token != context[i]:
@@ -228,8 +228,6 @@ def _leftwards(index, context, length, limit, ranges):
         text = tokens[shard]
         for i in range(ranges[shard, 0], ranges[shard, 1]):
             start, reached = suffixes[shard][i], length
-            if start >= len(text):  # a damaged file
-                continue
             while reached < limit and start > 0 and text[start - 1] == context[n_context - 1 - reached]:
                 start -= 1
                 reached += 1

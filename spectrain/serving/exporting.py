@@ -37,7 +37,7 @@ from spectrain.models.packages import target_path
 from spectrain.models.vanilla import save_pretrained
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, newest_datastore
-from spectrain.stores.folder import MANIFEST, load_json, write_json
+from spectrain.stores.folder import MANIFEST, write_json
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.training.experiments import export_dtype, head_facts, trained_drafter, trained_head, trained_target
 from spectrain.training.runs import RunFolder
@@ -271,11 +271,10 @@ def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Pa
         The share of evenly chosen documents whose text is tokenized as it was; others match worse in another engine.
     """
     (folder / DATASTORE).mkdir()
-    for name in [name for shard in store.manifest.shards for name in shard.files]:
+    for name in (*store.manifest.files, MANIFEST):
         shutil.copyfile(store.folder / name, folder / DATASTORE / name)
     if (store.folder / CALIBRATION).is_file():
         shutil.copyfile(store.folder / CALIBRATION, folder / DATASTORE / CALIBRATION)
-    write_json(folder / DATASTORE / MANIFEST, load_json(store.folder / MANIFEST))  # an old one may hold a NaN
     tokens, texts = [], []  # of the chosen documents
     every = max(1, store.manifest.documents // TRIED_DOCUMENTS)
     with (folder / CORPUS).open("w", encoding="utf-8") as lines:

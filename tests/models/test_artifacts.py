@@ -103,10 +103,6 @@ def test_an_export_holds_the_tokens_that_it_can_draft(tmp_path, target, head):
     logits = drafter.logits(torch.randn(2, 32))
     assert logits.shape == (2, VOCAB_SIZE)
     assert (logits > -torch.inf).nonzero()[:, 1].tolist() == 2 * kept.tolist()
-    made.kept[0] = VOCAB_SIZE
-    save_spire(folder, made)
-    with pytest.raises(UserError, match="is damaged"):
-        load_spire(folder, target)
 
 
 def test_a_drafter_of_another_target_is_refused(tmp_path, target):
@@ -114,12 +110,6 @@ def test_a_drafter_of_another_target_is_refused(tmp_path, target):
     other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
     with pytest.raises(UserError, match=r"was trained for tiny .* not for this target"):
         load_spire(folder, other)
-
-
-def test_an_unequal_tokenizer_is_another_target(tmp_path, target):
-    folder = export_spire(tmp_path / "spire", target)
-    with pytest.raises(UserError, match="not for this target"):
-        load_spire(folder, TargetModel(target.model, tiny_tokenizer("b")))
 
 
 def test_wrong_folders_are_named(tmp_path, target):
@@ -148,8 +138,8 @@ def test_damaged_exports_are_refused(tmp_path, target, damage):
 
 def test_an_export_says_which_method_decodes_with_it_and_what_training_measured(tmp_path, target):
     spire, vanilla = export_spire(tmp_path / "s", target), export_vanilla(tmp_path / "v", target)
-    assert decoded_by(spire) == ("spire", {"spire": str(spire)})
-    assert decoded_by(vanilla) == ("speculative", {"vanilla": str(vanilla)})
+    assert decoded_by(spire) == ("spire", {"drafter": str(spire)})
+    assert decoded_by(vanilla) == ("speculative", {"drafter": str(vanilla)})
     assert (fastest_gamma(spire), trained_acceptance(spire), fastest_gamma(tmp_path)) == (None, None, None)
     manifest = json.loads((spire / MANIFEST).read_text())
     trained = {"fastest_gamma": 2, "metrics": {"eval/alpha": 0.25}}

@@ -16,7 +16,6 @@ from spectrain.methods.specdecpp import build, open_drafter
 from spectrain.models.artifacts import trained_artifact, write_manifest
 from spectrain.models.head import (
     AcceptanceHead,
-    DrafterFacts,
     HeadConfig,
     HeadFacts,
     load_head,
@@ -82,26 +81,6 @@ def test_another_drafter_is_refused(tmp_path, target):
         build(target, str(folder), str(other))
 
 
-def test_another_width_is_refused(tmp_path, target):
-    drafter = export_vanilla(tmp_path / "drafter", target)
-    folder = export_head(tmp_path / "head", target, drafter)
-    facts = read_head_facts(folder, fingerprint(target.model, target.tokenizer))
-    with pytest.raises(UserError, match="reads states of width 16, but the drafter x has 32"):
-        load_head(folder, facts, DrafterFacts("vanilla", "x", facts.drafter.fingerprint), 32)
-
-
-def test_another_target_is_refused(tmp_path, target):
-    folder = export_head(tmp_path / "head", target, export_vanilla(tmp_path / "drafter", target))
-    with pytest.raises(UserError, match="was trained for tiny"):
-        read_head_facts(folder, "0" * 16)
-
-
-def test_a_drafter_is_no_head(tmp_path, target):
-    drafter = export_vanilla(tmp_path / "drafter", target)
-    with pytest.raises(UserError, match=r"head=.*drafter is a vanilla drafter; give one made by .*\+exp=specdecpp"):
-        read_head_facts(drafter, fingerprint(target.model, target.tokenizer))
-
-
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
 def test_a_damaged_head_is_said(tmp_path, target, broken):
     drafter = export_vanilla(tmp_path / "drafter", target)
@@ -151,13 +130,3 @@ def test_every_depth_begins_as_the_linear_layer_alone():
     torch.testing.assert_close(head(hidden), head.output(hidden)[:, 0])
     head(hidden).sum().backward()
     assert all(block.weight.grad.abs().max() > 0 for block in head.blocks)  # and none is stuck there
-
-
-def test_half_precision_states_are_judged_in_float32():
-    assert random_head(2)(torch.randn(5, 6, dtype=torch.bfloat16)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("n_blocks", [-1, 5, 1.5, True])
-def test_depths_out_of_range_are_refused(n_blocks):
-    with pytest.raises(UserError, match=r"n_blocks=.* must be a (whole number of at least 0|number in \[0, 4\])"):
-        HeadConfig(hidden_size=6, n_blocks=n_blocks)

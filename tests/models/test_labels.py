@@ -116,12 +116,6 @@ def test_labels_equal_the_definition(make, name):
         assert between > 5  # the ratio itself was looked at
 
 
-def test_block_roots_of_spire_have_no_draft():
-    _, states = spire()
-    roots = [t for t in range(12) if not states.reads_drafts(12)[t]]
-    assert roots == [0, 5, 10]
-
-
 @pytest.mark.parametrize("make", [vanilla, spire])
 def test_padding_and_neighbours_change_nothing(make):
     target, states = make()
@@ -163,14 +157,6 @@ def test_the_mean_label_is_the_overlap_of_p_and_q():
     found = label_texts(target, states, tokens, may_draft, sampling, torch.rand(1, 8, 20_000))
     p, q = (slow_warp(sampling, logits[6]) for logits in slow_logits(target, states, tokens[0]))
     assert float(found.labels[0, 7].mean()) == pytest.approx(np.minimum(p, q).sum(), abs=0.02)
-
-
-def test_no_position_at_all_gives_no_drafts():
-    target, states = vanilla()
-    tokens, may_draft, uniforms = asked(states, 2)
-    found = label_texts(target, states, tokens, may_draft & False, SAMPLINGS["all"], uniforms)
-    assert found.labels.shape == (2, N_TOKENS, N_DRAWS)
-    assert not found.q.any()
 
 
 @pytest.mark.parametrize("of", ["target", "drafter"])

@@ -39,13 +39,6 @@ def test_what_the_budget_has_no_room_for_is_left_out():
     assert tree.tokens == [9, 1, 2, 3]
 
 
-def test_without_depth_nothing_is_free():
-    tree = CandidateTree(9, max_nodes=4, max_depth=0)
-    assert tree.n_free == 0
-    assert tree.add([1], Source.INPUT) == 0
-    assert tree.tokens == [9]
-
-
 @given(guesses=GUESSES, max_nodes=st.integers(1, 15), max_depth=st.integers(0, 5))
 def test_tree_equals_a_slow_trie(guesses, max_nodes, max_depth):
     tree = CandidateTree(9, max_nodes, max_depth)
@@ -89,16 +82,6 @@ def draft_tree(rows: list[CandidateTree]) -> DraftTree:
     drafter = Any(max_nodes=20)
     drafter.probe_shape = rows[0].shape
     return drafter.drafted(Context(Sampling()), *as_drafts(rows))
-
-
-def test_kinds_stand_beside_the_nodes_that_they_are_of():
-    row = CandidateTree(9, 20, 9)
-    row.add([1, 2], Source.INPUT, kind=3)
-    row.add([1, 5], Source.INPUT, kind=4)
-    row.add_tree([9, 1, 6, 7], [-1, 0, 0, 2], [0, 1, 2, 0], Source.DATASTORE, first_kind=10)
-    drafts, sizes = as_drafts([row, CandidateTree(8, 20, 9)])
-    assert drafts[0].tolist() == [[9, 1, 2, 5, 6, 7], [-1, 0, 1, 1, 0, 4], [0, 3, 3, 3, 4, 4], [0, 3, 3, 4, 12, 10]]
-    assert sizes.tolist() == [[6, 2], [1, 0]]
 
 
 def test_rows_are_padded_to_the_largest():

@@ -63,25 +63,6 @@ def test_match_rules_by_hand():
     assert PositionTable(text, match="latest_full", horizon=10).continuation(3)[0] == [1, 2, 7]
 
 
-def test_the_end_of_the_text_does_not_find_itself():
-    for match in ("latest", "earliest", "latest_full"):
-        assert PositionTable([1, 2, 3], match=match).continuation(5)[0] == []
-        assert PositionTable([3, 3], match=match).continuation(5)[0] == [3]
-
-
-def test_longer_suffixes_win():
-    text = [1, 2, 3, 8, 2, 3, 9, 3, 0, 1, 2, 3]
-    assert [PositionTable(text, n).continuation(1)[0] for n in (3, 2, 1)] == [[8], [9], [0]]
-
-
-def test_extra_tokens_continue_the_suffix_and_leave_the_table_alone():
-    table = PositionTable([1, 2, 3, 4, 9, 3, 5, 1, 2])
-    assert table.continuation(2, (3,))[0] == [4, 9]  # of 1 2 3
-    assert table.continuation(2, (8,))[0] == []
-    assert table.continuation(2, (8, 9))[0] == [3, 5]  # of 9 alone
-    assert table.continuation(2)[0] == [3, 4]
-
-
 def slow_likeliest(text: list[int], context: list[int]) -> int | None:
     """Counts the tokens behind a context; of equal counts the one seen last."""
     n = len(context)

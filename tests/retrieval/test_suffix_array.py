@@ -96,13 +96,3 @@ def test_no_match_crosses_the_end_of_a_document(tmp_path):
     store = make_store(tmp_path, [[0, 1], [2, 3]], VOCAB_SIZE)
     assert store.longest_suffix([1, 2], 1, 8)[0] == 1
     assert places([[0, 1], [2, 3]], [1, 2]) == []
-
-
-def test_a_damaged_array_is_not_read_beyond_its_end(tmp_path):
-    documents = [[0, 1, 2, 0, 1, 3]]
-    store = make_store(tmp_path, documents, VOCAB_SIZE)
-    text, bounds, pairs = store.tokens[0], store.bounds[0], store.pairs[0]
-    for wrong in (-(2**31), 2**31 - 3):
-        suffixes = np.full(len(text), wrong, dtype=np.int32)
-        low, high = find_range(text, suffixes, bounds, pairs, np.array([0, 1, 2, 0]), 0, 4)
-        assert low == high

@@ -143,11 +143,6 @@ def test_a_row_with_another_text_is_read_anew(steps):
     assert steps([10, 11, 12, 14, 10, 11]) == [[12, 14, 10, 11]]  # one token differs in the middle
 
 
-def test_rows_in_prefill_get_no_drafts_and_do_not_hold_up_others(steps):
-    assert steps([7, 8, 9, 7, 8], [5, 6, 5], sampled=[[], [5]]) == [[], [6, 5]]
-    assert steps([7, 8, 9, 7, 8, 9], [5, 6, 5, 6], sampled=[[9], [6]]) == [[7, 8, 9], [5, 6]]
-
-
 def test_a_placeholder_that_is_no_token_gives_no_drafts(steps, target):
     assert steps([7, 8, -1, 7, 8], [5, 6, 5]) == [[], [6, 5]]
     assert steps([7, 8, target.vocab_size, 7, 8]) == [[]]

@@ -122,6 +122,8 @@ def jobs(inputs: Path) -> dict[str, tuple[str, ...]]:
     steps = ("max_steps=40", "trainer.val_check_interval=10", "trainer.log_every_n_steps=2", "checkpoint_s=0.02")
     training = (target, *SMALL_TRAINING, *steps, "out=exported", "run_dir=run")
     small_parts = ("window_tokens=64", "batch_tokens=128", "part_documents=2", "shard_tokens=2000")
+    # Sizes of drafts that are learned on earlier questions would differ after a kill.
+    papers = ("methods=[pld,lookahead]", "max_nodes=paper")
     return {
         "train, spire": ("train", "+exp=spire", corpus, *training),
         "train, specdecpp": ("train", "+exp=specdecpp", vanilla, responses, "held_out_share=0.3", *training),
@@ -129,6 +131,6 @@ def jobs(inputs: Path) -> dict[str, tuple[str, ...]]:
         "activations": ("activations", target, corpus, "row_tokens=32", "shard_tokens=256", "out=made"),
         "acceptance": ("acceptance", target, responses, vanilla, "part_rows=1", "draws=2", "out=made"),
         "datastore": ("datastore", target, corpus, "keep=0.7", *small_parts, "out=made"),
-        "bench": ("bench", target, prompts, "methods=[pld,lookahead]", "max_new_tokens=16", "limit=6", "out=made"),
+        "bench": ("bench", target, prompts, *papers, "max_new_tokens=16", "limit=6", "out=made"),
         "export": ("export", f"run={inputs}/vanilla_run", "out=made"),
     }

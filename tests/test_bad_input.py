@@ -1,0 +1,169 @@
+"""What a user gets wrong is one sentence that names it and says what to do, exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from spectrain.decoding import TargetModel, load_target
+from tests.conftest import tiny_model
+from tests.models.test_artifacts import export_spire
+
+SPECTRAIN = ("train", "generate", "bench", "export", "cost", "report")
+PLD = "method=pld prompt=def"
+SPIRE = (
+    "+exp=spire corpus={corpus} data.row_tokens=64 data.batch_size=2 data.val_rows=2 tau.context_tokens=[16] "
+    "tau.new_tokens=12 select.contexts=2 trainer.precision=32-true"
+)
+# A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
+MISSPELT = [
+    (f"generate {PLD} max_new_tokns=3", "max_new_tokns max_new_tokens"),
+    ("generate method=speculative prompt=def method.gama=3", "method.gama method.gamma"),
+    (f"train {SPIRE} optimzer.lr=1e-3", "optimizer.lr"),
+    ("bench methods=[pld] prompts=prompts.jsonl sed=3", "sed seed"),
+    ("responses prompts=prompts.jsonl limt=3", "limt limit"),
+    ("datastore corpus={corpus} kep=0.5", "kep keep"),
+    ("train +exp=spir", "spir spire"),
+    ("train exp=spire", "+exp"),
+    (f"train {SPIRE} trainer=tpu", "tpu gpu"),
+]
+WRONG_TYPE = [
+    (f"generate {PLD} max_new_tokens=foo", "max_new_tokens foo"),
+    (f"generate {PLD} baseline=perhaps", "baseline perhaps"),
+    (f"train {SPIRE} max_steps=1.5", "max_steps 1.5"),
+    (f"train {SPIRE} optimizer.lr=foo", "optimizer.lr foo"),
+    ("bench methods=[pld] prompts=prompts.jsonl batch_size=[]", "batch_size"),
+    ("responses prompts=prompts.jsonl max_new_tokens=foo", "max_new_tokens foo"),
+    ("datastore corpus={corpus} keep=foo", "keep foo"),
+]
+OUT_OF_RANGE = [
+    (f"generate {PLD} max_new_tokens=-1", "max_new_tokens -1"),
+    (f"generate {PLD} sampling.temperature=-1", "temperature -1"),
+    (f"generate {PLD} sampling.top_p=2", "top_p 2"),
+    (f"generate {PLD} method.draft_tokens=0", "draft_tokens 0"),
+    (f"train {SPIRE} data.batch_size=0", "batch_size 0"),
+    (f"train {SPIRE} optimizer.lr=nan", "lr nan"),
+    (f"train {SPIRE} data.row_tokens=512", "row_tokens 512 context"),
+    (f"train {SPIRE} data.batch_size=5000", "batch 5000"),
+    (f"train {SPIRE} tau.context_tokens=[100]", "context_tokens row_tokens"),
+    (f"train {SPIRE} tau.new_tokens=250", "new_tokens 250 context"),
+    (f"train {SPIRE} select.context_tokens=65", "select.context_tokens row_tokens"),
+    (f"train {SPIRE} n_layer=9", "n_layer=9"),
+    (f"train {SPIRE} draft_vocab=99999", "draft_vocab=99999"),
+    (f"train {SPIRE} draft_vocab=9 input=tied", "draft_vocab input"),
+    (f"generate method=autoregressive prompt={'x=1;' * 400}", "prompt max_new_tokens"),
+    (f"train {SPIRE} k=9 window_tokens=4", "k=9 window_tokens=4"),
+    ("bench methods=[pld] prompts=prompts.jsonl limit=0", "limit 0"),
+    ("datastore corpus={corpus} keep=-1", "keep -1"),
+    ("export run=no/where weights=worst", "worst best last"),
+]
+UNKNOWN_METHOD = [
+    ("generate method=magic prompt=def", "magic pld"),
+    ("bench methods=[magic] prompts=prompts.jsonl", "magic"),
+    ("generate method=no/where prompt=def", "no/where"),
+    ("export method=magic", "magic"),
+]
+MISSING_TARGET = [
+    (f"generate {PLD} target=no/where", "no/where"),
+    ("bench methods=[pld] prompts=prompts.jsonl target=a_file", "a_file"),
+    (f"train {SPIRE} target=no/where", "no/where"),
+    ("responses prompts=prompts.jsonl target=no/where", "no/where"),
+]
+OTHER_TARGET = [
+    ("generate method=spire drafter={other} prompt=def", "{other} target"),
+    ("bench methods=[spire] drafter={other} prompts=prompts.jsonl", "{other} target"),
+    (f"train {SPIRE} init={{other}}", "{other} target"),
+    ("generate method={other} prompt=def", "{other} target"),
+]
+MISSING_FILE = [
+    ("generate method=spire prompt=def", "spire drafter=<folder>"),
+    ("generate method=spire drafter=no/where prompt=def", "no/where does not exist"),
+    ("generate method=pld drafter={other} prompt=def", "{other}"),
+    ("bench methods=[pld] prompts=no.jsonl", "no.jsonl"),
+    ("generate method=rest datastore=no/where prompt=def", "no/where"),
+    (f"train {SPIRE} corpus=no/where", "no/where"),
+    ("acceptance responses=no/where", "no/where"),
+    ("export run=no/where", "no/where"),
+    ("target gguf=no.gguf", "no.gguf"),
+    ("target", "gguf package"),
+    (f"train {SPIRE} vanilla=no/where", "no/where"),
+    (f"train {SPIRE} out=a_file/below", "a_file"),
+    ("generate method=autoregressive prompt=def chat=true", "chat template"),
+    ("report runs=no/where", "no/where"),
+]
+HALF_WRITTEN = [
+    ("generate method=rest datastore=cut_manifest prompt=def", "cut_manifest"),
+    ("generate method=rest datastore=no_tokens prompt=def", "no_tokens"),
+    ("generate method=rest datastore=short_tokens prompt=def", "short_tokens"),
+    ("generate method=spire drafter=cut_weights prompt=def", "cut_weights"),
+    ("export run=a_folder", "a_folder"),
+]
+EMPTY = [
+    ("generate method=pld prompt=", "prompt"),
+    ("generate method=pld", "prompt"),
+    ("bench methods=[pld] prompts=empty.jsonl", "empty.jsonl"),
+    ("responses prompts=empty.jsonl", "empty.jsonl"),
+    ("bench methods=[pld] prompts=a_file", "a_file"),
+    ("train", "+exp=spire"),
+]
+CASES = [
+    *(MISSPELT + WRONG_TYPE + OUT_OF_RANGE + UNKNOWN_METHOD + MISSING_TARGET),
+    *(OTHER_TARGET + MISSING_FILE + HALF_WRITTEN + EMPTY),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(shared, stored, tmp_path_factory) -> Path:
+    """Files that are wrong in some way."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "prompts.jsonl").write_text('{"prompt": "def read_config(path):"}\n')
+    (folder / "empty.jsonl").touch()
+    (folder / "a_file").write_text("neither a model nor prompts\n")
+    (folder / "a_folder").mkdir()
+    for name in ("cut_manifest", "no_tokens", "short_tokens"):
+        shutil.copytree(stored, folder / name)
+    cut(folder / "cut_manifest" / "manifest.json")
+    (folder / "no_tokens" / "tokens-00000.npy").unlink()
+    cut(folder / "short_tokens" / "tokens-00000.npy")
+    cut(export_spire(folder / "cut_weights", load_target(shared / "target")) / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory, shared) -> Path:
+    """A drafter of another target with the same tokenizer."""
+    model = tiny_model("llama", seed=1, vocab_size=300, eos_token_id=0, num_hidden_layers=4)
+    target = TargetModel(model, load_target(shared / "target").tokenizer)
+    return export_spire(tmp_path_factory.mktemp("other") / "spire", target)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(("typed", "words"), CASES, ids=[typed[:10] + typed[-50:] for typed, _ in CASES])
+def test_bad_input_is_one_sentence(typed, words, shared, stored, inputs, other, tmp_path, monkeypatch, capfd):
+    shutil.copytree(inputs, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(os.listdir())
+    filled = {"corpus": shared / "corpus", "stored": stored, "other": other}
+    name, *options = typed.format(**filled).split()
+    takes_target = name not in ("cost", "report", "target") and "run=" not in typed and "target=" not in typed
+    if takes_target:
+        options.insert(0, f"target={shared / 'target'}")
+    module = f"spectrain.{name}" if name in SPECTRAIN else f"data_prep.{name}"
+    monkeypatch.setattr(sys, "argv", [module, *options])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    out, err = capfd.readouterr()
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (ended.value.code, out, len(errors)) == (2, "", 1), out + err
+    assert "Traceback" not in err
+    assert [word for word in words.format(**filled).split() if word not in errors[0]] == [], errors[0]
+    assert sorted(os.listdir()) == before
