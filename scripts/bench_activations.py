@@ -24,6 +24,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
 from rich.table import Table
+from spectrain.training.modules import SpireTraining
 
 from data_prep.capture import AUTOCAST, ShardParts, TokenRows, autocast, shard_facts
 from data_prep.pipeline import Build
@@ -39,7 +40,6 @@ from spectrain.stores.folder import write_manifest
 from spectrain.stores.locations import bundled_folder
 from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
 from spectrain.training.losses import LossSettings
-from spectrain.training.modules import SpireTraining
 from spectrain.training.optim import OptimizerSettings
 
 WARM_UP = 2

@@ -25,13 +25,13 @@ from hydra import compose, initialize_config_dir
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from rich.console import Console
 from rich.table import Table
+from spectrain.training.experiments import drafter_experiment
+from spectrain.training.modules import SpireTraining
 
 from spectrain.cli import expand_shorthands, leave_ranks, open_target, quiet_libraries
 from spectrain.measure.statistics import median
 from spectrain.stores.locations import conf_dir
-from spectrain.training.experiments import drafter_experiment
 from spectrain.training.fit import build_trainer
-from spectrain.training.modules import SpireTraining
 
 WARM_UP = 2  # steps that are not timed
 TRAINERS = {"one rank": "cpu", "DDP": "ddp", "ZeRO-2": "deepspeed_zero2"}

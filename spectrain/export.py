@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, open_target
 from spectrain.errors import UserError
-from spectrain.methods.registry import given_artifacts, with_tuned
-from spectrain.methods.specdecpp import open_given_drafter
+from spectrain.methods.registry import with_tuned
 from spectrain.reporting.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
@@ -62,15 +62,12 @@ def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
 
 def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
     """Read what a run exports, with its target and drafter where its kind has any."""
-    trained, target, drafter = run.options, None, None
-    if cfg.export_dtype is not None and trained.kind != "spire":
-        raise UserError(f"export_dtype={cfg.export_dtype} is for runs of +exp=spire, not of {trained.kind}; remove it")
-    if trained.kind != "target":
-        target = open_target(trained, "cpu")
-    if trained.kind == "specdecpp":
-        drafter = open_given_drafter(given_artifacts(trained), target, trained.rollout_tokens)
-    export = run_export(run, cfg.weights, target, drafter, cfg.export_dtype)
-    return partial(write_export, export=export, card=trained_card)
+    if cfg.export_dtype is not None:
+        if "export_dtype" not in run.config:
+            raise UserError(f"export_dtype={cfg.export_dtype} is no option of {run.path}; remove it")
+        run = replace(run, config=run.config | {"export_dtype": cfg.export_dtype})
+    experiment = run.experiment(partial(open_target, run.options, "cpu"))
+    return partial(write_export, export=run_export(experiment, cfg.weights), card=trained_card)
 
 
 def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:

@@ -33,7 +33,6 @@ from spectrain.reporting.tables import show
 from spectrain.serving.exporting import fill, run_export
 from spectrain.stores.environment import environment, provenance
 from spectrain.stores.folder import locked, refuse_existing, write_folder, write_json
-from spectrain.training.experiments import drafter_rows
 from spectrain.training.runs import RunFolder
 
 RESULT, PICTURE = "parity.json", "parity.png"
@@ -58,7 +57,7 @@ def measure(cfg: DictConfig, run: RunFolder, trained: DictConfig, folder: Path) 
     """Measure all sides, write the results to `folder`, and return titles and tables to be printed."""
     target = open_target(trained)
     method = open_method(cfg, run, target, folder / "drafter")
-    contexts = held_out_contexts(cfg, run.config, target)
+    contexts = held_out_contexts(cfg, run, target)
     rows, differences, verdicts = logged(run, method.gamma), {}, []
     for setting in (Setting(cfg.context_tokens, temperature) for temperature in cfg.temperatures):
         sides = measure_sides(target, method, contexts, setting, cfg.new_tokens, cfg.batch_size, cfg.seed, cfg.assisted)
@@ -93,14 +92,14 @@ def measure(cfg: DictConfig, run: RunFolder, trained: DictConfig, folder: Path) 
     return [(title, parity_table(rows, results["positions"], NARROW)), *verdicts]
 
 
-def held_out_contexts(cfg: DictConfig, trained: Mapping, target: TargetModel) -> list[list[int]]:
+def held_out_contexts(cfg: DictConfig, run: RunFolder, target: TargetModel) -> list[list[int]]:
     """Take the beginnings of held-out rows of the run."""
     if cfg.context_tokens + cfg.new_tokens > target.max_positions:
         raise UserError(
             f"context_tokens={cfg.context_tokens} and new_tokens={cfg.new_tokens} exceed the target's context of "
             f"{target.max_positions}; lower them"
         )
-    rows = drafter_rows(trained, target).contexts
+    rows = run.experiment(lambda: target).prepare().data.contexts
     contexts = [list(row[: cfg.context_tokens]) for row in rows if len(row) >= cfg.context_tokens]
     if not contexts:
         longest = max(map(len, rows))
@@ -112,7 +111,7 @@ def open_method(cfg: DictConfig, run: RunFolder, target: TargetModel, folder: Pa
     """Open the drafter of a run as any user does, from its export, which is written to `folder` and removed."""
     gamma = cfg.gamma or run.config.get("k", GAMMA)  # that validation expects, whatever was the fastest
     folder.mkdir()
-    fill(folder, run_export(run, "best", target))
+    fill(folder, run_export(run.experiment(lambda: target), "best"))
     method = load_method(folder, target, gamma=gamma)
     shutil.rmtree(folder)
     return method

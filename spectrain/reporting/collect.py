@@ -19,7 +19,7 @@ from spectrain.stores.lines import read_lines
 from spectrain.stores.typed import MORE, from_json
 from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.curves import Curve, merged, read_csv
-from spectrain.training.run_facts import Facts, Metrics, TrainingResult
+from spectrain.training.run_facts import Facts, TrainingResult
 from spectrain.training.runs import RunFolder
 
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "node_modules", "__pycache__")  # parts of runs; and big
@@ -88,8 +88,10 @@ class Collection:
         run["seen"] = last_written(folder)
         if run["kind"] in TRAININGS:
             trained = RunFolder(folder, config, begun.get("id", ""))
-            kind = Metrics if run["kind"] == "target" else TrainingResult
-            run |= {"result": self.read(folder / "result.json", kind), "checkpoint_step": trained.checkpoint_step}
+            run |= {
+                "result": self.read(folder / "result.json", TrainingResult),
+                "checkpoint_step": trained.checkpoint_step,
+            }
             return Training(**run, curve=self.curve(trained))
         if run["kind"] == "bench":
             rows = [row for row in read_lines(folder / "questions.jsonl") if isinstance(row, dict) and "method" in row]

@@ -10,7 +10,7 @@ from functools import partial
 
 from pandas import DataFrame
 
-from spectrain.reporting.formats import MISSING, estimate_of, fixed, interval, number, percent, plus_minus
+from spectrain.reporting.formats import estimate_of, fixed, interval, number, percent, plus_minus
 from spectrain.reporting.tables import table_of
 
 TWO_DIGITS, THREE_DIGITS = partial(interval, digits=2), partial(interval, digits=3)
@@ -75,17 +75,10 @@ def parity_table(
 
 
 def tau_table(content: Mapping) -> tuple[str, DataFrame]:
-    """tau of methods side by side, one row per setting, and tokens/s, as `measure_tau` gives them; with a title."""
+    """tau of methods side by side, one row per setting, as `measure_tau` gives them; with a title."""
     tau, settings = content["tau"], content["settings"]
-    first = next(iter(tau))
-    rows = [{"context, sampling": s} | {name: plus_minus(row[s], 2) for name, row in tau.items()} for s in tau[first]]
-    rates = {name: one["value"] for name, one in content["tokens_per_s"].items()}
-    rows += [
-        {"context, sampling": "tokens/s after prefill, batch 1, greedy"}
-        | {name: fixed(rate, 0) for name, rate in rates.items()},
-        {"context, sampling": f"relative to {first}"}
-        | {n: f"{rate / rates[first]:.2f}x" if rate and rates[first] else MISSING for n, rate in rates.items()},
-    ]
+    names = next(iter(tau.values()))
+    rows = [{"context, sampling": s} | {name: plus_minus(row[s], 2) for name, row in tau.items()} for s in names]
     title = (
         f"tau: tokens produced per target forward pass ({settings['contexts']} held-out contexts each, "
         f"{settings['new_tokens']} new tokens, 95 % intervals over contexts)"
@@ -93,16 +86,19 @@ def tau_table(content: Mapping) -> tuple[str, DataFrame]:
     return title, table_of(rows)
 
 
-def gamma_table(content: Mapping) -> tuple[str, DataFrame]:
-    """One row per draft length of `measure_gammas`: tau, acceptance and speed. The title names the fastest length."""
-    rows = [
-        {"sampling": sampling, "gamma": gamma, "tau": plus_minus(one["tau"], 2)}
-        | {"accepted": percent(one["acceptance"]["value"], 0), "tokens/s": fixed(one["tokens_per_s"]["value"], 0)}
-        | {"speedup": plus_minus(one["speedup"], 2)}
-        for sampling, by_gamma in content["gammas"].items()
-        for gamma, one in by_gamma.items()
-    ]
-    fastest = content["fastest_gamma"]
-    return f"drafts of gamma tokens, one context at a time; the fastest, exported as the default: {fastest}", table_of(
-        rows
-    )
+def speed_table(content: Mapping) -> tuple[str, DataFrame]:
+    """Speed of methods and draft lengths as `measure_speed` gives it; the title names the fastest length."""
+    own = set(content["settings"]["gamma"]) - {"speculative"} or {"speculative"}
+    rows = []
+    for sampling, by_method in content["speeds"].items():
+        named = {name: row for name, row in by_method.items() if name not in own}
+        named |= {f"gamma {gamma}": row for gamma, row in content["gammas"][sampling].items()}
+        rows += [
+            {"sampling": sampling, "drafts": name, "tau": plus_minus(one["tau"], 2)}
+            | {"accepted": percent(one["acceptance"]["value"], 0), "tokens/s": fixed(one["tokens_per_s"]["value"], 0)}
+            | {"times plain": plus_minus(one["speedup"], 2)}
+            for name, one in named.items()
+        ]
+    n, fastest = content["settings"]["timed_contexts"], content["fastest_gamma"]
+    title = f"speed, in turns on {n} contexts one at a time, 95 % intervals; the fastest gamma, exported as the default"
+    return f"{title}: {fastest}", table_of(rows)

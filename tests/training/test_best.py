@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from spectrain.training.modules import LanguageModelTraining
 
 from spectrain.decoding import TargetModel
 from spectrain.training import checkpoints
@@ -15,7 +16,6 @@ from spectrain.training.callbacks import KeepBest
 from spectrain.training.checkpoints import BestFolder
 from spectrain.training.curves import read_csv
 from spectrain.training.data import RowData, TokenRows, held_out_batches
-from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from spectrain.training.modules import LanguageModelTraining
 
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
@@ -12,7 +13,6 @@ from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
 from spectrain.training.draft_vocab import drafted_tokens, expected_shares
 from spectrain.training.losses import LossSettings, next_token_loss
-from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model

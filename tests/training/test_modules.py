@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning import Trainer
+from spectrain.training.modules import HeadTraining
 from torch.utils.data import DataLoader
 
 from spectrain.decoding import Sampling, TargetModel, generate
@@ -23,7 +24,6 @@ from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
 from spectrain.training.losses import binary_kl, weighted_bce
-from spectrain.training.modules import HeadTraining
 from spectrain.training.optim import OptimizerSettings, warmup_then_down
 from spectrain.training.sums import Reliability
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback
+from spectrain.training.experiments import feature_data
+from spectrain.training.modules import SpireTraining
 
 from data_prep.capture import ShardParts, TokenRows, autocast
 from spectrain.decoding import TargetModel, fingerprint
@@ -21,9 +23,7 @@ from spectrain.training import modules
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
-from spectrain.training.experiments import feature_data
 from spectrain.training.losses import LossSettings
-from spectrain.training.modules import SpireTraining
 from spectrain.training.optim import OptimizerSettings
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.stores.test_features import write_store

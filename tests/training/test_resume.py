@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback
+from spectrain.training.modules import LanguageModelTraining
 
 from spectrain.errors import UserError
 from spectrain.training.callbacks import TAU_METRICS, Checkpoints, KeepBest, StopOnBadLoss
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of
 from spectrain.training.data import RowData, SeededLoader, TokenRows
 from spectrain.training.loggers import CurveLogger
-from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests.conftest import VOCAB_SIZE, tiny_model

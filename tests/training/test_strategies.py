@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from spectrain.training.modules import LanguageModelTraining, SpireTraining
 from transformers import AutoTokenizer
 
 from spectrain import export
@@ -25,7 +26,6 @@ from spectrain.models.spire import SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
 from spectrain.training.data import TokenRows
 from spectrain.training.losses import LossSettings
-from spectrain.training.modules import LanguageModelTraining, SpireTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests import ranks
