@@ -24,7 +24,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from rich.console import Console
 from rich.table import Table
-from spectrain.training.modules import SpireTraining
 
 from data_prep.capture import AUTOCAST, ShardParts, TokenRows, autocast, shard_facts
 from data_prep.pipeline import Build
@@ -41,6 +40,7 @@ from spectrain.stores.locations import bundled_folder
 from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.spire import SpireTraining
 
 WARM_UP = 2
 

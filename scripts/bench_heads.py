@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from spectrain.training.modules import HeadTraining
 
 from spectrain import load_target
 from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, fingerprint
@@ -30,6 +29,7 @@ from spectrain.methods.stopping import HeadStop
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadConfig, HeadFacts
 from spectrain.stores.rows import open_acceptance
 from spectrain.training.data import TextBatch, TextRows, text_rows
+from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings, build_optimizer
 
 

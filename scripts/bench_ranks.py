@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,13 @@ from hydra import compose, initialize_config_dir
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from rich.console import Console
 from rich.table import Table
-from spectrain.training.experiments import drafter_experiment
-from spectrain.training.modules import SpireTraining
 
 from spectrain.cli import expand_shorthands, leave_ranks, open_target, quiet_libraries
 from spectrain.measure.statistics import median
 from spectrain.stores.locations import conf_dir
 from spectrain.training.fit import build_trainer
+from spectrain.training.runs import RunFolder
+from spectrain.training.spire import SpireTraining
 
 WARM_UP = 2  # steps that are not timed
 TRAINERS = {"one rank": "cpu", "DDP": "ddp", "ZeRO-2": "deepspeed_zero2"}
@@ -111,10 +112,11 @@ def fit_spire(overrides: list[str], callbacks: list[Callback]) -> tuple[Trainer,
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose("train", overrides=expand_shorthands(overrides))
     seed_everything(cfg.seed, verbose=False)
-    experiment = drafter_experiment(cfg, open_target(cfg, "cpu"))
-    trainer = build_trainer(cfg, callbacks, [])
-    trainer.fit(experiment.module, datamodule=experiment.data)
-    return trainer, experiment.module
+    run = RunFolder.find(cfg)
+    parts = run.experiment(partial(open_target, cfg, "cpu")).prepare()
+    trainer = build_trainer(run.config, cfg.max_steps, callbacks, [])
+    trainer.fit(parts.module, datamodule=parts.data)
+    return trainer, parts.module
 
 
 def show(rates: dict[str, list[float]], losses: dict[str, np.ndarray]) -> None:

@@ -11,7 +11,6 @@ the loop and transformers do not run the same drafter.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from lightning import Callback
 from safetensors.torch import load_file
-from spectrain.training.modules import Training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain import train
@@ -26,6 +25,7 @@ from spectrain.measure import tau
 from spectrain.measure.statistics import Estimate
 from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
+from spectrain.training.base import Training
 from spectrain.training.curves import read_csv
 from spectrain.training.runs import RunFolder
 from tests.conftest import tiny_model

@@ -17,7 +17,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
-from spectrain.training.modules import HeadTraining
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from data_prep import acceptance
@@ -38,6 +37,7 @@ from spectrain.stores.rows import (
 )
 from spectrain.training import fit as fitting
 from spectrain.training.data import TextRows, text_rows
+from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests.conftest import random_prompts

@@ -15,6 +15,7 @@ from lightning import LightningModule
 from torch import Tensor
 
 from spectrain.decoding import Drafter, TargetModel
+from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.training.data import RowData, Rows
 from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
@@ -102,9 +103,12 @@ class Experiment(ABC):
     """
 
     drafts: bool = False  # whether the model drafts by itself; then its tau is measured
+    reads_stores: bool = False  # whether it can be trained with data=offline
     exports: str  # the kind of folder that it is exported to, a key of `spectrain.models.artifacts.KINDS`
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
+        if data.source != "online" and not self.reads_stores:
+            raise UserError(f"data={data.source} is for +exp=spire and +exp=specdecpp only; give data=online")
         self.run, self.config, self.data = run, run.config, data
         self.target: TargetModel | None = open_target()
 

@@ -51,7 +51,7 @@ class CheckpointFolder:
         to_disk(partial)
         rename(partial, final)
         for file in self.path.glob("step-*.ckpt"):
-            if file != final:
+            if file.name != final.name:
                 remove(file)
 
 

@@ -137,7 +137,7 @@ class SpireTraining(Training):
 class SpireExperiment(Experiment):
     """A SPIRe drafter for a Llama-like target."""
 
-    exports, drafts = "spire", True
+    exports, drafts, reads_stores = "spire", True, True
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
         super().__init__(run, data, open_target)

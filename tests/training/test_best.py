@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from spectrain.training.modules import LanguageModelTraining
 
 from spectrain.decoding import TargetModel
 from spectrain.training import checkpoints
@@ -18,6 +17,7 @@ from spectrain.training.curves import read_csv
 from spectrain.training.data import RowData, TokenRows, held_out_batches
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
+from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.training.trainers import quiet_trainer
 
