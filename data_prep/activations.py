@@ -27,7 +27,7 @@ from spectrain.stores.features import ACTIVATIONS
 from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_several_responses, response_folders
 from spectrain.stores.texts import read_documents
-from spectrain.training.precision import fast_precision
+from spectrain.training.strategies import fast_precision
 
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not beyond rounding
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml

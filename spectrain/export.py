@@ -17,15 +17,14 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import open_target
+from spectrain.config.commands import Export
 from spectrain.errors import UserError
-from spectrain.methods.registry import given_artifacts
-from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.serving.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
 from spectrain.serving.hub import check_repository, push
@@ -38,54 +37,51 @@ log = logging.getLogger(__name__)
 EXPORTED = Path("exported")  # where folders go without out=
 
 
-def main(cfg: DictConfig) -> None:
+def main(options: Export) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # for its checkpoints' sake deepspeed is imported, and needs no GPU
-    if (cfg.run is None) == (cfg.get("method") is None):
+    if (options.run is None) == (options.method is None):
         raise UserError("give either run=<folder of a run>, or method=<lookup method> with datastore=<folder>")
-    if cfg.push_to_hub is not None:
-        check_repository(cfg.push_to_hub)
-    out, opened = of_run(cfg) if cfg.run is not None else of_lookup(cfg)
+    if options.push_to_hub is not None:
+        check_repository(options.push_to_hub)
+    out, opened = of_run(options) if options.run is not None else of_lookup(options)
     with locked(out, otherwise=", or give another out"):
         refuse_existing(out)
         write_folder(out, partial(opened(), out=out))
     log.info("exported to %s", out)
-    if cfg.push_to_hub is not None:
-        log.info("uploaded to %s", push(out, cfg.push_to_hub, cfg.private))
+    if options.push_to_hub is not None:
+        log.info("uploaded to %s", push(out, options.push_to_hub, options.private))
 
 
-def of_run(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
+def of_run(options: Export) -> tuple[Path, Callable[[], Callable[..., None]]]:
     """Return where a run is exported to, and what opens it and returns what fills that folder."""
-    for name, value in {"datastore": cfg.datastore, "target": cfg.target.path}.items():
+    for name, value in {"datastore": options.datastore, "target": options.target.path}.items():
         if value is not None:
             raise UserError(f"{name}={value} is an option of method=<lookup method>, not of run=; remove it")
-    run = RunFolder.open(Path(str(cfg.run)))
-    out = Path(str(cfg.out)) if cfg.out else EXPORTED / run.name
+    run = RunFolder.open(Path(options.run))
+    out = Path(options.out) if options.out else EXPORTED / run.name
     if out.resolve().is_relative_to(run.path.resolve()):
         raise UserError(f"out={out} lies inside the run {run.path}; give a folder outside of it")
-    return out, partial(open_run, cfg, run)
+    return out, partial(open_run, options, run)
 
 
-def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
+def open_run(options: Export, run: RunFolder) -> Callable[..., None]:
     """Read what a run exports, with its target and drafter where its kind has any."""
-    trained, target, drafter = run.options, None, None
-    if cfg.export_dtype is not None and trained.kind != "spire":
-        raise UserError(f"export_dtype={cfg.export_dtype} is for runs of +exp=spire, not of {trained.kind}; remove it")
-    if trained.kind != "target":
-        target = open_target(trained, "cpu")
-    if trained.kind == "specdecpp":
-        drafter = open_given_drafter(given_artifacts(trained), target, trained.rollout_tokens)
-    export = run_export(run, cfg.weights, target, drafter, cfg.export_dtype)
-    return partial(write_export, export=export, card=trained_card)
+    if options.export_dtype is not None:
+        if "export_dtype" not in run.config:
+            raise UserError(f"export_dtype={options.export_dtype} is no option of {run.path}; remove it")
+        run = replace(run, config=run.config | {"export_dtype": options.export_dtype})
+    experiment = run.experiment(partial(open_target, run.target, "cpu"))
+    return partial(write_export, export=run_export(experiment, options.weights), card=trained_card)
 
 
-def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
+def of_lookup(options: Export) -> tuple[Path, Callable[[], Callable[..., None]]]:
     """Return where a lookup method is exported to, and what opens it and returns what fills that folder."""
-    method = OmegaConf.to_container(cfg.method, resolve=True)
-    out = Path(str(cfg.out)) if cfg.out else EXPORTED / method["_target_"].split(".")[-2]
-    return out, partial(open_lookup, cfg, method)
+    method = options.method
+    out = Path(options.out) if options.out else EXPORTED / method["_target_"].split(".")[-2]
+    return out, partial(open_lookup, options, method)
 
 
-def open_lookup(cfg: DictConfig, method: dict) -> Callable[..., None]:
+def open_lookup(options: Export, method: dict) -> Callable[..., None]:
     """Check a lookup method and its datastore."""
-    export = lookup_export(method, cfg.datastore, cfg.target.path or BUNDLED)
+    export = lookup_export(method, options.datastore, options.target.path or BUNDLED)
     return partial(write_lookup, export=export, card=lookup_card)

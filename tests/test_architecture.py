@@ -16,13 +16,14 @@ KNOWS = {  # each package -> the other packages of the project that it may impor
     "spectrain.retrieval": {"decoding", "stores"},
     "spectrain.models": {"decoding", "stores"},
     "spectrain.methods": {"decoding", "stores", "retrieval", "models"},
-    "spectrain.training": {"decoding", "stores", "models"},
+    "spectrain.training": {"decoding", "stores", "retrieval", "models", "methods"},
     "spectrain.measure": {"decoding", "stores", "retrieval", "models", "methods", "training"},
     "spectrain.serving": {"decoding", "stores", "retrieval", "models", "methods", "training", "measure"},
 }
 SEES_CONFIG = {  # besides commands
     *("spectrain.cli", "spectrain.methods.loading", "spectrain.methods.registry"),
-    "spectrain.training.runs",  # a run folder is named by its config
+    "spectrain.training.runs",  # a run folder is named by its config, which names what is trained
+    "spectrain.training.fit",  # the config names the trainer and the loggers
 }
 THIRD_PARTY_OF_DECODING = {
     "llvmlite",

@@ -25,8 +25,8 @@ from spectrain.measure import tau
 from spectrain.measure.statistics import Estimate
 from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
+from spectrain.training.base import Training
 from spectrain.training.curves import read_csv
-from spectrain.training.modules import Training
 from spectrain.training.runs import RunFolder
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import export_spire, export_vanilla

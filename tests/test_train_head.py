@@ -37,7 +37,7 @@ from spectrain.stores.rows import (
 )
 from spectrain.training import fit as fitting
 from spectrain.training.data import TextRows, text_rows
-from spectrain.training.modules import HeadTraining
+from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests.conftest import random_prompts

@@ -263,7 +263,7 @@ class Export:
         None, "of a SPIRe drafter; null: as its training exports it", one_of=("bfloat16", "float32")
     )
     method: dict[str, Any] | None = option(None, "a lookup method in place of a run; its options are method.*")
-    target: Target = group(Target)
+    target: Named = group(Named)
     datastore: str | None = option(None, "of a lookup method; null: the newest that fits", path=True)
     out: str | None = option(None, "folder to create; null: exported/<name of the run or method>", path=True)
     push_to_hub: str | None = option(None, "<user>/<name>: also upload the folder to the Hugging Face hub")

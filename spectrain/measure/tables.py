@@ -191,26 +191,30 @@ def categories_table(methods: Mapping[str, Mapping]) -> DataFrame:
 
 
 def tau_table(content: Mapping) -> tuple[str, DataFrame]:
-    """Make a table of tau, one row per setting, and tokens/s, as `measure_tau` gives them. Returns title and table."""
-    tau, settings, rates = content["tau"], content["settings"], content["tokens_per_s"]
-    first, last = next(iter(tau)), "tokens/s after prefill, batch 1, greedy"
+    """Make a table of tau, one row per setting, as `measure_tau` gives it. Returns title and table."""
+    tau, settings = content["tau"], content["settings"]
+    first = next(iter(tau))
     rows = [{"context, sampling": s} | {name: plus_minus(row[s], 2) for name, row in tau.items()} for s in tau[first]]
-    rows.append({"context, sampling": last} | {name: fixed(one["value"], 0) for name, one in rates.items()})
     measured = f"{settings['contexts']} held-out contexts each, {settings['new_tokens']} new tokens"
     return f"tau: tokens produced per target forward pass ({measured}, 95 % intervals)", table_of(rows)
 
 
-def gamma_table(content: Mapping) -> tuple[str, DataFrame]:
-    """Make a table with one row per draft length of `measure_gammas`. Returns title and table."""
-    rows = [
-        {"sampling": sampling, "gamma": str(gamma), "tau": plus_minus(one["tau"], 2)}
-        | {"accepted": percent(one["acceptance"]["value"], 0), "tokens/s": fixed(one["tokens_per_s"]["value"], 0)}
-        | {"speedup": plus_minus(one["speedup"], 2)}
-        for sampling, by_gamma in content["gammas"].items()
-        for gamma, one in by_gamma.items()
-    ]
-    title = "drafts of gamma tokens, one context at a time; the fastest, exported as the default"
-    return f"{title}: {content['fastest_gamma']}", table_of(rows)
+def speed_table(content: Mapping) -> tuple[str, DataFrame]:
+    """Make a table of speed by method and draft length, as `measure_speed` gives it. Returns title and table."""
+    own = set(content["settings"]["gamma"]) - {"speculative"} or {"speculative"}
+    rows = []
+    for sampling, by_method in content["speeds"].items():
+        named = {name: row for name, row in by_method.items() if name not in own}
+        named |= {f"gamma {gamma}": row for gamma, row in content["gammas"][sampling].items()}
+        rows += [
+            {"sampling": sampling, "drafts": name, "tau": plus_minus(one["tau"], 2)}
+            | {"accepted": percent(one["acceptance"]["value"], 0), "tokens/s": fixed(one["tokens_per_s"]["value"], 0)}
+            | {"times plain": plus_minus(one["speedup"], 2)}
+            for name, one in named.items()
+        ]
+    n, fastest = content["settings"]["timed_contexts"], content["fastest_gamma"]
+    title = f"speed, in turns on {n} contexts one at a time, 95 % intervals; the fastest gamma, exported as the default"
+    return f"{title}: {fastest}", table_of(rows)
 
 
 def head_table(metrics: Mapping[str, float]) -> DataFrame:

@@ -13,15 +13,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.errors import UserError
 from spectrain.measure.statistics import Estimate, acceptance_length, difference_of_ratios, ratio_of_sums, speedup
-from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.speculative import Speculative
-from spectrain.methods.spire import Spire
-from spectrain.models.spire import SpireDrafter
 
 POOLED = "all"
 COMPARISON_RESAMPLES = 4000
@@ -84,25 +80,18 @@ def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, Tau
     return after, replace(within, batch_size=min(within.contexts, within.batch_size))
 
 
-def decoding_with(drafter: nn.Module, target: TargetModel) -> Drafter:
-    """Build the method that decodes with a trained SPIRe or vanilla drafter, which is moved to where the target is."""
-    if isinstance(drafter, SpireDrafter):
-        return Spire(drafter, draft_dtype="auto", draft_vocab="auto")
-    return Speculative(TargetModel(drafter.to(target.device).eval(), target.tokenizer), draft_dtype="auto")
-
-
 def measuring(
     target: TargetModel,
-    trained: Callable[[dict[str, Tensor]], nn.Module],
+    drafter_of: Callable[[dict[str, Tensor]], Drafter],
     contexts: Sequence[Sequence[int]],
     settings: TauSettings,
 ) -> Callable[[dict[str, Tensor]], tuple[float, float, float]]:
     """Return what training calls with its weights to learn their tau, with the bounds of its 95 % interval.
 
-    `trained` makes the drafter of weights. The contexts [n, L] and settings are the same every time, so that the
-    measurements are comparable.
+    `drafter_of` makes the method that decodes with weights. The contexts [n, L] and settings are the same every time,
+    so that the measurements are comparable.
     """
-    return lambda weights: astuple(tau_of(target, decoding_with(trained(weights), target), contexts, settings))
+    return lambda weights: astuple(tau_of(target, drafter_of(weights), contexts, settings))
 
 
 def continue_rows(
@@ -166,18 +155,16 @@ def measure_tau(
 ) -> dict[str, dict]:
     """Decode the same held-out rows [R, L] with every method.
 
-    Returns `tau` by method and name of the setting, `tokens_per_s` by method (batch 1, greedy, without prefill), and
-    `settings`, as results of a training hold them. Their `gamma` is how many tokens each method drafts.
+    Returns `tau` by method and name of the setting, and `settings`, as results of a training hold them. Their `gamma`
+    is how many tokens each method drafts.
     """
     tau: dict[str, dict[str, dict]] = {name: {} for name in drafters}
     for setting in (Setting(length, t) for length in settings.context_tokens for t in settings.temperatures):
         for name, drafter in drafters.items():
             tau[name][setting.name] = tau_of(target, drafter, rows, settings, setting, seed).as_json()
-    timed = _in_turns(target, {name: (drafter, None) for name, drafter in drafters.items()}, rows, settings, 0.0, seed)
-    rates = {name: ratio_of_sums(*_tokens_and_seconds(own)).as_json() for name, own in timed.items()}
     measured = asdict(settings) | {"contexts": len(rows[: settings.contexts])}
     measured["gamma"] = {name: drafter.gamma for name, drafter in drafters.items() if hasattr(drafter, "gamma")}
-    return {"tau": tau, "tokens_per_s": rates, "settings": measured}
+    return {"tau": tau, "settings": measured}
 
 
 def expected_and_measured(metrics: Mapping[str, float], tau: Mapping[str, Mapping]) -> str | None:
@@ -197,31 +184,48 @@ def expected_and_measured(metrics: Mapping[str, float], tau: Mapping[str, Mappin
     return f"expected tau {expected:.2f} (teacher forced on held-out rows, T=1), measured tau {', '.join(measured)}"
 
 
-def measure_gammas(
-    target: TargetModel, drafter: Drafter, rows: Sequence[Sequence[int]], settings: TauSettings, seed: int = 0
+def measure_speed(
+    target: TargetModel,
+    drafters: dict[str, Drafter],
+    own: str,
+    rows: Sequence[Sequence[int]],
+    settings: TauSettings,
+    seed: int = 0,
 ) -> dict[str, dict]:
-    """Decode the same held-out rows [R, L] one at a time, plainly and with drafts of 1 to `drafter.gamma` tokens.
+    """Time all methods in turns, one context [L] at a time. The first method decodes plainly.
 
-    Returns `gammas`, by name of the sampling and gamma: `tau`, `acceptance` (accepted / drafted), `tokens_per_s`
-    without prefill, and `speedup` over plain decoding. And `fastest_gamma`, by tokens/s at the first temperature; None:
-    nothing was timed.
+    The drafter named `own` drafts 1 to `gamma` tokens, each length in a turn of its own. The longest is its default.
+
+    Returns `tokens_per_s` (greedy, or at the first temperature, without prefill) by method, and `speeds` and `gammas`,
+    each by name of the sampling: the first by method, the second by draft length of `own`. Their rows hold `tau`,
+    `acceptance` (accepted / drafted), `tokens_per_s` and `speedup` over plain decoding. And `fastest_gamma` by
+    tokens/s; None: nothing was timed.
     """
-    longest, found = drafter.gamma, {}
-    turns = {0: (Autoregressive(), None)} | {gamma: (drafter, gamma) for gamma in range(1, longest + 1)}
+    longest, plain = drafters[own].gamma, next(iter(drafters))
+    turns: dict[Hashable, tuple[Drafter, int | None]] = {n: (d, None) for n, d in drafters.items() if n != own}
+    turns |= {gamma: (drafters[own], gamma) for gamma in range(1, longest + 1)}
+    speeds, gammas = {}, {}
     try:
         for temperature in settings.temperatures:
             timed = _in_turns(target, turns, rows, settings, temperature, seed)
-            plain = _tokens_and_seconds(timed.pop(0))
-            name = Setting(None, temperature).sampling
-            found[name] = {str(gamma): _gamma_row(generations, plain) for gamma, generations in timed.items()}
+            baseline, name = _tokens_and_seconds(timed[plain]), Setting(None, temperature).sampling
+            found = {turn: _speed_row(generations, baseline) for turn, generations in timed.items()}
+            gammas[name] = {str(gamma): found.pop(gamma) for gamma in range(1, longest + 1)}
+            speeds[name] = found | {own: gammas[name][str(longest)]}
     finally:
-        drafter.gamma = longest
-    rates = {int(gamma): row["tokens_per_s"]["value"] for gamma, row in next(iter(found.values())).items()}
-    rates = {gamma: rate for gamma, rate in rates.items() if rate is not None}
-    return {"gammas": found, "fastest_gamma": max(rates, key=rates.get, default=None)}
+        drafters[own].gamma = longest
+    first = next(iter(speeds))
+    rates = {gamma: row["tokens_per_s"]["value"] for gamma, row in gammas[first].items()}
+    rates = {int(gamma): rate for gamma, rate in rates.items() if rate is not None}
+    return {
+        "tokens_per_s": {name: row["tokens_per_s"] for name, row in speeds[first].items()},
+        "speeds": speeds,
+        "gammas": gammas,
+        "fastest_gamma": max(rates, key=rates.get, default=None),
+    }
 
 
-def _gamma_row(generations: Sequence[Generation], plain: tuple[list[float], list[float]]) -> dict:
+def _speed_row(generations: Sequence[Generation], plain: tuple[list[float], list[float]]) -> dict:
     tokens, seconds = _tokens_and_seconds(generations)
     accepted, drafted = [sum(g.accepted) for g in generations], [sum(g.drafted) for g in generations]
     return {

@@ -11,7 +11,6 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -22,24 +21,20 @@ from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.errors import UserError
 from spectrain.methods.loading import token_methods
 from spectrain.methods.registry import build_function, method_config, plain_options
-from spectrain.methods.specdecpp import OpenDrafter
 from spectrain.models.artifacts import (
     CORPUS,
     DATASTORE,
     Artifact,
     LookupFacts,
-    save_spire,
     trained_artifact,
     write_manifest,
 )
-from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_head
 from spectrain.models.packages import target_path
-from spectrain.models.vanilla import save_pretrained
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.stores.folder import MANIFEST, write_json
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
-from spectrain.training.experiments import export_dtype, head_facts, trained_drafter, trained_head, trained_target
+from spectrain.training.base import Experiment
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -52,39 +47,36 @@ TRIED_DOCUMENTS = 200  # whose text is tokenized again
 class Export:
     """The model of a run, ready to be written."""
 
-    run: RunFolder
-    save: Callable[[Path], object]  # writes weights and config into a folder
+    experiment: Experiment
+    weights: dict[str, Tensor]  # whole, of the training's module
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
-    target: TargetModel | None  # that it was trained for; None: it is a target itself
+
+    @property
+    def run(self) -> RunFolder:
+        return self.experiment.run
+
+    @property
+    def target(self) -> TargetModel | None:  # that it was trained for; None: it is a target itself
+        return self.experiment.target
 
     @property
     def kind(self) -> str:  # spire | vanilla | head | target
-        kind = self.run.config["kind"]
-        return "head" if kind == "specdecpp" else kind
+        return self.experiment.exports
 
 
-def run_export(
-    run: RunFolder,
-    which: str,
-    target: TargetModel | None,
-    drafter: OpenDrafter | None = None,
-    dtype: str | None = None,
-) -> Export:
+def run_export(experiment: Experiment, which: str) -> Export:
     """The export of a run as it stands, finished or not.
 
     Args:
-        run: open.
+        experiment: of the run.
         which: "best", the weights that training exports, or "last", those of the newest checkpoint.
-        target: of the run; None where the run trained one.
-        drafter: that a head of the run belongs to.
-        dtype: see `export_of`.
 
     Raises:
         UserError: it has no weights yet, they do not fit its config, or its target or its rows are others by now.
     """
+    run, target = experiment.run, experiment.target
     step, weights = run.weights(which)
     log.info("step %d of %s", step, run.path)
-    trained = trained_facts(run, step)
     if target is not None:
         begun, found = run.facts().target_fingerprint, fingerprint(target.model, target.tokenizer)
         if begun != found:
@@ -92,57 +84,19 @@ def run_export(
                 f"{run.path} was started with target {begun}, but {run.config['target']['path']} is {found} now; put "
                 "that target back"
             )
-    facts = head_facts(run.config, target, drafter.facts, drafter.states, run.rows_folder)[1] if drafter else None
-    return export_of(run, weights, trained, target, drafter, facts, dtype)
-
-
-def export_of(
-    run: RunFolder,
-    weights: dict[str, Tensor],
-    trained: dict,
-    target: TargetModel | None = None,
-    drafter: OpenDrafter | None = None,
-    facts: HeadFacts | None = None,
-    dtype: str | None = None,
-) -> Export:
-    """The export of these weights of a run.
-
-    `drafter` and `facts` are those of an acceptance head; `dtype` is that of a SPIRe drafter's weights, None: as the
-    run's config says.
-    """
-    if target is None:
-        model, tokenizer = trained_target(run.config, run, weights)
-        save = partial(save_pretrained, model=model, tokenizer=tokenizer)
-    elif facts is not None:
-        save = partial(save_head_and_drafter, head=trained_head(facts, weights), facts=facts, drafter=drafter)
-    elif run.config["kind"] == "spire":
-        drafter = trained_drafter(run.config, target, weights, dtype)
-        save = partial(save_spire, drafter=drafter, dtype=export_dtype(run.config, dtype))
-    else:
-        save = trained_drafter(run.config, target, weights).save_pretrained
-    return Export(run, save, trained, target)
-
-
-def save_head_and_drafter(folder: Path, head: AcceptanceHead, facts: HeadFacts, drafter: OpenDrafter) -> None:
-    """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""
-    save_head(folder, head, facts)
-    save_drafter(folder, facts.drafter, drafter.states.module, drafter.tokenizer)
+    return Export(experiment, weights, trained_facts(run, step))
 
 
 def trained_facts(run: RunFolder, step: int) -> dict:
     """The facts for spectrain.json: the run's result where it is of these weights, else how far they are trained."""
-    result, best, kind = run.read_result(), run.best.read(), run.config["kind"]
-    # Stored rows have any length, which only the training itself knows.
-    is_known = kind != "specdecpp" and run.config["data"].get("source") != "offline"
-    tokens = {"tokens": tokens_of(run.config, step)} if is_known else {}
-    if kind == "target":
-        return {"steps": step, **tokens}
+    result, best = run.read_result(), run.best.read()
     if result is not None and step == (result.get("selected") or {"step": result["steps"]})["step"]:
         return result
+    # Stored rows have any length, which only the training itself knows.
+    tokens = {} if run.source else {"tokens": tokens_of(run.config, step)}
     selected = best.facts() if best is not None and best.step == step else None
-    metrics = run.metrics_at(step)
-    facts = {"before": run.before, "selected": selected, "metrics": metrics, "finished": bool(result)}
-    return {"steps": step, **tokens, **facts}
+    facts = {"before": run.source.get("before", []), "selected": selected, "metrics": run.metrics_at(step)}
+    return {"steps": step, **tokens, **facts, "finished": bool(result)}
 
 
 def tokens_of(config: Mapping, steps: int, row_lengths: Sequence[int] | None = None) -> int:
@@ -154,7 +108,7 @@ def tokens_of(config: Mapping, steps: int, row_lengths: Sequence[int] | None = N
 
 def fill(folder: Path, export: Export) -> tuple[str, str]:
     """Write weights, config, tokenizer and facts; return the target's name for engines and its fingerprint."""
-    export.save(folder)
+    export.experiment.save(folder, export.weights)
     if export.target is None:
         return "", ""
     path, tokenizer = str(export.run.config["target"]["path"]), export.target.tokenizer

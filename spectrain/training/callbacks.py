@@ -1,22 +1,23 @@
-"""Callbacks of every training: throughput, progress, the best weights, checkpoints at interruption, a bad loss."""
+"""Callbacks of every training: throughput, progress, the best weights, checkpoints, and a loss that is no number."""
 
 from __future__ import annotations
 
 import logging
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable
-from itertools import islice
+from datetime import timedelta
+from pathlib import Path
 
-import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch import Tensor
 
 from spectrain.errors import AllRanksError
 from spectrain.stores.signals import SAID, SIGNALS, FirstSignal
-from spectrain.training.checkpoints import BestFolder, CheckpointFolder
+from spectrain.training.checkpoints import PARTIAL, BestFolder, CheckpointFolder, remove
 from spectrain.training.strategies import whole_state
 
 log = logging.getLogger(__name__)
@@ -49,14 +50,6 @@ class TokensPerSecond(Callback):
         self._last = None  # validation is not training time
 
 
-class ProgressBar(TQDMProgressBar):
-    """Lightning's progress bar with time left and, by their short names, the metrics."""
-
-    def get_metrics(self, trainer: Trainer, module: LightningModule) -> dict[str, object]:
-        metrics = super().get_metrics(trainer, module)
-        return {name.removeprefix("train/"): value for name, value in metrics.items() if name != "v_num"}
-
-
 class ProgressLines(Callback):
     """Logs a line every `every_steps` steps with step, metrics and time left: the progress bar of a log file."""
 
@@ -74,12 +67,18 @@ class ProgressLines(Callback):
             log.info("step %d/%d  %s  %.0f s left", step, trainer.max_steps, metrics, left_s)
 
 
-class KeepBest(Callback):
-    """Measures tau after every `every` validations and at the end, logs it as `eval/tau`, and keeps the best weights.
+def progress() -> Callback:
+    """Lightning's progress bar on a terminal, and lines in a log file."""
+    return TQDMProgressBar(leave=True) if sys.stderr.isatty() else ProgressLines()
 
-    The best are those with the highest `eval/tau_expected`: it is computed on the same held-out rows each time, without
-    a draw, where a tau of a few contexts varies by more than two validations differ. Rank zero decodes, the others
-    wait. Give it before `Checkpoints`, whose last checkpoint says that this is done.
+
+class KeepBest(Callback):
+    """Keeps the weights with the highest expected tau, and measures tau whenever it compares them.
+
+    The best are those with the highest `eval/tau_expected`, which validation computes on the same held-out rows each
+    time, without a draw. The measured tau of a few contexts varies by more than two validations differ. It compares
+    after every `every` validations and after the last step, which Lightning validates too. Rank zero decodes, and the
+    other ranks wait. Give it before `Checkpoints`, whose last checkpoint says that this is done.
 
     Args:
         folder: where the weights are kept.
@@ -96,26 +95,25 @@ class KeepBest(Callback):
     ) -> None:
         self.folder, self.measure, self.every = folder, measure if every else None, every
         self._validations = 0
-        self._step = -1  # of the last measurement
+        self._step = -1  # of the last comparison
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True  # Lightning then validates before it stops
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
         self._validations += 1
-        if self.measure is None or self._validations % self.every:
-            return
-        tau = self._offer(trainer, module, module.expected_tau())
-        for name, value in zip(TAU_METRICS, tau, strict=True):
-            module.log(name, value, sync_dist=True, prog_bar=name == "eval/tau")  # equal on all ranks
+        is_last = trainer.global_step == trainer.max_steps
+        if self.measure and (is_last or self._validations % self.every == 0):
+            tau = self._offer(trainer, module, module.expected_tau())
+            for name, value in zip(TAU_METRICS, tau, strict=True):
+                module.log(name, value, sync_dist=True, prog_bar=name == "eval/tau")  # equal on all ranks
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._step == trainer.global_step:  # its last validation has just measured it
-            return
-        tau = self._offer(trainer, module, _validated(trainer, module) if self.measure else None)
-        for logger in trainer.loggers if tau else ():
-            metrics = dict(zip(TAU_METRICS, tau, strict=True))
-            logger.log_metrics(metrics, step=trainer.global_step - 1)  # the number that Lightning gives the step
-            logger.save()
+        if self._step != trainer.global_step:  # nothing was measured, or nothing is validated
+            self._offer(trainer, module, None)
 
     def _offer(
         self, trainer: Trainer, module: LightningModule, expected: float | None
@@ -138,93 +136,87 @@ class KeepBest(Callback):
         self._validations, self._step = state["validations"], state["step"]
 
 
-def _validated(trainer: Trainer, module: LightningModule) -> float | None:
-    """Validate the last weights, which are whole until the training ends. Return the tau to expect, if it is known."""
-    if not trainer.enable_validation:
-        return None
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    module.on_validation_epoch_start()
-    (n_batches,) = trainer.num_val_batches  # infinite for a loader without a length
-    batches = trainer.datamodule.val_dataloader()
-    with torch.no_grad():
-        for i, batch in enumerate(batches if n_batches == float("inf") else islice(batches, int(n_batches))):
-            trainer.strategy.validation_step(trainer.strategy.batch_to_device(batch), i)
-    for part, was_training in modes:
-        part.training = was_training
-    return module.expected_tau()
+class Checkpoints(ModelCheckpoint):
+    """Saves every `every_s` seconds, after each validation, and at Ctrl-C or SIGTERM, which then exit with 130 or 143.
 
-
-class Checkpoints(Callback):
-    """Saves every `every_s` seconds, at the end, and at Ctrl-C or SIGTERM, which then exit with 130 or 143.
-
-    It saves only after a whole optimizer step: a checkpoint from where the signal struck, or from between the batches
-    of an accumulated gradient, could not be resumed exactly. If a validation follows the step, it saves after that,
-    because Lightning would not make up for it. What Lightning logs of the step only later stands in the checkpoint.
+    Lightning's ModelCheckpoint would save between the batches of an accumulated gradient, and before the validation of
+    the same step. A run that resumes there would not go on exactly. This one saves after whole optimizer steps only,
+    and after the validation where one follows.
     """
 
     def __init__(self, folder: CheckpointFolder, every_s: float = 120.0) -> None:
-        self.folder, self.every_s = folder, every_s
-        self._saved_s = time.monotonic()
+        self.folder = folder
+        super().__init__(
+            folder.path,
+            "step-{step:08d}",
+            auto_insert_metric_name=False,
+            train_time_interval=timedelta(seconds=min(every_s, timedelta.max.total_seconds() / 2)),
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
         self._asked = FirstSignal()
-        self._step_before = 0
-        self._waits = False  # for the validation
-        self._unlogged: dict[str, float] = {}
         self._previous: dict[int, object] = {}
 
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        pass  # ModelCheckpoint's own would warn that the folder of a resumed run is not empty
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_start(trainer, module)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
-        if self._unlogged:  # at the step that the checkpoint was written after
-            for logger in trainer.loggers:
-                logger.log_metrics(dict(self._unlogged), step=trainer.global_step - 1)
-                logger.save()
-            self._unlogged = {}
 
     def _note(self, number: int, frame: object) -> None:
         if self._asked.asked_again(number):  # leave at once, the last checkpoint remains
             raise SystemExit(SIGNALS.say(terminated=number == signal.SIGTERM))
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
-        self._step_before = trainer.global_step
-
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        if trainer.global_step in (self._step_before, trainer.max_steps):  # no whole step; on_train_end follows at once
+        if trainer.fit_loop.epoch_loop._should_accumulate():
             return
-        due = self._asked.number or time.monotonic() - self._saved_s > self.every_s
-        if not trainer.strategy.reduce_boolean_decision(bool(due), all=False):
+        is_validated = trainer.should_stop or (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
+        if trainer.enable_validation and is_validated:
+            self._defer_save_until_validation = True
             return
-        if trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0:
-            self._waits = True
-            return
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # Lightning logs these only after this hook
-            logged = {name: float(v) for name, v in trainer.logged_metrics.items() if name.startswith("train/")}
-            self._unlogged = {**logged, "epoch": trainer.current_epoch}
-        self._save(trainer, module)
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._waits:
-            self._waits = False
-            self._save(trainer, module)
+        if trainer.strategy.reduce_boolean_decision(bool(self._asked.number), all=False):
+            self._last_time_checked = -math.inf  # due at once
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._save(trainer, module)
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
-    def _save(self, trainer: Trainer, module: LightningModule) -> None:
-        stop_at_bad_weights(trainer, module, self.folder)
-        self.folder.save(trainer)
-        self._unlogged = {}
-        self._saved_s = time.monotonic()
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Save under another name, and rename. All ranks call it."""
+        stop_at_bad_weights(trainer, trainer.lightning_module, self.folder)
+        self._log_step(trainer)
+        final = Path(filepath)
+        partial = final.with_name(PARTIAL)
+        if trainer.is_global_zero:
+            remove(partial)
+        trainer.strategy.barrier("before a checkpoint")
+        super()._save_checkpoint(trainer, str(partial))
+        if trainer.is_global_zero:
+            self.folder.replace(partial, final)
+        trainer.strategy.barrier("after a checkpoint")
+        self._last_time_checked = time.monotonic()
         if trainer.strategy.reduce_boolean_decision(bool(self._asked.number), all=False):
             what, code = SAID[self._asked.number or signal.SIGTERM]
             log.info("%s at step %d and saved; run the same command to resume", what, trainer.global_step)
             raise SystemExit(code)
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        return {"unlogged": self._unlogged}
+    def _log_step(self, trainer: Trainer) -> None:
+        """Log what Lightning logs of this step only after the callbacks, so that no number is lost by a kill."""
+        if trainer.validating or trainer.global_step % trainer.log_every_n_steps:
+            return
+        metrics = {name: float(v) for name, v in trainer.logged_metrics.items() if name.startswith("train/")}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step - 1)  # the number that Lightning gives the step
+            logger.save()
 
-    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        self._unlogged = state["unlogged"]
+    def state_dict(self) -> dict:
+        return {}  # the folder says which checkpoints there are
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         for number, handler in self._previous.items():
@@ -235,8 +227,8 @@ class Checkpoints(Callback):
 class StopOnBadLoss(Callback):
     """Stops all ranks as soon as the loss of one is NaN or infinite; the last checkpoint is left as it was.
 
-    Weights are checked before they are measured, because the loss of their step may still have been finite. Give it
-    before `KeepBest`.
+    Weights are checked before they are measured or saved, because the loss of their step may still have been finite.
+    Give it before `KeepBest`.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -244,8 +236,8 @@ class StopOnBadLoss(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: dict, batch: Tensor, batch_idx):
         loss = float(outputs["loss"])
-        rows = ", ".join(map(str, batch.numbers))
-        stop_where(not math.isfinite(loss), trainer, self.folder, f"the loss became {loss} on rows {rows}")
+        numbers = f" on rows {', '.join(map(str, batch.numbers))}" if trainer.world_size == 1 else ""
+        stop_where(not math.isfinite(loss), trainer, self.folder, f"the loss is NaN or infinite{numbers}")
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -259,22 +251,15 @@ def stop_at_bad_weights(trainer: Trainer, module: LightningModule, folder: Check
     """Raise an AllRanksError on all ranks where a weight of one is NaN or infinite. All ranks call it."""
     parts = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())  # ZeRO-3: its shard
     bad = not all(bool(part.detach().isfinite().all()) for part in parts)
-    stop_where(bad, trainer, folder, "the weights are no numbers any more")
+    stop_where(bad, trainer, folder, "a weight is NaN or infinite")
 
 
 def stop_where(bad: bool, trainer: Trainer, folder: CheckpointFolder, reason: str) -> None:
     """Raise an AllRanksError on all ranks where `bad` holds on one of them. All ranks call it."""
     if not trainer.strategy.reduce_boolean_decision(bad, all=False):
         return
-    reasons: list[str | None] = [reason if bad else None]
-    if trainer.world_size > 1:
-        reasons = [None] * trainer.world_size
-        torch.distributed.all_gather_object(reasons, reason if bad else None)
-    rank, said = next((rank, text) for rank, text in enumerate(reasons) if text)
-    where = f" of rank {rank}" if trainer.world_size > 1 else ""
     checkpoint = trainer.strategy.broadcast(folder.newest())
     last = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written before"
     raise AllRanksError(
-        f"{said}{where} at step {trainer.global_step}, {last}; lower optimizer.lr or raise data.batch_size, and start "
-        "again"
+        f"{reason} at step {trainer.global_step}, {last}; lower optimizer.lr or raise data.batch_size, and start again"
     )

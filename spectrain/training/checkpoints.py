@@ -1,14 +1,14 @@
-"""The weights of a run on disk: the newest whole checkpoint, and the weights that are exported.
+"""The weights of a run on disk: the newest checkpoint, and the weights that are exported.
 
 checkpoints/
-    step-00000380.ckpt     the newest checkpoint: a file, or under DeepSpeed a folder
-    .partial.ckpt          one that was being written; never read
+    step-00000380.ckpt     the newest checkpoint: a file, or a folder under DeepSpeed
+    .partial.ckpt          a checkpoint that was being written; never read
     best/
-        best.json                    which step, its tau with interval, what was expected, the file below
-        step-00000250.safetensors    the trained module's weights, float32, whole, from any strategy
+        best.json                    its step, its tau with interval, the expected tau, and the file below
+        step-00000250.safetensors    the whole weights of the trained module in float32, from any strategy
 
-Each is written under another name, put on disk and renamed, and only then is the one before removed. So a kill leaves
-the old one or the new one.
+Each is written under another name and renamed, and the one before is removed only then. A kill leaves the old one or
+the new one.
 """
 
 from __future__ import annotations
@@ -19,37 +19,21 @@ import io
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning import Trainer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.stores.folder import read_object, write_json
-from spectrain.stores.writing import is_disk_full, rename, to_disk, write_whole
+from spectrain.stores.writing import rename, to_disk, write_whole
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"
-FOLDERS = ("checkpoint", "universal")  # of DeepSpeed's pieces, the second as `cut_anew` makes them
-PIECES = ("checkpoint/*.pt", "universal/*.pt", "universal/*/*.pt", "universal/*/*/*.pt")  # which DeepSpeed unpickles
-
-
-class StraightToDisk(TorchCheckpointIO):
-    """Writes a checkpoint where it belongs, not by way of memory and the system's temporary folder as Lightning does.
-
-    A kill would leave it there.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
-        with open(path, "wb") as file:
-            torch.save(checkpoint, file)
 
 
 @dataclass(frozen=True)
@@ -60,37 +44,15 @@ class CheckpointFolder:
 
     def newest(self) -> Path | None:
         """The whole checkpoint of the latest step, None where there is none."""
-        return max(self.all(), key=step_of, default=None)
+        return max((file for file in self.path.glob("*") if NAME.fullmatch(file.name)), key=step_of, default=None)
 
-    def all(self) -> list[Path]:
-        """All whole checkpoints: one, but for a kill while the one before was removed."""
-        return [file for file in self.path.glob("*") if NAME.fullmatch(file.name)]
-
-    def save(self, trainer: Trainer) -> Path:
-        """Write the trainer's state as the newest checkpoint. All ranks call it, after a whole optimizer step."""
-        partial = self.path / PARTIAL
-        final = self.path / f"step-{trainer.global_step:08d}.ckpt"
-        if trainer.strategy.broadcast(final.exists()):  # of this step, as at the end of a run that had just saved
-            return final
-        if trainer.is_global_zero:
-            self.path.mkdir(parents=True, exist_ok=True)
-            _remove(partial)
-        trainer.strategy.barrier("before a checkpoint")
-        try:
-            trainer.save_checkpoint(partial, weights_only=False)
-        except Exception:
-            if trainer.is_global_zero:
-                _remove(partial)  # a disk that is full needs the room
-            raise
-        trainer.strategy.barrier("after a checkpoint")
-        if trainer.is_global_zero:
-            to_disk(partial)
-            rename(partial, final)
-            for checkpoint in self.all():
-                if checkpoint != final:
-                    _remove(checkpoint)
-        trainer.strategy.barrier("renamed a checkpoint")
-        return final
+    def replace(self, partial: Path, final: Path) -> None:
+        """Give a checkpoint that was written its name, and remove the others."""
+        to_disk(partial)
+        rename(partial, final)
+        for file in self.path.glob("step-*.ckpt"):
+            if file.name != final.name:
+                remove(file)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -99,67 +61,44 @@ def step_of(checkpoint: Path) -> int:
 
 
 def ranks_of(checkpoint: Path) -> int | None:
-    """Ranks that a DeepSpeed checkpoint is cut for; None of a plain one, which any number of ranks can read."""
+    """Ranks that a DeepSpeed checkpoint is divided for; None of a plain one, which any number of ranks can read."""
     return len(list(checkpoint.glob("checkpoint/*_optim_states.pt"))) if checkpoint.is_dir() else None
 
 
 def check_readable(checkpoint: Path) -> None:
-    """Raise UserError where a checkpoint is damaged, or would run code of its own when DeepSpeed reads it."""
-    with _damage_of(checkpoint):
-        if not checkpoint.is_dir():
-            torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)  # meta fits any size
-            return
-        if any(file.read_text() not in FOLDERS for file in checkpoint.glob("latest*")):
-            raise ValueError("its pieces lie elsewhere")
-        files = [file for pattern in PIECES for file in sorted(checkpoint.glob(pattern))]
-        with torch.serialization.safe_globals(_classes_of_deepspeed() if files else []):
-            for file in files:
-                torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    """Raise UserError where a checkpoint that is a file is damaged."""
+    if not checkpoint.is_dir():
+        with _naming(checkpoint):
+            torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
 
 
 @contextlib.contextmanager
-def _damage_of(checkpoint: Path) -> Iterator[None]:
+def _naming(checkpoint: Path) -> Iterator[None]:
+    """Turn what torch and DeepSpeed raise of a damaged checkpoint into a UserError; their converters print nothing."""
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
     except Exception as error:  # torch, pickle, zipfile and DeepSpeed each raise their own types here
-        if is_disk_full(error):
-            raise
         raise UserError(
             f"checkpoint {checkpoint} cannot be read ({type(error).__name__}); delete it to start over"
         ) from error
 
 
-def _classes_of_deepspeed() -> list[type | tuple[Callable, str]]:
-    """Return the classes in DeepSpeed's pieces besides tensors and plain values. Importing them takes seconds."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    def member(kind: type, name: str) -> ZeroStageEnum:
-        """Stand for `getattr`, by which Python 3.11.2 pickles the member of an enumeration, and for nothing else."""
-        if kind is not ZeroStageEnum:
-            raise ValueError(f"it takes {name} from {kind}")
-        return ZeroStageEnum[name]
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, (member, "builtins.getattr")]
-
-
 def whole_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The trained weights of a checkpoint, float32 on the CPU, as the LightningModule calls them.
 
-    DeepSpeed's pieces are put together. Tied weights stand under each of their names. Raises UserError where the
+    DeepSpeed's shards are put together. Tied weights stand under each of their names. Raises UserError where the
     checkpoint is damaged.
     """
-    check_readable(checkpoint)
-    if not checkpoint.is_dir():
-        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # takes seconds to import
+    with _naming(checkpoint):
+        if not checkpoint.is_dir():
+            return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # takes seconds to import
 
-    with _damage_of(checkpoint), _quiet():
-        return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint, tag=FOLDERS[0]))
+        return dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint, tag="checkpoint"))
 
 
-def cut_anew(checkpoint: Path) -> None:
+def reshard(checkpoint: Path) -> None:
     """Add to a DeepSpeed checkpoint its universal form, one file per parameter, which any number of ranks can read."""
     folder, latest = checkpoint / "universal", checkpoint / "latest_universal"
     if latest.is_file():
@@ -168,21 +107,14 @@ def cut_anew(checkpoint: Path) -> None:
 
     partial = checkpoint / ".universal.partial"
     for leftover in (partial, folder):
-        _remove(leftover)
+        remove(leftover)
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     paths = {"input_folder": str(checkpoint / "checkpoint"), "output_folder": str(partial)}
-    with _damage_of(checkpoint), _quiet():
+    with _naming(checkpoint):
         convert(argparse.Namespace(**paths, **options, inject_missing_state=True))
     to_disk(partial)
     rename(partial, folder)
     write_whole(latest, folder.name)  # the converter has named the partial one
-
-
-@contextlib.contextmanager
-def _quiet():
-    """DeepSpeed's converters print every step."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 @dataclass(frozen=True)
@@ -208,14 +140,12 @@ class BestFolder:
     path: Path
 
     def read(self) -> Best | None:
-        """The facts of the kept weights, None where there are none. Raises UserError where they are damaged."""
+        """The facts of the kept weights, None where there are none."""
         file = self.path / "best.json"
-        if not file.is_file():
-            return None
-        return read_object(file, Best, f"remove {self.path}, and the last weights are taken")
+        return read_object(file, Best, f"remove {self.path}, and the last weights are taken") if file.exists() else None
 
     def weights(self) -> dict[str, Tensor]:
-        """The kept weights. Raises UserError where the file is damaged."""
+        """The kept weights. Raises UserError where there are none, or the file is damaged."""
         best = self.read()
         if best is None:
             raise UserError("no step was trained with these options of trainer=; raise max_steps or remove the others")
@@ -255,14 +185,14 @@ class BestFolder:
         untied = {name: t.clone(memory_format=torch.contiguous_format) for name, t in weights.items()}
         write_whole(self.path / kept.file, lambda out: save_file(untied, out.name))
         write_json(self.path / "best.json", kept)
-        for file in self.path.iterdir():  # the weights of before, and what a kill left: of safetensors' own too
+        for file in self.path.iterdir():  # the weights of before, and what a kill left
             if file.name not in (kept.file, "best.json"):
                 file.unlink()
         return True
 
 
-def filled(module: nn.Module, weights: dict[str, Tensor], name: str) -> nn.Module:
-    """The module with the weights that a training kept under `name`. Raise UserError where it kept others."""
+def load_weights(module: nn.Module, weights: dict[str, Tensor], name: str) -> nn.Module:
+    """Load the weights that a training kept under `name`. Raise UserError where it kept others."""
     expected = {f"{name}.{key}": t.shape for key, t in module.state_dict().items()}
     differing = sorted(dict(expected.items() ^ {key: t.shape for key, t in weights.items()}.items()))
     if differing:
@@ -275,8 +205,6 @@ def filled(module: nn.Module, weights: dict[str, Tensor], name: str) -> nn.Modul
     return module
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

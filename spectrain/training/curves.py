@@ -25,25 +25,16 @@ def merged(attempts: Sequence[tuple[int, Path]]) -> Curve:
 
 
 def read_csv(file: Path) -> Curve:
-    """The rows of a metrics.csv by step; two rows of one step (training, validation) become one.
-
-    UserError is raised where it is not what Lightning writes.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        return _rows_of(file)
-    except (ValueError, KeyError, csv.Error) as error:
-        raise UserError(f"{file} is damaged ({error}); restore it, or remove it and do without its numbers") from error
-
-
-def _rows_of(file: Path) -> Curve:
+    """The rows of a metrics.csv by step; two rows of one step (training, validation) become one."""
     curve: Curve = {}
-    with file.open(newline="") as lines:
-        # A kill or a full disk may have cut the last line, in the middle of a number too.
-        for row in csv.DictReader(line for line in lines if line.endswith("\n")):
-            if None in row.values() or not row["step"]:
-                continue
-            values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
-            curve.setdefault(int(row["step"]), {}).update(values)
+    if not file.is_file():
+        return curve
+    try:
+        with file.open(newline="") as lines:
+            # A kill may have cut the last line, in the middle of a number too.
+            for row in csv.DictReader(line for line in lines if line.endswith("\n")):
+                values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
+                curve.setdefault(int(row["step"]), {}).update(values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); restore it, or remove it and do without its numbers") from error
     return curve

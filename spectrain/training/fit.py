@@ -1,7 +1,7 @@
-"""Lightning's Trainer of a config, and what every training goes through with it.
+"""Lightning's Trainer of a run, and what every training goes through with it.
 
-`config` is the whole resolved config; its `trainer` node holds the Trainer's arguments. A training runs on one process,
-or on the ranks that torchrun or Lightning starts.
+A training runs on one process, or on the ranks that torchrun or Lightning starts. `config` is the whole resolved
+config.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from hydra.utils import instantiate
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
@@ -24,37 +25,28 @@ from spectrain.decoding.memory import is_out_of_memory
 from spectrain.errors import UserError
 from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.locations import PACKAGE
-from spectrain.training.callbacks import (
-    Checkpoints,
-    KeepBest,
-    ProgressBar,
-    ProgressLines,
-    StopOnBadLoss,
-    TokensPerSecond,
-)
-from spectrain.training.checkpoints import StraightToDisk, check_readable, cut_anew, ranks_of
-from spectrain.training.experiments import Experiment
-from spectrain.training.loggers import keep_config, loggers
-from spectrain.training.precision import precision_of
+from spectrain.training.base import Parts
+from spectrain.training.callbacks import Checkpoints, KeepBest, StopOnBadLoss, TokensPerSecond, progress
+from spectrain.training.checkpoints import check_readable, ranks_of, reshard
+from spectrain.training.loggers import keep_config
 from spectrain.training.runs import RunFolder
-from spectrain.training.strategies import ZeroStrategy, strategy, uses_gpu
+from spectrain.training.strategies import ZeroStrategy, precision_of, uses_gpu
 
 log = logging.getLogger(__name__)
 
-OURS = ("strategy", "activation_checkpointing")  # options of the `trainer` node that are not Lightning's
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 Measure = Callable[[dict[str, Tensor]], tuple[float, float, float]]
 
 
 def fit(
-    config: Mapping, run: RunFolder, experiment: Experiment, measure: Measure | None = None, in_sweep: bool = False
+    run: RunFolder, parts: Parts, max_steps: int, measure: Measure | None = None, in_sweep: bool = False
 ) -> Trainer:
     """Train, or resume where the run was interrupted, and validate.
 
     Args:
-        config: the whole config.
         run: where checkpoints and metrics go; begun here.
-        experiment: what is trained.
+        parts: what is trained.
+        max_steps: optimizer steps.
         measure: tau of whole weights, with the bounds of its 95 % interval; the best weights are kept in `run.best`.
             None: the last are.
         in_sweep: whether this is one of several trainings of one command.
@@ -63,14 +55,15 @@ def fit(
         UserError: the trainer's hardware is missing, there are too few rows, the checkpoint
             cannot be read, the loss is no number any more, or memory runs out.
     """
-    module, data, target = experiment.module, experiment.data, experiment.module.target
-    trainer = build_trainer(config, callbacks(config, run, measure), loggers(config["logger"], run), in_sweep)
+    config, module, data, target = run.config, parts.module, parts.data, parts.module.target
+    loggers = instantiate(config["logger"], _partial_=True, _convert_="all")(run)
+    trainer = build_trainer(config, max_steps, callbacks(config, run, measure), loggers, in_sweep)
     check_batches(config, trainer, len(data.train))
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
-    if experiment.source:
-        run.keep_to(experiment.source)
+    if parts.source:
+        run.keep_to(parts.source)
     log.info("run folder: %s", run.path)
-    meet(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
+    barrier(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()
     if checkpoint:
         log.info("resuming from %s", checkpoint)
@@ -85,13 +78,14 @@ def fit(
             with trainer.precision_plugin.forward_context():  # as the steps, and as stores were computed
                 module.begin(data.train)
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
-        trainer.validate(module, datamodule=data, verbose=False)
+        if "eval/loss" not in trainer.callback_metrics:  # a run that was killed after its last step
+            trainer.validate(module, datamodule=data, verbose=False)
     return trainer
 
 
 def final_metrics(trainer: Trainer) -> dict[str, float]:
-    """The metrics of the last validation and the last step, by name."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    """The metrics of the last validation, by name."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
 
 
 def callbacks(config: Mapping, run: RunFolder, measure: Measure | None) -> list[Callback]:
@@ -101,7 +95,7 @@ def callbacks(config: Mapping, run: RunFolder, measure: Measure | None) -> list[
         StopOnBadLoss(run.checkpoints),
         KeepBest(run.best, measure, config["select"]["every"]),
         Checkpoints(run.checkpoints, config["checkpoint_s"]),
-        ProgressBar(leave=True) if sys.stderr.isatty() else ProgressLines(),
+        progress(),
     ]
 
 
@@ -126,38 +120,42 @@ def naming_the_remedy(data: Mapping) -> Iterator[None]:
         ) from error
 
 
-def build_trainer(config: Mapping, callbacks: list[Callback], loggers: list[Logger], in_sweep: bool = False) -> Trainer:
+def build_trainer(
+    config: Mapping, max_steps: int, callbacks: list[Callback], loggers: list[Logger], in_sweep: bool = False
+) -> Trainer:
     """The Trainer of a config; writes nothing yet.
 
     Raise UserError where Lightning does not take the `trainer` node, or ranks cannot share a batch or a sweep.
     """
-    precision = precision_of(config["trainer"])
-    if str(precision).startswith("16"):  # the gradients of `losses.py` are computed with the loss
+    options = {name: value for name, value in config["trainer"].items() if name != "activation_checkpointing"}
+    options |= {"precision": precision_of(options), **ranks_of_torchrun()}
+    if str(options["precision"]).startswith("16"):  # the gradients of `losses.py` are computed with the loss
         raise UserError(
-            f"trainer.precision={precision} would round gradients before they are scaled; give bf16-mixed or 32-true"
+            f"trainer.precision={options['precision']} would round gradients before they are scaled; give bf16-mixed "
+            "or 32-true"
         )
-    options = {name: value for name, value in config["trainer"].items() if name not in OURS}
-    options |= {"precision": precision, **ranks_of_torchrun()}
     try:
-        trainer = Trainer(
-            **options,
-            strategy=strategy(config),
-            max_steps=config["max_steps"],
+        trainer = instantiate(options, _partial_=True, _convert_="all")(
+            max_steps=max_steps,
             check_val_every_n_epoch=None,  # val_check_interval counts batches of the run, not of an epoch
             use_distributed_sampler=False,  # SeededLoader gives each rank its share
             callbacks=callbacks,
             logger=loggers,
-            plugins=[StraightToDisk()],
             enable_progress_bar=sys.stderr.isatty(),
-            enable_checkpointing=False,  # Checkpoints saves, at whole steps only
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
-    except Exception as error:  # what Lightning raises of its options has no type in common
-        line = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    except Exception as error:  # what Hydra and Lightning raise of its options has no type in common
+        cause = error.__cause__ or error
+        line = f"{type(cause).__name__}: {(str(cause).strip() or 'no message').splitlines()[0]}"
         raise UserError(
             f"the trainer cannot be made as configured ({line}); change trainer=... or its options"
         ) from error
+    if isinstance(trainer.strategy, ZeroStrategy) and config["optimizer"]["name"] == "muon":
+        raise UserError(
+            "optimizer.name=muon needs whole matrices, which DeepSpeed divides; give optimizer.name=adamw, or "
+            "trainer=ddp"
+        )
     if in_sweep and trainer.world_size > 1 and not ranks_of_torchrun():
         raise UserError(  # Lightning starts the other ranks with this very command: each would run the whole sweep
             f"-m on {trainer.world_size} ranks needs torchrun --nproc-per-node {trainer.world_size} -m spectrain.train "
@@ -209,7 +207,7 @@ def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:
 
 
 def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
-    """Make sure that this trainer can resume from a checkpoint, if need be by cutting it for other ranks.
+    """Make sure that this trainer can resume from a checkpoint, if need be by resharding it for other ranks.
 
     Raise UserError where it is damaged, or was written with DeepSpeed and is read without, or the other way.
     """
@@ -223,13 +221,13 @@ def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
     check_readable(checkpoint)
     if sharded and ranks != trainer.world_size:
         if trainer.is_global_zero:
-            cut_anew(checkpoint)
+            reshard(checkpoint)
         trainer.strategy.read_universal()
-        meet(trainer)
+        barrier(trainer)
 
 
-def meet(trainer: Trainer) -> None:
+def barrier(trainer: Trainer) -> None:
     """Under torchrun, wait for all ranks; Lightning starts the others itself, later."""
     if ranks_of_torchrun() and trainer.world_size > 1:
         trainer.strategy.setup_environment()
-        trainer.strategy.barrier("met")
+        trainer.strategy.barrier()

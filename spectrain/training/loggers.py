@@ -1,41 +1,41 @@
-"""Where a training's numbers go: CSV in the run folder always, Weights & Biases when asked."""
+"""Where a training's numbers go: metrics.csv in the run folder always, Weights & Biases when asked.
+
+The yaml files of conf/logger/ name `csv` or `wandb` as their `_target_`.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
-from spectrain.errors import UserError
 from spectrain.models.artifacts import MANIFEST
 from spectrain.stores.folder import read_json
-from spectrain.stores.writing import write_whole
 from spectrain.training.runs import CONFIG, RunFolder, plain
 
 log = logging.getLogger(__name__)
 
 
-def loggers(options: Mapping, run: RunFolder) -> list[Logger]:
-    """CSV always, one file per attempt; W&B where `options`, the config's `logger` node, say so."""
-    chosen: list[Logger] = [CurveLogger(run.path, name="metrics", version=len(run.attempts))]
-    if options["wandb"] and "project" not in options:
-        raise UserError("logger.wandb=true lacks the options of Weights & Biases; give logger=wandb")
-    if options["wandb"] and rank_zero_only.rank == 0:
+def csv(run: RunFolder) -> list[Logger]:
+    """Lightning's CSV logger, with one file per attempt; `spectrain.training.runs` reads what it writes."""
+    return [CSVLogger(run.path, name="metrics", version=len(run.attempts))]
+
+
+def wandb(run: RunFolder, project: str, group: str, tags: Sequence[str], name: str | None) -> list[Logger]:
+    """CSV, and a run of Weights & Biases on rank zero."""
+    chosen = csv(run)
+    if rank_zero_only.rank == 0:
         chosen.append(
             WandbLogger(
-                project=options["project"],
-                group=options["group"],
-                tags=list(options["tags"]),
-                name=options["name"] or run.name,
+                project=project,
+                group=group,
+                tags=list(tags),
+                name=name or run.name,
                 version=run.id,  # a resumed run goes on in the same W&B run
                 save_dir=run.path,
                 mode=wandb_mode(),
@@ -56,32 +56,6 @@ def wandb_mode() -> str:
     except (wandb.errors.Error, OSError) as error:
         log.warning("Weights & Biases cannot be reached (%s); logging offline", error)
         return "offline"
-
-
-class _WholeFile(ExperimentWriter):
-    """Rewrites metrics.csv for a new column so that a kill leaves the old file or the new one, never half of it."""
-
-    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        file = Path(self.metrics_file_path)
-        with file.open(newline="") as lines:
-            rows = list(csv.DictReader(lines))
-        content = io.StringIO()
-        writer = csv.DictWriter(content, fieldnames=fieldnames)
-        writer.writeheader()
-        writer.writerows(rows)
-        write_whole(file, content.getvalue())
-
-
-class CurveLogger(CSVLogger):
-    """Lightning's CSV logger; `spectrain.training.runs` reads what it writes."""
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> ExperimentWriter:
-        if self._experiment is None:
-            os.makedirs(self.root_dir, exist_ok=True)
-            self._experiment = _WholeFile(log_dir=self.log_dir)
-        return self._experiment
 
 
 def keep_config(trainer: Trainer, run: RunFolder) -> None:

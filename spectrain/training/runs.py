@@ -23,19 +23,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from spectrain.errors import AllRanksError, UserError
-from spectrain.stores.environment import TYPED_COMMAND
+from spectrain.config import TYPED_COMMAND, Target
 from spectrain.stores.folder import (
     digest,
     locked,
     read_object,
-    read_text,
     refuse_existing,
     remove_leftovers,
     strict,
@@ -43,42 +42,26 @@ from spectrain.stores.folder import (
     write_json,
 )
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.options import check_options, without_limits
-from spectrain.stores.yaml_files import LARGEST_YAML_BYTES, read_yaml
+from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
 from spectrain.training.curves import Curve, merged
-from spectrain.training.run_facts import Attempt, Facts, Metrics, TrainingResult
+from spectrain.training.run_facts import Attempt, Facts, TrainingResult
+
+if TYPE_CHECKING:
+    from spectrain.decoding import TargetModel
+    from spectrain.training.base import Experiment
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
-NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
-# A run may go on with another number of ranks.
-NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
-
-
-class MissingOption(UserError, LookupError):
-    """A run's config.yaml lacks an option. Templates ask for options that a run need not have."""
-
-
-def _written_config(path: Path) -> dict:
-    """Read the config of a run. Raise ValueError where it is damaged, or cut off inside a line."""
-    config = dict(read_yaml(path / CONFIG))
-    if not read_text(path / CONFIG, LARGEST_YAML_BYTES).endswith("\n"):
-        raise ValueError("it is cut off")
-    return config
-
-
-class RunConfig(dict):
-    """The config.yaml of a run, which may lack an option that a newer version asks for, or that somebody removed."""
-
-    def __init__(self, config: Mapping) -> None:
-        super().__init__({key: RunConfig(v) if isinstance(v, Mapping) else v for key, v in dict(config).items()})
-
-    def __missing__(self, option: str) -> NoReturn:
-        raise MissingOption(f"the run's config.yaml has no {option}; add it there, as python -m spectrain.train has it")
+NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype", "max_prompt_bytes")
+NOT_HASHED_OF = {
+    "corpus": ("max_document_bytes", "max_files"),  # they only refuse inputs
+    # A run may go on with another number of ranks.
+    "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing"),
+}
 
 
 class FinishedRun(AllRanksError):
@@ -96,43 +79,45 @@ class RunFolder:
 
     @classmethod
     @contextmanager
-    def claim(cls, cfg: DictConfig, result: str = "result.json") -> Iterator[RunFolder]:
+    def claim(cls, config: dict, result: str = "result.json") -> Iterator[RunFolder]:
         """Keep other processes out of the folder of this config, on rank zero, and find the run that may begin there.
+
+        `config` has plain values: `kind`, `run_dir` (None: named by the hash), `fresh`, and what is run.
 
         Raises UserError where another process is at work there, and as `find` does.
         """
-        path = cls.path_of(cfg)
+        path = cls.path_of(config)
         with locked(path) if rank_zero_only.rank == 0 else nullcontext():
-            yield cls.find(cfg, result)
+            yield cls.find(config, result)
 
     @staticmethod
-    def path_of(cfg: DictConfig) -> Path:
+    def path_of(config: Mapping) -> Path:
         """The folder that is given, or that is named by the hash of the config."""
-        if cfg.run_dir:
-            return Path(str(cfg.run_dir))
-        config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        return Path(f"runs/{cfg.kind}-{digest(hashed(config))}")
+        return Path(config["run_dir"] or f"runs/{config['kind']}-{digest(hashed(config))}")
 
     @classmethod
-    def find(cls, cfg: DictConfig, result: str = "result.json") -> RunFolder:
+    def find(cls, config: dict, result: str = "result.json") -> RunFolder:
         """The folder of this config. Writes nothing.
 
         An unfinished run of this very config is resumed, `fresh` or not; `fresh` replaces a finished or another one.
         Otherwise these are refused by a UserError, as is a folder that holds something else.
         """
-        config, path = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), cls.path_of(cfg)
+        path, fresh = cls.path_of(config), config["fresh"]
         run = cls(path, config, id=f"{plain(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
-        holds_run, is_rank_zero = (path / CONFIG).is_file(), rank_zero_only.rank == 0
-        if not holds_run and is_rank_zero and path.exists() and any(path.iterdir()):
-            raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
-        if not holds_run or (cfg.fresh and not is_rank_zero):  # rank zero may be replacing what stands here
+        is_rank_zero = rank_zero_only.rank == 0
+        if not (path / CONFIG).is_file():
+            if is_rank_zero and path.exists() and any(path.iterdir()):
+                raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
             return run
-        reason = run._why_not_to_resume()
-        if reason and not cfg.fresh and (is_rank_zero or isinstance(reason, FinishedRun)):
+        if fresh and not is_rank_zero:  # rank zero may be replacing what stands here
+            return run
+        if (reason := run._why_not_to_resume()) is not None:
+            if fresh or not (is_rank_zero or isinstance(reason, FinishedRun)):
+                return run
             raise reason
-        begun = run.begun() if is_rank_zero and not reason else None
-        if begun is None and is_rank_zero and not cfg.fresh:  # what it measured would be replaced
-            raise UserError(f"{path / FACTS} is missing; restore it, or start over with fresh=true")
+        begun = run.facts() if is_rank_zero else None
+        if is_rank_zero and begun is None:  # what it measured would be replaced
+            raise UserError(f"{path / FACTS} is missing; restore it, or start over in another run_dir")
         return dataclasses.replace(run, id=begun.id) if begun else run
 
     def _why_not_to_resume(self) -> UserError | None:
@@ -153,9 +138,9 @@ class RunFolder:
     def read_config(path: Path) -> dict:
         """The config of the run that stands there. Raises UserError where it cannot be read."""
         try:
-            return _written_config(path)
+            return dict(read_yaml(path / CONFIG))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} has a damaged {CONFIG} ({error}); remove the folder or give fresh=true") from error
+            raise UserError(f"{path} has a damaged {CONFIG} ({error}); restore it, or remove the folder") from error
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -164,13 +149,7 @@ class RunFolder:
             raise UserError(
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
-        try:
-            config = RunConfig(_written_config(path))
-            check_options(config | {"kind": config["kind"]}, "train", unknown="passed")
-        except (ValueError, TypeError) as error:
-            raise UserError(f"run={path} has a damaged {CONFIG} ({error}); restore it") from error
-        run = cls(path, config, id="")
-        run.read_result()
+        run = cls(path, cls.read_config(path), id="")
         return dataclasses.replace(run, id=run.facts().id)
 
     @rank_zero_only
@@ -179,7 +158,7 @@ class RunFolder:
 
         Raise UserError where the interrupted run trained against another target.
         """
-        begun = self.begun()
+        begun = self.facts()
         if begun is not None and begun.id == self.id:
             if target_fingerprint and begun.target_fingerprint != target_fingerprint:
                 raise UserError(
@@ -221,39 +200,23 @@ class RunFolder:
                 )
 
     @property
-    def rows_folder(self) -> str | None:
-        """The store of responses or labels that a head's training began with; None: no such training began."""
-        rows = (self.read(SOURCE, dict[str, object]) or {}).get("rows")
-        return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], str) else None
-
-    @property
-    def before(self) -> list[dict]:
-        """The trainings of the drafter that this one goes on with, the first one first; none where it is new."""
-        before = (self.read(SOURCE, dict[str, object]) or {}).get("before")
-        return before if isinstance(before, list) else []
+    def source(self) -> dict:
+        """What the training that began here reads besides its config, as `keep_to` noted it."""
+        return self.read(SOURCE, dict[str, object]) or {}
 
     @property
     def attempts(self) -> list[dict]:
         """The facts of each start of this run so far."""
-        begun = self.begun()
+        begun = self.facts()
         return [dataclasses.asdict(one) for one in begun.attempts] if begun and begun.id == self.id else []
 
     def facts(self) -> Facts | None:
         """The content of run.json; None where nothing began."""
-        return self.read(FACTS, Facts, "restore it, or start over with fresh=true")
+        return self.read(FACTS, Facts, "restore it, or remove the folder to start over")
 
-    def begun(self) -> Facts | None:
-        """The content of run.json; None where nothing began, or where `fresh` replaces what is damaged."""
-        try:
-            return self.facts()
-        except UserError:
-            if self.config.get("fresh"):
-                return None
-            raise
-
-    def read_result(self) -> TrainingResult | Metrics | None:
+    def read_result(self) -> TrainingResult | None:
         """The numbers that `finish` kept of a training; None of an unfinished one."""
-        return self.read(self.result, Metrics if self.config["kind"] == "target" else TrainingResult)
+        return self.read(self.result, TrainingResult)
 
     def read(self, name: str, kind: type[T], otherwise: str = "remove it") -> T | None:
         """The content of a JSON file of the folder, None where there is none; `kind` and `otherwise` as `read_object`.
@@ -277,10 +240,15 @@ class RunFolder:
         logged = self.curve().get(step - 1, {})  # the number that Lightning gives the step
         return {name: value for name, value in logged.items() if name.startswith("eval/")}
 
+    def experiment(self, open_target: Callable[[], TargetModel]) -> Experiment:
+        """What the config names as `experiment._target_`, with its `data` node; see `spectrain.training.base`."""
+        data = instantiate(self.config["data"], _convert_="all")
+        return instantiate(self.config["experiment"], _partial_=True)(self, data, open_target)
+
     @property
-    def options(self) -> DictConfig:
-        """The config as the commands take theirs."""
-        return OmegaConf.load(self.path / CONFIG)
+    def target(self) -> Target:
+        """The options of its target."""
+        return Target(**self.config["target"])
 
     @property
     def name(self) -> str:
@@ -355,7 +323,8 @@ def plain(name: str) -> str:
 
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
-    kept = {key: value for key, value in without_limits(config).items() if key not in NOT_HASHED}
-    if isinstance(kept.get("trainer"), Mapping):
-        kept["trainer"] = {k: v for k, v in kept["trainer"].items() if k not in NOT_HASHED_OF_TRAINER}
+    kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    for name in ("corpus", "trainer"):
+        if isinstance(kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in kept[name].items() if key not in NOT_HASHED_OF[name]}
     return kept

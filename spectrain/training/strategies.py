@@ -1,7 +1,6 @@
-"""Training on many ranks: DeepSpeed's ZeRO on GPUs or CPU ranks, and the weights put together again.
+"""Where a training runs: devices, precision, DeepSpeed's ZeRO on GPUs or CPU ranks, and whole weights of any strategy.
 
-ZeRO shares out the optimizer's state and gradients (stage 2) and the parameters too (stage 3) among the ranks.
-`whole_state` gathers what the ranks hold, whatever the strategy.
+ZeRO divides the optimizer's state and gradients (stage 2), and the parameters too (stage 3), among the ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from pathlib import Path
 import torch
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from spectrain.errors import UserError
+from spectrain.decoding.kernels import multiplies
 
 
 def uses_gpu(accelerator: str) -> bool:
@@ -25,50 +24,48 @@ def uses_gpu(accelerator: str) -> bool:
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
 
 
-def strategy(config: Mapping) -> str | Strategy:
-    """The strategy of a `trainer` node: a name that Lightning knows, or Lightning's DeepSpeed with a node's options.
+def fast_precision(precision: str | None, device_type: str) -> str | None:
+    """Return `precision`, with "auto" replaced by what the device multiplies the fastest: bf16-mixed or 32-true."""
+    if precision != "auto":
+        return precision
+    is_gpu = device_type == "cuda"
+    fast = torch.cuda.is_bf16_supported(including_emulation=False) if is_gpu else multiplies(torch.bfloat16)
+    return "bf16-mixed" if fast else "32-true"
 
-    `stage` 1 shares out the optimizer's state, 2 gradients too, 3 parameters too. With `offload_optimizer` the state
-    lies in CPU memory and is stepped there. Raise UserError for anything else, and for an optimizer that needs whole
-    matrices.
+
+def precision_of(trainer: Mapping) -> str | None:
+    """Return the precision of a `trainer` node, with "auto" replaced likewise."""
+    return fast_precision(trainer.get("precision"), "cuda" if uses_gpu(trainer["accelerator"]) else "cpu")
+
+
+def deepspeed(accelerator: str, stage: int = 2, offload_optimizer: bool = False) -> ZeroStrategy:
+    """Lightning's DeepSpeed strategy for GPUs or CPU ranks.
+
+    Args:
+        accelerator: that of the trainer.
+        stage: 1 divides the optimizer's state, 2 gradients too, 3 parameters too.
+        offload_optimizer: keep the optimizer's state in CPU memory, and step it there.
     """
-    given = config["trainer"]["strategy"]
-    if not isinstance(given, Mapping):
-        return given
-    if given.get("name") != "deepspeed":
-        raise UserError(f"trainer.strategy={given} is unknown; give ddp, auto or trainer=deepspeed_zero2")
-    if config["optimizer"]["name"] == "muon":
-        raise UserError(
-            "optimizer.name=muon needs whole matrices, which DeepSpeed cuts into pieces; give optimizer.name=adamw, or "
-            "trainer=ddp"
-        )
-    options = {"stage": 2, "offload_optimizer": False}
-    for name, value in given.items():
-        if name not in ("name", *options):
-            raise UserError(f"trainer.strategy has no option {name}; it has {', '.join(options)}")
-        options[name] = value
-    if options["stage"] not in (1, 2, 3):
-        raise UserError(f"trainer.strategy.stage={options['stage']} must be 1, 2 or 3")
-    on_cpu = not uses_gpu(config["trainer"]["accelerator"])
+    on_cpu = not uses_gpu(accelerator)
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
-    made = (CPUZeroStrategy if on_cpu else ZeroStrategy)(
-        stage=options["stage"],
-        offload_optimizer=options["offload_optimizer"],
+    strategy = (CPUZeroStrategy if on_cpu else ZeroStrategy)(
+        stage=stage,
+        offload_optimizer=offload_optimizer,
         process_group_backend="gloo" if on_cpu else None,
         logging_level=logging.ERROR,
         logging_batch_size_per_gpu=1,  # else Lightning makes a loader to ask; it serves DeepSpeed's logs alone
     )
     # Offloaded state is stepped by torch's AdamW: DeepSpeed's own must be compiled on the machine.
-    made.config["zero_force_ds_cpu_optimizer"] = False
-    return made
+    strategy.config["zero_force_ds_cpu_optimizer"] = False
+    return strategy
 
 
 class ZeroStrategy(DeepSpeedStrategy):
     """Lightning's strategy, made to resume on another number of ranks and to validate without an engine."""
 
     def read_universal(self) -> None:
-        """From now on, read the universal form of checkpoints (`spectrain.training.checkpoints.cut_anew`)."""
+        """From now on, read the universal form of checkpoints (`spectrain.training.checkpoints.reshard`)."""
         self.config["checkpoint"] = {"load_universal": True}
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict:
@@ -113,7 +110,7 @@ class CPUZeroStrategy(ZeroStrategy):
 
 
 def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] | None:
-    """Put the weights in training together from all ranks. All ranks call it, between optimizer steps of a fit.
+    """Gather the weights in training from all ranks. All ranks call it, between optimizer steps of a fit.
 
     Under DeepSpeed these are the float32 weights that the optimizer steps; `on_train_end` is the last hook that finds
     them.
@@ -134,7 +131,7 @@ def whole_state(trainer: Trainer, module: LightningModule) -> dict[str, Tensor] 
 
 
 def _whole(parameter: nn.Parameter) -> Tensor:
-    """The whole of a parameter of which this rank may hold a part, float32 where DeepSpeed steps it so."""
+    """The whole of a parameter of which this rank may hold a shard, float32 where DeepSpeed steps it so."""
     partitioned = hasattr(parameter, "ds_id")
     if not partitioned and not hasattr(parameter, "_hp_mapping"):
         return parameter

@@ -12,27 +12,36 @@ from torchmetrics import Metric
 N_BINS = 15  # of a reliability diagram
 
 
-class ValidationSums(Metric):
-    """Loss and acceptance by rollout position, summed over all positions of a validation, and the tau expected of it.
-
-    The result does not depend on the batches and the number of ranks, over which `compute` adds up.
+class Sums(Metric):
+    """Sums in float64 over a validation. `compute` adds up the ranks', so neither they nor batches change the result.
 
     Args:
-        k: positions of a rollout; position t of a row is drafted as number t mod k.
+        sizes: of each sum, by name.
     """
 
     full_state_update = False
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, **sizes: int) -> None:
         super().__init__()
-        self.k = k
-        for name, size in (("loss", 1), ("positions", 1), ("alpha", k), ("drafted", k)):
+        for name, size in sizes.items():
             self.add_state(name, torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
 
     def reset(self) -> None:
         super().reset()
         for name in self._defaults:  # DeepSpeed's precision plugin casts whatever the module holds
             setattr(self, name, getattr(self, name).double())
+
+
+class ValidationSums(Sums):
+    """Loss and acceptance by rollout position, summed over all positions of a validation, and the tau expected of it.
+
+    Args:
+        k: positions of a rollout; position t of a row is drafted as number t mod k.
+    """
+
+    def __init__(self, k: int) -> None:
+        super().__init__(loss=1, positions=1, alpha=k, drafted=k)
+        self.k = k
 
     def update(self, loss: Tensor, counted: Tensor, alpha: Tensor | None = None, starts: Tensor | None = None) -> None:
         """Add a batch.
@@ -67,30 +76,30 @@ class ValidationSums(Metric):
         return {name: float(value) for name, value in found.items()}
 
 
-class Reliability:
+class Reliability(Sums):
     """Sums of predictions and labels by bins of equal width: the numbers of a reliability diagram.
 
     The expected calibration error is the mean distance between a bin's mean prediction and its mean label, weighted by
-    its positions (Guo et al. 2017); labels may be probabilities themselves.
+    its positions (Guo et al. 2017). Labels may be probabilities, which torchmetrics' BinaryCalibrationError refuses.
     """
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.sums = torch.zeros(3, N_BINS, dtype=torch.float64)  # positions, predictions, labels
+        super().__init__(positions=N_BINS, predictions=N_BINS, labels=N_BINS)
+        self.bins: list[dict[str, float]] = []  # of all ranks, as last computed
 
     def update(self, predicted: Tensor, labels: Tensor) -> None:
         """Add predictions and labels, both [M] in [0, 1]."""
-        bins = (predicted * N_BINS).long().clamp(0, N_BINS - 1).cpu()
-        rows = torch.stack([torch.ones_like(predicted), predicted, labels]).double().cpu()
-        self.sums.index_add_(1, bins, rows)
+        bins = (predicted * N_BINS).long().clamp(0, N_BINS - 1)
+        for name, values in (("positions", torch.ones_like(predicted)), ("predictions", predicted), ("labels", labels)):
+            getattr(self, name).index_add_(0, bins, values.double())
 
     def compute(self) -> dict[str, float]:
         """The expected calibration error, 0 to 1; nan where nothing was added."""
-        positions, predictions, labels = self.sums
-        return {"eval/calibration_error": float((predictions - labels).abs().sum() / positions.sum())}
+        error = (self.predictions - self.labels).abs().sum() / self.positions.sum()
+        self.bins = self._bins()
+        return {"eval/calibration_error": float(error)}
 
-    def bins(self) -> list[dict[str, float]]:
+    def _bins(self) -> list[dict[str, float]]:
         """Positions, mean prediction and mean label of each bin that has any position."""
-        return [{"positions": int(n), "predicted": float(f / n), "label": float(a / n)} for n, f, a in self.sums.T if n]
+        sums = zip(self.positions.tolist(), self.predictions.tolist(), self.labels.tolist(), strict=True)
+        return [{"positions": int(n), "predicted": float(f / n), "label": float(a / n)} for n, f, a in sums if n]

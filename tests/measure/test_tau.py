@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spectrain.measure.statistics import Estimate
-from spectrain.measure.tables import gamma_table
+from spectrain.measure.tables import speed_table
 from spectrain.measure.tau import (
     Setting,
     TauSettings,
@@ -16,7 +16,7 @@ from spectrain.measure.tau import (
     continue_rows,
     counts_of,
     expected_and_measured,
-    measure_gammas,
+    measure_speed,
     measure_tau,
     tau_estimate,
     tau_of,
@@ -24,6 +24,7 @@ from spectrain.measure.tau import (
 )
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
+from spectrain.measure.tables import speed_table
 from tests.conftest import random_prompts
 
 SHORT, LONG, SAMPLED = Setting(256, 0.0), Setting(512, 0.0), Setting(256, 1.0)
@@ -126,7 +127,6 @@ def test_a_table_of_tau_is_strict_json_and_agrees_with_tau_of_one_drafter(llama_
         "8 tokens, T=1",
     ]
     assert content["tau"]["plain"]["12 tokens, greedy"] == {"value": 1.0, "low": 1.0, "high": 1.0}
-    assert content["tokens_per_s"]["plain"]["low"] is None  # one timed context has no interval
     assert content["settings"]["contexts"] == 3
     assert content["settings"]["gamma"] == {"magicdec": 3}
     alone = tau_of(llama_target, drafter, rows, settings)
@@ -136,7 +136,8 @@ def test_a_table_of_tau_is_strict_json_and_agrees_with_tau_of_one_drafter(llama_
 def test_every_draft_length_is_measured_on_the_same_contexts_and_the_fastest_is_named(llama_target):
     settings = TauSettings((12,), 3, 8, (0.0, 1.0), 2, 2)
     drafter = magicdec.build(llama_target, gamma=3, window_tokens=4)
-    found = measure_gammas(llama_target, drafter, random_prompts([14] * 4), settings)
+    drafters = {"autoregressive": Autoregressive(), "magicdec": drafter}
+    found = measure_speed(llama_target, drafters, "magicdec", random_prompts([14] * 4), settings)
     content = json.loads(json.dumps(found, allow_nan=False))
     assert drafter.gamma == 3
     assert {name: list(rows) for name, rows in content["gammas"].items()} == {
@@ -149,17 +150,20 @@ def test_every_draft_length_is_measured_on_the_same_contexts_and_the_fastest_is_
         assert all(0 <= row["acceptance"]["value"] <= 1 for row in rows.values())
     rates = {gamma: row["tokens_per_s"]["value"] for gamma, row in content["gammas"]["greedy"].items()}
     assert str(content["fastest_gamma"]) == max(rates, key=rates.get)
-    title, table = gamma_table(content)
+    assert content["tokens_per_s"]["magicdec"] == content["gammas"]["greedy"]["3"]["tokens_per_s"]  # one number
+    assert content["speeds"]["greedy"]["autoregressive"]["speedup"]["value"] == 1.0
+    title, table = speed_table(content | {"settings": {"gamma": {"magicdec": 3}, "timed_contexts": 2}})
     assert title.endswith(f": {content['fastest_gamma']}")
-    assert len(table) == 6
+    assert len(table) == 2 * (1 + 3)
 
 
 def test_without_a_timed_context_no_draft_length_is_the_fastest(llama_target):
     drafter = magicdec.build(llama_target, gamma=2, window_tokens=4)
-    found = measure_gammas(llama_target, drafter, random_prompts([14]), TauSettings((12,), 1, 8, (0.0,), 1, 1))
+    drafters, settings = {"plain": Autoregressive(), "magicdec": drafter}, TauSettings((12,), 1, 8, (0.0,), 1, 1)
+    found = measure_speed(llama_target, drafters, "magicdec", random_prompts([14]), settings)
     json.dumps(found, allow_nan=False)
     assert found["fastest_gamma"] is None
-    assert gamma_table(found)[0].endswith("None")
+    assert speed_table(found | {"settings": {"gamma": {"magicdec": 2}, "timed_contexts": 1}})[0].endswith("None")
 
 
 def test_a_training_says_what_it_expected_beside_what_was_measured():

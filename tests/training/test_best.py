@@ -15,9 +15,9 @@ from spectrain.training.callbacks import KeepBest
 from spectrain.training.checkpoints import BestFolder
 from spectrain.training.curves import read_csv
 from spectrain.training.data import RowData, TokenRows, held_out_batches
-from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
+from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.training.trainers import quiet_trainer
 

@@ -12,9 +12,9 @@ from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
 from spectrain.training.draft_vocab import drafted_tokens, expected_shares
 from spectrain.training.losses import LossSettings, next_token_loss
-from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.sums import ValidationSums
+from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.support.pretend import pretend_device
 from tests.training.test_offline import spire_training
@@ -155,7 +155,7 @@ def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
         batch.is_response, batch.starts = batch.is_response.to(device.device), batch.starts.to(device.device)
         device.reads.clear()
         module.parts(batch, 1)
-    assert [copy.site for copy in device.reads if "modules.py" not in copy.site] == []
+    assert [copy.site for copy in device.reads if "training/spire.py" not in copy.site] == []
     assert len(device.reads) == 1
 
 

@@ -22,8 +22,8 @@ from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
+from spectrain.training.head import HeadTraining
 from spectrain.training.losses import binary_kl, weighted_bce
-from spectrain.training.modules import HeadTraining
 from spectrain.training.optim import OptimizerSettings, warmup_then_down
 from spectrain.training.sums import Reliability
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model
@@ -236,7 +236,7 @@ def test_calibration_error_by_hand():
     assert reliability.compute()["eval/calibration_error"] == pytest.approx(
         (abs(1.84 - 1.5) + abs(0.1 - 0.4)) / 4, abs=1e-6
     )
-    assert [b["positions"] for b in reliability.bins()] == [1, 2, 1]
+    assert [b["positions"] for b in reliability.bins] == [1, 2, 1]
 
 
 def test_cosine_schedule_with_a_share_of_warm_up():

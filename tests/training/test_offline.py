@@ -17,14 +17,14 @@ from spectrain.decoding.lean import shape_of
 from spectrain.models.pruned_init import new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.stores.features import FeatureStore, open_features
-from spectrain.training import modules
+from spectrain.training import spire as modules
 from spectrain.training.callbacks import Checkpoints, TokensPerSecond
 from spectrain.training.checkpoints import CheckpointFolder
 from spectrain.training.data import FeatureRows, RowBatch, SeededLoader
-from spectrain.training.experiments import feature_data
 from spectrain.training.losses import LossSettings
-from spectrain.training.modules import SpireTraining
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.sources import feature_data
+from spectrain.training.spire import SpireTraining
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.stores.test_features import write_store
 from tests.training.trainers import quiet_trainer

@@ -6,20 +6,22 @@ import logging
 import os
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lightning import Callback
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from spectrain.errors import UserError
 from spectrain.training.callbacks import TAU_METRICS, Checkpoints, KeepBest, StopOnBadLoss
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of
 from spectrain.training.data import RowData, SeededLoader, TokenRows
-from spectrain.training.loggers import CurveLogger
-from spectrain.training.modules import LanguageModelTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
+from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.training.trainers import quiet_trainer
 
@@ -124,6 +126,13 @@ def test_sigterm_exits_with_its_own_code(tmp_path):
     assert CheckpointFolder(tmp_path).newest().name == "step-00000004.ckpt"
 
 
+def test_a_relative_folder_keeps_its_newest_checkpoint_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = CheckpointFolder(Path("checkpoints"))
+    train(tmp_path, Checkpoints(folder, every_s=0.0), max_steps=6)
+    assert [file.name for file in folder.path.iterdir()] == ["step-00000006.ckpt"]
+
+
 @pytest.mark.parametrize(("number", "what"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
 def test_a_doubled_signal_saves_as_one_does(tmp_path, number, what, caplog):
     """Terminals and torchrun send one Ctrl-C to a process twice."""
@@ -166,7 +175,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_step_rows_and_checkpoi
     rows = ", ".join(map(str, order[6:8]))  # the fourth batch of two
     with pytest.raises(UserError) as stop:
         train(tmp_path, Poison(3), StopOnBadLoss(folder), Checkpoints(folder, every_s=0.0))
-    assert f"the loss became nan on rows {rows} at step 4" in str(stop.value)
+    assert f"the loss is NaN or infinite on rows {rows} at step 4" in str(stop.value)
     assert f"the last good checkpoint is {folder.path}/step-00000003.ckpt" in str(stop.value)
     assert [file.name for file in folder.path.iterdir()] == ["step-00000003.ckpt"]  # nothing was written after it
 
@@ -174,7 +183,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_step_rows_and_checkpoi
 def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
     """The loss of their step was finite still: only the next one would show it."""
     folder = CheckpointFolder(tmp_path / "checkpoints")
-    with pytest.raises(UserError, match="the weights are no numbers any more at step 3, the last good checkpoint is"):
+    with pytest.raises(UserError, match="a weight is NaN or infinite at step 3, the last good checkpoint is"):
         train(tmp_path, Poison(3, after=True), StopOnBadLoss(folder), Checkpoints(folder, every_s=0.0))
     assert folder.newest().name == "step-00000002.ckpt"
 
@@ -185,14 +194,14 @@ def test_weights_that_are_no_numbers_are_neither_measured_nor_kept(tmp_path, max
     best = BestFolder(tmp_path / "best")
     kept = KeepBest(best, lambda weights: measured.append(weights) or (1.0, 1.0, 1.0))
     stop = StopOnBadLoss(CheckpointFolder(tmp_path / "checkpoints"))
-    with pytest.raises(UserError, match="the weights are no numbers any more at step 4"):
+    with pytest.raises(UserError, match="a weight is NaN or infinite at step 4"):
         train(tmp_path, Poison(4, after=True), stop, kept, max_steps=max_steps)
     assert not measured
     assert best.read() is None
 
 
-class Die(Callback):
-    """As kill -9 does, at some moment of a step."""
+class Die(Checkpoint):
+    """As kill -9 does, at some moment of a step; Lightning calls it after all others as it is a `Checkpoint`."""
 
     def __init__(self, hook: str, step: int):
         setattr(self, hook, self.die)
@@ -215,7 +224,7 @@ def train_logged(folder, *callbacks):
     if not folder.exists():
         run.begin()
     checkpoint = run.checkpoints.newest()
-    logger = CurveLogger(folder, name="metrics", version=len(run.attempts))
+    logger = CSVLogger(folder, name="metrics", version=len(run.attempts))
     run.note_attempt(step_of(checkpoint) if checkpoint else 0, {})
     kept = KeepBest(run.best, measure, every=2)
     weights, _ = train(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from spectrain.stores import environment
 from spectrain.stores.folder import locked
 from spectrain.training import fit as fitting
 from spectrain.training import runs
-from spectrain.training.curves import merged, read_csv
-from spectrain.training.loggers import CurveLogger
+from spectrain.training.curves import merged
 from spectrain.training.runs import RunFolder
 from tests.test_cli import composed
 
@@ -51,48 +49,6 @@ def test_fresh_replaces_a_finished_run_once_and_under_a_new_id(tmp_path):
     (again.path / "tokenizer").touch()
     again.begin()  # as training a target does: before its tokenizer, and again before the fit
     assert (again.path / "tokenizer").is_file()
-
-
-OF_ANOTHER_TYPE = ["{", "[1, 2]", "null", "5", '"x"', "{}"]
-
-
-@pytest.mark.parametrize("content", [*OF_ANOTHER_TYPE, None])
-def test_a_run_without_its_facts_is_replaced_where_asked_alone(tmp_path, content):
-    first = find(tmp_path)
-    first.begin()
-    (first.path / "measured").touch()
-    facts = first.path / "run.json"
-    facts.unlink() if content is None else facts.write_text(content)
-    with pytest.raises(UserError, match=r"run\.json is .*; restore it, or start over with fresh=true$"):
-        find(tmp_path)
-    assert (first.path / "measured").is_file()
-    again = find(tmp_path, "fresh=true")
-    again.begin()
-    again.note_attempt(0, {})
-    assert again.id != first.id
-    assert len(again.attempts) == 1
-    assert not (first.path / "measured").exists()
-
-
-@pytest.mark.parametrize("content", OF_ANOTHER_TYPE)
-def test_a_damaged_result_is_named_as_the_file_to_remove(tmp_path, content):
-    run = RunFolder.find(composed("train", "+exp=spire", f"run_dir={tmp_path / 'run'}"))
-    run.begin()
-    (run.path / "result.json").write_text(content)
-    with pytest.raises(UserError, match=r"result\.json is damaged \(.*\); remove it$"):
-        RunFolder.open(run.path)
-    (run.path / "result.json").unlink()
-    assert RunFolder.open(run.path).id == run.id
-
-
-@pytest.mark.parametrize("name", ["source.json", "export.json"])
-def test_a_damaged_note_is_named_as_the_file_to_remove(tmp_path, name):
-    run = find(tmp_path)
-    run.begin()
-    run.note_attempt(0, {})
-    (run.path / name).write_text("[1]")
-    with pytest.raises(UserError, match=rf"{name} is damaged \(it holds no names with values\); remove it$"):
-        run.keep_to({}) if name == "source.json" else run.exported_to(tmp_path)
 
 
 def test_a_finished_run_is_left_out_on_all_ranks_or_on_none(tmp_path, monkeypatch):
@@ -150,27 +106,6 @@ def test_each_start_is_noted_with_where_and_with_what_it_ran(tmp_path):
     assert (attempt["environment"]["ranks"], bool(attempt["environment"]["host"])) == (2, True)
 
 
-def test_the_commit_is_that_of_the_codes_own_checkout(tmp_path):
-    def git(*arguments: str) -> str:
-        author = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(
-            ["git", *author, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "cli.py").write_text("a = 1\n")
-    assert environment.commit_of(package) is None  # no checkout
-    git("init")
-    git("commit", "--allow-empty", "-m", "theirs")
-    assert environment.commit_of(package) is None  # somebody else's: the code is not part of it
-    git("add", ".")
-    git("commit", "-m", "first")
-    assert environment.commit_of(package) == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
-    (package / "cli.py").write_text("a = 2\n")
-    assert environment.commit_of(package)["dirty"]
-
-
 @pytest.mark.parametrize("moment", ["config", "facts", "rename", "removal"])
 def test_a_kill_while_a_run_begins_leaves_nothing_or_all(tmp_path, monkeypatch, moment):
     """A folder with half of it would be neither a run nor empty, and every later start would refuse it."""
@@ -218,29 +153,6 @@ def test_a_later_attempt_replaces_the_curve_from_where_it_went_on(tmp_path):
         19: {"train/loss": 2.0, "eval/loss": 7.0},
         29: {"train/loss": 30.0, "eval/loss": 70.0},
     }
-
-
-def test_a_kill_while_a_column_is_added_to_the_csv_loses_no_row(tmp_path, monkeypatch):
-    logger = CurveLogger(tmp_path, name="metrics", version=0)
-    file = tmp_path / "metrics/version_0/metrics.csv"
-    for step in (0, 1):
-        logger.log_metrics({"train/loss": 0.1 * step}, step=step)
-        logger.save()
-    assert list(read_csv(file)) == [0, 1]  # written at once, not every hundred rows
-
-    def die(*_):
-        raise MemoryError
-
-    logger.log_metrics({"eval/loss": 5.0}, step=1)
-    logger.save()
-    before = {0: {"train/loss": 0.0}, 1: {"train/loss": 0.1, "eval/loss": 5.0}}
-    assert read_csv(file) == before
-    logger.log_metrics({"eval/tau": 2.0}, step=1)
-    with monkeypatch.context() as patch:
-        patch.setattr("csv.DictWriter.writerows", die)
-        with pytest.raises(MemoryError):
-            logger.save()
-    assert read_csv(file) == before
 
 
 def test_an_export_waits_for_no_other_and_leaves_what_it_writes_alone(tmp_path):

@@ -25,9 +25,10 @@ from spectrain.models.spire import SpireConfig
 from spectrain.training.checkpoints import CheckpointFolder, ranks_of, whole_weights
 from spectrain.training.data import TokenRows
 from spectrain.training.losses import LossSettings
-from spectrain.training.modules import LanguageModelTraining, SpireTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
+from spectrain.training.spire import SpireTraining
+from spectrain.training.vanilla import LanguageModelTraining
 from tests import ranks
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.data_prep.conftest import save_responses
@@ -268,9 +269,7 @@ def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, mon
 def test_a_bad_loss_on_one_of_two_ranks_stops_both_and_one_says_it(runs):
     said = (runs / "said-by-2.txt").read_text()
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert re.search(
-        r"the loss became nan on rows \d+, \d+ of rank 1 at step 3, the last good checkpoint is .*2.ckpt", line
-    )
+    assert re.search(r"the loss is NaN or infinite at step 3, the last good checkpoint is .*2.ckpt", line)
     assert [file.name for file in (runs / "poisoned/checkpoints").glob("*.ckpt")] == ["step-00000002.ckpt"]
     assert "Traceback" not in said
 

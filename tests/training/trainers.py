@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from lightning import Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 
 def quiet_trainer(**options: object) -> Trainer:
     """Return a trainer with these options beside the usual ones."""
     return Trainer(
         accelerator="cpu",
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(one, Checkpoint) for one in options.get("callbacks", ())),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,

@@ -1,0 +1,133 @@
+"""What every kind of training shares. Each kind is a module of this package with its own two classes.
+
+The `Training` of a kind is its Lightning module: training and validation steps. The `Experiment` puts it together from
+the run's config, and says what its weights make. conf/exp/<kind>.yaml names it: `experiment._target_`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning import LightningModule
+from torch import Tensor
+
+from spectrain.decoding import Drafter, TargetModel
+from spectrain.errors import UserError
+from spectrain.models.draft_states import DraftStates
+from spectrain.training.data import RowData, Rows
+from spectrain.training.optim import OptimizerSettings, build_optimizer, warmup_then_down
+from spectrain.training.runs import RunFolder
+from spectrain.training.sources import Source
+from spectrain.training.sums import Sums
+
+IN_PROGRESS_BAR = ("eval/alpha", "eval/tau_expected", "eval/calibration_error")
+
+
+class Training(LightningModule):
+    """The base of all trainings: an optimizer, the sums of a validation, and models that are only read.
+
+    Frozen models are no submodules: they stay out of the optimizer and of checkpoints.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerSettings,
+        sums: Sums,
+        target: TargetModel | None,
+        frozen: Sequence[DraftStates] = (),
+    ) -> None:
+        super().__init__()
+        self.optimizer_settings, self.sums, self.target = optimizer, sums, target
+        self._frozen = frozen
+
+    def setup(self, stage: str) -> None:
+        if self.target is not None:
+            self.target.to(self.device)
+        for states in self._frozen:
+            states.to(self.device)
+
+    def weighted_by_ranks(self, mean: Tensor, learned: Tensor) -> Tensor:
+        """Weigh a rank's mean over its `learned` positions, so that the mean over ranks is that over all positions."""
+        if self.trainer.world_size == 1:
+            return mean
+        n_learned = learned.sum().float()
+        return mean * n_learned / self.trainer.strategy.reduce(n_learned.clone(), reduce_op="mean")
+
+    def begin(self, rows: Rows) -> None:
+        """Do what a training from its first step begins with, and a resumed one does not; all ranks call it."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.sums.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        for name, value in self.sums.compute().items():  # equal on all ranks
+            self.log(name, value, sync_dist=True, prog_bar=name in IN_PROGRESS_BAR)
+
+    def expected_tau(self) -> float | None:
+        """Return the tau that the validation so far lets expect; None where nothing is accepted or refused."""
+        return self.sums.compute().get("eval/tau_expected")
+
+    def configure_optimizers(self) -> dict:
+        optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = warmup_then_down(optimizer, self.optimizer_settings, total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @abstractmethod
+    def recompute_activations(self) -> None:
+        """Compute the inside of blocks again in the backward pass, in place of keeping it."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A training that is put together."""
+
+    module: Training
+    data: RowData
+    source: dict = field(default_factory=dict)  # what a resumed run must find again, besides the module's target
+
+
+class Experiment(ABC):
+    """One kind of training.
+
+    Args:
+        run: its folder with the resolved config.
+        data: where rows come from.
+        open_target: loads the run's target.
+
+    Raises:
+        UserError: an option does not fit the target.
+    """
+
+    drafts: bool = False  # whether the model drafts by itself; then its tau is measured
+    reads_stores: bool = False  # whether it can be trained with data=offline
+    exports: str  # the kind of folder that it is exported to, a key of `spectrain.models.artifacts.KINDS`
+
+    def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
+        if data.source != "online" and not self.reads_stores:
+            raise UserError(f"data={data.source} is for +exp=spire and +exp=specdecpp only; give data=online")
+        self.run, self.config, self.data = run, run.config, data
+        self.target: TargetModel | None = open_target()
+
+    @abstractmethod
+    def prepare(self) -> Parts:
+        """Put the training together. Raise UserError where there are too few rows."""
+
+    @abstractmethod
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write the model of the module's whole weights, with its config, into an export folder."""
+
+    def drafter(self, weights: dict[str, Tensor]) -> Drafter | None:
+        """The method that decodes with these weights, as they are exported; None: nothing drafts with them alone."""
+        return None
+
+    def max_steps(self, n_rows: int) -> int:
+        """Optimizer steps on this many training rows."""
+        return self.config["max_steps"]
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        return OptimizerSettings(**self.config["optimizer"])

@@ -1,0 +1,173 @@
+"""Trains acceptance heads of drafters, from the target's responses (SpecDec++, Huang et al. 2024).
+
+Letters: B rows, L tokens per row, K stored drafts per position, D hidden size, M drafted tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spectrain.decoding import TargetModel
+from spectrain.decoding.sampling import Uniforms, row_generator
+from spectrain.errors import UserError
+from spectrain.methods.registry import given_artifacts
+from spectrain.methods.specdecpp import open_given_drafter
+from spectrain.models.draft_states import DraftStates
+from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_drafter, save_head
+from spectrain.models.labels import label_texts, mix_tokens
+from spectrain.stores.rows import AcceptanceStore, ResponseStore
+from spectrain.stores.texts import is_held_out
+from spectrain.training.base import Experiment, Parts, Training
+from spectrain.training.checkpoints import load_weights
+from spectrain.training.data import RowData, TextBatch, TextRows, text_rows
+from spectrain.training.losses import binary_kl, weighted_bce
+from spectrain.training.optim import OptimizerSettings
+from spectrain.training.runs import RunFolder
+from spectrain.training.sources import Source, head_sampling
+from spectrain.training.sums import Reliability
+
+log = logging.getLogger(__name__)
+
+EVAL_EPOCH = 1 << 20  # validation mixes as in an epoch that training never reaches, always the same
+
+
+class HeadTraining(Training):
+    """Trains an acceptance head (SpecDec++, section 4) on the states of a frozen drafter.
+
+    Offline, drafts and labels were stored, and a batch costs one forward pass of the drafter. Online the target runs
+    too, and drafts are drawn and labelled on the fly. Token mixing is drawn anew in every epoch, from each row's own
+    generator, which `seed` determines. Where the drafter's states on mixed texts were stored, too, no model runs, and
+    the mixing is the stored one. The target is frozen, too: it is also read for what the drafter captures of it.
+    """
+
+    def __init__(
+        self, facts: HeadFacts, states: DraftStates, target: TargetModel, optimizer: OptimizerSettings, seed: int = 0
+    ) -> None:
+        super().__init__(optimizer, Reliability(), target.with_capture(states.capture_layers), [states])
+        self.head, self.states, self.facts, self.seed = AcceptanceHead(facts.head), states, facts, seed
+
+    def loss(self, log_odds: Tensor, labels: Tensor) -> Tensor:  # [M], [M] -> scalar
+        return weighted_bce(log_odds, labels, self.facts.w_rej, self.facts.w_acc)
+
+    @torch.no_grad()
+    def examples(self, batch: TextBatch, epoch: int) -> tuple[Tensor, Tensor]:
+        """States [M, D] of this epoch's drafted tokens, as decoding would compute them, and labels [M] float32."""
+        if batch.states is not None:
+            draw = epoch % batch.drafts.shape[1]
+            drafted, width = batch.drafted[:, draw], self.states.hidden_size
+            states = batch.states[draw] if batch.states else batch.labels.new_empty(0)  # no row counts
+            return states.view(-1, width).float(), batch.labels[:, draw][drafted]
+        n_tokens = batch.tokens.shape[1]
+        generators = [row_generator(self.seed + 1 + epoch, number) for number in batch.numbers]
+        # Two numbers per position, side by side, so that padding changes no row's numbers.
+        uniforms = Uniforms(generators, batch.tokens.device, ahead=2 * n_tokens).take(2 * n_tokens)
+        mixing, drawing = uniforms.unflatten(1, (n_tokens, 2)).unbind(-1)
+        may_draft = batch.is_response & self.states.reads_drafts(n_tokens, batch.tokens.device)
+        captured = None
+        if batch.drafts is None:
+            sampling, uniforms = self.facts.sampling, drawing[:, :, None]
+            found = label_texts(self.target, self.states, batch.tokens, may_draft, sampling, uniforms)
+            drafts, labels, captured = found.drafts[:, :, 0], found.labels[:, :, 0], found.captured
+        else:
+            draw = epoch % batch.drafts.shape[1]
+            drafts, labels = batch.drafts[:, draw], batch.labels[:, draw]
+            if self.target.capture_layers:
+                captured = self.target.features(batch.tokens).captured
+        mixed, drafted = mix_tokens(batch.tokens, drafts, may_draft, self.facts.mixing_share, mixing)
+        return self.states.hidden(mixed, captured)[drafted], labels[drafted]
+
+    def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
+        hidden, labels = self.examples(batch, self.current_epoch)
+        loss = self.loss(self.head(hidden), labels)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))
+        return loss
+
+    def validation_step(self, batch: TextBatch, batch_idx: int) -> None:
+        hidden, labels = self.examples(batch, EVAL_EPOCH)
+        log_odds = self.head(hidden)
+        self.sums.update(log_odds.sigmoid(), labels)
+        # Means over positions, not over batches. A batch may have no position, and the mean of nothing is no number.
+        mean, count = {"batch_size": len(labels), "sync_dist": True}, max(1, len(labels))
+        self.log("eval/loss", self.loss(log_odds, labels), **mean)
+        self.log("eval/kl_binary", binary_kl(log_odds, labels).sum() / count, prog_bar=True, **mean)
+        self.log("eval/label", labels.sum() / count, **mean)
+        self.log("eval/predicted", log_odds.sigmoid().sum() / count, **mean)
+
+    def recompute_activations(self) -> None:
+        """Raise UserError, because a head keeps next to nothing for its backward pass."""
+        raise UserError("trainer.activation_checkpointing=true is of no use to an acceptance head; leave it out")
+
+
+class HeadExperiment(Experiment):
+    """An acceptance head for a vanilla or SPIRe drafter."""
+
+    exports, reads_stores = "head", True
+
+    def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
+        super().__init__(run, data, open_target)
+        if self.config["mixing_share"] is None:
+            raise UserError("mixing_share=null is no share of a text's tokens; give a number in [0, 1)")
+        self.opened = open_given_drafter(given_artifacts(run.options), self.target, self.config["rollout_tokens"])
+
+    def prepare(self) -> Parts:
+        drafter, states, store = self.opened.facts, self.opened.states, self.store()
+        facts = self.facts(store)
+        source = {
+            "rows": [str(store.folder), len(store.rows), store.manifest.counts],
+            "drafter": [drafter.path, drafter.fingerprint],
+            "warping": facts.sampling.describe(),
+        }
+        if isinstance(store, AcceptanceStore):
+            source["states"] = store.manifest.mixing_share  # of what they are, or None
+        module = HeadTraining(facts, states, self.target, self.optimizer, self.config["seed"])
+        return Parts(module, self.rows(store), source)
+
+    def store(self, folder: str | None = None) -> ResponseStore | AcceptanceStore:
+        """The rows that the head is trained on; of the given folder, else those that the config asks for."""
+        return self.data.head_store(self.config, self.target, self.opened.facts, self.opened.states, folder)
+
+    def facts(self, store: ResponseStore | AcceptanceStore) -> HeadFacts:
+        """What an export of the head says."""
+        config, states = self.config, self.opened.states
+        numbers = {name: float(config[name]) for name in ("w_rej", "w_acc", "mixing_share")}
+        shape, sampling = HeadConfig(states.hidden_size, config["n_blocks"]), head_sampling(config, store)
+        return HeadFacts(shape, self.opened.facts, sampling, **numbers, rollout_tokens=states.block_tokens)
+
+    def rows(self, store: ResponseStore | AcceptanceStore) -> RowData:
+        """The responses for training and, chosen by a hash of their ids, for validation.
+
+        Raise UserError where no row is left for one of them.
+        """
+        data, share = self.data, self.config["held_out_share"]
+        rows = zip(store.rows["id"], text_rows(store.rows, data.row_tokens), strict=True)
+        kept = [(row, is_held_out(row_id, share)) for row_id, row in rows if len(row.response)]
+        train, held_out = ([row for row, is_out in kept if is_out == wanted] for wanted in (False, True))
+        if n_short := len(store.rows) - len(kept):
+            log.warning("%d rows have no response within data.row_tokens=%d and are left out", n_short, data.row_tokens)
+        if not held_out or not train:
+            raise UserError(
+                f"{store.folder} has {len(train)} training rows and {len(held_out)} held-out rows; give more "
+                "responses, or change held_out_share"
+            )
+        held_out = sorted(held_out[: data.val_rows], key=len)
+        log.info("%d training rows, %d held-out rows of %s", len(train), len(held_out), store.folder)
+        return RowData(TextRows(train), TextRows(held_out), data.batch_size, self.config["seed"], by_length=True)
+
+    def max_steps(self, n_rows: int) -> int:
+        """Optimizer steps: `max_steps`, or `epochs` passes over the training rows."""
+        if self.config["max_steps"] is not None:
+            return self.config["max_steps"]
+        batches = max(1, n_rows // self.data.batch_size)
+        return self.config["epochs"] * math.ceil(batches / self.config["trainer"]["accumulate_grad_batches"])
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""
+        facts = self.facts(self.store(self.run.source["rows"][0]))
+        save_head(folder, load_weights(AcceptanceHead(facts.head), weights, "head"), facts)
+        save_drafter(folder, facts.drafter, self.opened.states.module, self.opened.tokenizer)

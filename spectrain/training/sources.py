@@ -1,0 +1,196 @@
+"""Where training rows come from, as conf/data/ says: frozen models run inside the training, or were run beforehand.
+
+Letters: n contexts, L tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_only
+
+from spectrain.decoding import Sampling, TargetModel, fingerprint
+from spectrain.errors import UserError
+from spectrain.models.draft_states import DraftStates
+from spectrain.models.head import DrafterFacts
+from spectrain.stores.features import FeatureStore, newest_features, open_features
+from spectrain.stores.locations import CHECKPOINTS
+from spectrain.stores.packing import pack
+from spectrain.stores.rows import (
+    AcceptanceStore,
+    ResponseStore,
+    newest_acceptance,
+    newest_responses,
+    open_acceptance,
+    open_responses,
+)
+from spectrain.stores.texts import Document, read_documents
+from spectrain.training.data import FeatureRows, RowData, TokenRows
+from spectrain.training.strategies import precision_of, uses_gpu
+
+log = logging.getLogger(__name__)
+
+CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ABC):
+    """The options of a `data` node. `config` below is the whole resolved config of the run."""
+
+    source: str
+    row_tokens: int  # L, of the longest row
+    batch_size: int  # rows per step, of all ranks together
+    val_rows: int  # held-out rows per validation
+    loss_on: str = "response"  # response: responses alone are learned, where the text has any | all
+
+    @abstractmethod
+    def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
+        """The rows that a drafter is trained on, which reads the inputs of the target's blocks `layers`.
+
+        Raise UserError where there are too few.
+        """
+
+    @abstractmethod
+    def head_store(
+        self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
+    ) -> ResponseStore | AcceptanceStore:
+        """The responses that an acceptance head is trained on, from `folder` where it is given.
+
+        Raise UserError where they were made with another target, drafter or warping.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Online(Source):
+    """The frozen models run inside the training step."""
+
+    document_mask: bool = False  # documents that are packed into a row do not see each other
+
+    def drafter_rows(
+        self,
+        config: Mapping,
+        target: TargetModel,
+        layers: tuple[int, ...] = (),
+        documents: list[Document] | None = None,
+    ) -> RowData:
+        """The corpus, packed into rows; `documents` are the corpus, where it is at hand."""
+        if self.row_tokens > target.max_positions:
+            raise UserError(
+                f"data.row_tokens={self.row_tokens} is longer than the target's context of {target.max_positions}; "
+                "lower data.row_tokens"
+            )
+        corpus = config["corpus"]
+        documents = read_corpus(corpus, target) if documents is None else documents
+        sizes = self.row_tokens, corpus["held_out_share"], corpus["max_documents"]
+        rows = pack(documents, target.tokenizer, *sizes, self.loss_on, self.document_mask, target.vocab_size)
+        log.info(
+            "%d training rows and %d held-out rows of %d tokens", len(rows.train), len(rows.held_out), self.row_tokens
+        )
+        held_out = rows.held_out.tokens
+        contexts = held_out[self.val_rows :].tolist() or held_out.tolist()  # what tau is measured on
+        train, seen = (TokenRows(**vars(packed)) for packed in (rows.train, rows.held_out[: self.val_rows]))
+        return RowData(train, seen, self.batch_size, config["seed"], contexts=contexts)
+
+    def head_store(
+        self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
+    ) -> ResponseStore:
+        target_fingerprint = fingerprint(target.model, target.tokenizer)
+        store = open_responses(Path(folder or config["responses"] or newest_responses(CHECKPOINTS, target_fingerprint)))
+        store.check_fits(target_fingerprint, config["target"]["path"], target.vocab_size)
+        return store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offline(Source):
+    """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
+
+    path: str | None = None  # folder of the store; None: the newest that fits
+    verify: bool = True  # read all shards of activations first and compare their sha256; otherwise only their sizes
+
+    def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
+        """The rows of a store of activations."""
+        store, trainer = self._open_features(target, layers, config["target"]["path"]), config["trainer"]
+        if store.manifest.precision != precision_of(trainer) and rank_zero_only.rank == 0:
+            log.warning(
+                "%s was computed in %s, and trainer.precision=%s: losses differ by rounding from those of data=online",
+                *(store.folder, store.manifest.precision, precision_of(trainer)),
+            )
+        longest = max(*config["tau"]["context_tokens"], config["select"]["context_tokens"])
+        is_pinned = uses_gpu(trainer["accelerator"])
+        rows = FeatureRows(store, np.arange(len(store)), layers, self.row_tokens, is_pinned, self.loss_on)
+        found = feature_data(rows, self.batch_size, config["seed"], self.val_rows, longest)
+        if not found.contexts:
+            raise UserError(
+                f"{store.folder} has no held-out row of {longest} tokens to measure tau on (the longest has "
+                f"{store.lengths[store.held_out].max(initial=0)}); lower tau.context_tokens, or capture longer or more "
+                "rows"
+            )
+        log.info("%d training rows and %d held-out rows of %s", len(found.train), store.held_out.sum(), store.folder)
+        return found
+
+    def _open_features(self, target: TargetModel, layers: tuple[int, ...], name: str) -> FeatureStore:
+        """The store of activations that fits the target, which messages call `name`."""
+        target_fingerprint = fingerprint(target.model, target.tokenizer)
+        path = self.path or newest_features(CHECKPOINTS, target_fingerprint, layers)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks share the verification
+            store = open_features(path, self.verify, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        else:  # ranks that Lightning starts leave it to the first
+            store = open_features(path, self.verify and rank_zero_only.rank == 0)
+        store.check_fits(target_fingerprint, name, layers, target.vocab_size)
+        return store
+
+    def head_store(
+        self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
+    ) -> AcceptanceStore:
+        prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
+        store = open_acceptance(Path(folder or self.path or newest_acceptance(CHECKPOINTS, *prints)))
+        store.check_fits(*prints, states.block_tokens, target.vocab_size)
+        made, wanted = Sampling.from_options(store.manifest.sampling), head_sampling(config, store)
+        if not wanted.same_distribution(made):
+            raise UserError(
+                f"data.path={store.folder} was labelled for {made.describe()}, not for {wanted.describe()}; remove "
+                "sampling=, or label anew with python -m data_prep.acceptance"
+            )
+        kept, share = store.manifest.mixing_share, config["mixing_share"]
+        if kept is not None and kept != share:
+            raise UserError(
+                f"data.path={store.folder} holds states of texts with mixing_share={kept:g}, not {share:g}; give "
+                f"mixing_share={kept:g}, or label anew with data_prep.acceptance"
+            )
+        return store
+
+
+def head_sampling(config: Mapping, store: ResponseStore | AcceptanceStore) -> Sampling:
+    """How p and q are warped for a head: as its rows were made, but for what the user gave as `sampling`."""
+    return Sampling.from_options({**store.manifest.sampling, **(config.get("sampling") or {})})
+
+
+def read_corpus(corpus: Mapping, target: TargetModel | None = None) -> list[Document]:
+    """All documents of the `corpus` node, in memory; responses of a target need its tokenizer."""
+    place = corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]
+    limits = {name: corpus[name] for name in ("max_document_bytes", "max_files")}
+    return list(read_documents(*place, **limits, tokenizer=target.tokenizer if target else None))
+
+
+def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, context_tokens: int) -> RowData:
+    """All rows of a store, for training and for validations of `val_rows` held-out rows.
+
+    Contexts are held-out rows of at least `context_tokens` tokens that validation does not see, where there are any.
+    """
+    store, learns = rows.store, rows.have_loss()
+    held_out = np.flatnonzero(rows.store.held_out & learns)
+    seen = held_out[:val_rows]
+    long_enough = held_out[store.lengths[held_out] >= context_tokens]
+    unseen = long_enough[~np.isin(long_enough, seen)]
+    chosen = unseen if len(unseen) else long_enough
+    contexts = [store.tokens(int(number)).tolist() for number in chosen[:CONTEXTS]]
+    train = replace(rows, numbers=np.flatnonzero(~store.held_out & learns))
+    by_length = replace(rows, numbers=seen[np.argsort(store.lengths[seen], kind="stable")])
+    is_packed = len(set(train.lengths)) <= 1  # rows of packed text are shuffled as they are online
+    return RowData(train, by_length, batch_size, seed, not is_packed, contexts)

@@ -1,0 +1,215 @@
+"""Trains SPIRe drafters (SPIRe, Neelam et al. 2025).
+
+Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions with a loss, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.decoding import Drafter, TargetModel
+from spectrain.decoding.lean import shape_of
+from spectrain.decoding.loading import DTYPES
+from spectrain.decoding.target import Features
+from spectrain.errors import UserError, check_choice
+from spectrain.methods.spire import Spire
+from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
+from spectrain.models.input_fit import FIT_TOKENS, InputFit
+from spectrain.models.pruned_init import NEW, last_layers, new_drafter
+from spectrain.models.rollout import rollout, root_of_epoch
+from spectrain.models.spire import SpireConfig, SpireDrafter
+from spectrain.stores.folder import digest, sha256
+from spectrain.stores.options import shown
+from spectrain.training.base import Experiment, Parts, Training
+from spectrain.training.checkpoints import load_weights
+from spectrain.training.data import FeatureRows, RowBatch, Rows
+from spectrain.training.draft_vocab import drafted_tokens
+from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
+from spectrain.training.optim import OptimizerSettings
+from spectrain.training.runs import RunFolder
+from spectrain.training.sources import Source
+from spectrain.training.sums import ValidationSums
+
+STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
+
+
+class SpireTraining(Training):
+    """Trains a SPIRe drafter against the target's distribution on rows of tokens.
+
+    The target's features of a row are computed inside the step, or were stored beforehand (`data_prep.activations`);
+    then the target's transformer layers are not run.
+    """
+
+    def __init__(
+        self,
+        drafter: SpireDrafter,
+        target: TargetModel,
+        loss: LossSettings,
+        optimizer: OptimizerSettings,
+        seed: int = 0,
+        fits_input: bool = True,
+    ) -> None:
+        target = target.with_capture(drafter.config.captured_layers)
+        super().__init__(optimizer, ValidationSums(drafter.config.k), target)
+        self.drafter, self.loss_settings, self.seed = drafter, loss, seed
+        self.fits_input = fits_input and drafter.config.input != "tied"  # one that was trained before has its input
+
+    @torch.no_grad()
+    def begin(self, rows: Rows) -> None:
+        """Fit the drafter's input to the target's on some of the training rows: on every rank the same."""
+        if not self.fits_input:
+            return
+        fit, n_tokens = InputFit(self.drafter), 0
+        reading = self.target.with_capture(self.drafter.config.target_layers[:1])
+        for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist():
+            batch = rows[[place]]
+            tokens = batch.tokens.to(self.target.device)
+            starts = None if batch.starts is None else batch.starts.to(tokens.device)
+            said = Features(batch.captured, batch.final_hidden)
+            said = reading.features(tokens, starts) if said.captured is None else said
+            of_target = (one.to(tokens.device, STORED_DTYPE) for one in (said.captured[:, :, 0], said.final_hidden))
+            fit.add(tokens, *of_target, starts)
+            n_tokens += batch.n_tokens
+            if n_tokens >= FIT_TOKENS:
+                break
+        fit.finish()
+
+    def parts(self, batch: RowBatch, first_root: int = 0, is_exact: bool = True) -> LossParts:
+        """Loss and acceptance of a batch at its learned positions; alpha comes back as [B, L], 0 at the others.
+
+        Where the drafter has a vocabulary of its own, the target's distribution is cut to it, which saves most of its
+        logits; unless `is_exact`, as acceptance in decoding.
+        """
+        features, kept = Features(batch.captured, batch.final_hidden), batch.learned()
+        if batch.final_hidden is None:  # nothing was stored
+            with torch.no_grad():
+                features = self.target.features(batch.tokens, batch.starts)
+        # What is computed now is rounded as what is stored, so that losses agree.
+        captured = None if features.captured is None else features.captured.to(STORED_DTYPE)
+        if self.drafter.config.previous_state and batch.final_hidden is not None:  # which is stored once
+            captured = torch.cat([captured, batch.final_hidden[:, :, None]], dim=2)
+        final_hidden = features.final_hidden.to(self.device, STORED_DTYPE).to(self.target.unembedding.dtype)
+        hidden = rollout(self.drafter, batch.tokens, captured, None, first_root, batch.starts)  # [B, L, D]
+        places = kept.flatten().nonzero()[:, 0]  # where the host learns how many there are, and waits; nowhere else
+        of_target, kept_tokens = self.target.unembedding.to(self.device), self.drafter.kept
+        rows = of_target if kept_tokens is None else of_target[kept_tokens]
+        seen = (of_target, kept_tokens) if is_exact else (rows, None)
+        teacher = Teacher(final_hidden.flatten(0, 1)[places], *seen)
+        has_next = F.pad(batch.is_token[:, 1:], (0, 1))
+        next_tokens = F.pad(batch.tokens[:, 1:], (0, 1)).masked_fill(~has_next, -100).flatten()
+        if kept_tokens is not None:  # labels count within the drafter's vocabulary; those outside are none
+            places_of = torch.full((len(of_target),), -100, device=self.device)
+            places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)
+            next_tokens = torch.where(next_tokens >= 0, places_of[next_tokens.clamp_min(0)], -100)
+        # head=target: cast to the drafter's dtype, because DeepSpeed computes in bfloat16 whatever the target's dtype.
+        has_own = self.drafter.config.head != "target"
+        unembedding = self.drafter.unembedding if has_own else rows.to(hidden.dtype)
+        states = hidden.flatten(0, 1)[places]
+        parts = drafter_loss(self.loss_settings, states, unembedding, teacher, next_tokens[places])
+        alpha = parts.alpha.new_zeros(kept.numel()).scatter(0, places, parts.alpha)
+        return LossParts(parts.loss, parts.cross_entropy, alpha.view_as(kept))
+
+    def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
+        first_root = root_of_epoch(self.drafter.config.k, self.seed, self.current_epoch)
+        parts = self.parts(batch, first_root, is_exact=False)
+        learned, mean = batch.learned(), {"batch_size": len(batch.numbers), "sync_dist": True}
+        loss = self.weighted_by_ranks(parts.loss, learned)
+        self.log("train/loss", loss, prog_bar=True, **mean)
+        self.log("train/cross_entropy", self.weighted_by_ranks(parts.cross_entropy, learned), **mean)
+        alpha = parts.alpha.sum() / learned.sum().clamp_min(1)
+        self.log("train/alpha", self.weighted_by_ranks(alpha, learned), prog_bar=True, **mean)
+        return loss
+
+    def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
+        parts = self.parts(batch)
+        self.sums.update(parts.loss, batch.counted(), parts.alpha, batch.starts)
+
+    def recompute_activations(self) -> None:
+        self.drafter.recomputes = True
+
+
+class SpireExperiment(Experiment):
+    """A SPIRe drafter for a Llama-like target."""
+
+    exports, drafts, reads_stores = "spire", True, True
+
+    def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
+        super().__init__(run, data, open_target)
+        check_choice("export_dtype", self.config["export_dtype"], DTYPES)
+
+    def prepare(self) -> Parts:
+        config = self.config
+        data = self.data.drafter_rows(config, self.target, self.shape().block_layers)
+        is_new, source = config["init"] in NEW, {}
+        drafter = self.new(data.train) if is_new else self.trained_before()
+        if not is_new:
+            source["init"] = [config["init"], sha256(Path(config["init"]) / WEIGHTS)]
+            source["before"] = trainings_of(Path(config["init"]))
+        if isinstance(data.train, FeatureRows):
+            store = data.train.store
+            source["activations"] = [str(store.folder), digest(store.manifest.files)]
+        loss = LossSettings(config["loss"], config["omega"])
+        return Parts(SpireTraining(drafter, self.target, loss, self.optimizer, config["seed"], is_new), data, source)
+
+    def new(self, rows: Rows) -> SpireDrafter:
+        """A new drafter, to be trained on these rows."""
+        kept = drafted_tokens(self.config["draft_vocab"], rows, self.target)
+        return new_drafter(self.target, self.shape(kept), self.config["init"], kept)
+
+    def trained_before(self) -> SpireDrafter:
+        """The drafter of the folder `init`, to be trained further; UserError where the run asks for another shape."""
+        folder, asked = self.config["init"], self.config["draft_vocab"]
+        drafter = load_spire(Path(folder), self.target, "init")
+        n_tokens = drafter.config.draft_vocab
+        if isinstance(asked, int) and drafter.ranks_tokens and 0 < asked < n_tokens:
+            drafter = drafter.cut_to(asked)
+        elif asked not in (None, n_tokens):
+            fewer = f", or give fewer than {n_tokens}" if drafter.ranks_tokens else ""
+            raise UserError(
+                f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out{fewer}"
+            )
+        found, wanted = drafter.config, self.shape(drafter.kept)
+        if found.n_layer != wanted.n_layer:
+            raise UserError(f"init={folder} has n_layer={found.n_layer}, not {wanted.n_layer}; give the same")
+        names = [f.name for f in fields(SpireConfig) if getattr(found, f.name) != getattr(wanted, f.name)]
+        if names:
+            options = " ".join(f"{name}={shown(getattr(found, name))}" for name in names)
+            raise UserError(f"init={folder} has other options; give {options}")
+        return drafter
+
+    def shape(self, kept: Tensor | None = None) -> SpireConfig:
+        """The shape of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
+        config = self.config
+        names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations", "input", "head")
+        options = {name: config[name] for name in names}
+        reads_previous = config["previous_state"]
+        if reads_previous is None:
+            reads_previous = config["input"] != "tied" and config["target_activations"]
+        options |= {"previous_state": reads_previous, "draft_vocab": None if kept is None else len(kept)}
+        if config["input"] == "tied":
+            options["head"] = "trained"
+        return SpireConfig(shape_of(self.target.model), last_layers(self.target.model, config["n_layer"]), **options)
+
+    def model(self, weights: dict[str, Tensor]) -> SpireDrafter:
+        """The drafter of a training's weights: float32 values of the dtype that it is exported in."""
+        drafter = load_weights(SpireDrafter(self.shape(weights.get("drafter.kept")), self.target), weights, "drafter")
+        return drafter.to(DTYPES[self.config["export_dtype"]]).float()
+
+    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
+        return Spire(self.model(weights), draft_dtype="auto", draft_vocab="auto")
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        save_spire(folder, drafter=self.model(weights), dtype=DTYPES[self.config["export_dtype"]])
+
+
+def trainings_of(folder: Path) -> list[dict]:
+    """All trainings of an exported drafter, the first one first: its folder's name, steps and tokens."""
+    trained = read_manifest(folder).trained
+    known = {name: trained[name] for name in ("steps", "tokens") if name in trained}
+    return [*trained.get("before", []), {"drafter": folder.name, **known}]

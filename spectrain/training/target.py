@@ -1,0 +1,60 @@
+"""Trains a small target to draft for: a Llama from scratch on the corpus, with a tokenizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from spectrain.decoding import TargetModel
+from spectrain.decoding.loading import read_tokenizer
+from spectrain.models.vanilla import save_pretrained
+from spectrain.stores.folder import write_folder
+from spectrain.stores.texts import Document, is_held_out, train_tokenizer
+from spectrain.training.base import Experiment, Parts
+from spectrain.training.checkpoints import load_weights
+from spectrain.training.runs import RunFolder
+from spectrain.training.sources import Source, read_corpus
+from spectrain.training.vanilla import LanguageModelTraining
+
+
+class TargetExperiment(Experiment):
+    """A Llama from scratch. It has no target itself; its tokenizer is kept in the run folder."""
+
+    exports = "target"
+
+    def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
+        super().__init__(run, data, lambda: None)
+
+    def prepare(self) -> Parts:
+        documents = read_corpus(self.config["corpus"])
+        self.run.begin()
+        tokenizer = self._tokenizer(documents)
+        model = self._new(tokenizer)
+        rows = self.data.drafter_rows(self.config, TargetModel(model, tokenizer), (), documents=documents)
+        return Parts(LanguageModelTraining(model, self.optimizer), rows)
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        tokenizer = read_tokenizer(self.run.path / "tokenizer")
+        model = load_weights(self._new(tokenizer), weights, "model").to(torch.bfloat16)
+        save_pretrained(folder, model=model, tokenizer=tokenizer)
+
+    def _new(self, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+        ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        return LlamaForCausalLM(LlamaConfig(**self.config["model"], **ends, attn_implementation="sdpa"))
+
+    def _tokenizer(self, documents: list[Document]) -> PreTrainedTokenizerBase:
+        """Train a tokenizer; an interrupted run finds the one that it began with."""
+        folder = self.run.path / "tokenizer"
+        # fresh=true: another rank may still see what rank zero is about to replace
+        if not folder.is_dir() or (self.config["fresh"] and rank_zero_only.rank != 0):
+            texts = [d.text for d in documents if not is_held_out(d.id, self.config["corpus"]["held_out_share"])]
+            tokenizer = train_tokenizer(texts, self.config["model"]["vocab_size"])
+            if rank_zero_only.rank != 0:
+                return tokenizer
+            write_folder(folder, tokenizer.save_pretrained)
+        return read_tokenizer(folder)

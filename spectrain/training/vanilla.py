@@ -1,0 +1,100 @@
+"""Trains vanilla drafters: small ordinary Llamas (Leviathan et al. 2023), by cross-entropy on the data.
+
+Letters: B rows, L tokens per row, D hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spectrain.decoding import Drafter, TargetModel
+from spectrain.decoding.masks import packed_mask
+from spectrain.methods.speculative import Speculative
+from spectrain.models.vanilla import new_vanilla
+from spectrain.training.base import Experiment, Parts, Training
+from spectrain.training.checkpoints import load_weights
+from spectrain.training.data import RowBatch
+from spectrain.training.losses import next_token_loss
+from spectrain.training.optim import OptimizerSettings
+from spectrain.training.sums import ValidationSums
+
+GAMMA = 4  # drafted tokens, for the tau that validation expects
+
+
+class LanguageModelTraining(Training):
+    """Next-token training of a Llama of Hugging Face: the bundled target and the vanilla drafter.
+
+    Where a target is given, validation says how often it would accept the model's tokens, and which tau is expected
+    for drafts of GAMMA tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, optimizer: OptimizerSettings, target: TargetModel | None = None) -> None:
+        super().__init__(optimizer, ValidationSums(GAMMA), target)
+        self.model = model
+
+    def training_step(self, batch: RowBatch, batch_idx: int) -> Tensor:
+        loss = self.weighted_by_ranks(self.loss(self.states(batch), batch), batch.learned())
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch.numbers))  # of all ranks' rows
+        return loss
+
+    def validation_step(self, batch: RowBatch, batch_idx: int) -> None:
+        states = self.states(batch)
+        alpha = self.alpha(batch, states) if self.target else None
+        self.sums.update(self.loss(states, batch), batch.counted(), alpha, batch.starts)
+
+    def loss(self, states: Tensor, batch: RowBatch) -> Tensor:
+        unembedding = self.model.get_output_embeddings().weight
+        return next_token_loss(states, unembedding, batch.tokens, batch.learned())
+
+    def states(self, batch: RowBatch) -> Tensor:
+        """The final states [B, L, D] of the model, whose products with the unembedding are its logits."""
+        positions, mask = (None, None) if batch.starts is None else packed_mask(batch.starts)
+        inputs = {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": mask}
+        return self.model.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def alpha(self, batch: RowBatch, states: Tensor) -> Tensor:
+        """Probability [B, L] float32 that the target accepts what is drawn after final states [B, L, D]."""
+        found, unembedding = [], self.model.get_output_embeddings().weight
+        for i in range(len(states)):  # row by row: the probabilities of a batch may not fit into memory
+            starts = None if batch.starts is None else batch.starts[i : i + 1]
+            p = self.target.forward(batch.tokens[i : i + 1], starts).logits.float().softmax(-1)
+            q = F.linear(states[i : i + 1], unembedding.to(states.dtype)).float().softmax(-1)
+            found.append(torch.minimum(p, q).sum(-1))
+        return torch.cat(found)
+
+    def recompute_activations(self) -> None:
+        """Compute the inside of blocks again in the backward pass, in place of keeping it."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("train/lr", optimizer.param_groups[0]["lr"])
+
+
+class VanillaExperiment(Experiment):
+    """A small Llama for any target."""
+
+    exports, drafts = "vanilla", True
+
+    def prepare(self) -> Parts:
+        data = self.data.drafter_rows(self.config, self.target, ())
+        return Parts(LanguageModelTraining(self.new(), self.optimizer, self.target), data)
+
+    def new(self) -> PreTrainedModel:
+        """A new model; by default it has half the target's layers and half its width."""
+        return new_vanilla(self.target.model, self.config["n_layer"], self.config["hidden_size"])
+
+    def model(self, weights: dict[str, Tensor]) -> PreTrainedModel:
+        """The model of a training's weights."""
+        return load_weights(self.new(), weights, "model")
+
+    def drafter(self, weights: dict[str, Tensor]) -> Drafter:
+        model = self.model(weights).to(self.target.device).eval()
+        return Speculative(TargetModel(model, self.target.tokenizer), draft_dtype="auto")
+
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        self.model(weights).save_pretrained(folder)
