@@ -46,12 +46,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
 from spectrain.cli import quiet_libraries
-from spectrain.measure.tables import MISSING, as_markdown, fixed, show, size, table_of
 from spectrain.decoding import Drafter, TargetModel, generate, load_target, stream
 from spectrain.decoding.loading import first_line
 from spectrain.errors import UserError
 from spectrain.measure.baselines import own_model
 from spectrain.measure.benchmark import resident_bytes
+from spectrain.measure.tables import MISSING, as_markdown, fixed, show, size, table_of
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import (
     BASELINE,

@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-
 from spectrain.cli import open_target
 from spectrain.config.commands import Export
 from spectrain.errors import UserError

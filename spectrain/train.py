@@ -135,5 +135,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     if bins:
-        labels = f"acceptance head, labels of {run.source['rows'][0]} warped for {parts.module.facts.sampling.describe()}"
+        labels = (
+            f"acceptance head, labels of {run.source['rows'][0]} warped for {parts.module.facts.sampling.describe()}"
+        )
         show([(labels, head_table(result["metrics"]))], columns=100, files=f"{run.path}/calibration.png")

@@ -18,7 +18,7 @@ from spectrain.config import commands, training
 from spectrain.config.commands import Target
 from spectrain.config.fields import described, names_of, path_options, plain, typed
 
-__all__ = ["COMMANDS", "Target", "GROUPS", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
+__all__ = ["COMMANDS", "GROUPS", "Target", "conf_dir", "described", "options_of", "paths_of", "plain", "register"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

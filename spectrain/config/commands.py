@@ -254,6 +254,11 @@ class MakeTarget(Built):
 
 
 @dataclass
+class Named:
+    path: str | None = option(None, "folder or hub id, of which only the config is read", path=True)
+
+
+@dataclass
 class Export:
     """Write a run, or a lookup method, as a folder for other engines."""
 
@@ -297,11 +302,6 @@ class MeasuredTau:
     vanilla: float = option(2.647, "of a vanilla drafter, at contexts of 512 tokens", least=1)
     magicdec: float = option(3.891, "of MagicDec", least=1)
     spire: float = option(3.401, "of SPIRe", least=1)
-
-
-@dataclass
-class Named:
-    path: str | None = option(None, "folder or hub id, of which only the config is read", path=True)
 
 
 @dataclass

@@ -29,8 +29,8 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from spectrain.errors import AllRanksError, UserError
 from spectrain.config import TYPED_COMMAND, Target
+from spectrain.errors import AllRanksError, UserError
 from spectrain.stores.folder import (
     digest,
     locked,

@@ -24,7 +24,6 @@ from spectrain.measure.tau import (
 )
 from spectrain.methods import magicdec
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.measure.tables import speed_table
 from tests.conftest import random_prompts
 
 SHORT, LONG, SAMPLED = Setting(256, 0.0), Setting(512, 0.0), Setting(256, 1.0)
