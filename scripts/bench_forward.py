@@ -18,14 +18,13 @@ from itertools import product
 from math import inf
 from unittest import mock
 
-import numpy as np
 import torch
-from spectrain.decoding.kernels import openmp
-from spectrain.decoding.program import Forward, runner
 from torch import Tensor
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, lean, load_target, weights
+from spectrain.decoding.forward import Forward
 from spectrain.decoding.lean import shape_of
+from spectrain.kernels.cpu.running import Table
 from spectrain.measure.statistics import median
 from spectrain.methods.spire import Spire
 from spectrain.models.spire import SpireConfig, SpireDrafter
@@ -122,18 +121,18 @@ def prompt_of(target: TargetModel, n_tokens: int, n_turns: int) -> str:
 
 def by_operation(forward: Forward) -> dict[str, float]:
     """Return the ms of each kind of operation of a forward, run alone."""
-    table, taken = forward.table, {}
+    lines, taken = forward.lines, {}
     logits = torch.empty(len(forward.x), forward.n_vocabulary)  # those of the last forward are gone
     places = [place for place, _ in forward.logits_at]
-    table[places, 4] = table[forward.argmax_at, 1] = logits.data_ptr()
-    table[forward.best_at, 4] = forward.tokens.data_ptr()
+    forward.point(places, 4, logits)
+    forward.point(forward.argmax_at, 1, logits)
+    forward.point(forward.best_at, 4, forward.tokens)
     for kind, name in enumerate(OPERATIONS):
-        rows = np.ascontiguousarray(table[table[:, 0] == kind])
-        header = np.array([len(rows), rows.ctypes.data], dtype=np.int64)
+        table = Table(lines[lines[:, 0] == kind], forward.n_threads, forward.own_bytes)
         seconds = []
-        for _ in range(5 * FORWARDS if len(rows) else 0):
+        for _ in range(5 * FORWARDS if len(table.lines) else 0):
             began = time.perf_counter()
-            openmp().GOMP_parallel(runner(), header.ctypes.data, forward.n_threads, 0)
+            table.run()
             seconds.append(time.perf_counter() - began)
         if seconds:
             taken[name] = 1e3 * statistics.median(seconds)

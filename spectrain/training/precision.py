@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from spectrain.decoding.kernels import multiplies
+from spectrain.kernels import multiplies
 from spectrain.training.strategies import uses_gpu
 
 

@@ -18,7 +18,7 @@ import torch
 from hydra.core.plugins import Plugins
 
 from spectrain.cli import command
-from spectrain.decoding import kernels, program
+from spectrain.kernels.cpu import products, running
 from spectrain.stores.options import schema
 
 COMMANDS = {
@@ -65,9 +65,9 @@ def load_commands() -> None:
     for name in COMMANDS:
         schema(name)
     Plugins.instance()  # Hydra looks through all packages for them
-    for dtype in kernels.BITS:
-        kernels.works(dtype)
-    program.runner()
+    for dtype in products.BITS:
+        running.works(dtype)
+    running.runner()
     gc.collect()
     gc.freeze()  # or each fork goes through all these objects, and copies their pages
 
