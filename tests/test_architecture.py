@@ -10,16 +10,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"train", "generate", "serve", "bench", "export", "cost", "report"}
 DATA_COMMANDS = {"responses", "activations", "acceptance", "datastore", "target"}
-KNOWS = {  # each package -> the other packages of the project that it may import
-    "spectrain.decoding": set(),
-    "spectrain.stores": {"decoding"},
-    "spectrain.retrieval": {"decoding", "stores"},
-    "spectrain.models": {"decoding", "stores"},
-    "spectrain.methods": {"decoding", "stores", "retrieval", "models"},
-    "spectrain.training": {"decoding", "stores", "retrieval", "models", "methods"},
-    "spectrain.measure": {"decoding", "stores", "retrieval", "models", "methods", "training"},
-    "spectrain.serving": {"decoding", "stores", "retrieval", "models", "methods", "training", "measure"},
-}
+# Each room imports only those that stand before it.
+ROOMS = ["kernels", "decoding", "stores", "retrieval", "models", "methods", "training", "measure", "serving"]
+KNOWS = {f"spectrain.{room}": set(ROOMS[:place]) for place, room in enumerate(ROOMS)}
+LEAVES = {"spectrain.errors", "spectrain.config"}  # that every room may import
 SEES_CONFIG = {  # besides commands
     *("spectrain.cli", "spectrain.methods.loading", "spectrain.methods.registry"),
     "spectrain.training.runs",  # a run folder is named by its config, which names what is trained
@@ -68,6 +62,7 @@ def test_the_top_of_the_package_holds_only_commands():
     assert {m.split(".")[1] for m in modules() if m.count(".") == 1 and m.startswith("spectrain.")} <= {
         *COMMANDS,
         "cli",
+        "errors",
         *(package.split(".")[1] for package in KNOWS),
     }
 
@@ -80,14 +75,14 @@ def test_imports_run_one_way(module):
         assert {name for name in found if name.startswith("data_prep")} == set()
     assert {name for name in found if is_command(name)} == set()
     if package in KNOWS:
-        allowed = {package, *(f"spectrain.{name}" for name in KNOWS[package])}
+        allowed = {package, "spectrain.errors", *(f"spectrain.{name}" for name in KNOWS[package])}
         assert {name for name in found if package_of(name) not in allowed} == set()
 
 
 def test_decoding_knows_only_torch_transformers_and_compilers():
     standard = __import__("sys").stdlib_module_names
     for module, path in modules().items():
-        if package_of(module) == "spectrain.decoding":
+        if package_of(module) in ("spectrain.kernels", "spectrain.decoding"):
             others = {name.split(".")[0] for name in imports(path)} - standard - {"spectrain"}
             assert others <= THIRD_PARTY_OF_DECODING, (module, others)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.sampling import Sampling, Uniforms, likeliest
+from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, likeliest, sampling_of
 from spectrain.decoding.transfer import to_device, without
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ class Context:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: Sampling | Sequence[Sampling],
         device: torch.device | str = "cpu",
         max_rows: int = 1,
         stop_ids: Collection[int] = (),
     ):
-        self.sampling = sampling
+        every = [sampling] if isinstance(sampling, Sampling) else sampling  # of all rows that may come
+        self._default, self._samplings = every[0], []
+        self._sampling: Sampling | RowSampling = every[0]
         self.device = torch.device(device)
         self._stop_ids = frozenset(stop_ids)
         self.stop_ids = to_device(torch.tensor(sorted(stop_ids), dtype=torch.int64), self.device)  # [E] end a text
@@ -43,7 +45,7 @@ class Context:
         self.n_tokens: list[int] = []  # tokens of each row: prompt and output, the root (the last one) included
         self.room: list[int] = []  # tokens that each row may still emit; a draft deeper than room - 1 is wasted
         # On the device. The root of row b stands at position lengths[b] - 1.
-        self.uniforms = (SharedNoise if sampling.shares_noise else Uniforms)(device=self.device)
+        self.uniforms = (SharedNoise if any(one.shares_noise for one in every) else Uniforms)(device=self.device)
         self.lengths = torch.empty(0, dtype=torch.int64, device=self.device)  # [n] n_tokens
         self.roots = torch.empty(0, dtype=torch.int64, device=self.device)  # [n]
         self._last_logits: Tensor | Callable[[], Tensor] = torch.empty(0, 0, device=self.device)
@@ -53,6 +55,11 @@ class Context:
     @property
     def n_rows(self) -> int:
         return len(self.n_tokens)
+
+    @property
+    def sampling(self) -> Sampling | RowSampling:
+        """How the active rows choose tokens."""
+        return self._sampling
 
     @property
     def last_logits(self) -> Tensor:
@@ -113,13 +120,25 @@ class Context:
 
     def draw_roots(self, rows: range, logits: Tensor) -> Tensor:
         """Draw the first tokens [R] int64 of new rows, which stand at the end, from logits [R, V]."""
-        if self.sampling.greedy:
+        sampling = sampling_of(self._samplings[rows.start :])
+        if sampling.greedy:
             return likeliest(logits)
         new = torch.arange(self.n_rows, device=self.device) >= rows.start
-        return self.sampling.draw(logits, self.uniforms.take(1, new)[rows.start :, 0])[0]
+        return sampling.draw(logits, self.uniforms.take(1, new)[rows.start :, 0])[0]
 
-    def append(self, prompts: Sequence[Sequence[int]], room: int, generators: Sequence[torch.Generator]) -> None:
-        """Add rows at the end, not rooted yet: `room` counts their first token too. The loop roots them at once."""
+    def append(
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        generators: Sequence[torch.Generator],
+        samplings: Sequence[Sampling] | None = None,
+    ) -> None:
+        """Add rows at the end, not rooted yet: `room` counts their first token too. The loop roots them at once.
+
+        samplings: of each new row; None: the first that the context was given.
+        """
+        self._samplings += samplings or [self._default] * len(prompts)
+        self._sampling = sampling_of(self._samplings)
         self.n_tokens += [0] * len(prompts)
         self.room += [room + len(prompt) for prompt in prompts]  # `_extend` takes the prompt off
         self.uniforms.append(generators, [len(prompt) for prompt in prompts])
@@ -154,9 +173,10 @@ class Context:
         self.roots, self.lengths = without(self.roots, row), without(self.lengths, row)
         self._last_logits = without(self.last_logits, row)
         self.uniforms.free(row)
-        for values in (self.n_tokens, self.room):
+        for values in (self.n_tokens, self.room, self._samplings):
             values[row] = values[-1]
             values.pop()
+        self._sampling = sampling_of(self._samplings or [self._default])
 
     def _extend(self, emitted: Sequence[Sequence[int]], rows: range) -> None:
         needed = max(self.n_tokens) + max(map(len, emitted))

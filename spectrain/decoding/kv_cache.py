@@ -13,18 +13,15 @@ Letters: n active rows, R rows of a forward, H key/value heads, S slots, N nodes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from spectrain.decoding.graphs import Graphs, unique
+from spectrain import kernels
 from spectrain.decoding.transfer import to_device, without
-
-if TYPE_CHECKING:
-    from spectrain.decoding.program import Programs
+from spectrain.kernels import Graphs, Programs, unique
 
 
 class KVCache(Cache):
@@ -161,13 +158,7 @@ class KVCache(Cache):
     def _move(self, path: Tensor, lengths: Tensor) -> None:
         if self._move_compiled(path, lengths):
             return
-        n_rows, width = path.shape
-        write = lengths[:, None] + torch.arange(width, device=path.device)
-        read = torch.where(path >= 0, lengths[:, None] + path, write)  # past the end a node is written onto itself
-        for states in (*self.keys, *self.values):
-            shape = (n_rows, states.shape[1], width, states.shape[3])
-            moved = states.gather(2, read.to(states.device)[:, None, :, None].expand(shape))
-            states.scatter_(2, write.to(states.device)[:, None, :, None].expand(shape), moved)
+        kernels.reference.move([*self.keys, *self.values], path, lengths)
 
     def _move_compiled(self, path: Tensor, lengths: Tensor) -> bool:
         """The same on a CPU, where the buffers are alike. Returns whether it was done."""
@@ -177,10 +168,8 @@ class KVCache(Cache):
         kind = first.shape, first.dtype, torch.device("cpu")
         if n_bytes % 4 or any((one.shape, one.dtype, one.device) != kind for one in buffers):
             return False
-        from spectrain.decoding.moving import move
-
         addresses = np.array([states.data_ptr() for states in buffers])
-        move(addresses, first.shape[1], first.shape[2], n_bytes // 4, path.numpy(), lengths.numpy())
+        kernels.move(addresses, first.shape[1], first.shape[2], n_bytes // 4, path.numpy(), lengths.numpy())
         return True
 
     def extend(self, counts: Sequence[int]) -> None:

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spectrain.decoding.graphs import unique
-from spectrain.decoding.kernels import outruns_torch
+from spectrain.decoding.forward import Forward, can_fuse
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.llama import LlamaDecoder, LlamaShape, Rope
-from spectrain.decoding.program import MOST_TOKENS, Forward, Programs, can_fuse
 from spectrain.decoding.weights import Int8Linear, RowsLinear, TextLinear, is_emulated, on_cpu, version
 from spectrain.errors import UserError
+from spectrain.kernels import MOST_TOKENS, Programs, outruns_torch, unique
 
 PIECE_STEP = 8  # a piece of a prompt has a multiple of so many tokens, because each number takes a program of its own
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # others scale, soft-cap or norm in ways the block does not have

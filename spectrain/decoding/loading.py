@@ -22,12 +22,12 @@ from transformers import (
 )
 from transformers.utils.logging import set_tqdm_hook
 
-from spectrain.decoding.kernels import works
 from spectrain.decoding.lean import why_not_lean
 from spectrain.decoding.supported import check_layers
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.weights import to_dtype
 from spectrain.errors import UserError, check_choice
+from spectrain.kernels import works
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_TIMEOUT_S = 10

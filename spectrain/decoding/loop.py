@@ -49,7 +49,7 @@ def generate(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     **options,
 ) -> list[Generation]:
     """Continue each prompt. Arguments and errors are those of `stream`; the generations are in the prompts' order."""
@@ -63,7 +63,7 @@ def stream(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     *,
     seed: int = 0,
     prompt_numbers: Sequence[int] | None = None,
@@ -82,10 +82,10 @@ def stream(
         drafter: the method.
         prompts: token ids.
         max_new_tokens: maximum length of a continuation.
-        sampling: None is greedy.
+        sampling: one for all prompts, or one for each, of which all have the same `draws`; None: greedy.
         seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless the
             drafter chooses by the clock how many tokens it draws (max_nodes=auto of methods with a draft model). With
-            `draws=gumbel` it is the same with any drafter.
+            `draws=shared` it is the same with any drafter.
         prompt_numbers: the numbers i; None: 0, 1, ...
         batch_size: rows decoded together; None: all prompts.
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
@@ -109,6 +109,7 @@ def stream(
         check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
     if not prompts:
         return
+    samplings = _samplings(sampling, len(prompts))
     n_slots = min(batch_size, len(prompts))
     stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
@@ -117,7 +118,7 @@ def stream(
     longest = max(map(len, prompts)) + max_new_tokens
     cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
     known_stops = [token for token in stop_ids if 0 <= token < target.vocab_size]
-    context = Context(sampling or Sampling(), target.device, n_slots, known_stops)
+    context = Context(samplings, target.device, n_slots, known_stops)
     batch = _Batch(target, drafter, cache, context, ending, verification, Clock(target.device))
     generators = [row_generator(seed, number) for number in prompt_numbers or range(len(prompts))]
     waiting = 0
@@ -128,7 +129,8 @@ def stream(
         while waiting < len(prompts) or batch.rows:
             first, waiting = waiting, min(waiting + n_slots - len(batch.rows), len(prompts))
             if waiting > first:
-                yield from batch.join(first, prompts[first:waiting], generators[first:waiting], max_new_tokens)
+                new = slice(first, waiting)
+                yield from batch.join(first, prompts[new], generators[new], samplings[new], max_new_tokens)
             else:
                 yield from batch.step()
     except (RuntimeError, MemoryError) as error:
@@ -137,6 +139,17 @@ def stream(
         raise UserError(out_of_memory_advice(target, cache, n_slots, longest, free_before)) from error
     finally:
         target.keep_cache(cache)
+
+
+def _samplings(sampling: Sampling | Sequence[Sampling] | None, n_prompts: int) -> list[Sampling]:
+    """Return the sampling of each prompt."""
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * n_prompts
+    if len(sampling) != n_prompts:
+        raise UserError(f"{len(sampling)} samplings were given for {n_prompts} prompts; give one for each, or one")
+    if len({one.draws for one in sampling}) > 1:
+        raise UserError("the prompts of a batch differ in sampling.draws; give all of them inverse, or all shared")
+    return list(sampling)
 
 
 def check_prompt(target: TargetModel, prompt: Sequence[int], max_new_tokens: int, name: str = "the prompt") -> None:
@@ -185,6 +198,7 @@ class _Batch:
         first_index: int,
         prompts: Sequence[Sequence[int]],
         generators: Sequence[torch.Generator],
+        samplings: Sequence[Sampling],
         max_new_tokens: int,
     ) -> list[Emitted]:
         """Read prompts into new rows at the end and draw their first tokens."""
@@ -192,7 +206,7 @@ class _Batch:
         joined_s = self.clock.now
         context, lengths = self.context, [len(prompt) for prompt in prompts]
         new = range(len(self.rows), len(self.rows) + len(prompts))
-        context.append(prompts, max_new_tokens, generators)
+        context.append(prompts, max_new_tokens, generators, samplings)
         tokens = context.tokens[new.start :, : max(lengths)].to(context.device)
         read = self.drafter.read_of_prompts(torch.tensor(lengths, device=context.device))
         output = self.target.prefill(tokens, lengths, self.cache, new, read)

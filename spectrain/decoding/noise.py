@@ -1,4 +1,4 @@
-"""Random numbers that belong to a place in a text (`draws=gumbel`): the sample depends on target and seed alone.
+"""Random numbers that belong to a place in a text (`draws=shared`): the sample depends on target and seed alone.
 
 A token is drawn by Gumbel-max: of all tokens the one for which E / p is smallest, p being its probability and E its
 number from the exponential distribution. This draws from p exactly (Maddison et al. 2014). E is fixed by the row's
@@ -17,33 +17,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.transfer import to_device, without
-
-# Of splitmix64 (Steele et al. 2014), as signed numbers: torch has no others of 64 bits.
-GAMMA, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-
-
-def _shifted(x: Tensor, n: int) -> Tensor:
-    return (x >> n) & ((1 << (64 - n)) - 1)
-
-
-def mixed(x: Tensor) -> Tensor:
-    """Splitmix64's finaliser of int64 numbers, a bijection."""
-    x = (x ^ _shifted(x, 30)) * FIRST
-    x = (x ^ _shifted(x, 27)) * SECOND
-    return x ^ _shifted(x, 31)
-
-
-def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
-    """E float64 of tokens int64 at places with these keys int64, of any shapes that fit together."""
-    uniform = (_shifted(mixed(keys + (tokens + 1) * GAMMA), 11).double() + 0.5) * 2.0**-53
-    return -uniform.log()
-
-
-def draw_by_noise(probs: Tensor, keys: Tensor) -> Tensor:
-    """Draw from rows of probabilities [B, V] with the noise of keys [B] int64. Return [B] int64."""
-    tokens = torch.arange(probs.shape[-1], device=probs.device)
-    late = exponentials(keys[:, None], tokens) / probs.double()
-    return late.nan_to_num(torch.inf).argmin(-1)
+from spectrain.kernels.reference import GAMMA, mixed
 
 
 class SharedNoise:

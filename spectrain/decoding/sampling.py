@@ -2,7 +2,7 @@
 
 Randomness is one CPU generator per row, and a row takes from it only for itself: its sample does not depend on its
 neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).
-With `draws=gumbel` random numbers belong to places in the text instead; see `noise.py`.
+With `draws=shared` random numbers belong to places in the text instead; see `noise.py`.
 
 Letters: B rows, V vocabulary.
 """
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.noise import draw_by_noise
-from spectrain.decoding.program import DRAW, WARP, run_alone, runner, warping_bytes
+from spectrain import kernels
 from spectrain.decoding.transfer import to_device, without
 from spectrain.errors import UserError, check_choice, check_number, check_whole
+from spectrain.kernels import TEMPERATURE, reference
 
-DRAWS = ("inverse", "gumbel")
+DRAWS = ("inverse", "shared")
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
-    draws: str = "inverse"  # gumbel: by noise that all methods share
+    draws: str = "inverse"  # shared: by noise that all methods share
 
     def __post_init__(self) -> None:
         for name, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]"), ("min_p", "[0, 1)")):
             check_number(f"sampling.{name}", getattr(self, name), interval)
         check_whole("sampling.top_k", self.top_k, 0)
         check_choice("sampling.draws", self.draws, DRAWS)
-        with torch.inference_mode(False):  # [3] float64, as compiled operations read them
-            options = torch.tensor([self.temperature, self.top_p, self.min_p], dtype=torch.float64, device="cpu")
-        object.__setattr__(self, "options", options)
+        with torch.inference_mode(False):  # [1, 4] float64, as kernels read them
+            numbers = [[self.temperature, self.top_p, self.min_p, self.top_k]]
+            object.__setattr__(self, "options", torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
     @classmethod
     def from_options(cls, options: Mapping[str, float]) -> Sampling:
@@ -66,7 +66,7 @@ class Sampling:
     @property
     def shares_noise(self) -> bool:
         """Whether target and drafters draw with the same noise."""
-        return self.draws == "gumbel" and not self.greedy
+        return self.draws == "shared" and not self.greedy
 
     def same_distribution(self, other: Sampling) -> bool:
         """Whether both choose alike: greedy decoding reads no other option."""
@@ -89,44 +89,9 @@ class Sampling:
 
         Tokens that tie with the last one kept are kept too, whatever their order. Greedy gives a one-hot row.
         """
-        logits = logits.float()
-        if self.greedy:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        if (self.top_k or self.top_p < 1 or self.min_p) and runs_compiled(logits):
-            return self._warped(logits.contiguous())
-        logits = logits / self.temperature
-        top_k = min(self.top_k, logits.shape[-1])
-        if top_k:
-            kept = logits.topk(top_k).values  # [..., top_k], descending
-            logits = logits.masked_fill(logits < kept[..., -1:], -torch.inf)
-        probs = logits.softmax(-1)
-        if self.top_p < 1:
-            ordered = probs.topk(top_k).values if top_k else probs.sort(descending=True).values
-            before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens
-            last_kept = (before < self.top_p).sum(-1, keepdim=True).clamp_min(1) - 1
-            probs = _renormalised(probs, probs >= ordered.gather(-1, last_kept))
-        if self.min_p:
-            probs = _renormalised(probs, probs >= self.min_p * probs.amax(-1, keepdim=True))
-        return probs
-
-    def _warped(self, logits: Tensor) -> Tensor:
-        """The same on a CPU, by a compiled operation: torch would sort the vocabulary for top_p."""
-        probs, work, n_threads = self.room_for(logits)
-        run_alone(n_threads, self.warping(logits, probs, work))
-        return probs
-
-    def room_for(self, logits: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Return where the probabilities of logits [..., V] go, and memory for so many threads to compute them."""
-        size = logits.shape[-1]
-        n_threads = min(logits.numel() // size, torch.get_num_threads())
-        work = torch.empty(n_threads, warping_bytes(size), dtype=torch.uint8)
-        return torch.empty_like(logits), work, n_threads
-
-    def warping(self, logits: Tensor, probs: Tensor, work: Tensor) -> tuple[int, ...]:
-        """Return the operation that writes these probabilities, with the memory that `room_for` has found."""
-        size = logits.shape[-1]
-        rows = logits.data_ptr(), size, probs.data_ptr(), size, logits.numel() // size, size
-        return WARP, *rows, self.options.data_ptr(), min(self.top_k, size), work.data_ptr(), work.shape[-1]
+        if (self.top_k or self.top_p < 1 or self.min_p) and not self.greedy and kernels.reads(logits):
+            return kernels.warp(logits.contiguous(), self.options)  # torch would sort the vocabulary for top_p
+        return reference.warp(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
     def draw(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Draw one token per row from logits [B, V], by the next number of each row, which greedy does not read.
@@ -136,14 +101,53 @@ class Sampling:
         """
         if self.greedy:
             return likeliest(logits), None
-        if runs_compiled(logits):
-            logits = logits.contiguous()
-            probs, work, n_threads = self.room_for(logits)
-            tokens = torch.empty(len(logits), dtype=torch.int64)
-            run_alone(n_threads, self.warping(logits, probs, work), _drawing(probs, uniforms, tokens))
-            return tokens, probs
+        if kernels.reads(logits):
+            return kernels.warp_and_draw(logits, self.options, uniforms)
         probs = self.warp(logits)
         return draw_token(probs, uniforms), probs
+
+
+class RowSampling:
+    """The sampling of a batch whose rows differ. It answers as `Sampling` does, row by row.
+
+    Greedy rows draw from one-hot distributions, so that all rows are drafted and verified by the same rules.
+
+    Args:
+        rows: of each row. All of them draw alike: `draws` is one for a batch.
+    """
+
+    greedy = False
+
+    def __init__(self, rows: Sequence[Sampling]) -> None:
+        self.rows = tuple(rows)
+        self.options = torch.cat([row.options for row in rows])  # [B, 4]
+        self.shares_noise = any(row.shares_noise for row in rows)
+
+    def temperatures(self, device: torch.device | str = "cpu") -> Tensor:
+        """[B] float32; 0 of greedy rows."""
+        return self.options[:, TEMPERATURE].float().to(device)
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """See `Sampling.warp`; logits are [B, .., V]."""
+        if kernels.reads(logits):
+            return kernels.warp(logits, self.options)
+        probs = torch.empty_like(logits, dtype=torch.float32)
+        for sampling in set(self.rows):  # the host knows who shares options
+            own = to_device(torch.tensor([row == sampling for row in self.rows]).nonzero()[:, 0], logits.device)
+            probs[own] = sampling.warp(logits[own])
+        return probs
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Sampling.draw`."""
+        if kernels.reads(logits):
+            return kernels.warp_and_draw(logits, self.options, uniforms)
+        probs = self.warp(logits)
+        return draw_token(probs, uniforms), probs
+
+
+def sampling_of(rows: Sequence[Sampling]) -> Sampling | RowSampling:
+    """Return one sampling for rows, which is a plain one where they choose alike."""
+    return rows[0] if all(row == rows[0] for row in rows) else RowSampling(rows)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -153,43 +157,12 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _renormalised(probs: Tensor, keep: Tensor) -> Tensor:
-    probs = probs * keep
-    return probs / probs.sum(-1, keepdim=True)
-
-
 def draw_token(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from rows of weights [B, V] float32 that need not sum to one; uniforms [B] in [0, 1). Return [B] int64.
 
-    Instead of uniforms there may be keys [B] int64 of `SharedNoise`.
-
-    A token of weight 0 is never drawn: the first index whose cumulative sum is *above* the threshold has weight, and
-    the threshold stays below the total, since float32 uniforms end at 1 - 2^-24.
+    Instead of uniforms there may be keys [B] int64 of `SharedNoise`. A token of weight 0 is never drawn.
     """
-    if runs_compiled(weights):
-        weights = weights.contiguous()
-        tokens = torch.empty(len(weights), dtype=torch.int64)
-        run_alone(min(len(weights), torch.get_num_threads()), _drawing(weights, uniforms, tokens))
-        return tokens
-    if uniforms.dtype == torch.int64:
-        return draw_by_noise(weights, uniforms)
-    cumulative = weights.double().cumsum(-1)  # a parallel float32 scan is not monotonic, and would draw zero weights
-    threshold = uniforms.double()[:, None] * cumulative[:, -1:]
-    # Of weights that are NaN no draw comes: any token does, since verification rejects it where it was drafted.
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(weights.shape[-1] - 1)
-
-
-def _drawing(weights: Tensor, uniforms: Tensor, tokens: Tensor) -> tuple[int, ...]:
-    assert uniforms.dtype in (torch.float32, torch.int64)  # compiled code reads what it is told
-    (n_rows, size), by_noise = weights.shape, int(uniforms.dtype == torch.int64)
-    numbers = uniforms.data_ptr(), uniforms.stride(0)
-    return DRAW, weights.data_ptr(), size, *numbers, 0, tokens.data_ptr(), 0, 1, n_rows, size, 0, by_noise
-
-
-def runs_compiled(values: Tensor) -> bool:
-    """Whether compiled operations can read this tensor."""
-    readable = values.device.type == "cpu" and values.dtype == torch.float32 and values.numel() > 0
-    return readable and not values.requires_grad and runner() is not None
+    return kernels.draw(weights, uniforms) if kernels.reads(weights) else reference.draw(weights, uniforms)
 
 
 def row_generator(seed: int, prompt_index: int) -> torch.Generator:

@@ -9,7 +9,7 @@ Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spectrain.decoding.graphs import SLOTS, Graphs, padded_nodes
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
 from spectrain.decoding.masks import causal_mask, document_offsets, length_buckets, nodes_mask, packed_mask, tree_mask
@@ -27,6 +26,7 @@ from spectrain.decoding.supported import check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 from spectrain.errors import UserError, check_choice
+from spectrain.kernels import SLOTS, Graphs, padded_nodes, record
 
 ENGINES = ("auto", "lean", "transformers")
 GRAPHS = ("auto", "none")
@@ -322,6 +322,10 @@ class TargetModel:
         captured = [states[:, :n_nodes] for states in captured]
         hidden = None if hidden is None else hidden[:, :n_nodes]
         return TargetOutput(logits[:, :n_nodes], _stacked(captured), positions[:, :n_nodes], hidden)
+
+    def record(self, function: Callable[..., object], *examples: Tensor) -> Callable[..., object]:
+        """Return what computes a function of tensors where this target runs: see `kernels.record`."""
+        return function if self.graphs is None else record(function, *examples)
 
     def new_cache(self, max_rows: int, block_tokens: int, n_tokens: int) -> KVCache:
         """Return an empty cache. It may be one that was given back by `keep_cache`."""

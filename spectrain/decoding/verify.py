@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.graphs import Graphs
+from spectrain import kernels
 from spectrain.decoding.noise import SharedNoise
-from spectrain.decoding.program import JUDGE, run_alone, warping_bytes
-from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, likeliest, runs_compiled
+from spectrain.decoding.sampling import RowSampling, Sampling, Uniforms, draw_token, likeliest
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import check_choice
+from spectrain.kernels import Graphs
 
 VERIFICATIONS = ("token", "block")
 MOST_REPLAYED = 1 << 24  # logits of a step; a graph has its own memory for several times as many numbers
@@ -47,7 +47,7 @@ class Verified:
 def verify(
     tree: DraftTree,
     logits: Tensor,
-    sampling: Sampling,
+    sampling: Sampling | RowSampling,
     uniforms: Uniforms | SharedNoise | None = None,
     verification: str = "token",
     best: Tensor | None = None,
@@ -58,7 +58,7 @@ def verify(
     Args:
         tree: any tree when greedy or deterministic; a chain when its nodes were drawn from a q (`tree.probs`).
         logits: [B, N, V] of the target.
-        sampling: the same for target and drafter.
+        sampling: the same for target and drafter; that of each row where rows differ.
         uniforms: the rows' random numbers; not read when greedy.
         verification: "token" or "block", the rule for chains that were drawn from a q. Both give the same distribution;
             block accepts at least as many tokens on average. Greedy and deterministic drafts have one rule.
@@ -72,50 +72,22 @@ def verify(
     # A q is judged by uniform numbers; where the noise is shared there are none.
     assert tree.probs is None or not sampling.shares_noise, "with shared noise drafts are deterministic"
     has_rule = sampling.greedy or tree.probs is not None or tree.shape[1] == 1
+    has_rule = has_rule and isinstance(sampling, Sampling)
     if graphs is not None and tree.is_chain and has_rule and logits.numel() <= MOST_REPLAYED:
         return _replayed(graphs, tree, logits, sampling, uniforms, verification)
     if sampling.greedy:
         return _verify_greedy(tree, likeliest(logits) if best is None else best)
     assert tree.probs is None or tree.is_chain, "drafts that were drawn from q are chains; branching is deterministic"
-    if runs_compiled(logits):
-        return _judged(tree, logits.contiguous(), sampling, uniforms, verification)
+    if kernels.reads(logits):
+        by_block = verification == "block"
+        numbers, q, probe = uniforms.next(1 + tree.deepest), tree.probs, tree.probe
+        judged = tree.tokens, tree.parents, logits, sampling.options, numbers, q, probe, by_block
+        path, accepted, bonus, used = kernels.accept(*judged)
+        uniforms.skip(used, 1 + tree.deepest)
+        return Verified(path, accepted, bonus)
     if tree.probs is None:
         return _verify_deterministic(tree, logits, sampling, uniforms)
     return _verify_chain(tree, logits, sampling, _numbers(tree, uniforms), verification)
-
-
-def _judged(
-    tree: DraftTree, logits: Tensor, sampling: Sampling, uniforms: Uniforms | SharedNoise, verification: str
-) -> Verified:
-    """Verify sampled trees on a CPU by one compiled operation, which has the rules of the functions below.
-
-    A block is judged by all of its nodes, whose logits all threads warp before.
-    """
-    (n_rows, n_nodes), size = tree.shape, logits.shape[-1]
-    tokens, parents = tree.tokens.contiguous(), tree.parents.contiguous()
-    q = None if tree.probs is None else tree.probs.contiguous()
-    probe = None if tree.probe is None else tree.probe.contiguous()
-    assert logits.shape[:2] == tree.shape  # compiled code reads what it is told
-    assert q is None or (q.shape == logits.shape and q.dtype == torch.float32 and probe is None)
-    numbers = uniforms.next(1 + tree.deepest)
-    path, ends = torch.empty_like(tokens), torch.empty(3, n_rows, dtype=torch.int64)
-    n_threads = min(n_rows, torch.get_num_threads())
-    work = torch.empty(n_threads, warping_bytes(size) + 8 * n_nodes, dtype=torch.uint8)
-    operations, p = [], None
-    if q is not None and verification == "block":
-        p, warping_work, n_threads = sampling.room_for(logits)
-        operations.append(sampling.warping(logits, p, warping_work))
-    operation = (
-        *(JUDGE, size, n_nodes, n_rows, sampling.options.data_ptr(), min(sampling.top_k, size)),
-        *(work.data_ptr(), work.shape[1], logits.data_ptr(), numbers.data_ptr(), numbers.stride(0)),
-        *(tokens.data_ptr(), parents.data_ptr(), 0 if probe is None else probe.data_ptr()),
-        *(0 if q is None else q.data_ptr(), path.data_ptr(), ends.data_ptr(), int(sampling.shares_noise)),
-        0 if p is None else p.data_ptr(),
-    )
-    run_alone(n_threads, *operations, operation)
-    accepted, bonus, used = ends.unbind()
-    uniforms.skip(used, 1 + tree.deepest)
-    return Verified(path, accepted, bonus)
 
 
 def _numbers(tree: DraftTree, uniforms: Uniforms) -> Tensor:

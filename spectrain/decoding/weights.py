@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.decoding.kernels import LEAST_OUTPUTS, fits, multiplies, outruns_torch, product, works
 from spectrain.errors import UserError, check_choice
+from spectrain.kernels import LEAST_OUTPUTS, fits, multiplies, outruns_torch, product, works
 
 DRAFT_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 MOST_ROWS = 64  # up to which the kernel is the fastest, where torch is faster for more

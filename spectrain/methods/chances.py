@@ -25,7 +25,7 @@ from numba import njit
 
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.tree import PADDING_PARENT
-from spectrain.decoding.warping import uniform_of
+from spectrain.kernels.cpu.warping import uniform_of
 
 TOKENS, PARENTS, SOURCES, KINDS = range(4)  # of a draft [4, N]
 DEPTHS = 6  # D: deeper candidates count as of the last

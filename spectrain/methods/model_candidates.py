@@ -16,8 +16,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from spectrain.decoding.intrinsics import MATHS, exp
-from spectrain.decoding.warping import BLOCK, largest, uniform_of
+from spectrain.kernels.cpu.intrinsics import MATHS, exp
+from spectrain.kernels.cpu.warping import BLOCK, largest, uniform_of
 from spectrain.methods.chances import KINDS, LIKELIEST, PARENTS, TOKENS
 
 SHARES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])  # of q, where a new kind begins

@@ -14,12 +14,12 @@ from torch import Tensor
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loading import load_target
-from spectrain.decoding.program import MOST_TOKENS
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import draft_dtype_of
 from spectrain.errors import UserError
+from spectrain.kernels import MOST_TOKENS
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, trained_acceptance

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.decoding.graphs import Graphs
 from spectrain.decoding.llama import KeysValues, additive
-from spectrain.decoding.program import MOST_TOKENS
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
+from spectrain.kernels import MOST_TOKENS, Graphs
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
 from spectrain.methods.sizing import AUTO
 from spectrain.methods.spire_slots import SlotStore

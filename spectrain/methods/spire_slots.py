@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding.graphs import unique
+from spectrain.decoding.forward import DecoderProgram, can_fuse
 from spectrain.decoding.llama import KeysValues
-from spectrain.decoding.program import COPY, KEEP, MIX, WINDOW, Program, Programs, can_fuse
-from spectrain.decoding.sampling import Sampling
+from spectrain.decoding.sampling import RowSampling, Sampling
 from spectrain.decoding.tree import DraftTree
+from spectrain.kernels import Programs, unique
 from spectrain.methods.stopping import DraftEnds, StopRule
 from spectrain.models.spire import SpireDrafter
 
@@ -44,9 +44,13 @@ class SlotStore:
     def reader(self, n_rows: int) -> DraftProgram:
         return self._programs.get(n_rows, lambda: DraftProgram(self, n_rows))
 
-    def chain(self, n_rows: int, n_steps: int, sampling: Sampling, stop: StopRule | None = None) -> DraftProgram:
-        key = n_rows, n_steps, None if sampling.greedy else sampling, stop
-        return self._programs.get(key, lambda: DraftProgram(self, *key))
+    def chain(
+        self, n_rows: int, n_steps: int, sampling: Sampling | RowSampling, stop: StopRule | None = None
+    ) -> DraftProgram:
+        key = n_rows, n_steps, None if sampling.greedy else sampling.shares_noise, stop
+        program = self._programs.get(key, lambda: DraftProgram(self, *key))
+        program.options.copy_(sampling.options)
+        return program
 
     def level(self, n_rows: int, n_nodes: int) -> LevelProgram:
         return self._programs.get(("level", n_rows, n_nodes), lambda: LevelProgram(self, n_rows, n_nodes))
@@ -142,7 +146,7 @@ class SlotStore:
         self.n_rows = last
 
 
-class StepProgram(Program):
+class StepProgram(DecoderProgram):
     """What a draft step computes for m nodes of each of B rows, in the slots of a store.
 
     A node's own K/V are written to its slot, where it sees them, and then overwritten by those of its memory.
@@ -168,32 +172,32 @@ class StepProgram(Program):
         """
         drafter, config, added = slots.drafter, slots.config, None
         if previous is not None:
-            self.product(previous, drafter.previous, self.added)
+            self.linear(previous, drafter.previous, self.added)
             added = self.added
         d, n_slots, m = config.shape.hidden_size, slots.positions.shape[1], len(self.x)
         if seen is None:
             seen = self.hold(torch.zeros(m, 1, n_slots, dtype=torch.bool))
-            window = config.window_tokens, config.sink_tokens, slots.ring_tokens, n_slots, m
-            self.goes_on(self.add(WINDOW, slots.positions, self.positions, self.slots, seen, *window))
-        self.angles(drafter.rope)
+            ring = config.window_tokens, config.sink_tokens, slots.ring_tokens
+            self.goes_on(self.window(slots.positions, seen, *ring))
+        self.rope_angles(drafter.rope)
         for i, (block, store) in enumerate(zip(drafter.blocks, slots.stores, strict=True)):
-            self.norm(self.states[i], added, block.input_norm, self.normed)
-            self.goes_on(self.add(COPY, self.states[i], self.states[i + 1], d, m))
-            self.product(self.normed, block.qkv, self.qkv)
-            self.rotate(block, store.keys, store.values)
-            self.attend(store.keys, store.values, seen, n_slots)
+            self.norm(self.states[i], added, block.input_norm.weight, self.normed)
+            self.goes_on(self.copy(self.states[i], self.states[i + 1]))
+            self.linear(self.normed, block.qkv, self.qkv)
+            self.split(block, store.keys, store.values)
+            self.attend_to(store.keys, store.values, seen, n_slots)
             self.x = self.states[i + 1]
             self.mlp(block)
             added = self.added
-        self.norm(self.x, added, drafter.norm, self.final)
+        self.norm(self.x, added, drafter.norm.weight, self.final)
         if config.feedback and not is_last:
             mixed = self.floats(m, d)
             shares = drafter.feedback_weight.softmax(-1).float()
             for block, store, weights in zip(drafter.blocks, slots.stores, shares, strict=True):
-                self.add(MIX, self.states, weights.contiguous(), mixed, len(self.states), m * d)
-                self.norm(mixed, None, block.input_norm, self.normed)
+                self.mix(self.states, weights.contiguous(), mixed)
+                self.norm(mixed, None, block.input_norm.weight, self.normed)
                 self.remember(block, self.normed, store.keys, store.values)
-        self.product(self.final, drafter.lm_head, self.logits)
+        self.linear(self.final, drafter.lm_head, self.logits)
 
 
 class LevelProgram(StepProgram):
@@ -234,7 +238,7 @@ class DraftProgram(StepProgram):
         slots: the store.
         n_rows: B.
         n_steps: each reads what the one before it drafted; None: one, whose tokens are given.
-        sampling: how the steps draw their tokens; None: greedily.
+        by_noise: whether the steps draw their tokens by shared noise; None: greedily.
         stop: ends chains before n_steps tokens; a rule that compiles.
     """
 
@@ -243,7 +247,7 @@ class DraftProgram(StepProgram):
         slots: SlotStore,
         n_rows: int,
         n_steps: int | None = None,
-        sampling: Sampling | None = None,
+        by_noise: bool | None = None,
         stop: StopRule | None = None,
     ) -> None:
         super().__init__(slots, n_rows, 1)
@@ -251,12 +255,13 @@ class DraftProgram(StepProgram):
         self.spread, draws = drafter.spread, []
         self.ends: DraftEnds | None = None
         names = None if drafter.kept is None else self.hold(drafter.kept.contiguous())
+        self.options = self.hold(torch.zeros(n_rows, 4, dtype=torch.float64))  # of sampling
         self.drafted = self.hold(torch.zeros(n_rows, n_steps or 1, dtype=torch.int64))
         if n_steps is None:
             self.step(slots, None, is_last=False)
         else:
             following = self.tokens, self.positions
-            kind = torch.int64 if sampling is not None and sampling.shares_noise else torch.float32
+            kind = torch.int64 if by_noise else torch.float32
             self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=kind))
             previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
             if stop is not None:
@@ -267,11 +272,11 @@ class DraftProgram(StepProgram):
                 previous = None if previous is None else self.final
                 if stop is not None:
                     self.ends.read(i, self.final, self.logits)
-                if sampling is None:
-                    self.likeliest(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
+                if by_noise is None:
+                    self.argmax(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
                 else:
-                    drawing = self.numbers[:, i], self.drafted[:, i], following, names
-                    draws.append(self.drawn(self.logits, sampling, *drawing))
+                    drawing = self.options, self.numbers[:, i], self.drafted[:, i], following, names
+                    draws.append(self.drawn(self.logits, *drawing))
                 if stop is not None:
                     self.ends.drawn(self.drafted[:, i])
         self.draws = np.array(draws)  # [n_steps, 2] operations, see `Program.drawn`
@@ -312,34 +317,35 @@ class DraftProgram(StepProgram):
             q = torch.empty(n_rows, 1 + n_steps, self.n_draft, dtype=torch.float32)
             n_bytes = 4 * self.n_draft  # of a distribution
             places = np.arange(q.data_ptr() + n_bytes, q.data_ptr() + n_bytes * (1 + n_steps), n_bytes)
-            self.table[drawn[:, 0], 3] = self.table[drawn[:, 1], 1] = places
-            self.table[drawn[:, 0], 4] = self.table[drawn[:, 1], 2] = (1 + n_steps) * self.n_draft
+            for operation, field in ((0, 3), (1, 1)):
+                self.point(drawn[:, operation], field, places)
+                self.point(drawn[:, operation], field + 1, (1 + n_steps) * self.n_draft)
         self.run()
         lengths = None if self.ends is None else self.ends.finish()
         width = n_steps if lengths is None else int(lengths.max())
         return self.drafted[:, :width].clone(), None if q is None else self.spread(q[:, : 1 + width], 0.0), lengths
 
 
-class MemoryProgram(Program):
+class MemoryProgram(DecoderProgram):
     """Writes what the target's states of a chain's accepted nodes project to into a store: B rows of n nodes."""
 
     def __init__(self, slots: SlotStore, n_rows: int, n_nodes: int) -> None:
         config, drafter = slots.config, slots.drafter
         super().__init__(config.shape, n_rows, n_nodes)
         self.accepted = self.hold(torch.zeros(n_rows, dtype=torch.int64))
-        places = n_nodes, config.sink_tokens, slots.ring_tokens, slots.positions.shape[1], n_rows
-        self.add(KEEP, slots.positions, self.positions, self.accepted, self.slots, *places)
-        self.angles(drafter.rope)
+        self.keep(slots.positions, self.accepted, config.sink_tokens, slots.ring_tokens)
+        self.rope_angles(drafter.rope)
         self.inputs = []
         for block, store in zip(drafter.blocks, slots.stores, strict=True):
-            self.inputs.append(self.norm(self.x, None, block.input_norm, self.normed))
+            self.inputs.append(self.norm(self.x, None, block.input_norm.weight, self.normed))
             self.remember(block, self.normed, store.keys, store.values)
         self.finish()
 
     def write(self, captured: Tensor, positions: Tensor, accepted: Tensor) -> None:
         """Of states [B, n, C, D] at positions [B, n], keep those of the root and of accepted [B] nodes."""
         states = [captured[:, :, i].contiguous() for i in range(len(self.inputs))]
-        self.table[self.inputs, 1] = [one.data_ptr() for one in states]
+        for place, one in zip(self.inputs, states, strict=True):
+            self.point(place, 1, one)
         self.positions.copy_(positions)
         self.accepted.copy_(accepted)
         self.run()

@@ -18,19 +18,10 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
-from spectrain.decoding.program import (
-    BEND,
-    COUNT,
-    GOING,
-    JUDGE_LOGITS,
-    JUDGE_STATES,
-    LEAVE,
-    LENGTH,
-    ROOM,
-    Program,
-)
+from spectrain.decoding.forward import DecoderProgram
 from spectrain.decoding.weights import RowsLinear
 from spectrain.errors import check_number
+from spectrain.kernels.cpu.layout import GOING, LENGTH, ROOM
 from spectrain.models.head import AcceptanceHead
 
 SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies
@@ -82,7 +73,7 @@ class DraftEnds:
         n_rows: n.
     """
 
-    def __init__(self, program: Program, rule: StopRule, n_rows: int) -> None:
+    def __init__(self, program: DecoderProgram, rule: StopRule, n_rows: int) -> None:
         self.program, self.rule, self.n_rows = program, rule, n_rows
         # Of each row: the most tokens that it may draft, those that it has, whether it goes on, and whether its next
         # token is the last.
@@ -94,16 +85,14 @@ class DraftEnds:
 
     def read(self, i: int, hidden: Tensor, logits: Tensor) -> None:
         """Append the rule, behind the drafter's step that has read the i-th token (0: the root)."""
-        n_before = len(self.program.operations)
+        n_before = len(self.program)
         self.rule.append(self, i, hidden, logits)
-        if len(self.program.operations) > n_before:
+        if len(self.program) > n_before:
             self._leave()
 
     def drawn(self, chosen: Tensor) -> None:
         """Append that tokens [n] were drawn, a column of all; the drafter's next step follows if any row goes on."""
-        self.counts.append(
-            self.program.add(COUNT, self.state, chosen, chosen.stride(0), 0, 0, self.rule.min_candidates, self.n_rows)
-        )
+        self.counts.append(self.program.count(self.state, chosen, self.rule.min_candidates))
         self._leave(self.steps)
 
     def begin(self, room: Tensor | int, end_ids: Tensor) -> None:
@@ -112,15 +101,16 @@ class DraftEnds:
         self.state[ROOM] = room
         self.state[GOING] = self.state[ROOM] > 0
         self.steps.zero_()
-        self.program.table[self.counts, 4:6] = end_ids.data_ptr(), len(end_ids)
+        self.program.point(self.counts, 4, end_ids)
+        self.program.point(self.counts, 5, len(end_ids))
 
     def finish(self) -> Tensor:
         """After each run: count its steps, and return how many tokens of each row are its draft, [n] int64."""
         self.rule.draft_forwards += int(self.steps)
         return self.state[LENGTH].clone()
 
-    def _leave(self, steps: Tensor | int = 0) -> None:
-        self.program.add(LEAVE, self.state, self.n_rows, steps)
+    def _leave(self, steps: Tensor | None = None) -> None:
+        self.program.leave(self.state, steps)
 
 
 class HeadStop(StopRule):
@@ -166,16 +156,16 @@ class HeadStop(StopRule):
     def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
         if i == 0:
             return
-        program, n_rows = ends.program, len(hidden)
+        program = ends.program
         product, bent = program.floats(*hidden.shape), program.floats(*hidden.shape)
         for block in self.head.blocks:
-            program.product(hidden, block, product)
-            program.add(BEND, hidden, product, block.bias, bent, hidden.shape[1], n_rows)
+            program.linear(hidden, block, product)
+            program.bend(hidden, product, block.bias, bent)
             hidden = bent
         output = self.head.output
         numbers = program.hold(torch.stack([output.bias.detach()[0], torch.tensor(self.least_accepted)]))
-        judged = hidden, output.weight, numbers, ends.accepted, ends.state, hidden.shape[1]
-        program.add(JUDGE_STATES, *judged, i, self.min_candidates, int(self.judge == "previous"), n_rows)
+        judged = hidden, output.weight, numbers, ends.accepted, ends.state
+        program.judge_states(*judged, i, self.min_candidates, self.judge == "previous")
 
 
 class UnsureStop(StopRule):
@@ -198,8 +188,7 @@ class UnsureStop(StopRule):
     def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
         if i >= self.min_candidates:
             program, threshold = ends.program, ends.program.hold(torch.tensor([self.threshold]))
-            judged = logits, logits.shape[1], int(self.by_entropy), threshold, ends.state, len(logits)
-            program.add(JUDGE_LOGITS, *judged)
+            program.judge_logits(logits, self.by_entropy, threshold, ends.state)
 
 
 class ConfidenceStop(UnsureStop):

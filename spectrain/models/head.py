@@ -92,7 +92,7 @@ class HeadFacts:
     def why_off(self, folder: Path | str, sampling: Sampling) -> str | None:
         """Return a warning if the head at `folder` was trained for another sampling; None: it was not."""
         if sampling.shares_noise:
-            return f"head={folder} was trained for tokens that are drawn, and sampling.draws=gumbel accepts others"
+            return f"head={folder} was trained for tokens that are drawn, and sampling.draws=shared accepts others"
         if sampling.same_distribution(self.sampling):
             return None
         return (

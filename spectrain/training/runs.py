@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from spectrain.config import TYPED_COMMAND, Target

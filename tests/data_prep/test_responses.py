@@ -381,7 +381,7 @@ BAD_OPTIONS = {
     "server without address": (["source=server"], "give base_url=http://host:port"),
     "server with drafter": ([*SERVER, "drafter=d"], "drafter=d is an option of source=loop"),
     "server with method": ([*SERVER, "method=pld"], "method= is an option of source=loop"),
-    "server with noise": ([*SERVER, "sampling.draws=gumbel"], "a server draws its own tokens"),
+    "server with noise": ([*SERVER, "sampling.draws=shared"], "a server draws its own tokens"),
 }
 
 

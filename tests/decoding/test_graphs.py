@@ -11,10 +11,10 @@ import logging
 
 import pytest
 import torch
-from spectrain.decoding.graphs import MOST_GRAPHS, Graphs, padded_nodes
 from torch.utils import _pytree as pytree
 
 from spectrain.decoding import DraftTree, Sampling, TargetModel, generate, stream
+from spectrain.kernels.cuda.graphs import MOST_GRAPHS, Graphs, padded_nodes
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.registry import method_names
 from tests.conftest import random_prompts, tiny_model

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from spectrain.decoding.graphs import Graphs
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate
 from spectrain.decoding.loop import _Batch
 from spectrain.decoding.sampling import Uniforms
+from spectrain.kernels import Graphs
 from spectrain.methods.draft_tree import LEVELS
 from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from tests.conftest import VOCAB_SIZE, noisy_copy, random_prompts, tiny_model

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -20,10 +19,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, noise, verify
-from spectrain.decoding import sampling as sampling_module
+from spectrain import kernels
+from spectrain.decoding import Context, Drafter, Sampling, TargetModel, Verified, generate, loop, verify
 from spectrain.decoding.lean import shape_of
-from spectrain.decoding.noise import SharedNoise, exponentials
+from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.weights import on_cpu
 from spectrain.methods.auto import Auto
 from spectrain.methods.registry import method_names
@@ -44,7 +43,7 @@ PROMPT = [1, 3, 0, 2]
 N_SAMPLES = 4000
 PLAIN = Sampling(temperature=1.2)
 WARPED = Sampling(temperature=1.5, top_k=3, top_p=0.95, min_p=0.02)
-SHARED = dataclasses.replace(WARPED, draws="gumbel")
+SHARED = dataclasses.replace(WARPED, draws="shared")
 TINY = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "hidden_size": 16, "initializer_range": 0.15}
 
 
@@ -237,10 +236,10 @@ def test_noise_that_returns_at_the_next_place_fails_the_same_test(monkeypatch):
 
 @pytest.mark.parametrize("method", ["tree", "spire_tree"])
 def test_noise_that_is_not_exponential_fails_the_same_test(method, monkeypatch):
-    monkeypatch.setattr(sampling_module, "runs_compiled", lambda values: False)
-    monkeypatch.setattr(sys.modules[verify.__module__], "runs_compiled", lambda values: False)
+    monkeypatch.setattr(kernels, "reads", lambda values: False)
     assert p_value(DRAFTERS[method](), SHARED) > ALPHA
-    monkeypatch.setattr(noise, "exponentials", lambda keys, tokens: 1 - (-exponentials(keys, tokens)).exp())
+    true = kernels.reference.exponentials
+    monkeypatch.setattr(kernels.reference, "exponentials", lambda keys, tokens: 1 - (-true(keys, tokens)).exp())
     assert p_value(DRAFTERS[method](), SHARED) < ALPHA
 
 

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from spectrain.decoding.program import CHUNK, runner
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, lean, loop
-from spectrain.decoding import program as module
+from spectrain.decoding import forward as module
 from spectrain.decoding import target as target_module
+from spectrain.kernels.cpu import running
+from spectrain.kernels.cpu.layout import CHUNK
+from spectrain.kernels.cpu.running import runner
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
@@ -137,8 +139,9 @@ def test_a_machine_that_cannot_compile_them_says_so_once(monkeypatch, caplog):
     def fails(*_):
         raise OSError("libgomp.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(module.llvm, "add_symbol", fails)
+    monkeypatch.setattr(running.llvm, "add_symbol", fails)
     runner.cache_clear()
+    running.works.cache_clear()
     try:
         target = TargetModel(tiny_model("llama_gqa"))
         found = generate(target, Autoregressive(), random_prompts([9]), 5, stop_token_ids=())
@@ -149,6 +152,7 @@ def test_a_machine_that_cannot_compile_them_says_so_once(monkeypatch, caplog):
     finally:
         monkeypatch.undo()
         runner.cache_clear()
+        running.works.cache_clear()
 
 
 @pytest.mark.parametrize("engine", ["lean", "transformers"])
@@ -203,7 +207,7 @@ def test_a_token_beyond_the_table_reads_nothing_outside_of_it():
 
 
 def test_a_change_of_any_source_is_compiled_anew_and_no_cache_is_needed(monkeypatch):
-    operations = pytest.importorskip("spectrain.decoding.operations")
+    operations = pytest.importorskip("spectrain.kernels.cpu.operations")
     names = []
 
     def cfunc(signature, cache=False, **options):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spectrain import kernels
 from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, verify
 from spectrain.decoding.sampling import Uniforms, row_generator
 from tests.conftest import random_prompts, tiny_model
 from tests.decoding.reference import cached_states, slow_ancestors, tree_of
 
-sampling_module = importlib.import_module("spectrain.decoding.sampling")
-verify_module = importlib.import_module("spectrain.decoding.verify")  # the package has a function of this name
 VOCAB_SIZE = 5  # so small that siblings and whole paths repeat
 PADDING = -2
 MODEL = tiny_model("llama_gqa", seed=2)
@@ -117,8 +114,7 @@ def test_the_compiled_rules_are_those_of_torch(tree, seed, sampling, kind):
     for compiled in (True, False):
         uniforms = Uniforms([row_generator(seed, row) for row in range(tree.shape[0])])
         with pytest.MonkeyPatch.context() as patch:
-            for module in (sampling_module, verify_module):
-                patch.setattr(module, "runs_compiled", lambda values: compiled)  # noqa: B023 read at once
+            patch.setattr(kernels, "reads", lambda values: compiled)  # noqa: B023 read at once
             verified = verify(tree, logits, sampling, uniforms, "block" if "block" in kind else "token")
         found.append((verified.path, verified.accepted, verified.bonus, uniforms.places))
     for ours, theirs in zip(*found, strict=True):

@@ -1,14 +1,21 @@
 """Warping against Hugging Face's own processors; draws by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from spectrain.decoding import sampling as module
-from spectrain.decoding.noise import draw_by_noise, mixed
+from spectrain import kernels
+from spectrain.decoding import TargetModel, generate
 from spectrain.decoding.sampling import Sampling, Uniforms, draw_token, row_generator
 from spectrain.errors import UserError
+from spectrain.kernels.reference import draw_by_noise, mixed
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.pld import PromptLookup
+from spectrain.methods.speculative import Speculative
+from tests.conftest import noisy_copy, random_prompts, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ def test_compiled_operations_are_those_of_torch(options, size, scale, monkeypatc
     uniforms[4] = 0.0  # where the first token has no weight
     probs = sampling.warp(logits)
     tokens = draw_token(probs.view(12, size), uniforms)
-    monkeypatch.setattr(module, "runs_compiled", lambda values: False)
+    monkeypatch.setattr(kernels, "reads", lambda values: False)
     torch.testing.assert_close(probs, sampling.warp(logits), rtol=3e-5, atol=1e-7)
     assert tokens.tolist() == draw_token(probs.view(12, size), uniforms).tolist()
 
@@ -184,7 +191,38 @@ def test_draws_by_noise_are_the_same_compiled_and_in_torch():
 
 def test_greedy_is_one_law_whatever_else_is_set():
     assert Sampling().same_distribution(Sampling(top_k=50))
-    assert Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0, draws="gumbel"))
+    assert Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0, draws="shared"))
     assert Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0))
     assert not Sampling(temperature=1.0).same_distribution(Sampling(temperature=1.0, top_k=50))
     assert not Sampling().same_distribution(Sampling(temperature=1.0))
+
+
+MIXED = [
+    Sampling(),
+    Sampling(temperature=0.7, top_k=9),
+    Sampling(temperature=1.3, top_p=0.8),
+    Sampling(temperature=0.7, min_p=0.05),
+    Sampling(),
+]
+
+
+@pytest.mark.parametrize("draws", ["inverse", "shared"])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("method", ["autoregressive", "speculative", "pld"])
+def test_each_row_of_a_mixed_batch_has_the_text_that_it_has_alone(method, compiled, draws, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(kernels, "reads", lambda values: False)
+    samplings = [replace(one, draws=draws) for one in MIXED]
+    model, prompts = tiny_model("llama_gqa"), random_prompts([5, 9, 3, 7, 4])
+    target = TargetModel(model)
+
+    def drafter():
+        if method == "speculative":
+            return Speculative(TargetModel(noisy_copy(model)), 3)
+        return Autoregressive() if method == "autoregressive" else PromptLookup(max_nodes=4)
+
+    options = {"stop_token_ids": (), "batch_size": 3}
+    together = generate(target, drafter(), prompts, 20, samplings, **options)
+    for i, prompt in enumerate(prompts):
+        alone = generate(target, drafter(), [prompt], 20, samplings[i], prompt_numbers=[i], stop_token_ids=())
+        assert together[i].tokens == alone[0].tokens, i

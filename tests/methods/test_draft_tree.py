@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spectrain.decoding import DraftTree, KVCache, Sampling, Source, TargetModel, Verified, generate
-from spectrain.decoding.noise import exponentials, mixed
 from spectrain.decoding.tree import ROOT_PARENT
+from spectrain.kernels.reference import exponentials, mixed
 from spectrain.methods import spire_slots
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.draft_tree import TreeDrafter
@@ -108,7 +108,7 @@ def test_a_drafter_that_is_the_target_has_all_of_its_greedy_tokens_accepted():
 
 
 def test_noise_that_is_shared_with_the_target_itself_has_all_tokens_accepted():
-    model, sampling = tiny_model("llama"), Sampling(1.0, draws="gumbel")
+    model, sampling = tiny_model("llama"), Sampling(1.0, draws="shared")
     target, prompts = TargetModel(model), random_prompts([9, 5, 12], seed=2)
     method = TreeDrafter(Speculative(TargetModel(model), 4), max_nodes=9, branches=2, levels=4)
     found = generate(target, method, prompts, 21, sampling, batch_size=2)
@@ -119,7 +119,7 @@ def test_noise_that_is_shared_with_the_target_itself_has_all_tokens_accepted():
 
 
 def test_a_chain_that_shares_the_targets_noise_has_all_tokens_accepted():
-    model, sampling = tiny_model("llama"), Sampling(1.0, draws="gumbel")
+    model, sampling = tiny_model("llama"), Sampling(1.0, draws="shared")
     target, method = TargetModel(model), Speculative(TargetModel(model), 4)
     found = generate(target, method, random_prompts([9, 5]), 21, sampling, stop_token_ids=())
     assert all(set(one.accepted[:-1]) == {4} for one in found)

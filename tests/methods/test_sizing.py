@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from spectrain.decoding import Sampling
-from spectrain.decoding.noise import exponentials, mixed
 from spectrain.decoding.tree import PADDING_PARENT, ROOT_PARENT
+from spectrain.kernels.reference import exponentials, mixed
 from spectrain.methods import sizing
 from spectrain.methods.chances import (
     DEPTHS,

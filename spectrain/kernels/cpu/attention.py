@@ -7,10 +7,11 @@ head.
 from __future__ import annotations
 
 from numba import types
-from spectrain.decoding.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes
-from spectrain.decoding.kernels import MOST_QUERIES
-from spectrain.decoding.program import CHUNK
-from spectrain.decoding.warping import largest
+
+from spectrain.kernels.cpu.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes
+from spectrain.kernels.cpu.layout import CHUNK
+from spectrain.kernels.cpu.products import MOST_QUERIES
+from spectrain.kernels.cpu.warping import largest
 
 
 @fast

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 
 from numba import types
-from spectrain.decoding.intrinsics import atomic_add, exp, fast, floats, wholes
-from spectrain.decoding.program import DUE, GOING, LENGTH, ROOM
-from spectrain.decoding.warping import largest
+
+from spectrain.kernels.cpu.intrinsics import atomic_add, exp, fast, floats, wholes
+from spectrain.kernels.cpu.layout import DUE, GOING, LENGTH, ROOM
+from spectrain.kernels.cpu.warping import largest
 
 
 @fast

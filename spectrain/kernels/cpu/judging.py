@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 
 from numba import types
-from spectrain.decoding.intrinsics import doubles, fast, flags, floats, wholes
-from spectrain.decoding.warping import drawn, drawn_by, warp_row
+
+from spectrain.kernels.cpu.intrinsics import doubles, fast, flags, floats, wholes
+from spectrain.kernels.cpu.warping import drawn, drawn_by, warp_row
 
 
 @fast
@@ -23,13 +24,12 @@ def judge(op, thread, n_threads):
     Writes the path [N], the number of its accepted nodes, the bonus, and how many numbers were read. `warping_bytes`
     says what the memory of a thread holds.
     """
-    size, n, n_rows, options, top_k = op[1], op[2], op[3], doubles(op[4]), op[5]
-    work = op[6] + thread * op[7]
+    size, n, n_rows, work = op[1], op[2], op[3], op[6] + thread * op[7]
     frontier = work + op[7] - 8 * n
-    weights, rule = frontier - 4 * size, (options, top_k, work)
+    weights = frontier - 4 * size
     n_accepted, bonus, used = wholes(op[16]), wholes(op[16] + 8 * n_rows), wholes(op[16] + 16 * n_rows)
     for row in range(thread, n_rows, n_threads):
-        logits = op[8] + 4 * row * n * size
+        logits, rule = op[8] + 4 * row * n * size, (doubles(op[4] + 8 * op[5] * row), work)
         tokens, parents, path = wholes(op[11] + 8 * row * n), wholes(op[12] + 8 * row * n), wholes(op[15] + 8 * row * n)
         probe = 0 if op[13] == 0 else op[13] + row * n
         if op[14] != 0:
@@ -63,10 +63,10 @@ def _chain(logits, q, size, n_drafted, tokens, numbers, weights, rule):
 
     q [N, V] is given by its address. The last number that a row reads is its bonus's.
     """
-    options, top_k, work = rule
+    options, work = rule
     p, last = floats(weights), 0
     while True:
-        warp_row(logits + 4 * last * size, p, size, options, top_k, work)
+        warp_row(logits + 4 * last * size, p, size, options, work)
         if last == n_drafted:
             break
         drafted, token = floats(q + 4 * (last + 1) * size), tokens[last + 1]
@@ -132,12 +132,12 @@ def _tree(logits, size, n, tokens, parents, probe, reached, numbers, weights, ru
     `numbers` are an address, and whether keys of `SharedNoise` stand there. `reached` is where N flags are kept of all
     nodes that spell the path so far: more than one where siblings are equal.
     """
-    options, top_k, work = rule
+    options, work = rule
     p, frontier, last, level = floats(weights), flags(reached), 0, 0
     for i in range(n):
         frontier[i] = i == 0
     while True:
-        warp_row(logits + 4 * last * size, p, size, options, top_k, work)
+        warp_row(logits + 4 * last * size, p, size, options, work)
         token, found = drawn_by(p, size, numbers[0], level, numbers[1], 0), -1
         for i in range(n - 1, 0, -1):  # parents stand before their children
             follows = parents[i] >= 0 and tokens[i] == token and frontier[parents[i]] != 0

@@ -6,7 +6,8 @@ Letters: n rows, A nodes of a path, H key/value heads.
 from __future__ import annotations
 
 from numba import njit
-from spectrain.decoding.intrinsics import words
+
+from spectrain.kernels.cpu.intrinsics import words
 
 
 @njit(nogil=True, cache=True)

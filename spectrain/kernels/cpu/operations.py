@@ -1,4 +1,9 @@
-"""The operations of programs, compiled by numba: each thread does its part, then waits for the others.
+"""The operations of programs, compiled by numba, and how threads share them.
+
+Each operation is cut into pieces. A thread that comes by takes the next piece that nobody has taken, until none is
+left, and goes on as soon as all pieces are done: it waits for pieces, not for threads. So a thread that has lost its
+core to another process delays nobody, unless it holds a piece. If that piece is of a product, which is where nearly
+all time goes, who waits for it computes it as well. So a machine that is busy costs what the missing cores would do.
 
 Everything is computed in float32. Addresses and sizes are those that `program.py` writes down.
 
@@ -14,9 +19,10 @@ from pathlib import Path
 
 from numba import cfunc, types
 from numba.core.ccallback import CFunc
-from spectrain.decoding.attention import attend, combine, rotate
-from spectrain.decoding.ending import all_ended, bend, count, judge_logits, judge_states
-from spectrain.decoding.intrinsics import (
+
+from spectrain.kernels.cpu.attention import attend, combine, rotate
+from spectrain.kernels.cpu.ending import all_ended, bend, count, judge_logits, judge_states
+from spectrain.kernels.cpu.intrinsics import (
     atomic_add,
     atomic_or,
     atomic_read,
@@ -33,8 +39,8 @@ from spectrain.decoding.intrinsics import (
     wholes,
     widened,
 )
-from spectrain.decoding.judge import judge
-from spectrain.decoding.program import (
+from spectrain.kernels.cpu.judging import judge
+from spectrain.kernels.cpu.layout import (
     ANGLES,
     ARGMAX,
     ATTEND,
@@ -42,31 +48,34 @@ from spectrain.decoding.program import (
     COMBINE,
     COPY,
     COUNT,
+    DONE,
     DRAW,
     EMBED,
     FIELDS,
+    GOES_ON,
     JUDGE,
     JUDGE_LOGITS,
     JUDGE_STATES,
     KEEP,
     LEAVE,
+    LINE_BYTES,
     MIX,
     NORM,
-    PATIENCE,
     PICK,
     PIECES,
     PRODUCT,
+    PUBLISHED,
     ROTATE,
     SILU,
     STATE_BYTES,
+    TAKEN,
     WARP,
     WINDOW,
 )
-from spectrain.decoding.warping import BLOCK, draw, largest, warp
+from spectrain.kernels.cpu.warping import BLOCK, draw, largest, warp
 
-HERE = Path(__file__).parent
-NAMES = ("operations", "attention", "ending", "intrinsics", "judge", "kernels", "noise", "program", "warping")
-SOURCES = tuple(f"{name}.py" for name in NAMES)
+PATIENCE = 2000  # rounds of waiting for a thread, some twenty microseconds; then it has lost its core
+SOURCES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "reference.py"]
 
 
 @fast
@@ -261,7 +270,7 @@ def _perform(op, state, piece, n_pieces, mine):
         judge_states(op, piece, n_pieces)
     elif kind == JUDGE_LOGITS:
         judge_logits(op, piece, n_pieces)
-    atomic_add(state + 8, 1)
+    atomic_add(state + DONE, 1)
 
 
 @fast
@@ -277,19 +286,19 @@ def _product(op, state, piece, n_pieces, mine):
     if piece == n_pieces - 1:
         end = n_out
     size = end - first
-    arguments, y = wholes(mine), mine + 64
+    arguments, y = wholes(mine), mine + LINE_BYTES
     arguments[0], arguments[1], arguments[2] = op[2], op[3] + first * n_in * op[10], y
     arguments[3] = op[5] + 4 * first if op[5] != 0 else 0
     arguments[4], arguments[5], arguments[6] = size, n_in, n_rows
     call(op[1], mine)
     bit = types.int64(1) << piece
-    if atomic_or(state + 16, bit) & bit:
+    if atomic_or(state + PUBLISHED, bit) & bit:
         return
     for row in range(n_rows):
         of, to = floats(y + 4 * row * size), floats(op[4] + 4 * (row * n_out + first))
         for v in range(size):
             to[v] = of[v]
-    atomic_add(state + 8, 1)
+    atomic_add(state + DONE, 1)
 
 
 @fast
@@ -297,14 +306,14 @@ def _wait(at, state, mine):
     """Wait until all pieces of an operation are done. Those of a product that are late are computed here, too."""
     op, rounds = wholes(at), 0
     n_pieces = op[PIECES]
-    while atomic_read(state + 8) < n_pieces:
+    while atomic_read(state + DONE) < n_pieces:
         pause()
         rounds += 1
         if rounds > PATIENCE:
             rounds = 0
             late = -1
             if op[0] == PRODUCT:
-                published = atomic_read(state + 16)
+                published = atomic_read(state + PUBLISHED)
                 for piece in range(n_pieces):
                     if late < 0 and (published >> piece) & 1 == 0:
                         late = piece
@@ -320,28 +329,28 @@ def compiled() -> CFunc:
 
     def run(address):
         given = wholes(address)
-        n_operations, table, shared, n_threads = given[0], given[1], given[2], given[3]
-        mine = given[4] + given[5] * types.int64(thread_number())
+        n_operations, table, states = given[0], given[1], given[2]
+        mine = given[3] + given[4] * types.int64(thread_number())
         first_unknown = 0
         for i in range(n_operations):
-            at, state = table + 8 * FIELDS * i, shared + STATE_BYTES * i
+            at, state = table + 8 * FIELDS * i, states + STATE_BYTES * i
             op = wholes(at)
             n_pieces = op[PIECES]
             if op[0] == LEAVE:
                 if all_ended(op, state):
                     break
                 continue
-            while atomic_read(state) < n_pieces:
-                piece = atomic_add(state, 1)
+            while atomic_read(state + TAKEN) < n_pieces:
+                piece = atomic_add(state + TAKEN, 1)
                 if piece < n_pieces:
                     _perform(op, state, piece, n_pieces, mine)
-            if op[FIELDS - 1] == 0:
+            if op[GOES_ON] == 0:
                 for j in range(first_unknown, i + 1):
-                    _wait(table + 8 * FIELDS * j, shared + STATE_BYTES * j, mine)
+                    _wait(table + 8 * FIELDS * j, states + STATE_BYTES * j, mine)
                 first_unknown = i + 1
 
     # numba compares only this file with what it has kept, so the others are in the name.
-    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
     run.__qualname__ = f"run_{digest}"
     try:
         return cfunc(types.void(types.int64), cache=True, error_model="numpy")(run)

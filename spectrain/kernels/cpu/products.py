@@ -9,26 +9,21 @@ Rows of x that meet weights of 8 bits are rounded to 16 bits first. Sums of prod
 processors multiply and add pairs of them at once, where they would have to widen each weight to a float before.
 
 One function computes R rows of the matrix with T rows of x at a time, in R T vector registers along K, and fetches the
-next R rows of the matrix meanwhile. Threads are those of torch's own OpenMP, since two pools would wait for each other.
+next R rows of the matrix meanwhile. Threads share the rows of the matrix among them; see `operations.py`.
 
 Letters: M rows of x, K inputs, N outputs (rows of the matrix), R and T as above.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8}  # of a weight
 MOST_T = 7  # rows that are multiplied in one pass: four rows twice are faster than eight
@@ -44,22 +39,6 @@ ROUNDED_BYTES = 128 * 1024  # of rounded rows on a thread's stack, or MOST_T row
 MOST_ROUNDED = 2**15  # inputs of a matrix of 8 bits
 LANE = (2**31 - 1) // 128  # the most that inputs of 16 bits may add up to in 32 bits, times weights of 8 bits
 INT, WORD, SHORT, BYTE, FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8), ir.FloatType()
-
-
-def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T, float32 [M, N].
-
-    With weights of 8 bits each row of x is rounded to 16 bits of its largest number, or to fewer where more than 8,192
-    products are added up; a row that is not finite gives NaN.
-
-    Args:
-        x: [M, K] float32, contiguous; K as `fits` says.
-        weight: [N, K] contiguous, of a dtype in BITS; N is at least LEAST_OUTPUTS.
-        scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
-    """
-    from spectrain.decoding.program import multiplied
-
-    return multiplied(x, weight, scale)
 
 
 def kernel(dtype: torch.dtype, n_rows: int) -> int:
@@ -91,65 +70,23 @@ def attention_kernels() -> list[int]:
 
     T is 1 .. MOST_QUERIES.
 
-    The first take the arguments of `product`. The others add p @ v to y: x is p [T rows, n_in], weight is v [n_in,
+    The first take the arguments of a product. The others add p @ v to y: x is p [T rows, n_in], weight is v [n_in,
     n_out], and in place of a scale stands the distance between rows of y.
     """
     compiled = _compiled(torch.float32)
     return [compiled[f"{name}{t}"] for name in ("rows", "mix") for t in range(1, MOST_QUERIES + 1)]
 
 
-def fits(weight: Tensor) -> bool:
-    """Whether `product` takes a matrix [N, K]."""
+def takes(weight: Tensor) -> bool:
+    """Whether a matrix [N, K] has a shape and dtype that the kernels are written for."""
     n_out, n_in = weight.shape
     return (
-        weight.device.type == "cpu"
-        and weight.dtype in BITS
+        weight.dtype in BITS
         and weight.is_contiguous()
-        and n_in % _width() == 0
+        and n_in % width() == 0
         and n_out >= LEAST_OUTPUTS
         and (weight.dtype != torch.int8 or n_in <= MOST_ROUNDED)
-        and works(weight.dtype)
     )
-
-
-@cache
-def works(dtype: torch.dtype) -> bool:
-    """Whether kernels for weights of this dtype can be compiled here, and compute what torch does."""
-    draws = torch.Generator().manual_seed(0)
-    exact = {"generator": draws, "dtype": torch.float32, "device": "cpu"}
-    try:
-        for n_rows in range(1, 2 * MOST_T + 2):
-            x = torch.randn(n_rows, 3 * _width(), **exact)
-            weight = torch.randn(37, x.shape[1], **exact)
-            weight = (20 * weight).round().to(dtype) if dtype == torch.int8 else weight.to(dtype)
-            scale = torch.rand(37, **exact) if dtype == torch.int8 else None
-            with torch.autocast("cpu", enabled=False):
-                expected = x @ weight.float().T * (1 if scale is None else scale)
-                size = x.norm(dim=1)[:, None] * weight.float().norm(dim=1)  # what rounding is compared with
-            if ((product(x, weight, scale) - expected).abs() > 1e-4 * size).any():
-                raise ValueError(f"{n_rows} rows are multiplied wrongly")
-    except (OSError, AttributeError, RuntimeError, ValueError) as error:
-        why = f"no kernels for weights of {dtype} on this machine ({str(error).splitlines()[0]})"
-        log.warning("%s: decoding takes torch's own, which are slower", why)
-        return False
-    return True
-
-
-@cache
-def openmp() -> ctypes.CDLL:
-    """Load the OpenMP library that torch runs on. Raises OSError where it is none of GNU's interface."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    loaded = sorted(
-        {line.split()[-1] for line in maps if Path(line.split()[-1]).name.startswith(("libgomp", "libiomp5"))}
-    )
-    folder = str(Path(torch.__file__).parent)  # other packages bring one of their own, with other threads
-    own = [path for path in loaded if path.startswith((f"{folder}/", f"{folder}.libs/"))]
-    library = ctypes.CDLL([*own, *loaded, "libgomp.so.1"][0])
-    library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    library.GOMP_parallel.restype = None
-    for name in ("omp_get_thread_num",):
-        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    return library
 
 
 @cache
@@ -170,10 +107,10 @@ def outruns_torch() -> bool:
 
     It is on processors of AMD with AVX-512, because MKL uses only half of each vector there.
     """
-    return _width() == 16 and llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
+    return width() == 16 and llvm.get_host_cpu_name().startswith("znver") and torch.backends.mkl.is_available()
 
 
-def _width() -> int:
+def width() -> int:
     """Return the floats of a vector register."""
     found = cpu_features()
     return 16 if found.get("avx512f") else 8 if found.get("avx2") else 4
@@ -181,13 +118,13 @@ def _width() -> int:
 
 def _pair_sums() -> str | None:
     """Return the name of what multiplies neighbours of 16 bits and adds each two, of two full registers."""
-    if _width() == 16 and cpu_features().get("avx512bw"):
+    if width() == 16 and cpu_features().get("avx512bw"):
         return "llvm.x86.avx512.pmaddw.d.512"
-    return "llvm.x86.avx2.pmadd.wd" if _width() == 8 else None
+    return "llvm.x86.avx2.pmadd.wd" if width() == 8 else None
 
 
 def _n_registers() -> int:
-    return 16 if _width() == 8 else 32
+    return 16 if width() == 8 else 32
 
 
 def _matrix_rows(t: int, in_8_bits: bool = False) -> int:
@@ -208,13 +145,12 @@ def _mixed_vectors(t: int) -> int:
 
 def mixes(size: int) -> bool:
     """Whether the kernels of attention take heads of this width."""
-    return size % (4 * _width()) == 0
+    return size % (4 * width()) == 0
 
 
 @cache
 def _compiled(dtype: torch.dtype) -> dict[str, int]:
     """Compile the kernels of a dtype of weights. Return their addresses by name and T."""
-    openmp()
     if not (cpu_features().get("fma") or cpu_features().get("neon")):
         raise RuntimeError("its vectors have no fused multiply-add")
     module = ir.Module("spectrain")
@@ -256,7 +192,7 @@ class _Kernel:
     """Writes the function for T rows of x in LLVM's language. A last part of fewer rows overlaps the one before."""
 
     def __init__(self, module: ir.Module, dtype: torch.dtype, t: int, name: str) -> None:
-        self.module, self.dtype, self.t, self.width = module, dtype, t, _width()
+        self.module, self.dtype, self.t, self.width = module, dtype, t, width()
         self.r, self.vector = _matrix_rows(t, dtype == torch.int8), ir.VectorType(FLOAT, self.width)
         self.weight_type = FLOAT if dtype == torch.float32 else ir.IntType(BITS[dtype])
         kind = ir.FunctionType(ir.VoidType(), [INT.as_pointer()])

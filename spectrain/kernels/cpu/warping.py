@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 
 from numba import types
-from spectrain.decoding.intrinsics import bits_of, doubles, exp, fast, float_of, floats, wholes, words
-from spectrain.decoding.program import BUCKETS
 
-from spectrain.decoding.noise import FIRST, GAMMA, SECOND
+from spectrain.kernels.cpu.intrinsics import bits_of, doubles, exp, fast, float_of, floats, wholes, words
+from spectrain.kernels.cpu.layout import BUCKETS, MIN_P, TEMPERATURE, TOP_K, TOP_P
+from spectrain.kernels.reference import FIRST, GAMMA, SECOND
 
 BLOCK = 64  # weights that are added up together
 LEVELS = ((20, 11), (10, 10), (0, 10))  # bits of a weight that are looked at together: from which on, and how many
@@ -97,12 +97,25 @@ def _least_of_top(w, size, top_k, candidates, sums):
 
 
 @fast
-def warp_row(given, w, size, options, top_k, work):
-    """Write the probabilities w [V] of logits [V] at an address; see `Sampling.warp`.
+def _one_hot(x, most, w, size):
+    """Greedy decoding: of equal logits the first has all weight."""
+    is_first = True
+    for v in range(size):
+        w[v] = types.float32(1.0) if is_first and x[v] == most else types.float32(0.0)
+        is_first = is_first and x[v] != most
 
-    `options` are temperature, top_p and min_p; `work` is the address of memory of the thread, see `warping_bytes`.
+
+@fast
+def warp_row(given, w, size, options, work):
+    """Write the probabilities w [V] of logits [V] at an address; see `reference.warp`.
+
+    `options` are those of the row; `work` is the address of memory of the thread, see `warping_bytes`.
     """
-    temperature, top_p, min_p = types.float32(options[0]), options[1], types.float32(options[2])
+    temperature, top_p = types.float32(options[TEMPERATURE]), options[TOP_P]
+    min_p, top_k = types.float32(options[MIN_P]), types.int64(options[TOP_K])
+    if temperature == types.float32(0.0):
+        _one_hot(floats(given), largest(given, 0, size), w, size)
+        return
     sums, candidates = doubles(work), floats(work + 8 * BUCKETS)
     x, most, total = floats(given), largest(given, 0, size), types.float32(0.0)
     for v in range(size):
@@ -135,10 +148,11 @@ def warp_row(given, w, size, options, top_k, work):
 
 @fast
 def warp(op, thread, n_threads):
-    """Probabilities [M, V] of logits [M, V], whose rows are apart as the strides say."""
-    n_rows, size, options, work = op[5], op[6], doubles(op[7]), op[9] + thread * op[10]
+    """Probabilities [M, V] of logits [M, V], whose rows are apart as the strides say; several may share options."""
+    n_rows, size, work, sharing = op[5], op[6], op[9] + thread * op[10], op[11]
     for row in range(thread, n_rows, n_threads):
-        warp_row(op[1] + 4 * op[2] * row, floats(op[3] + 4 * op[4] * row), size, options, op[8], work)
+        options = doubles(op[7] + 8 * op[8] * (row // sharing))
+        warp_row(op[1] + 4 * op[2] * row, floats(op[3] + 4 * op[4] * row), size, options, work)
 
 
 @fast

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import partial
 from itertools import count
 
 import torch
@@ -67,6 +68,19 @@ class Graphs:
         for place, input in zip(fixed, inputs, strict=True):
             place.copy_(input)
         return replay()
+
+
+def record(function: Callable[..., object], *examples: Tensor) -> Callable[..., object]:
+    """Return what computes function(*inputs) for inputs shaped like the examples.
+
+    On a GPU a graph is recorded here, whose outputs the next call overwrites. Elsewhere it is the function itself.
+    """
+    if examples[0].device.type != "cuda":
+        return function
+    graphs = Graphs()
+    for _ in range(2):  # the first call sets libraries up, the second records
+        graphs.run("recorded", function, *examples)
+    return partial(graphs.run, "recorded", function)
 
 
 def _record(function: Callable[[], object]) -> Callable[[], object]:

@@ -1,0 +1,39 @@
+"""What a machine does fast: tensors in, tensors out. `decoding/` is its reader.
+
+`cpu/` is compiled for the processor at hand and `cuda/` records graphs. `reference.py` says in torch what they compute.
+"""
+
+from spectrain.kernels import reference
+from spectrain.kernels.cpu.layout import TEMPERATURE
+from spectrain.kernels.cpu.moving import move
+from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, outruns_torch
+from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
+from spectrain.kernels.cpu.running import fits, product, runner, works
+from spectrain.kernels.cpu.sampling import accept, draw, reads, warp, warp_and_draw
+from spectrain.kernels.cuda.graphs import SLOTS, Graphs, padded_nodes, record, unique
+
+__all__ = [
+    "LEAST_OUTPUTS",
+    "MOST_TOKENS",
+    "SLOTS",
+    "TEMPERATURE",
+    "Graphs",
+    "Program",
+    "Programs",
+    "accept",
+    "draw",
+    "fits",
+    "move",
+    "multiplies",
+    "outruns_torch",
+    "padded_nodes",
+    "product",
+    "reads",
+    "record",
+    "reference",
+    "runner",
+    "unique",
+    "warp",
+    "warp_and_draw",
+    "works",
+]

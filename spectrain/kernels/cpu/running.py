@@ -1,0 +1,149 @@
+"""Run operations on the threads of torch's own OpenMP, since two pools of threads would wait for each other."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from llvmlite import binding as llvm
+from torch import Tensor
+
+from spectrain.kernels.cpu import products
+from spectrain.kernels.cpu.layout import FIELDS, LINE_BYTES, MOST_PIECES, PIECES, PRODUCT, STATE_BYTES
+
+log = logging.getLogger(__name__)
+PIECE_BYTES = 1 << 17  # of a matrix: what a thread reads in some microseconds
+
+
+@cache
+def openmp() -> ctypes.CDLL:
+    """Load the OpenMP library that torch runs on. Raises OSError where it is none of GNU's interface."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = sorted(
+        {line.split()[-1] for line in maps if Path(line.split()[-1]).name.startswith(("libgomp", "libiomp5"))}
+    )
+    folder = str(Path(torch.__file__).parent)  # other packages bring one of their own, with other threads
+    own = [path for path in loaded if path.startswith((f"{folder}/", f"{folder}.libs/"))]
+    library = ctypes.CDLL([*own, *loaded, "libgomp.so.1"][0])
+    library.GOMP_parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    library.GOMP_parallel.restype = None
+    return library
+
+
+@cache
+def runner() -> int | None:
+    """Return the address of the function that runs operations; None where it cannot be compiled."""
+    try:
+        for name, library in (("omp_get_thread_num", openmp()), ("sched_yield", ctypes.CDLL(None))):
+            llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+        from spectrain.kernels.cpu.operations import compiled
+
+        return compiled().address
+    except (OSError, AttributeError, ImportError, RuntimeError) as error:
+        log.warning("steps take torch's own operations, which are slower (%s)", str(error).splitlines()[0])
+        return None
+
+
+class Table:
+    """Operations as compiled code reads them, with the memory that it needs.
+
+    Args:
+        lines: kind, addresses and sizes of each operation.
+        n_threads: that run them.
+        own_bytes: memory of each thread.
+    """
+
+    def __init__(self, lines: Sequence[Sequence[int]], n_threads: int, own_bytes: int = 0) -> None:
+        self.lines, self.n_threads = np.zeros((len(lines), FIELDS), dtype=np.int64), n_threads
+        for line, numbers in zip(self.lines, lines, strict=True):
+            line[: len(numbers)] = numbers
+            line[PIECES] = line[PIECES] or n_threads
+        own_bytes = -(-own_bytes // LINE_BYTES) * LINE_BYTES
+        self._states, states = _aligned(len(lines) * STATE_BYTES)
+        self._own, own = _aligned(n_threads * own_bytes)
+        self._header = np.array([len(lines), self.lines.ctypes.data, states, own, own_bytes])
+        self._arguments = runner(), self._header.ctypes.data, n_threads, 0
+        self._parallel = openmp().GOMP_parallel
+
+    def run(self) -> None:
+        self._states.fill(0)
+        self._parallel(*self._arguments)
+
+
+def _aligned(n_bytes: int) -> tuple[np.ndarray, int]:
+    """Return memory, and the address of its first whole line: threads that write to one line wait for each other."""
+    memory = np.empty(n_bytes + LINE_BYTES, dtype=np.uint8)
+    return memory, memory.ctypes.data + -memory.ctypes.data % LINE_BYTES
+
+
+def product_line(
+    x: Tensor, weight: Tensor, scale: Tensor | None, y: Tensor | int, n_threads: int
+) -> tuple[list[int], int]:
+    """Return the operation y = x @ weight.T, and the bytes of its own that each thread needs; see `products.py`."""
+    (n_out, n_in), n_rows, unit = weight.shape, len(x), products.matrix_rows(weight.dtype, len(x))
+    pieces = min(MOST_PIECES, n_out // products.LEAST_OUTPUTS, max(2 * n_threads, weight.nbytes // PIECE_BYTES))
+    own_bytes = LINE_BYTES + 4 * n_rows * (n_out // pieces + 2 * products.LEAST_OUTPUTS)
+    addresses = [0 if one is None else one if isinstance(one, int) else one.data_ptr() for one in (x, weight, y, scale)]
+    line = [
+        PRODUCT,
+        products.kernel(weight.dtype, n_rows),
+        *addresses,
+        n_out,
+        n_in,
+        n_rows,
+        unit,
+        weight.element_size(),
+    ]
+    return [*line, *[0] * (PIECES - len(line)), pieces], own_bytes
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T, float32 [M, N].
+
+    With weights of 8 bits each row of x is rounded to 16 bits of its largest number, or to fewer where more than 8,192
+    products are added up; a row that is not finite gives NaN.
+
+    Args:
+        x: [M, K] float32, contiguous; K as `fits` says.
+        weight: [N, K] contiguous, of a dtype in BITS; N is at least LEAST_OUTPUTS.
+        scale: [N] float32 that multiplies the outputs, for weights of 8 bits.
+    """
+    y, n_threads = x.new_empty(len(x), len(weight)), torch.get_num_threads()
+    line, own_bytes = product_line(x, weight, scale, y, n_threads)
+    Table([line], n_threads, own_bytes).run()
+    return y
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether `product` takes a matrix [N, K]."""
+    return weight.device.type == "cpu" and products.takes(weight) and works(weight.dtype)
+
+
+@cache
+def works(dtype: torch.dtype) -> bool:
+    """Whether kernels for weights of this dtype can be compiled here, and compute what torch does."""
+    draws = torch.Generator().manual_seed(0)
+    exact = {"generator": draws, "dtype": torch.float32, "device": "cpu"}
+    if runner() is None:
+        return False
+    try:
+        for n_rows in range(1, 2 * products.MOST_T + 2):
+            x = torch.randn(n_rows, 3 * products.width(), **exact)
+            weight = torch.randn(37, x.shape[1], **exact)
+            weight = (20 * weight).round().to(dtype) if dtype == torch.int8 else weight.to(dtype)
+            scale = torch.rand(37, **exact) if dtype == torch.int8 else None
+            with torch.autocast("cpu", enabled=False):
+                expected = x @ weight.float().T * (1 if scale is None else scale)
+                size = x.norm(dim=1)[:, None] * weight.float().norm(dim=1)  # what rounding is compared with
+            if ((product(x, weight, scale) - expected).abs() > 1e-4 * size).any():
+                raise ValueError(f"{n_rows} rows are multiplied wrongly")
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
+        why = f"no kernels for weights of {dtype} on this machine ({str(error).splitlines()[0]})"
+        log.warning("%s: decoding takes torch's own, which are slower", why)
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""How threads share operations: results do not depend on their number, and a thread that is late delays nobody."""
+
+import pytest
+import torch
+
+from spectrain.kernels import product, reference
+from spectrain.kernels.cpu.layout import STATE_BYTES, TAKEN
+from spectrain.kernels.cpu.running import Table, product_line
+
+
+@pytest.fixture
+def n_threads():
+    """Sets the number of torch's threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("n_rows", [1, 5, 16])
+def test_products_are_those_of_torch_at_any_number_of_threads(dtype, n_rows, n_threads):
+    draws = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(n_rows, 192, generator=draws), torch.randn(611, 192, generator=draws)
+    scale = torch.rand(611, generator=draws) if dtype == torch.int8 else None
+    weight = (20 * weight).round().to(dtype) if dtype == torch.int8 else weight.to(dtype)
+    found = []
+    for n in (1, 3):
+        n_threads(n)
+        found.append(product(x, weight, scale))
+    assert torch.equal(*found)
+    weight = weight.float()
+    torch.testing.assert_close(found[0], reference.linear(x, weight, scale), rtol=1e-3, atol=2e-3 * float(weight.std()))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_pieces_whose_thread_never_comes_back_are_computed_by_who_waits_for_them(n, n_threads):
+    n_threads(n)
+    draws = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 64, generator=draws), torch.randn(400, 64, generator=draws)
+    y = torch.zeros(2, 400)
+    line, own_bytes = product_line(x, weight, None, y, n)
+    table = Table([line], n, own_bytes)
+    states = table._states[-table._states.ctypes.data % STATE_BYTES :].view("int64")
+    states[:] = 0
+    states[TAKEN // 8] = 2  # by a thread that has lost its core
+    table._parallel(*table._arguments)
+    torch.testing.assert_close(y, x @ weight.T, rtol=1e-4, atol=1e-4)
