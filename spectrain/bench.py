@@ -24,10 +24,12 @@ from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from spectrain.cli import in_multirun, interruptible, open_target
+from spectrain.config import plain
+from spectrain.config.commands import Bench
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
 from spectrain.errors import UserError
 from spectrain.measure import questions
@@ -51,47 +53,48 @@ STORES = "datastores.json"  # which ones a run began with
 TABLE_COLUMNS = 100  # where the output is no terminal
 
 
-def main(cfg: DictConfig) -> None:
-    sampling = Sampling.from_options(cfg.sampling)
-    check(cfg)
-    methods = configured(cfg)
-    asked = questions.read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
+def main(options: Bench) -> None:
+    sampling = Sampling(**vars(options.sampling))
+    check(options)
+    methods = configured(options)
+    asked = questions.read_questions(options.prompts, options.limit, options.max_prompt_bytes)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
-    with open_dict(cfg):
-        cfg.measured = {"methods": methods, "questions": questions.digest(asked)}
+    of_methods = {name: OmegaConf.to_container(OmegaConf.create(method)) for name, method in methods.items()}
+    measured = {"methods": of_methods, "questions": questions.digest(asked)}
+    config = plain(options) | {"run_dir": options.out, "measured": measured}
     with ExitStack() as claim:
         try:
-            run = claim.enter_context(RunFolder.claim(cfg, result="results.json"))
+            run = claim.enter_context(RunFolder.claim(config, result="results.json"))
         except FinishedRun as finished:
             if not in_multirun():
                 raise
             log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
             return
-        measure(cfg, run, sampling, methods, asked)
+        measure(options, run, sampling, methods, asked)
 
 
 def measure(
-    cfg: DictConfig, run: RunFolder, sampling: Sampling, methods: Mapping[str, DictConfig], asked: Sequence[Question]
+    options: Bench, run: RunFolder, sampling: Sampling, methods: Mapping[str, DictConfig], asked: Sequence[Question]
 ) -> None:
     """Measure the questions that `run` lacks, and write and show its results."""
-    target = open_target(cfg)
-    prompt_ids = partial(conversation_ids, target.tokenizer, chat=cfg.chat)
+    target = open_target(options.target)
+    prompt_ids = partial(conversation_ids, target.tokenizer, chat=options.chat)
     prompt_ids(asked[0].turns[:1], [])  # a wrong chat= is refused before anything is measured
-    drafters, skipped = registry.build_methods(cfg, methods, target, sampling)
-    baselines = build_baselines(cfg, target, drafters)
+    drafters, skipped = registry.build_methods(options, methods, target, sampling)
+    baselines = build_baselines(options, target, drafters)
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
         log.warning("the target's generation config asks for repetition_penalty=%s, which is not applied here", penalty)
     run.begin(fingerprint(target.model, target.tokenizer))
     stores = {name: store.folder for name, one in drafters.items() if (store := getattr(one, "store", None))}
     keep_to_stores(run, stores)
-    options = {"sampling": sampling, "seed": cfg.seed}
-    more = options | {"batch_size": cfg.batch_size, "verification": cfg.verification}
-    decoders = {name: partial(generate, target, drafter, **more) for name, drafter in drafters.items()}
-    decoders |= {name: partial(baseline, **options) for name, baseline in baselines.items()}
-    known = facts(cfg, target, len(asked))
+    drawing = {"sampling": sampling, "seed": options.seed}
+    decoding = drawing | {"batch_size": options.batch_size, "verification": options.verification}
+    decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
+    decoders |= {name: partial(baseline, **drawing) for name, baseline in baselines.items()}
+    known = facts(options, target, len(asked))
     with interruptible(f"to resume in {run.path}"):
-        benchmark = Benchmark(target, decoders, asked, prompt_ids, cfg.max_new_tokens, cfg.batch_size)
+        benchmark = Benchmark(target, decoders, asked, prompt_ids, options.max_new_tokens, options.batch_size)
         rows = benchmark.run(run.path / "questions.jsonl")
     kinds = dict.fromkeys(drafters, "method") | dict.fromkeys(baselines, "peer")
     measured = summarise(rows, kinds, sampling.greedy, target.dtype == torch.float32, sampling.shares_noise)
@@ -108,39 +111,39 @@ def measure(
     console.print(f"{run.path}/results.json, questions.jsonl, report.html", style="dim")
 
 
-def check(cfg: DictConfig) -> None:
+def check(options: Bench) -> None:
     """Raise UserError where options contradict each other."""
-    for name in registry.names(cfg.peers):
+    for name in registry.names(options.peers):
         if name not in BASELINES:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}")
-    if cfg.peers and cfg.batch_size != 1:
-        raise UserError(f"peers decode one prompt at a time, not batch_size={cfg.batch_size}; give batch_size=1")
-    if cfg.get("method") is not None and not registry.takes_all(cfg):
+    if options.peers and options.batch_size != 1:
+        raise UserError(f"peers decode one prompt at a time, not batch_size={options.batch_size}; give batch_size=1")
+    if options.method is not None and not registry.takes_all(options):
         raise UserError("method= measures one method with its options, methods= several; give one of them")
 
 
-def configured(cfg: DictConfig) -> dict[str, DictConfig]:
+def configured(options: Bench) -> dict[str, DictConfig]:
     """Return the methods that are measured, with their options, by name; plain decoding is always the first."""
-    if cfg.get("method") is None:
-        return registry.method_configs(cfg, reserved=BASELINES)
+    if options.method is None:
+        return registry.method_configs(options, reserved=BASELINES)
     name = HydraConfig.get().runtime.choices["method"]
     plain = registry.method_config(registry.BASELINE)
-    own = OmegaConf.create(OmegaConf.to_container(cfg.method, resolve=True))  # Hydra's node takes no new keys
-    return {registry.BASELINE: plain, name: registry.with_nodes(own, cfg.max_nodes)}
+    own = OmegaConf.create(OmegaConf.to_container(options.method, resolve=True))  # Hydra's node takes no new keys
+    return {registry.BASELINE: plain, name: registry.with_nodes(own, options.max_nodes)}
 
 
 def build_baselines(
-    cfg: DictConfig, target: TargetModel, drafters: Mapping[str, Drafter]
+    options: Bench, target: TargetModel, drafters: Mapping[str, Drafter]
 ) -> dict[str, Callable[..., list[Generation]]]:
     """Build the generation of Hugging Face, with the options and the draft model of our methods."""
-    peers = registry.names(cfg.peers)
+    peers = registry.names(options.peers)
     methods = [arm.drafter for d in drafters.values() for arm in (d.arms if isinstance(d, Auto) else [])]
     methods += drafters.values()
     lookup = next((d for d in methods if isinstance(d, PromptLookup)), None) or PromptLookup()
     speculative = next((d for d in drafters.values() if isinstance(d, Speculative)), None)
     if "hf_assisted" in peers and speculative is None:
         config = registry.with_papers_nodes(registry.method_config("speculative"))
-        speculative = registry.build_method(config, target, registry.given_artifacts(cfg))
+        speculative = registry.build_method(config, target, registry.given_artifacts(options))
     model = own_model(target) if peers else None
     return {name: build_baseline(name, target, lookup, speculative, model) for name in peers}
 
@@ -158,17 +161,17 @@ def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
     write_json(run.path / STORES, found)
 
 
-def facts(cfg: DictConfig, target: TargetModel, n_questions: int) -> dict:
+def facts(options: Bench, target: TargetModel, n_questions: int) -> dict:
     """Collect what a reader needs to know to judge the numbers, or to repeat them."""
-    options = ("batch_size", "max_new_tokens", "max_nodes", "verification", "seed")
+    told = ("batch_size", "max_new_tokens", "max_nodes", "verification", "seed")
     return {
         **provenance(),
-        "target": cfg.target.path,
+        "target": options.target.path,
         "target_parameters": sum(p.numel() for p in target.model.parameters()),
         "engine": target.engine,
-        "prompts": questions.name_of(cfg.prompts),
+        "prompts": questions.name_of(options.prompts),
         "questions": n_questions,
         **device_facts(target.device, target.dtype),
-        **{name: cfg[name] for name in options},
-        "sampling": OmegaConf.to_container(cfg.sampling),
+        **{name: getattr(options, name) for name in told},
+        "sampling": vars(options.sampling),
     }
