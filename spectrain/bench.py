@@ -84,7 +84,7 @@ def measure(
     if not measured[registry.BASELINE]["questions"]:
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
     for name, drafter in drafters.items():
-        measured[name] |= {"max_nodes": nodes_of(drafter), "warning": drafter.warning}
+        measured[name] |= {"max_nodes": nodes_of(drafter), "warning": drafter.warning, "why_plain": drafter.why_plain}
     folders = {name: str(folder) for name, folder in stores.items()}
     results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
     write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])

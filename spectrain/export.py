@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.cli import command, open_target
 from spectrain.errors import UserError
-from spectrain.methods.registry import given_artifacts, with_tuned
+from spectrain.methods.registry import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.reporting.cards import lookup_card, trained_card
 from spectrain.serving.exporting import lookup_export, run_export, write_export, write_lookup
@@ -75,7 +75,7 @@ def open_run(cfg: DictConfig, run: RunFolder) -> Callable[..., None]:
 
 def of_lookup(cfg: DictConfig) -> tuple[Path, Callable[[], Callable[..., None]]]:
     """Return where a lookup method is exported to, and what opens it and returns what fills that folder."""
-    method = OmegaConf.to_container(with_tuned(cfg.method, cfg.tuned), resolve=True)
+    method = OmegaConf.to_container(cfg.method, resolve=True)
     out = Path(str(cfg.out)) if cfg.out else EXPORTED / method["_target_"].split(".")[-2]
     return out, partial(open_lookup, cfg, method)
 

@@ -84,7 +84,7 @@ def stream(
         max_new_tokens: maximum length of a continuation.
         sampling: None is greedy.
         seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless the
-            drafter chooses by the clock how many tokens it draws (max_nodes=auto of methods with a draft model). With
+            drafter chooses how many tokens it draws (max_nodes=auto of methods with a draft model). With
             `draws=gumbel` it is the same with any drafter.
         prompt_numbers: the numbers i; None: 0, 1, ...
         batch_size: rows decoded together; None: all prompts.
@@ -112,6 +112,7 @@ def stream(
     n_slots = min(batch_size, len(prompts))
     stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
+    drafter.prepare(target, sampling or Sampling(), n_slots)
     target = target.with_capture(drafter.capture_layers)
     free_before = free_bytes(target.device)
     longest = max(map(len, prompts)) + max_new_tokens

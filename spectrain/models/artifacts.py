@@ -94,7 +94,7 @@ def is_export(folder: str | Path) -> bool:
 def decoded_by(folder: Path) -> tuple[str, dict]:
     """The method that decodes with an exported folder: its name in conf/method/, and its options.
 
-    Among these are those that a lookup method was exported with, and the folder itself, by its kind.
+    Among these are those that a lookup method was exported with, and the option that names the folder itself.
 
     Raises:
         UserError: there is no such export, it is damaged, or no method decodes with it.
@@ -106,7 +106,7 @@ def decoded_by(folder: Path) -> tuple[str, dict]:
     if kind not in KINDS or KINDS[kind].method is None:
         known = ", ".join(kind for kind, about in KINDS.items() if about.method or kind == "lookup")
         raise UserError(f"{folder} is of kind {kind}; give one of {known}")
-    return KINDS[kind].method, {kind: str(folder)}
+    return KINDS[kind].method, {KINDS[kind].option: str(folder)}
 
 
 def check_artifact(folder: Path, kind: str, target_fingerprint: str, option: str | None = None) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from spectrain.stores.forward_times import NODES
 
 from spectrain import tune
 from spectrain.measure import questions
 from spectrain.measure.simulation import Text
 from spectrain.measure.sssd import Clock, best_choice, choose_options
 from spectrain.methods.sssd import Sssd, SssdOptions
-from spectrain.stores.forward_times import NODES
 
 GRID = (
     *("grid.input_scale=[0.5,1.0]", "grid.input_prefix_decay=[0.5]", "grid.input_depth_decay=[1.0]"),

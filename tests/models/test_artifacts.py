@@ -16,7 +16,7 @@ from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.lean import shape_of
 from spectrain.errors import UserError
 from spectrain.methods import speculative, spire
-from spectrain.methods.sizing import FIRST_CHANCE
+from spectrain.methods.budget import ChainBudget
 from spectrain.models.artifacts import MANIFEST, Artifact, load_spire, newest_artifact, save_spire, write_manifest
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
@@ -191,9 +191,13 @@ def test_a_length_that_adapts_starts_from_the_acceptance_that_training_measured(
     folder = {"spire": export_spire, "vanilla": export_vanilla}[kind](tmp_path / "one", target)
     build = {"spire": spire.build, "vanilla": speculative.build}[kind]
     manifest = json.loads((folder / MANIFEST).read_text())
-    for metrics, expected in (({"eval/alpha": 0.25}, 0.25), ({}, FIRST_CHANCE), (None, FIRST_CHANCE)):
+    for metrics, expected in (
+        ({"eval/alpha": 0.25}, 0.25),
+        ({}, ChainBudget.FIRST_CHANCE),
+        (None, ChainBudget.FIRST_CHANCE),
+    ):
         (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": metrics}}))
-        assert build(target, str(folder), max_nodes="auto").sizer.prior[0] == expected
+        assert build(target, str(folder), max_nodes="auto").budget.prior[0] == expected
     for alpha in (2.0, "?", True):
         (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": {"eval/alpha": alpha}}}))
         with pytest.raises(UserError, match="is damaged .eval/alpha="):
