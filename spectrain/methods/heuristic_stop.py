@@ -5,7 +5,7 @@ They are the baselines of SpecDec++ (appendix B.1 of its paper; Kim et al. 2024,
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from spectrain.decoding import TargetModel
 from spectrain.methods.draft_chain import candidates_within
@@ -20,7 +20,7 @@ def build(
     target: TargetModel,
     drafter: str,
     rule: Literal["confidence", "entropy"],
-    threshold: float,
+    threshold: Annotated[float, "(0, inf)"],
     min_candidates: Whole = 1,
     max_candidates: Whole = 20,
     max_nodes: Nodes = None,

@@ -49,7 +49,7 @@ class CoreOptions:
     # Differs from the paper: Algorithm 1, line 28, forces it where r > tau, and tau is 0.1 (appendix B.4), so with
     # probability 0.9; threshold=0.9 is that rule. By B.4, tau determines "when to force" such a token, which reads as
     # if forcing were the exception, and fewer tokens are accepted where it is the rule (docs/benchmarks.md).
-    threshold: float = 0.1
+    threshold: Annotated[float, "[0, 1]"] = 0.1
     forward: bool = True  # False: the forward dictionary gives no guesses
     backward: bool = True  # False: the backward dictionary gives no guess
     sub_ngrams: bool = True  # False: only whole candidates enter the dictionaries
