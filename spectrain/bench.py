@@ -101,7 +101,7 @@ def measure(
     if not measured[registry.BASELINE]["questions"]:
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
     for name, drafter in drafters.items():
-        measured[name] |= {"max_nodes": nodes_of(drafter), "warning": drafter.warning}
+        measured[name] |= {"max_nodes": nodes_of(drafter), "warning": drafter.warning, "why_plain": drafter.why_plain}
     folders = {name: str(folder) for name, folder in stores.items()}
     results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
     write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
@@ -143,7 +143,7 @@ def build_baselines(
     speculative = next((d for d in drafters.values() if isinstance(d, Speculative)), None)
     if "hf_assisted" in peers and speculative is None:
         config = registry.with_papers_nodes(registry.method_config("speculative"))
-        speculative = registry.build_method(config, target, registry.given_artifacts(options))
+        speculative = registry.build_method(config, target, registry.given_artifacts(options.drafter, options.head, options.datastore))
     model = own_model(target) if peers else None
     return {name: build_baseline(name, target, lookup, speculative, model) for name in peers}
 

@@ -79,6 +79,8 @@ def main(options: Generate) -> None:
                 rates[name].append(len(last.generation.tokens) / decode_s(last.generation))
         ours, plain = (median(values) for values in rates.values())
         console.print(f"{ours:.0f} tokens/s, {ours / plain:.2f}x autoregressive decoding ({plain:.0f} tokens/s)")
+    if drafter.why_plain is not None:
+        console.print(drafter.why_plain)
 
 
 def summary(generation: Generation) -> str:

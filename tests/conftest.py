@@ -7,6 +7,7 @@ slot then changes the text, and rounding does not.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import sys
@@ -32,10 +33,11 @@ from transformers import (
 
 from spectrain import cli
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
+from spectrain.methods import budget
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from spectrain.stores import forward_times, locations
+from spectrain.stores import locations
 from spectrain.stores.texts import train_tokenizer
 
 VOCAB_SIZE = 61
@@ -129,11 +131,21 @@ def llama_target() -> TargetModel:
     return TargetModel(tiny_model("llama"))
 
 
+def table_of(folder: Path, forward: dict[int, float], draft: dict[int, float]) -> Path:
+    """Write a table of seconds by nodes and by reads, which are those of any method, sampling and number of rows."""
+    seconds = {"forward of chains": forward, "forward of trees": forward, "*": draft}
+    file = folder / "seconds.json"
+    file.write_text(json.dumps({"kind": "seconds", "schema": budget.SCHEMA, "machine": {}, "seconds": seconds}))
+    return file
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _forwards_timed_once(tmp_path_factory):
-    """Time forwards roughly, and keep the times outside of the working folder, which is another in each test."""
-    forward_times.FEWEST_ROUNDS = forward_times.MOST_ROUNDS = 1
-    forward_times.CHECKPOINTS = tmp_path_factory.mktemp("forwards")
+def _seconds_of_a_made_up_machine(tmp_path_factory):
+    """Nothing is timed: a further node costs a tenth of the first, and a token of a draft model as much."""
+    file = table_of(tmp_path_factory.mktemp("seconds"), {1: 1.0, 64: 7.3}, {0: 0.01, 10: 1.0})
+    os.environ[budget.FILE] = str(file)
+    yield
+    del os.environ[budget.FILE]
 
 
 @pytest.fixture(autouse=True)

@@ -16,14 +16,14 @@ from spectrain.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
-from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
+from spectrain.methods.registry import artifact_kinds, build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
 from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.texts import is_held_out
 from tests.methods.lookup_export import lookup_facts
 from tests.test_cli import composed
 
-ARTIFACTS = {name: method_config(name).get("_artifact_") for name in method_names()}
+ARTIFACTS = {name: next(iter(artifact_kinds(method_config(name)).values()), None) for name in method_names()}
 MODEL_FREE = {name for name, kind in ARTIFACTS.items() if kind is None}
 OF_DATASTORES = {name for name, kind in ARTIFACTS.items() if kind == "datastore"}
 RESULT_KEYS = {

@@ -36,7 +36,11 @@ class Drafter(ABC):
     max_positions = 2**31  # tokens of the longest text that it can follow
     joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
     warning: str | None = None  # what a reader of its numbers must know
+    why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
+
+    def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:  # noqa: B027
+        """Measure or load what it must know of this machine, before a generation of at most n rows starts."""
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027
         """Begins a generation: forgets all rows. `cache` is the target's, to be read only; `cache.max_rows` bounds n.

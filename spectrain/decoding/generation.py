@@ -20,9 +20,7 @@ class Choice:
     """The method that drafts a step, of several."""
 
     method: str
-    # "first": it is not known well enough yet; "trial": whether it is faster by now; "fastest"; "loss": plain decoding
-    # until methods may lose time again.
-    why: str
+    why: str  # "first": it is not known well enough yet; "trial": whether it is faster by now; "fastest"
     speed: float | None = None  # over that of plain decoding, as it was known when it was chosen
 
 

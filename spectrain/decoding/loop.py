@@ -113,6 +113,7 @@ def stream(
     n_slots = min(batch_size, len(prompts))
     stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
+    drafter.prepare(target, sampling or Sampling(), n_slots)
     target = target.with_capture(drafter.capture_layers)
     free_before = free_bytes(target.device)
     longest = max(map(len, prompts)) + max_new_tokens

@@ -17,8 +17,8 @@ from spectrain.decoding.generation import LOOKED_UP, STAGES, Choices
 from spectrain.decoding.tree import Source
 from spectrain.measure.statistics import acceptance_length, decode_s, ratio_of_sums, speedup, time_share
 from spectrain.methods.auto import Auto
+from spectrain.methods.budget import AUTO
 from spectrain.methods.registry import BASELINE
-from spectrain.methods.sizing import AUTO
 from spectrain.stores.prompts import Question
 
 

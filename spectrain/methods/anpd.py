@@ -5,20 +5,19 @@ n-grams of 2 to 5 tokens are counted on prompt and output. The longest known one
 
 from __future__ import annotations
 
-from spectrain.decoding import Source, TargetModel
-from spectrain.methods.lookup import CandidateDrafter
+from typing import Annotated
+
+from spectrain.decoding import Source
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import CountTable
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+PAPERS_NODES = 11
 
 
-def build(target: TargetModel, **options) -> AdaptiveNgram:
-    """The method; it takes nothing from the target."""
-    return AdaptiveNgram(**options)
-
-
-class AdaptiveNgram(CandidateDrafter):
+class AdaptiveNgram(LookupDrafter):
     """One chain per step, from counts that grow with the row's text.
 
     Args:
@@ -27,7 +26,9 @@ class AdaptiveNgram(CandidateDrafter):
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
-    def __init__(self, max_order: int = 5, draft_tokens: int = 10, max_nodes: int | str = 11):
+    drafts_chains = True
+
+    def __init__(self, max_order: Annotated[int, 2] = 5, draft_tokens: Whole = 10, max_nodes: Nodes = 11):
         self.priors = [min(0.9, 0.2 + 0.15 * length) for length in range(max_order)]  # by the context's length
         super().__init__(max_nodes)
         self.max_order, self.draft_tokens = max_order, draft_tokens

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from spectrain.decoding import Context, Drafter, DraftTree, TargetModel
-
-
-def build(target: TargetModel) -> Autoregressive:
-    return Autoregressive()
+from spectrain.decoding import Context, Drafter, DraftTree
 
 
 class Autoregressive(Drafter):

@@ -18,9 +18,8 @@ from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import UserError, check_whole
-from spectrain.methods.sizing import AUTO, ChainSizer
+from spectrain.methods.budget import AUTO, ChainBudget
 from spectrain.methods.stopping import StopRule
-from spectrain.stores.forward_times import times_of
 
 # Tokens [n, g], what they were drawn from, as `DraftTree.chain` takes it (None: they are the likeliest), and how many
 # of them are each row's chain, [n] int64 (None: all).
@@ -45,32 +44,46 @@ class ChainDrafter(Drafter):
         acceptance: of drafted tokens after training, from which it then starts; None: not known.
     """
 
+    drafts_chains = True
+
     def __init__(self, gamma: int, adapts: bool = False, acceptance: float | None = None):
         self.gamma = gamma
-        self.sizer = ChainSizer(gamma, acceptance) if adapts else None
+        self.budget = ChainBudget(gamma, acceptance) if adapts else None
+        self.pace: int | None = None  # most tokens of the next chain, while the method is timed
+        self.reads = 0  # tokens of this step's chains
+
+    @property
+    def timed_reads(self) -> tuple[int, ...]:
+        """Lengths of chains whose seconds are measured."""
+        return tuple(g for g in (0, 1, 2, 3, 4, 6, 8, 12, 16, 20) if g <= self.gamma)
 
     @abstractmethod
     def draft(self, context: Context, gamma: int) -> DraftTree:
         """Draft chains of at most so many tokens."""
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
-        if self.sizer is not None:
-            self.sizer.start(*times_of(target, cache.max_rows))
+        if self.budget is not None:
+            self.budget.begin_rows(cache.max_rows)
 
     def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
-        if self.sizer is not None:
-            self.sizer.join(context.sampling)
+        if self.budget is not None:
+            self.budget.join(rows, context.sampling)
 
     def propose(self, context: Context) -> DraftTree:
-        if self.sizer is None:
-            return self.draft(context, self.gamma)
-        tree = self.draft(context, self.sizer.begin(context.n_rows))
-        self.sizer.drafted(tree.shape[1] - 1)
+        gamma = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
+        if self.pace is not None:
+            gamma = self.pace
+        tree = self.draft(context, gamma) if gamma else DraftTree.root_only(context.roots)
+        self.reads = tree.shape[1] - 1
         return tree
 
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
-        if self.sizer is not None:
-            self.sizer.end(emitted)
+        if self.budget is not None:
+            self.budget.learn(emitted, self.reads)
+
+    def free(self, row: int) -> None:
+        if self.budget is not None:
+            self.budget.free(row)
 
 
 def lengths_of(gamma: int | None, max_nodes: int | str | None, fastest: int | None, most: int) -> tuple[int, bool]:

@@ -1,14 +1,14 @@
-"""Trees of a draft model's likeliest tokens, alone or together with what SSSD finds.
+"""Trees of a draft model's likeliest tokens, alone or together with what a lookup (SSSD) finds.
 
 The draft model reads the root and then, level by level, the nodes that are likeliest to be reached, all in one draft
 step (EAGLE-2, Li et al. 2024). Each node that was read gives its likeliest next tokens as candidates. How often a
 candidate is right is learnt by its rank among its siblings and its probability under the draft model, and the likeliest
-candidates are scored (`chances.py`). So drafts are deterministic, and verified as those of lookups are.
+candidates are scored (`ranking.py`). So drafts are deterministic, and verified as those of lookups are.
 
-SSSD's candidates join the same tree (in no paper): a node that both know is a kind of its own, since it is right more
-often, and so is one that the model, having read its parent, does not hold for likely. All compete by what was learnt of
-their kinds. What SSSD finds costs next to nothing, so it is looked up first, and the model is read only in steps where
-it is likely to add more than its seconds are worth (`Asking`).
+The lookup's candidates join the same tree (in no paper): a node that both know is a kind of its own, since it is right
+more often, and so is one that the model, having read its parent, does not hold for likely. All compete by what was
+learnt of their kinds. A lookup costs next to nothing, so it comes first, and the model is read only in steps where it
+is likely to add more than its seconds are worth (`Asking`).
 
 Where target and drafter share their noise, a candidate's rank is by E / q, as the target ranks by E / p. The first ones
 are then draws from q without replacement (Kool et al. 2019).
@@ -18,10 +18,9 @@ Letters: n active rows, N nodes of a draft, m nodes that a draft step reads of e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, Tar
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.errors import check_whole
-from spectrain.methods.chances import KINDS, PARENTS, SOURCES, TOKENS
+from spectrain.methods.budget import AUTO
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.model_candidates import (
     ALONE,
@@ -49,85 +48,58 @@ from spectrain.methods.model_candidates import (
     likeliest_on_device,
     next_read,
 )
-from spectrain.methods.sizing import AUTO, SELDOM, Asking
+from spectrain.methods.options import Dtype, Nodes, Whole
+from spectrain.methods.ranking import KINDS, PARENTS, SOURCES, TOKENS
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
-from spectrain.methods.step_times import Mean
 from spectrain.models.artifacts import load_spire
 from spectrain.retrieval.datastore import open_datastore
 
 BRANCHES, LEVELS = 4, 5
+PAPERS_NODES = 60  # EAGLE-2
 NEXT_LEVEL = 0.7  # of the chance that a level is reached: that one more token is accepted there, before it is read
-LEVEL_STEPS = 32.0  # over which the seconds of a draft step are averaged
 
 
-def build_spire(
+def build(
     target: TargetModel,
-    drafter: str | Path,
-    branches: int = BRANCHES,
-    levels: int | None = None,
-    draft_dtype: str = "auto",
-    draft_vocab: int | str | None = AUTO,
-    **options,
+    drafter: str,
+    tree: Literal["spire", "vanilla"],
+    lookup: Literal["sssd"] | None = None,
+    datastore: str | None = None,
+    branches: Whole = BRANCHES,
+    levels: Whole | None = None,
+    draft_dtype: Dtype = "auto",
+    draft_vocab: Whole | Literal["auto"] | None = AUTO,
+    max_nodes: Nodes = AUTO,
 ) -> TreeDrafter:
-    """Trees from an exported SPIRe drafter; raises UserError where it was trained for another target.
+    """Trees over a trained drafter.
 
     Args:
         target: which the drafter was trained for.
-        drafter: its folder.
+        drafter: its folder; of a vanilla drafter, any Hugging Face folder or id.
+        tree: the kind of the drafter, spire or vanilla.
+        lookup: sssd, whose candidates join the tree; None: the drafter's alone.
+        datastore: folder of the datastore that the lookup reads besides the row's own text; None: none.
         branches: see `TreeDrafter`.
-        levels: see `TreeDrafter`; None: LEVELS, or the drafter's window where it is shorter.
+        levels: see `TreeDrafter`; None: LEVELS, or a SPIRe drafter's window where it is shorter.
         draft_dtype: of the drafter's weights while it drafts, see `draft_dtype_of`.
-        draft_vocab: how many tokens it drafts, see `Spire`.
-        options: those of `_trees`.
-    """
-    loaded = load_spire(Path(drafter), target)
-    levels = min(LEVELS, loaded.config.window_tokens) if levels is None else levels
-    drafting = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "tree_nodes": _read(branches, levels)}
-    model = Spire(loaded, levels, **drafting)
-    return _trees(target, model, branches, levels, **options)
-
-
-def build_speculative(
-    target: TargetModel,
-    drafter: str,
-    branches: int = BRANCHES,
-    levels: int | None = None,
-    draft_dtype: str = "auto",
-    **options,
-) -> TreeDrafter:
-    """Trees from a draft model, a Hugging Face folder or id; see `load_draft_model`. Options are `build_spire`'s."""
-    levels = LEVELS if levels is None else levels
-    model = Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
-    return _trees(target, model, branches, levels, **options)
-
-
-def _trees(
-    target: TargetModel,
-    model: Drafter,
-    branches: int,
-    levels: int,
-    max_nodes: int | str = AUTO,
-    datastore: str | None = None,
-    sssd: bool = False,
-) -> TreeDrafter:
-    """The method over a draft model.
-
-    Args:
-        target: what is decoded.
-        model: a `NodeReader`.
-        branches: see `TreeDrafter`.
-        levels: see `TreeDrafter`.
+        draft_vocab: how many tokens a SPIRe drafter drafts, see `Spire`.
         max_nodes: see `LookupDrafter`.
-        datastore: folder of the datastore that SSSD reads besides the row's own text; None: none.
-        sssd: whether SSSD's candidates join the tree.
     """
-    lookup = None
-    if sssd:
+    if tree == "spire":
+        loaded = load_spire(Path(drafter), target)
+        levels = min(LEVELS, loaded.config.window_tokens) if levels is None else levels
+        drafting = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "tree_nodes": _read(branches, levels)}
+        model = Spire(loaded, levels, **drafting)
+    else:
+        levels = LEVELS if levels is None else levels
+        model = Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
+    found = None
+    if lookup is not None:
         store = None if datastore is None else open_datastore(datastore, target)
-        lookup = Sssd(store, SssdOptions(datastore_source=store is not None))
-    return TreeDrafter(model, max_nodes, branches, levels, lookup)
+        found = Sssd(store, SssdOptions(datastore_source=store is not None))
+    return TreeDrafter(model, max_nodes, branches, levels, found)
 
 
 def _read(branches: int, levels: int) -> int:
@@ -182,14 +154,12 @@ class TreeDrafter(LookupDrafter):
         self.priors = [*found, *alone, *of_share, *both_known(OF_SHARE)]
         super().__init__(max_nodes)
         self.rank()
-        self.ranking.plausible[self.first_kind :] = 1.0  # the noise is in the kinds already
         self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
         self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
-        self.level_s = Mean(LEVEL_STEPS)
-        # Rows, nodes read so far and nodes of the draft steps of this generation, whose programs are written.
-        self._read_before: set[tuple[int, int, int]] = set()
-        self._waited = 0  # trees since one had a second level
+        self.pace: int | None = None  # draft steps of the next tree, while the method is timed
+        self.reads = 0  # draft steps of this step's tree
+        self.timed_reads = (*range(lookup is None, levels + 1),)
         self.asking = Asking()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text
 
@@ -198,7 +168,6 @@ class TreeDrafter(LookupDrafter):
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
-        self._read_before.clear()
         for part in self._parts:
             part.start(target, cache)
 
@@ -221,7 +190,7 @@ class TreeDrafter(LookupDrafter):
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
         for part in self._parts:
             part.extend(context, emitted, asked)
-        self.ranking.end(emitted)
+        self.ranking.end(emitted, self.reads)
 
     def watch(self, context: Context, output: TargetOutput, verified: Verified) -> None:
         self.model.watch(context, output, verified)
@@ -250,15 +219,14 @@ class TreeDrafter(LookupDrafter):
         self.ranking.learnt[2][first:] = both_known(of_first)
 
     def propose(self, context: Context) -> DraftTree:
-        self.ranking.begin()
         if self.lookup is None:
             return self.drafted(context, *self._model_drafts(context, np.zeros((context.n_rows, 0))))
         n_rows = context.n_rows
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
-        gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0], self.keys(context, found_sizes))
-        if self.sizer is not None and not self.asking.asks(n_rows, gained / n_rows, self.sizer.times.rate(n_rows)):
+        gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0])
+        if not self._asks(n_rows, gained / n_rows):
+            self.reads = 0
             return self.drafted(context, found, found_sizes)
-        began = time.perf_counter()
         drafts, sizes = self._model_drafts(context, likely[:, 1:])
         both = np.zeros((n_rows, 4, drafts.shape[2] + found.shape[2]), dtype=np.int64)
         both[:, :, : drafts.shape[2]] = drafts
@@ -266,13 +234,23 @@ class TreeDrafter(LookupDrafter):
         for row, draft in enumerate(both):
             sizes[row, 0] = join(draft, sizes[row, 0], found[row], found_sizes[row, 0], likely[row], kinds)
         sizes[:, 1] = np.maximum(sizes[:, 1], found_sizes[:, 1])
-        seconds = time.perf_counter() - began
         tree = self.drafted(context, both, sizes)
         self.ranking.learn_also(found, found_sizes[:, 0], self.n_found)
-        if self.sizer is not None and self.sizer.n_read and self.sizer.is_timed:
-            seconds /= self.sizer.times.slowness.value
-            self.asking.count(n_rows, (self.ranking.value - value) / n_rows, seconds, self.sizer.n_read)
+        if self.budget is not None and self.reads:
+            deeper = self._price(n_rows, 1, self.reads)
+            self.asking.count((self.ranking.value - value - deeper) / n_rows)
         return tree
+
+    def _asks(self, n_rows: int, found: float) -> bool:
+        """Whether the model is read in this step, where the lookup may gain so many tokens per row."""
+        if self.pace is not None:
+            return self.pace > 0
+        return self.budget is None or self.asking.asks(found, self._price(n_rows, 0, 1) / n_rows)
+
+    def _price(self, n_rows: int, before: int, after: int) -> float:
+        """The tokens that could be gained in the seconds between so many draft steps and more."""
+        seconds = self.budget.costs.draft_s(n_rows)
+        return self.budget.rate(n_rows) * float(seconds[after] - seconds[before])
 
     def _model_drafts(self, context: Context, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The model's candidates [n, 4, N] int64 behind each root, as `drafted` takes them, and their sizes [n, 2].
@@ -287,13 +265,13 @@ class TreeDrafter(LookupDrafter):
         sizes = np.ones((n_rows, 2), dtype=np.int64)
         sizes[:, 1] = 0
         if levels < 1:
+            self.reads = 0
             return drafts[:, :, :1], sizes
         keys = None
         if context.sampling.shares_noise:
             keys = context.uniforms.on_host(context.n_tokens, levels).numpy()
         read = np.zeros((n_rows, 1), dtype=np.int64)  # nodes of the drafts that were read: their candidates are known
         logits = self.model.read_roots(context)[:, None]
-        began, is_timed = time.perf_counter(), True
         branches = min(branches, logits.shape[-1])
         for level in range(levels):
             m = logits.shape[1]
@@ -310,16 +288,9 @@ class TreeDrafter(LookupDrafter):
             chosen = self._next_read(drafts, sizes, new, others, level)
             if chosen is None:
                 break
-            shape = n_rows, read.shape[1], chosen.shape[1]
-            is_timed = is_timed and shape in self._read_before
-            self._read_before.add(shape)
             read = np.concatenate([read, chosen], axis=1)
             logits = self.model.read_nodes(context, _tree_of(drafts, read, context, level + 1), chosen.shape[1])
-        if self.sizer is not None:
-            self.sizer.n_read = 1 + level
-            self._waited = 0 if level else self._waited + 1
-            if level and is_timed:
-                self.level_s.count_usual((time.perf_counter() - began) / level / self.sizer.times.slowness.value)
+        self.reads = 1 + level
         return drafts[:, :, : sizes[0, 0]], sizes
 
     def _children(
@@ -348,13 +319,49 @@ class TreeDrafter(LookupDrafter):
     ) -> np.ndarray | None:
         """The nodes [n, m] of the newest level, `level`, that are read next; None: it does not pay to read any."""
         n_rows, likely = len(drafts), self.ranking.likely(drafts, sizes[:, 0])
-        n_scored = self.max_nodes - 1 if self.sizer is None else self.sizer.n_candidates
+        n_scored = self.max_nodes - 1 if self.budget is None else self.budget.n_candidates
         chosen = np.empty((n_rows, self.branches), dtype=np.int64)
         m, reached = next_read(likely, others, drafts, (new.start, new.stop), self._stops, n_scored, chosen)
-        cost = 0.0 if self.sizer is None else self.sizer.times.rate(n_rows) * self.level_s.value
-        is_due = level == 0 and self._waited >= SELDOM  # so that what a level costs is measured again
-        pays = NEXT_LEVEL * reached > cost or is_due
+        if self.pace is not None:
+            pays = level + 1 < self.pace
+        else:
+            cost = 0.0 if self.budget is None else self._price(n_rows, level + 1, level + 2)
+            pays = NEXT_LEVEL * reached > cost
         return chosen[:, :m] if m and pays else None
+
+
+class Asking:
+    """Chooses in which steps a draft model is read, given what a lookup has found for the step.
+
+    It is read if it has lately added more tokens to the lookup's than could be gained in its seconds otherwise. What it
+    adds depends on how sure the lookup is: the more tokens that may gain, the less is left to add. Where the model does
+    not pay it is still read now and then, as texts change.
+    """
+
+    FOUND = np.array([0.25, 0.5, 1.0, 2.0])  # tokens that a lookup may gain, where another mean begins
+    # What a draft model adds to these, on average over three prompt sets of SmolLM2, from which it starts, as if in
+    # FIRST_STEPS steps. It averages over MEAN_STEPS, and reads after SELDOM steps without.
+    ADDED, FIRST_STEPS, MEAN_STEPS, SELDOM = (0.65, 0.6, 0.55, 0.4, 0.1), 4, 16, 24
+
+    def __init__(self) -> None:
+        self.added, self.n_steps = np.array(self.ADDED), np.full(len(self.ADDED), self.FIRST_STEPS)
+        self.waited = np.zeros(len(self.ADDED), dtype=np.int64)
+        self._bucket = 0
+
+    def asks(self, found: float, price: float) -> bool:
+        """Whether it is read where the lookup may gain `found` tokens per row, and reading must add `price`."""
+        self._bucket = of = int(np.searchsorted(self.FOUND, found, side="right"))
+        self.waited[of] += 1
+        is_read = self.added[of] > price or self.waited[of] >= self.SELDOM
+        if is_read:
+            self.waited[of] = 0
+        return bool(is_read)
+
+    def count(self, added: float) -> None:
+        """It was read, and may add so many tokens per row."""
+        of = self._bucket
+        self.n_steps[of] = min(self.n_steps[of] + 1, self.MEAN_STEPS)
+        self.added[of] += (added - self.added[of]) / self.n_steps[of]
 
 
 def _tree_of(drafts: np.ndarray, read: np.ndarray, context: Context, depth: int) -> DraftTree:

@@ -5,21 +5,26 @@ They are the baselines of SpecDec++ (appendix B.1 of its paper; Kim et al. 2024,
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from spectrain.decoding import TargetModel
 from spectrain.methods.draft_chain import candidates_within
+from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.stopping import HEURISTICS
+
+DRAFTER = "vanilla"
 
 
 def build(
     target: TargetModel,
     drafter: str,
-    rule: str,
-    threshold: float,
-    min_candidates: int = 1,
-    max_candidates: int = 20,
-    max_nodes: int | str | None = None,
-    draft_dtype: str = "auto",
+    rule: Literal["confidence", "entropy"],
+    threshold: Annotated[float, "(0, inf)"],
+    min_candidates: Whole = 1,
+    max_candidates: Whole = 20,
+    max_nodes: Nodes = None,
+    draft_dtype: Dtype = "auto",
 ) -> Speculative:
     """Build the method from a draft model, a Hugging Face folder or id.
 

@@ -11,7 +11,6 @@ A method whose module says `TOKENS_ONLY = True` drafts from tokens alone, so tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,12 +18,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
+from spectrain.methods import auto
 from spectrain.methods.registry import (
+    build_function,
     build_method,
     given_artifacts,
     kind_of_drafter,
     method_config,
     method_names,
+    module_of,
     with_options,
 )
 from spectrain.models.artifacts import (
@@ -39,13 +41,9 @@ from spectrain.models.artifacts import (
 
 
 def token_methods() -> list[str]:
-    """Methods that draft from tokens alone: what an engine can give its proposers. Named after their modules."""
-    found = []
-    for name in method_names():
-        module = import_module(method_config(name)["_target_"].rpartition(".")[0])
-        if getattr(module, "TOKENS_ONLY", False) and module.__name__.endswith(f".{name}"):
-            found.append(name)
-    return found
+    """Methods that draft from tokens alone: what an engine can give its proposers."""
+    modules = {name: module_of(method_config(name)) for name in method_names()}
+    return [name for name, module in modules.items() if getattr(module, "TOKENS_ONLY", False)]
 
 
 def load_method(source: str | Path, target: TargetModel, **options: object) -> Drafter:
@@ -54,9 +52,9 @@ def load_method(source: str | Path, target: TargetModel, **options: object) -> D
     Args:
         source: a name of `conf/method/`, or a folder of kind spire, vanilla, head or lookup.
         target: what is decoded.
-        options: of the method's `build`, as in conf/method/: gamma, max_nodes, threshold, ...; those of a lookup method
-            replace the ones that it was exported with. `drafter`, `head` and `datastore` name folders; `auto` takes
-            several drafters as a list.
+        options: of the method, as in conf/method/: gamma, max_nodes (a number, "auto" or "paper"), threshold, ...;
+            those of a lookup method replace the ones that it was exported with. `drafter`, `head` and `datastore` name
+            folders; `auto` takes several drafters as a list.
 
     Raises:
         UserError: there is no such method or folder, the folder is damaged or of another version, was made for another
@@ -96,22 +94,25 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
     if kind == "vanilla":  # the others are checked where they are built
         check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))
         check_weights(folder, "drafter")
-    told = ("max_nodes",) if kind != "lookup" else ()
-    described = {key: value for key, value in method_config(name).items() if key.startswith("_") or key in told}
-    ranks = {"_ranks_": kind != "lookup"}  # an exported lookup drafts what the serving engine drafts
-    return _built(name, OmegaConf.create(described | own | ranks), target, options)
+    config = method_config(name)
+    kept = ("_target_", "max_nodes", "tree") if kind != "lookup" else ("_target_",)
+    described = {key: value for key, value in config.items() if key in kept}
+    # An exported lookup drafts what the serving engine drafts: the first candidates in its own order.
+    return _built(name, OmegaConf.create(described | own), target, options, ranks=kind != "lookup")
 
 
-def _built(name: str, config: DictConfig, target: TargetModel | None, options: Mapping) -> Drafter:
+def _built(name: str, config: DictConfig, target: TargetModel | None, options: Mapping, ranks: bool = True) -> Drafter:
     """Build a method. `config`: its yaml, or what describes it there and the options of an exported folder."""
-    options, kind, artifacts = dict(options), config.get("_artifact_"), {}
-    if kind in ("spire", "vanilla", "head") and "drafter" in options:
-        folder = str(options.pop("drafter"))
-        artifacts = {kind_of_drafter(folder) if kind == "head" else kind: folder}
-    elif config.get("_chooses_"):
+    options, artifacts = dict(options), {}
+    if build_function(config) is auto.build:
         drafter = options.pop("drafter", [])
         drafters = [drafter] if isinstance(drafter, str | Path) else drafter
         given = {name: str(options.pop(name)) for name in ("head", "datastore") if name in options}
-        artifacts = given_artifacts(OmegaConf.create({"drafter": list(map(str, drafters)), **given}))
-    with_options(method_config(name), options, name)
-    return build_method(OmegaConf.merge(config, options), target, artifacts)
+        artifacts = given_artifacts(list(map(str, drafters)), **given)
+    else:
+        options |= {key: str(options[key]) for key in ("drafter", "head", "datastore") if options.get(key)}
+        with_options(config, options, name)
+        if "head" in config and "drafter" in options:
+            folder = options.pop("drafter")
+            artifacts = {kind_of_drafter(folder): folder}
+    return build_method(OmegaConf.merge(config, options), target, artifacts, ranks=ranks)

@@ -14,16 +14,20 @@ Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behin
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 
 from spectrain.decoding import Source, TargetModel
 from spectrain.errors import UserError
-from spectrain.methods.lookup import CandidateDrafter
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.retrieval.ngram_table import PositionTable
 
+PAPERS_NODES = 64
 # Ranks count from 0, and the root keeps its own, as in the reference implementation.
 RANKS = (1, 2, 3, 4, 6, 10, 18, 34)  # of candidates of the last logits that are alike, where a new kind begins
 RANK_PRIORS = (0.25, 0.25, 0.12, 0.08, 0.05, 0.03, 0.015, 0.008, 0.003)
@@ -31,25 +35,20 @@ RANK_PRIORS = (0.25, 0.25, 0.12, 0.08, 0.05, 0.03, 0.015, 0.008, 0.003)
 KEPT_BY_RANK = (4,) * 9 + (3,) * 24
 
 
-def build(target: TargetModel, **options) -> LogitSpec:
-    """The method, with the options of `LogitSpec`; it takes nothing from the target but, step by step, its logits."""
-    return LogitSpec(**options)
-
-
-def build_with_datastore(
+def build(
     target: TargetModel,
-    datastore: str,
-    max_suffix: int = 16,
-    min_suffix: int = 2,
-    max_matches: int = 100,
-    datastore_ranks: int = 9,
-    **options,
+    datastore: str | None = None,
+    max_suffix: Whole = 16,
+    min_suffix: Whole = 2,
+    max_matches: Whole = 100,
+    datastore_ranks: Annotated[int, 0] = 9,
+    **options: LogitSpec,
 ) -> LogitSpec:
-    """The method, with the datastore of this folder behind the row's own text.
+    """The method, with the datastore of a folder behind the row's own text, or without one.
 
     Args:
         target: whose tokens the store must hold.
-        datastore: folder.
+        datastore: folder; None: none.
         max_suffix: longest suffix that is looked for there.
         min_suffix: shortest one.
         max_matches: continuations read there; the likeliest of them is guessed.
@@ -57,13 +56,14 @@ def build_with_datastore(
         options: those of `LogitSpec`.
     """
     method = LogitSpec(**options)
-    lookup = RetrievalOptions(min_suffix, max_suffix, max(method.input_tokens, method.kept[0]), max_matches)
-    method.store = open_datastore(datastore, target)
-    method.retriever, method.datastore_ranks = Retriever(method.store, lookup), datastore_ranks
+    if datastore is not None:
+        lookup = RetrievalOptions(min_suffix, max_suffix, max(method.input_tokens, method.kept[0]), max_matches)
+        method.store = open_datastore(datastore, target)
+        method.retriever, method.datastore_ranks = Retriever(method.store, lookup), datastore_ranks
     return method
 
 
-class LogitSpec(CandidateDrafter):
+class LogitSpec(LookupDrafter):
     """A tree a step: one unpruned branch of (a), then the branches of (b) by rank until K nodes stand.
 
     Args:
@@ -81,15 +81,15 @@ class LogitSpec(CandidateDrafter):
         UserError: nothing is left to propose.
     """
 
-    retriever: Retriever | None = None  # see `build_with_datastore`
+    retriever: Retriever | None = None  # of the datastore, see `build`
     datastore_ranks = 0
 
     def __init__(
         self,
-        max_nodes: int | str = 64,
-        max_ngram: int = 3,
-        continuation_tokens: int | None = None,
-        input_tokens: int = 20,
+        max_nodes: Nodes = 64,
+        max_ngram: Whole = 3,
+        continuation_tokens: Whole | None = None,
+        input_tokens: Annotated[int, 0] = 20,
         last_logits: bool = True,
         retrieval: bool = True,
     ):

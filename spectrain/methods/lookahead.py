@@ -10,14 +10,12 @@ Letters: W columns, N tokens of an n-gram, G guesses, P probes.
 
 from __future__ import annotations
 
-from spectrain.decoding import Source, TargetModel
+from typing import Annotated
+
+from spectrain.decoding import Source
+from spectrain.methods.options import Nodes, Whole
 from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
-
-
-def build(target: TargetModel, **options) -> Lookahead:
-    """The method. It takes only the logits of its probes from the target, step by step."""
-    return Lookahead(**options)
 
 
 class Lookahead(ProbingDrafter):
@@ -36,11 +34,11 @@ class Lookahead(ProbingDrafter):
 
     def __init__(
         self,
-        window_columns: int = 15,
-        ngram_tokens: int = 5,
-        max_guesses: int = 15,
+        window_columns: Whole = 15,
+        ngram_tokens: Annotated[int, 2] = 5,
+        max_guesses: Whole = 15,
         pool_from_output: bool = True,
-        max_nodes: int | str | None = None,
+        max_nodes: Nodes = None,
     ):
         self.max_guesses, self.pool_from_output = max_guesses, pool_from_output
         all_nodes = (ngram_tokens - 1) * (window_columns + max_guesses)

@@ -1,4 +1,4 @@
-"""What all lookup methods share: one state per row, fed with the row's tokens.
+"""What all lookup methods share: a state of each row, fed with its tokens, and one tree of candidates per row and step.
 
 A lookup method is deterministic: given a row's text it always guesses the same. It takes nothing from the row's
 generator, so at equal seeds its sampled text is, token by token, what autoregressive decoding samples.
@@ -9,7 +9,6 @@ Letters: n active rows, N nodes, P probes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,12 +20,10 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import PADDING_PARENT
 from spectrain.errors import check_whole
-from spectrain.methods.chances import NO_KEYS, Ranking
-from spectrain.methods.sizing import AUTO, Sizer
+from spectrain.methods.budget import AUTO, TreeBudget
+from spectrain.methods.ranking import Ranking
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 from spectrain.retrieval.datastore import Datastore
-from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors
-from spectrain.stores.forward_times import times_of
 
 MOST_NODES = 64  # of a tree under `auto`
 
@@ -39,11 +36,11 @@ class RowState(Protocol):
 
 
 class LookupDrafter(Drafter):
-    """A method that keeps a state per row. It defines `new_row` and `propose`.
+    """A method that looks its guesses up. It defines `new_row` and `propose_row`, or `propose`.
 
     Args:
         max_nodes: nodes of a tree: root, guesses and probes. "auto" chooses them step by step, by what acceptance has
-            been so far and what forwards cost here (`sizing.py`); `self.max_nodes` is then the most. See `rank`, too.
+            been so far and what steps cost here (`budget.py`); `self.max_nodes` is then the most. See `rank`, too.
 
     Raises:
         UserError: max_nodes has no room for a guess.
@@ -53,14 +50,14 @@ class LookupDrafter(Drafter):
     n_ranked = 0  # tokens of each row's last logits that it wants to know
     probe_shape: ProbeShape = NO_PROBES  # of the probes, which stand at nodes 1..P of every row
     joins_late = True
-    priors: Sequence[float] = (0.4,)  # of the kinds of its candidates, see `Sizer`
+    priors: Sequence[float] = (0.4,)  # of the kinds of its candidates, see `Ranking`
 
     def __init__(self, max_nodes: int | str):
-        self.sizer: Sizer | None = None  # where max_nodes is "auto"
+        self.budget: TreeBudget | None = None  # where max_nodes is "auto"
         if max_nodes == AUTO:
-            self.sizer, max_nodes = Sizer(self.priors, MOST_NODES), MOST_NODES
+            self.budget, max_nodes = TreeBudget(self.priors, MOST_NODES), MOST_NODES
         check_whole("max_nodes", max_nodes, 2)
-        self.max_nodes, self.ranking = max_nodes, self.sizer
+        self.max_nodes, self.ranking = max_nodes, self.budget
         self.rows: list[RowState] = []
         self.ranked: list[list[int]] = []  # by row: the likeliest tokens of its last logits, best first
 
@@ -74,17 +71,34 @@ class LookupDrafter(Drafter):
         if self.ranking is None:
             return self.max_nodes
         n_nodes = self.probe_shape.n_probes + 1 + self.ranking.n_candidates
-        return n_nodes if self.sizer is None else min(self.max_nodes, n_nodes)
+        return n_nodes if self.budget is None else min(self.max_nodes, n_nodes)
 
     @abstractmethod
     def new_row(self, tokens: list[int]) -> RowState:
         """The state of a row that joined; tokens: its prompt and its first token, the root."""
 
+    def propose_row(self, state: RowState, tree: CandidateTree, row: int) -> None:
+        """Add the guesses of one row to its tree, best first. `row` is its index in the batch."""
+        raise NotImplementedError
+
+    def probes(self, state: RowState) -> list[int]:
+        """The P probe tokens of a row, in the order of `probe_shape`."""
+        return []
+
+    def propose(self, context: Context) -> DraftTree:
+        trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
+        n_nodes = self.nodes_of_step
+        for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
+            root = int(tokens[row, context.n_tokens[row] - 1])
+            tree = CandidateTree(root, n_nodes, room - 1, self.probes(state), self.probe_shape)
+            if tree.n_free:
+                self.propose_row(state, tree, row)
+            trees.append(tree)
+        return self.drafted(context, *as_drafts(trees))
+
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self.rows, self.ranked = [], []
-        if self.sizer is not None:
-            self.sizer.start(*times_of(target, cache.max_rows))
-        elif self.ranking is not None:
+        if self.ranking is not None:
             self.ranking.begin_rows(cache.max_rows)
 
     def prefill(self, context: Context, output: TargetOutput | None, rows: range) -> None:
@@ -132,7 +146,7 @@ class LookupDrafter(Drafter):
         """
         n_probes = self.probe_shape.n_probes
         if self.ranking is not None:
-            kept, depth, is_chain = self.ranking.trees(drafts, sizes[:, 0], n_probes, self.keys(context, sizes))
+            kept, depth, is_chain = self.ranking.trees(drafts, sizes[:, 0], n_probes)
         else:
             kept, depth, is_chain = padded(drafts, sizes)
         if kept.shape[2] == 1:
@@ -144,12 +158,6 @@ class LookupDrafter(Drafter):
             probe = torch.zeros(parents.shape, dtype=torch.bool, device=context.device)
             probe[:, 1 : n_probes + 1] = True
         return DraftTree(*(tokens, parents, sources, None, probe), is_chain, depth, n_silent=self.probe_shape.n_silent)
-
-    def keys(self, context: Context, sizes: np.ndarray) -> np.ndarray:
-        """The noise of the places that drafts of these sizes reach, see `Ranking.trees`."""
-        if not context.sampling.shares_noise:
-            return NO_KEYS
-        return context.uniforms.on_host(context.n_tokens, int(sizes[:, 1].max())).numpy()
 
     def _likeliest(self, context: Context) -> Tensor:
         logits = context.last_logits
@@ -167,53 +175,3 @@ def padded(drafts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, int, bool
     kept[:, 0][padding] = kept[:, 2][padding] = 0
     kept[:, 1][padding] = PADDING_PARENT
     return kept, depth, bool(((kept[:, 1] == nodes - 1) | padding).all())
-
-
-class CandidateDrafter(LookupDrafter):
-    """A lookup method that adds its guesses to one candidate tree per row. It defines `new_row` and `propose_row`."""
-
-    @abstractmethod
-    def propose_row(self, state: RowState, tree: CandidateTree, row: int) -> None:
-        """Add the guesses of one row to its tree, best first. `row` is its index in the batch."""
-
-    def probes(self, state: RowState) -> list[int]:
-        """The P probe tokens of a row, in the order of `probe_shape`."""
-        return []
-
-    def propose(self, context: Context) -> DraftTree:
-        if self.ranking is not None:
-            self.ranking.begin()
-        trees, tokens = [], context.tokens.numpy()  # a NumPy scalar costs a tenth of a torch one
-        n_nodes = self.nodes_of_step
-        for row, (state, room) in enumerate(zip(self.rows, context.room, strict=True)):
-            root = int(tokens[row, context.n_tokens[row] - 1])
-            tree = CandidateTree(root, n_nodes, room - 1, self.probes(state), self.probe_shape)
-            if tree.n_free:
-                self.propose_row(state, tree, row)
-            trees.append(tree)
-        return self.drafted(context, *as_drafts(trees))
-
-
-class StoreDrafter(CandidateDrafter):
-    """A tree per step of what followed the last tokens in a datastore.
-
-    Args:
-        store: the datastore.
-        options: of the lookup.
-        max_nodes: of a tree, the root included.
-        max_guesses: branches; None: no limit.
-    """
-
-    def __init__(
-        self, store: Datastore, options: RetrievalOptions, max_nodes: int | str, max_guesses: int | None = None
-    ):
-        super().__init__(max_nodes)
-        self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
-
-    priors = store_priors()
-
-    def new_row(self, tokens: list[int]) -> deque[int]:
-        return deque(tokens, maxlen=self.retriever.options.max_suffix)
-
-    def propose_row(self, state: deque[int], tree: CandidateTree, row: int) -> None:
-        self.retriever.add_to(tree, list(state), self.max_guesses)

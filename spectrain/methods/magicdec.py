@@ -10,18 +10,15 @@ Letters: n active rows, K tokens of the view, H key/value heads, F rotary freque
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import torch
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel
 from spectrain.errors import UserError
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
-
-
-def build(target: TargetModel, **options) -> MagicDec:
-    """The method; it needs nothing but the target."""
-    return MagicDec(**options)
-
+from spectrain.methods.options import Nodes, Whole
 
 GAMMA = 4  # the k of SPIRe's comparison with MagicDec
 MOST = 8  # of a chain that adapts
@@ -47,11 +44,11 @@ class MagicDec(ChainDrafter):
 
     def __init__(
         self,
-        gamma: int | None = None,
-        sink_tokens: int = 1,
-        window_tokens: int = 64,
-        positions: str = "cache",
-        max_nodes: int | str | None = None,
+        gamma: Whole | None = None,
+        sink_tokens: Annotated[int, 0] = 1,
+        window_tokens: Annotated[int, 0] = 64,
+        positions: Literal["cache", "text"] = "cache",
+        max_nodes: Nodes = None,
     ):
         super().__init__(*lengths_of(gamma, max_nodes, GAMMA, MOST))
         self.sink_tokens = sink_tokens

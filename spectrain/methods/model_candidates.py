@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spectrain.kernels.cpu.intrinsics import MATHS, exp
 from spectrain.kernels.cpu.warping import BLOCK, largest, uniform_of
-from spectrain.methods.chances import KINDS, LIKELIEST, PARENTS, TOKENS
+from spectrain.methods.ranking import KINDS, LIKELIEST, PARENTS, TOKENS
 
 SHARES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])  # of q, where a new kind begins
 LEADS = np.array([0.1, 0.2, 0.35, 0.5, 0.7, 0.85])  # of E / q of the better one of two over the other's, likewise

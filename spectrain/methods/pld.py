@@ -6,20 +6,19 @@ Where none occurred, nothing is proposed.
 
 from __future__ import annotations
 
-from spectrain.decoding import Source, TargetModel
-from spectrain.methods.lookup import CandidateDrafter
+from typing import Literal
+
+from spectrain.decoding import Source
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+PAPERS_NODES = 11
 
 
-def build(target: TargetModel, **options) -> PromptLookup:
-    """The method; it takes nothing from the target."""
-    return PromptLookup(**options)
-
-
-class PromptLookup(CandidateDrafter):
+class PromptLookup(LookupDrafter):
     """One chain per step, copied from the row's own text.
 
     Args:
@@ -30,13 +29,15 @@ class PromptLookup(CandidateDrafter):
         max_nodes: the root included; fewer than draft_tokens + 1 shorten the guesses.
     """
 
+    drafts_chains = True
+
     def __init__(
         self,
-        max_ngram: int = 3,
-        draft_tokens: int = 10,
-        match: str = "latest",
+        max_ngram: Whole = 3,
+        draft_tokens: Whole = 10,
+        match: Literal["latest", "earliest"] = "latest",
         past_end: bool = True,
-        max_nodes: int | str = 11,
+        max_nodes: Nodes = 11,
     ):
         self.priors = [min(0.9, 0.2 + 0.2 * length) for length in range(max_ngram + 1)]  # by the match's length
         super().__init__(max_nodes)

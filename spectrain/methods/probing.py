@@ -18,14 +18,14 @@ from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.errors import UserError, check_whole
-from spectrain.methods.lookup import CandidateDrafter
+from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import ProbeShape
 
 PROBES_COST = 1.25
 AGE_PRIORS = (0.35, 0.25, 0.2, 0.15)  # of guesses, the newest first, by kind
 
 
-class ProbingDrafter(CandidateDrafter):
+class ProbingDrafter(LookupDrafter):
     """It defines `new_row`, `propose_row`, `probes`, `shape_of`; its row states have `predicted(new: list[int])`.
 
     Level by level, cell (level, column) is node `first_node` + level W + column.
@@ -53,8 +53,8 @@ class ProbingDrafter(CandidateDrafter):
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         super().start(target, cache)
-        if self.sizer is not None:
-            seconds = self.sizer.times.forwards[-1]
+        if self.budget is not None:
+            seconds = self.budget.costs.forward_s(cache.max_rows)[: self.max_nodes + 1]
             cheap = seconds <= PROBES_COST * seconds[1]
             most = min(int(cheap.nonzero()[0][-1]) - 1, self.max_nodes // 2)
             self._set_probes(max(most, self._column))

@@ -1,37 +1,42 @@
 """Every method by its name: one yaml in `conf/method/` and one file in this package.
 
-`generate`, `bench`, exports, serving and the tests find methods here and nowhere else. A yaml holds the options
-of the method's `build(target, ...)`, which `_target_` names, and what others must know of the method:
+`generate`, `bench`, exports, serving and the tests find methods here and nowhere else. The `_target_` of a yaml is a
+class or function that builds the method, and the rest of the yaml are its options. Its signature says what it takes:
+the target, where it has a parameter `target`; folders, where it has `drafter`, `head` or `datastore`, which are found
+or asked for here; and the options with their types (`options.py`). The module may say more by three constants:
 
-    _artifact_: spire | vanilla | head | datastore    the folder that `build` takes besides
-    _more_: datastore                                 a folder that it takes besides, where there is one
-    _nodes_: 64                                       the paper's `max_nodes`; without it: all, or gamma + 1
-    _ranks_: false                                    guesses are scored in the method's own order, see `LookupDrafter`
-    _chooses_: true                                   `build` takes other methods, by name
+    DRAFTER = "spire"      the kind of its drafter: spire or vanilla; trees have an option `tree` for it
+    PAPERS_NODES = 64      max_nodes in the paper; without it: all, or gamma + 1
+    TOKENS_ONLY = True     it drafts from tokens alone, so that a serving engine can run it
 
-Every `build` raises UserError where options contradict each other, or a folder is missing, damaged or does not fit.
+Every builder raises UserError where options contradict each other, or a folder is missing, damaged or does not fit.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spectrain.config.commands import Bench, Generate, Responses
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.methods.auto import METHODS, Auto
+from spectrain.methods import auto
+from spectrain.methods.budget import AUTO
 from spectrain.methods.lookup import LookupDrafter
-from spectrain.methods.sizing import AUTO
+from spectrain.methods.options import check_options, option_types
 from spectrain.models.artifacts import check_weights, decoded_by, is_export, newest_artifact, read_manifest
 from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.models.kinds import about
 from spectrain.retrieval.datastore import newest_datastore
+from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS, conf_dir
-from spectrain.stores.options import check_method_options
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +50,7 @@ def method_names() -> list[str]:
 
 
 def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
-    """Read `conf/method/<name>.yaml`, with another node budget where one is given and the method has a budget.
-
-    "paper" is that of its paper. A number is for trees: a method that drafts a chain keeps its own length.
-    """
+    """Read `conf/method/<name>.yaml`, with another node budget where one is given; see `with_nodes`."""
     config = OmegaConf.load(conf_dir() / "method" / f"{name}.yaml")
     for base in config.pop("defaults", []):  # as Hydra composes it: another method with other options
         if base != "_self_":
@@ -57,7 +59,10 @@ def method_config(name: str, max_nodes: int | str | None = None) -> DictConfig:
 
 
 def with_nodes(method: DictConfig, max_nodes: int | str | None) -> DictConfig:
-    """Return the method with another node budget; see `method_config`."""
+    """Return a method with another node budget, if it has a budget.
+
+    "paper" is that of its paper. A number is for trees: a method that drafts a chain keeps its own length.
+    """
     if max_nodes == PAPER:
         return with_papers_nodes(method)
     if max_nodes is not None and "max_nodes" in method and (max_nodes == AUTO or drafts_trees(method)):
@@ -67,29 +72,28 @@ def with_nodes(method: DictConfig, max_nodes: int | str | None) -> DictConfig:
 
 def with_papers_nodes(method: DictConfig) -> DictConfig:
     """A method that drafts as many tokens as in its paper, and in its order, where its `max_nodes` is auto."""
-    papers = {"max_nodes": method.get("_nodes_"), "_ranks_": False}
-    return OmegaConf.merge(method, papers) if method.get("max_nodes") == AUTO else method
+    return OmegaConf.merge(method, {"max_nodes": PAPER}) if method.get("max_nodes") == AUTO else method
 
 
-def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str, DictConfig]:
+def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, DictConfig]:
     """Every method, variant and exported folder that the config names, with its options; plain decoding first.
 
     Args:
-        cfg: has `methods`, `variants`, `max_nodes`.
+        command: its `methods`, `variants` and `max_nodes`.
         reserved: names that a variant must not have.
 
     Raises:
         UserError: a name is neither a file of `conf/method/`, a variant nor an exported folder, or an option is none of
             the method's.
     """
-    taken = [name for name in cfg.variants if name in (BASELINE, *reserved)]
+    taken = [name for name in command.variants if name in (BASELINE, *reserved)]
     if taken:
         raise UserError(f"variants.{taken[0]} has the name of what others are compared with; give it another name")
     files = method_names()
-    known = list(dict.fromkeys([*files, *cfg.variants]))
+    known = list(dict.fromkeys([*files, *command.variants]))
     found = {}
-    for name in dict.fromkeys([BASELINE, *(known if takes_all(cfg) else names(cfg.methods))]):
-        changes, exported = dict(cfg.variants.get(name) or {}), {}
+    for name in dict.fromkeys([BASELINE, *(known if takes_all(command) else names(command.methods))]):
+        changes, exported = dict(command.variants.get(name) or {}), {}
         base = changes.pop("method", name)
         if name not in known:
             if not is_export(name):
@@ -97,22 +101,32 @@ def method_configs(cfg: DictConfig, reserved: Collection[str] = ()) -> dict[str,
             base, exported = decoded_by(Path(name))
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
-        options = method_config(base, cfg.max_nodes)
+        options = method_config(base, command.max_nodes)
         found[name] = OmegaConf.merge(with_options(options, changes, base, f"variants.{name}."), exported)
     return found
 
 
-def takes_all(cfg: DictConfig) -> bool:
-    return "all" in names(cfg.methods)
+def takes_all(command: Bench) -> bool:
+    return "all" in names(command.methods)
 
 
 def build_function(method: Mapping) -> Callable[..., Drafter]:
-    """The function that a yaml's `_target_` names."""
-    return hydra.utils.get_method(method["_target_"])
+    """The class or function that a yaml's `_target_` names."""
+    return hydra.utils.get_object(method["_target_"])
+
+
+def instantiate(method: Mapping, target: TargetModel | None, options: Mapping) -> Drafter:
+    """Call what a yaml's `_target_` names with these options, and with the target where it takes one."""
+    create = hydra.utils.instantiate({"_target_": method["_target_"], **options}, _partial_=True, _convert_="all")
+    return create(target) if "target" in inspect.signature(build_function(method)).parameters else create()
+
+
+def module_of(method: Mapping) -> ModuleType:
+    return sys.modules[build_function(method).__module__]
 
 
 def plain_options(method: Mapping) -> dict:
-    """The options of `build` in a yaml: all but what describes the method."""
+    """The options in a yaml: all but what builds the method."""
     return {key: value for key, value in method.items() if not key.startswith("_")}
 
 
@@ -121,11 +135,8 @@ def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "
 
     `name` is what the method is called, and `where` what stands before an option that the user has typed.
     """
-    for key in changes:
-        if key not in method or key.startswith("_"):
-            takes = ", ".join(plain_options(method)) or "none"
-            raise UserError(f"{where}{key} is not an option of {name}; its options are {takes}")
-    check_method_options(OmegaConf.to_container(OmegaConf.create(dict(changes))), where)
+    values = OmegaConf.to_container(OmegaConf.create(dict(changes)))
+    check_options(build_function(method), values, name, where)
     return OmegaConf.merge(method, changes)
 
 
@@ -139,15 +150,33 @@ def names(value: str | float | ListConfig | Sequence[str | float] | None) -> lis
     return [value] if isinstance(value, str | float | int) else list(value or [])
 
 
+def artifact_kinds(method: Mapping) -> dict[str, str]:
+    """The folders that a method takes: their kinds, by the option that names them.
+
+    A head brings its drafter, so that of a method with a head is not among them.
+    """
+    takes, kinds = inspect.signature(build_function(method)).parameters, {}
+    if "head" in takes:
+        kinds["head"] = "head"
+    elif "drafter" in takes:
+        kinds["drafter"] = method.get("tree") or module_of(method).DRAFTER
+    if "datastore" in takes and method.get("datastore_source", True):
+        is_wanted = takes["datastore"].default is inspect.Parameter.empty or method.get("datastore") is not None
+        kinds |= {"datastore": "datastore"} if is_wanted else {}
+    return kinds
+
+
 def kind_of_drafter(folder: str | Path) -> str:
     """The kind of a folder given as drafter=. What is not one of our exports is a plain Hugging Face model: vanilla."""
     return read_manifest(Path(folder)).kind if is_export(folder) else "vanilla"
 
 
-def given_artifacts(cfg: DictConfig) -> dict[str, str]:
+def given_artifacts(
+    drafter: str | Sequence[str] | None, head: str | None = None, datastore: str | None = None
+) -> dict[str, str]:
     """The folders of `drafter=`, `head=` and `datastore=`, by kind. Raises UserError where two are of one kind."""
-    given: dict[str, str] = {kind: cfg[kind] for kind in ("head", "datastore") if cfg.get(kind)}
-    for folder in names(cfg.drafter):
+    given = {kind: folder for kind, folder in {"head": head, "datastore": datastore}.items() if folder}
+    for folder in names(drafter):
         kind = kind_of_drafter(folder)
         option = about(kind).option
         if option != "drafter":
@@ -172,7 +201,7 @@ def check_taken(
         built: the built methods: only then is it known which kind of drafter a head takes.
         by_baselines: kinds.
     """
-    taken = {options.get(key) for options in methods.values() for key in ("_artifact_", "_more_")} | set(by_baselines)
+    taken = {kind for options in methods.values() for kind in artifact_kinds(options).values()} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.artifacts}
     for kind in given.keys() - taken:
         one = about(kind)
@@ -184,76 +213,100 @@ def build_method(
     target: TargetModel | None,
     artifacts: Mapping[str, str] | None = None,
     sampling: Sampling | None = None,
+    ranks: bool = True,
 ) -> Drafter:
     """Build a method of `conf/method/` for this target.
 
-    A method that takes an artifact (see the top of this file) gets the folder that its own options name by this kind,
-    else the one that the user gave, else the newest fitting one below `checkpoints/`.
+    A method that takes a folder (see the top of this file) gets the one that its own options name, else the one that
+    the user gave, else the one that fits best of those below `checkpoints/` and those that come with spectrain.
 
     Args:
         method: the yaml's content.
         target: what is decoded; None: a serving engine's, of which nothing is at hand but the tokens.
         artifacts: folders that the user gave, by kind; those that the method does not take are left alone.
         sampling: for which heads are looked up; None: not known yet, so no head is said to be of another one.
+        ranks: whether a lookup with a fixed number of nodes scores the likeliest candidates, and not the first in its
+            own order, as "paper" does in any case.
 
     Raises:
-        UserError: the artifact is missing or does not fit.
+        UserError: a folder is missing or does not fit.
     """
-    if method.get("_chooses_"):
-        found = _to_choose_from(method, target, artifacts or {}, sampling)
-        drafter = build_function(method)(target, found, METHODS if method.methods is None else {})
-        drafter.target = target
-        kinds = {method_config(arm.name).get(key) for arm in drafter.arms for key in ("_artifact_", "_more_")}
-        drafter.artifacts |= {kind: folder for kind, folder in (artifacts or {}).items() if kind in kinds}
-        return drafter
-    if target is None:  # whose forwards cannot be timed
+    artifacts, build = {} if artifacts is None else artifacts, build_function(method)
+    if build is auto.build:
+        return _build_auto(method, target, artifacts, sampling)
+    if target is None:  # whose steps cannot be timed
         method = with_papers_nodes(method)
-    options, kind = plain_options(method), method.get("_artifact_")
-    artifacts = {} if artifacts is None else artifacts
+    options = OmegaConf.to_container(OmegaConf.create(plain_options(method)))
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
-    build, folder = build_function(method), None
-    if kind is not None:
-        own, given = options.pop(about(kind).option, None), artifacts.get(kind)
-        if own and given and own != given:  # of a variant or an exported folder
-            log.warning("the method's own %s=%s is used instead of %s", kind, own, given)
-        folder = own or given
-        if folder is None and options.get("datastore_source", True):
-            folder = find_artifact(kind, target)
-    if (more := method.get("_more_")) and options[more] == AUTO:
-        options[more] = artifacts.get(more) or _at_hand(more, target)
-    if kind is None:
-        drafter = build(target, **options)
-    elif kind == "head":
-        drafter = _build_with_head(build, target, folder, options, artifacts, sampling)
-    else:
-        drafter = build(target, folder, **options)
-    is_fixed = target is not None and type(options.get("max_nodes")) is int
-    if is_fixed and isinstance(drafter, LookupDrafter) and method.get("_ranks_", True):
+    ranks = ranks and target is not None and type(options.get("max_nodes")) is int
+    if options.get("max_nodes") == PAPER:
+        options["max_nodes"] = getattr(module_of(method), "PAPERS_NODES", None)
+    kinds = artifact_kinds(method)
+    for option, kind in kinds.items():
+        options[option] = _folder(option, kind, options.get(option), artifacts.get(kind), target)
+    if "datastore" not in kinds and "datastore" in option_types(build):
+        options["datastore"] = None
+    if "head" in kinds:
+        drafter_kind, options["drafter"] = _drafter_of_head(options["head"], target, artifacts)
+    drafter = instantiate(method, target, options)
+    if "head" in kinds:
+        drafter.artifacts = {"head": options["head"], drafter_kind: options["drafter"]}
+        facts = read_head_facts(Path(options["head"]), fingerprint(target.model, target.tokenizer))
+        drafter.warning = facts.why_off(options["head"], sampling) if sampling is not None else None
+        if drafter.warning:
+            log.warning("%s", drafter.warning)
+    drafter.timed_as = f"{module_of(method).__name__.rpartition('.')[2]}-{digest(options)}"
+    if ranks and isinstance(drafter, LookupDrafter):
         drafter.rank()
     if chooses:
-        drafter = Auto({method["_target_"].split(".")[-2]: drafter})
+        drafter = auto.Auto({module_of(method).__name__.rpartition(".")[2]: drafter})
     drafter.target = target
+    return drafter
+
+
+def _folder(option: str, kind: str, own: str | None, given: str | None, target: TargetModel) -> str | None:
+    """The folder of an artifact. `own`: as the method's options name it; "auto": one if there is one."""
+    if own not in (None, AUTO) and given and own != given:  # of a variant or an exported folder
+        log.warning("the method's own %s=%s is used instead of %s", option, own, given)
+    if own not in (None, AUTO) or given:
+        return given if own in (None, AUTO) else own
+    try:
+        return find_artifact(kind, target)
+    except UserError as error:
+        if own is None:
+            raise
+        log.info("%s", error)
+        return None
+
+
+def _build_auto(
+    method: DictConfig, target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling | None
+) -> Drafter:
+    drafter = auto.build(target, _to_choose_from(method, target, artifacts, sampling))
+    drafter.target = target
+    kinds = {kind for arm in drafter.arms for kind in artifact_kinds(method_config(arm.name)).values()}
+    drafter.artifacts |= {kind: folder for kind, folder in artifacts.items() if kind in kinds}
     return drafter
 
 
 def _to_choose_from(
     method: DictConfig, target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling | None
 ) -> dict[str, Drafter]:
-    """The methods that method=auto runs: those that it names; else all of METHODS that can be built.
+    """The methods that method=auto runs: those that it names; else all of `auto.METHODS` that can be built.
 
     Raises:
         UserError: one that is named, or whose folder was given, cannot be built.
     """
     asked, found, models = names(method.methods), {}, {}
     left_out: dict[str, list[str]] = {}  # names by the reason
-    for name in asked or METHODS:
-        if name not in method_names() or method_config(name).get("_chooses_"):
-            known = (one for one in method_names() if not method_config(one).get("_chooses_"))
+    for name in asked or auto.METHODS:
+        if name not in method_names() or name == "auto":
+            known = (one for one in method_names() if one != "auto")
             raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}")
-        if name == BASELINE or (not asked and any(name in METHODS[other].always for other in found)):
+        if name == BASELINE or (not asked and any(name in auto.METHODS[other] for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)
-        is_chosen = asked or config.get("_artifact_") in artifacts
+        is_chosen = asked or any(kind in artifacts for kind in artifact_kinds(config).values())
         try:
             built = build_method(config, target, artifacts, sampling)
         except UserError as error:
@@ -267,7 +320,7 @@ def _to_choose_from(
             left_out.setdefault(reason, []).append(name)
             continue
         model = getattr(drafter, "model", drafter)  # of a tree; its chain is of the same folder and options
-        if name in METHODS and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
+        if name in auto.METHODS and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
             model.share(models[type(model)])
         found[name] = drafter
     for reason, without in left_out.items():
@@ -276,7 +329,7 @@ def _to_choose_from(
 
 
 def build_methods(
-    cfg: DictConfig, methods: Mapping[str, DictConfig], target: TargetModel, sampling: Sampling
+    command: Bench, methods: Mapping[str, DictConfig], target: TargetModel, sampling: Sampling
 ) -> tuple[dict[str, Drafter], dict[str, str]]:
     """Build the methods of `method_configs` with the artifacts that the command was given.
 
@@ -286,41 +339,28 @@ def build_methods(
     Raises:
         UserError: a method that was named has no artifact for this target, or an option is wrong.
     """
-    given, built, skipped = given_artifacts(cfg), {}, {}
+    given, built, skipped = given_artifacts(command.drafter, command.head, command.datastore), {}, {}
     for name, options in methods.items():
-        kind = options.get("_artifact_")
+        kinds = artifact_kinds(options).values()
         try:
             built[name] = build_method(options, target, given, sampling)
         except UserError as error:
-            if cfg.get("method") is not None or not takes_all(cfg) or kind is None or kind in given:
+            if command.method is not None or not takes_all(command) or not kinds or any(kind in given for kind in kinds):
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
-    check_taken(given, methods, built.values(), by_baselines=["vanilla"] if cfg.peers else [])
+    check_taken(given, methods, built.values(), by_baselines=["vanilla"] if command.peers else [])
     return built, skipped
 
 
-def _build_with_head(
-    build: Callable[..., Drafter],
-    target: TargetModel,
-    folder: str,
-    options: dict,
-    artifacts: Mapping[str, str],
-    sampling: Sampling | None,
-) -> Drafter:
-    """Build a method from a head and its drafter: the given one, else the one inside, the one it was trained on, or
-    the newest."""
-    facts = read_head_facts(Path(folder), fingerprint(target.model, target.tokenizer))
-    kind, inside = facts.drafter.kind, own_drafter(folder)
+def _drafter_of_head(head: str, target: TargetModel, artifacts: Mapping[str, str]) -> tuple[str, str]:
+    """The kind and folder of a head's drafter: the given one, else the one inside, the one it was trained on, or the
+    one that is found."""
+    facts = read_head_facts(Path(head), fingerprint(target.model, target.tokenizer))
+    kind, inside = facts.drafter.kind, own_drafter(head)
     if inside is not None:
         check_weights(inside, "drafter")
     recorded = inside or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
-    drafter = str(artifacts.get(kind) or recorded or find_artifact(kind, target))
-    method = build(target, folder, drafter, **options)
-    method.artifacts = {"head": folder, kind: drafter}
-    method.warning = facts.why_off(folder, sampling) if sampling is not None else None
-    if method.warning:
-        log.warning("%s", method.warning)
-    return method
+    return kind, str(artifacts.get(kind) or recorded or find_artifact(kind, target))
 
 
 def find_artifact(kind: str, target: TargetModel) -> str:
@@ -339,24 +379,15 @@ def find_artifact(kind: str, target: TargetModel) -> str:
     return str(folder)
 
 
-def _at_hand(kind: str, target: TargetModel) -> str | None:
-    """`find_artifact`, or None where there is none."""
-    try:
-        return find_artifact(kind, target)
-    except UserError as error:
-        log.info("%s", error)
-        return None
-
-
-def build_configured(cfg: DictConfig, target: TargetModel, sampling: Sampling) -> Drafter:
+def build_configured(command: Generate | Responses, target: TargetModel, sampling: Sampling) -> Drafter:
     """The one method of a command's config: `method`, and the artifacts that it was given.
 
     Raises:
         UserError: see `build_method`; or something was given that the method does not take.
     """
-    given, kind = given_artifacts(cfg), cfg.method.get("_artifact_")
-    if kind in ("spire", "vanilla") and isinstance(cfg.drafter, str):  # whatever it is: the method says what is wrong
-        given = {other: folder for other, folder in given.items() if folder != cfg.drafter} | {kind: cfg.drafter}
-    drafter = build_method(cfg.method, target, given, sampling)
-    check_taken(given, {"this method": cfg.method}, [drafter])
+    given, kind = given_artifacts(command.drafter, command.head, command.datastore), artifact_kinds(command.method).get("drafter")
+    if kind is not None and isinstance(command.drafter, str):  # whatever it is: the method says what is wrong
+        given = {other: folder for other, folder in given.items() if folder != command.drafter} | {kind: command.drafter}
+    drafter = build_method(command.method, target, given, sampling)
+    check_taken(given, {"this method": command.method}, [drafter])
     return drafter

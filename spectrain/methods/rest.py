@@ -9,23 +9,28 @@ new token after a mismatch: its text does not follow the target's distribution. 
 
 from __future__ import annotations
 
+from collections import deque
+
 from spectrain.decoding import TargetModel
-from spectrain.methods.lookup import StoreDrafter
-from spectrain.retrieval.datastore import open_datastore
-from spectrain.retrieval.fusion import RetrievalOptions
+from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.options import Nodes, Whole
+from spectrain.retrieval.candidate_tree import CandidateTree
+from spectrain.retrieval.datastore import Datastore, open_datastore
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+PAPERS_NODES = 65
 
 
 def build(
     target: TargetModel,
     datastore: str,
-    max_suffix: int = 16,
-    min_suffix: int = 2,
-    max_matches: int = 5000,
-    branch_tokens: int = 10,
-    max_nodes: int | str = 65,
-) -> StoreDrafter:
+    max_suffix: Whole = 16,
+    min_suffix: Whole = 2,
+    max_matches: Whole = 5000,
+    branch_tokens: Whole = 10,
+    max_nodes: Nodes = 65,
+) -> Rest:
     """The method over the datastore of this folder.
 
     Args:
@@ -39,4 +44,29 @@ def build(
         max_nodes: of a tree, the root included.
     """
     options = RetrievalOptions(min_suffix, max_suffix, branch_tokens, max_matches, first_matches=True)
-    return StoreDrafter(open_datastore(datastore, target), options, max_nodes)
+    return Rest(open_datastore(datastore, target), options, max_nodes)
+
+
+class Rest(LookupDrafter):
+    """A tree per step of what followed the last tokens in a datastore.
+
+    Args:
+        store: the datastore.
+        options: of the lookup.
+        max_nodes: of a tree, the root included.
+        max_guesses: branches; None: no limit.
+    """
+
+    priors = store_priors()
+
+    def __init__(
+        self, store: Datastore, options: RetrievalOptions, max_nodes: int | str, max_guesses: int | None = None
+    ):
+        super().__init__(max_nodes)
+        self.store, self.retriever, self.max_guesses = store, Retriever(store, options), max_guesses
+
+    def new_row(self, tokens: list[int]) -> deque[int]:
+        return deque(tokens, maxlen=self.retriever.options.max_suffix)
+
+    def propose_row(self, state: deque[int], tree: CandidateTree, row: int) -> None:
+        self.retriever.add_to(tree, list(state), self.max_guesses)

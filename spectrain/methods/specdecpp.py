@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
 from spectrain.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
+from spectrain.methods.options import Dtype, Nodes, Share, Whole
 from spectrain.methods.registry import find_artifact
 from spectrain.methods.speculative import Speculative, load_draft_model
 from spectrain.methods.spire import Spire
@@ -91,12 +93,12 @@ def build(
     target: TargetModel,
     head: str,
     drafter: str,
-    threshold: float = 0.5,
-    min_candidates: int = 1,
-    max_candidates: int = 20,
-    judge: str = "current",
-    max_nodes: int | str | None = None,
-    draft_dtype: str = "auto",
+    threshold: Share = 0.5,
+    min_candidates: Whole = 1,
+    max_candidates: Whole = 20,
+    judge: Literal["current", "previous"] = "current",
+    max_nodes: Nodes = None,
+    draft_dtype: Dtype = "auto",
 ) -> Drafter:
     """Build the method from the folders of an exported head and of the drafter that it was trained on.
 

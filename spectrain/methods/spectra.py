@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from spectrain.decoding import TargetModel
+from spectrain.methods.options import Nodes, Whole
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
-from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.retrieval.datastore import open_datastore
-from spectrain.retrieval.fusion import Retriever
-
-RETRIEVAL = ("max_suffix", "min_suffix", "max_matches", "min_matches")
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 
 
-def build(target: TargetModel, datastore: str, max_nodes: int | str | None = None, **options) -> SpectraCore:
+def build(
+    target: TargetModel,
+    datastore: str,
+    max_nodes: Nodes = None,
+    max_suffix: Whole = 16,
+    min_suffix: Whole = 1,
+    max_matches: Whole = 100,
+    min_matches: Whole = 1,
+    **options: CoreOptions,
+) -> SpectraCore:
     """The core with a retriever over the datastore of this folder.
 
     Args:
         target: whose tokens the store must hold.
         datastore: folder.
         max_nodes: see `SpectraCore`.
-        options: those of `CoreOptions` and of `retrieval_options`.
+        max_suffix: this and the next three options are those of `spectra_retrieval.build`.
+        min_suffix: see there.
+        max_matches: see there.
+        min_matches: see there.
+        options: those of `CoreOptions`.
     """
-    retrieval = {name: options.pop(name) for name in RETRIEVAL if name in options}
     core = CoreOptions(**options)
-    retriever = Retriever(open_datastore(datastore, target), retrieval_options(core.ngram_tokens, **retrieval))
+    lookup = RetrievalOptions(min_suffix, max_suffix, core.ngram_tokens, max_matches, min_matches)
+    retriever = Retriever(open_datastore(datastore, target), lookup)
     return SpectraCore(core, max_nodes, retriever)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.transfer import to_device
 from spectrain.errors import UserError, check_number
+from spectrain.methods.options import Nodes, Whole
 from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
 from spectrain.retrieval.fusion import Retriever, store_priors
@@ -27,8 +29,8 @@ from spectrain.retrieval.fusion import Retriever, store_priors
 BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of forward guesses by age
 
 
-def build(target: TargetModel, max_nodes: int | str | None = None, **options) -> SpectraCore:
-    """The method; options are those of `CoreOptions`. It takes nothing from the target but the logits of its probes."""
+def build(max_nodes: Nodes = None, **options: CoreOptions) -> SpectraCore:
+    """The method."""
     return SpectraCore(CoreOptions(**options), max_nodes)
 
 
@@ -40,14 +42,14 @@ class CoreOptions:
         UserError: an option is out of range, or nothing is left to guess from.
     """
 
-    ngram_tokens: int = 5  # N, tokens of a candidate
-    pool_sequences: int = 15  # W, candidates
-    max_guesses: int = 15  # G: the latest G - 1 of the forward dictionary, one of the backward dictionary
+    ngram_tokens: Annotated[int, 2] = 5  # N, tokens of a candidate
+    pool_sequences: Whole = 15  # W, candidates
+    max_guesses: Annotated[int, 2] = 15  # G: the latest G - 1 of the forward dictionary, one of the backward dictionary
     # The probability with which a candidate's token is forced to be no key of the forward dictionary yet.
     # Differs from the paper: Algorithm 1, line 28, forces it where r > tau, and tau is 0.1 (appendix B.4), so with
     # probability 0.9; threshold=0.9 is that rule. By B.4, tau determines "when to force" such a token, which reads as
     # if forcing were the exception, and fewer tokens are accepted where it is the rule (docs/benchmarks.md).
-    threshold: float = 0.1
+    threshold: Annotated[float, "[0, 1]"] = 0.1
     forward: bool = True  # False: the forward dictionary gives no guesses
     backward: bool = True  # False: the backward dictionary gives no guess
     sub_ngrams: bool = True  # False: only whole candidates enter the dictionaries

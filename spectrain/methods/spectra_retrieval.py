@@ -7,7 +7,8 @@ the texts that the target predicts best are kept (`data_prep.datastore`).
 from __future__ import annotations
 
 from spectrain.decoding import TargetModel
-from spectrain.methods.lookup import StoreDrafter
+from spectrain.methods.options import Nodes, Whole
+from spectrain.methods.rest import Rest
 from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions
 
@@ -17,11 +18,14 @@ TOKENS_ONLY = True  # a serving engine can run it; see loading.py
 def build(
     target: TargetModel,
     datastore: str,
-    max_guesses: int = 15,
-    ngram_tokens: int = 5,
-    max_nodes: int | str | None = None,
-    **retrieval,
-) -> StoreDrafter:
+    max_guesses: Whole = 15,
+    ngram_tokens: Whole = 5,
+    max_nodes: Nodes = None,
+    max_suffix: Whole = 16,
+    min_suffix: Whole = 1,
+    max_matches: Whole = 100,
+    min_matches: Whole = 1,
+) -> Rest:
     """The method over the datastore of this folder.
 
     Args:
@@ -30,16 +34,12 @@ def build(
         max_guesses: G, branches of a tree.
         ngram_tokens: N, tokens of a branch.
         max_nodes: of a tree, the root included; None: all, 1 + G N.
-        retrieval: options of `retrieval_options`.
+        max_suffix: longest suffix that is looked for.
+        min_suffix: shortest suffix.
+        max_matches: continuations that are read, at regular intervals of all.
+        min_matches: with fewer, shorter suffixes are looked up too; 1: the longest suffix that is found is used.
     """
-    options = retrieval_options(ngram_tokens, **retrieval)
+    options = RetrievalOptions(min_suffix, max_suffix, ngram_tokens, max_matches, min_matches)
     all_nodes = 1 + max_guesses * ngram_tokens
     store = open_datastore(datastore, target)
-    return StoreDrafter(store, options, all_nodes if max_nodes is None else max_nodes, max_guesses)
-
-
-def retrieval_options(
-    ngram_tokens: int, max_suffix: int = 16, min_suffix: int = 1, max_matches: int = 100, min_matches: int = 1
-) -> RetrievalOptions:
-    """Options of a lookup, guesses of N tokens. The first suffix that is found wins, unless min_matches is raised."""
-    return RetrievalOptions(min_suffix, max_suffix, ngram_tokens, max_matches, min_matches)
+    return Rest(store, options, all_nodes if max_nodes is None else max_nodes, max_guesses)

@@ -21,10 +21,12 @@ from spectrain.decoding.weights import draft_dtype_of
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
+from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, trained_acceptance
 from spectrain.models.draft_states import in_vocabulary
 
+DRAFTER = "vanilla"
 GAMMA = 4  # drafted tokens per step
 MOST = 8  # of a chain that adapts
 
@@ -32,9 +34,9 @@ MOST = 8  # of a chain that adapts
 def build(
     target: TargetModel,
     drafter: str,
-    gamma: int | None = None,
-    max_nodes: int | str | None = None,
-    draft_dtype: str = "auto",
+    gamma: Whole | None = None,
+    max_nodes: Nodes = None,
+    draft_dtype: Dtype = "auto",
 ) -> Speculative:
     """The method from a Hugging Face folder or id; see `load_draft_model`.
 
@@ -152,6 +154,7 @@ class Speculative(ChainDrafter):
         self.cache.truncate([min(length, total - len(missed) - 1) for length, total, missed in known])
 
     def free(self, row: int) -> None:
+        super().free(row)
         self.cache.free(row)
 
     def _read_unseen(self, context: Context) -> DraftStep:

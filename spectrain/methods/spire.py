@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,9 @@ from spectrain.decoding.verify import MOST_REPLAYED
 from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs
+from spectrain.methods.budget import AUTO
 from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
-from spectrain.methods.sizing import AUTO
+from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, load_spire, trained_acceptance
@@ -37,11 +39,11 @@ from spectrain.models.spire import SpireDrafter
 
 def build(
     target: TargetModel,
-    drafter: str | Path,
-    gamma: int | None = None,
-    max_nodes: int | str | None = None,
-    draft_dtype: str = "auto",
-    draft_vocab: int | str | None = AUTO,
+    drafter: str,
+    gamma: Whole | None = None,
+    max_nodes: Nodes = None,
+    draft_dtype: Dtype = "auto",
+    draft_vocab: Whole | Literal["auto"] | None = AUTO,
 ) -> Spire:
     """The method from an exported drafter; raises UserError where it was trained for another target.
 
@@ -56,6 +58,7 @@ def build(
     return Spire(loaded, length, **options, adapts=adapts, acceptance=acceptance)
 
 
+DRAFTER = "spire"
 LONGER = 2  # times the k of training a chain may have that adapts
 FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long as reading its weights does
 
@@ -328,6 +331,7 @@ class Spire(ChainDrafter):
             self.finals[rows] = torch.where(last >= 0, finals, self.finals[rows])
 
     def free(self, row: int) -> None:
+        super().free(row)
         for one in (*self._prompts, *self._missed):
             one.of[row] = one.of[-1]
             one.of.pop()

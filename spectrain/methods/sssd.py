@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import torch
 from spectrain.decoding import Context, DraftTree, TargetModel
 from spectrain.errors import UserError
 from spectrain.methods.lookup import LookupDrafter
+from spectrain.methods.options import Nodes, Whole
 from spectrain.retrieval.calibration import read_calibration
 from spectrain.retrieval.continuation_tree import ContinuationTrie
 from spectrain.retrieval.datastore import Datastore, open_datastore
@@ -36,6 +38,8 @@ from spectrain.retrieval.fusion import (
 )
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
+PAPERS_NODES = 64
+Scale = Annotated[float, "[0, inf)"]
 DISCOUNTS = (
     "input_scale",
     "input_prefix_decay",
@@ -46,7 +50,7 @@ DISCOUNTS = (
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
 
-def build(target: TargetModel, datastore: str | None, max_nodes: int | str = 64, **options) -> Sssd:
+def build(target: TargetModel, datastore: str | None, max_nodes: Nodes = 64, **options: SssdOptions) -> Sssd:
     """The method over the datastore of this folder; further options are those of `SssdOptions`.
 
     With calibration="auto", the factors that the datastore was calibrated with take the place of the discounts.
@@ -71,22 +75,22 @@ class SssdOptions:
         UserError: nothing is left to propose, or the calibration is malformed.
     """
 
-    max_prefix: int = 4  # P (paper, section 3.1.1)
-    datastore_prefix: int = 8  # S
-    min_matches: int = 50  # fewer matches of a suffix in the datastore, and shorter ones are added
-    max_matches: int = 100  # M (section 3.1.2)
-    branch_tokens: int | None = None  # E; None: shrinks with the budget, see `branch_of`
+    max_prefix: Whole = 4  # P (paper, section 3.1.1)
+    datastore_prefix: Whole = 8  # S
+    min_matches: Annotated[int, 0] = 50  # fewer matches of a suffix in the datastore, and shorter ones are added
+    max_matches: Whole = 100  # M (section 3.1.2)
+    branch_tokens: Whole | None = None  # E; None: shrinks with the budget, see `branch_of`
     input_source: bool = True
     datastore_source: bool = True
     last_logits: bool = False
-    input_scale: float = 1.0
-    input_prefix_decay: float = 0.5
-    input_depth_decay: float = 0.95
-    datastore_prefix_decay: float = 0.8
-    datastore_depth_decay: float = 0.7
-    logits_candidates: int = 32
-    logits_scale: float = 0.03  # pseudo-probability of the likeliest candidate
-    logits_rank_decay: float = 0.5  # the one of rank r has scale / (r + 1) ^ decay
+    input_scale: Scale = 1.0
+    input_prefix_decay: Scale = 0.5
+    input_depth_decay: Scale = 0.95
+    datastore_prefix_decay: Scale = 0.8
+    datastore_depth_decay: Scale = 0.7
+    logits_candidates: Whole = 32
+    logits_scale: Scale = 0.03  # pseudo-probability of the likeliest candidate
+    logits_rank_decay: Scale = 0.5  # the one of rank r has scale / (r + 1) ^ decay
     calibration: Mapping[str, Sequence] | None = None  # input, datastore: [prefix - 1][depth - 1]; logits: [depth - 1]
 
     def __post_init__(self) -> None:
@@ -141,8 +145,6 @@ class Sssd(LookupDrafter):
         return ContinuationTrie(tokens, *((self.options.max_prefix, self.branch_tokens) if reads_text else (0, 0)))
 
     def propose(self, context: Context) -> DraftTree:
-        if self.ranking is not None:
-            self.ranking.begin()
         return self.drafted(context, *self.candidates(context, self.nodes_of_step))
 
     def candidates(self, context: Context, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.errors import UserError
 from spectrain.methods.loading import token_methods
-from spectrain.methods.registry import build_function, method_config, plain_options
+from spectrain.methods.registry import instantiate, method_config, plain_options
 from spectrain.models.artifacts import (
     CORPUS,
     DATASTORE,
@@ -182,7 +182,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
         log.info("datastore: %s", store.folder)
     # Options out of range are reported at the export, not at the start of a server.
     given = {"datastore": str(store.folder)} if store is not None else {"datastore": None} if name == "sssd" else {}
-    build_function(method_config(name))(None, **options, **given)
+    instantiate(method_config(name), None, options | given)
     tokens = store.manifest.tokens if store is not None else 0
     facts = LookupFacts(name, options, vocabulary, vocab_size, store is not None, tokens)
     return LookupExport(facts, target, tokenizer, store)

@@ -25,8 +25,8 @@ from spectrain.decoding.lean import shape_of
 from spectrain.decoding.noise import SharedNoise
 from spectrain.decoding.weights import on_cpu
 from spectrain.methods.auto import Auto
+from spectrain.methods.budget import ChainBudget, TreeBudget
 from spectrain.methods.registry import method_names
-from spectrain.methods.sizing import ChainSizer, Sizer
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
@@ -66,7 +66,7 @@ def same_tree_always(context, row) -> list[tuple[int, int]]:
     return [(0, 0), (1, 0), (2, 1), (0, 1), (1, 3)]
 
 
-TREES = ("spire_tree", "spire_sssd", "speculative_tree", "speculative_sssd")
+TREES = ("spire_tree", "spire_sssd")
 SMALL = {  # options in place of a method's yaml, so that tiny texts meet all of its branches
     "speculative": {"gamma": 3},
     "specdecpp": {"threshold": 0.6, "max_candidates": 3},
@@ -79,8 +79,6 @@ SMALL = {  # options in place of a method's yaml, so that tiny texts meet all of
     "spectra_retrieval": {"max_guesses": 4, "ngram_tokens": 3},
     "spectra": {"pool_sequences": 3, "ngram_tokens": 3, "max_guesses": 6},
     "sssd": {"max_nodes": 9},
-    "sssd_logits": {"max_nodes": 9},
-    "logitspec_datastore": {"max_nodes": 9},
     **{name: {"levels": 3, "branches": 2, "max_nodes": 7} for name in TREES},
 }
 
@@ -95,6 +93,10 @@ MORE = {  # drafters that no yaml describes alone
     "specdecpp, previous": lambda: drafter_of("specdecpp", judge="previous"),
     "specdecpp on spire": lambda: spire("random", HeadStop(random_head(), 0.6)),
     "specdecpp on spire, one program": lambda: spire("random", HeadStop(random_head(compiles=True), 0.6)),
+    "sssd, last logits": lambda: drafter_of("sssd", last_logits=True),
+    "logitspec, datastore": lambda: drafter_of("logitspec", datastore="auto"),
+    "tree of a vanilla drafter": lambda: drafter_of("spire_tree", tree="vanilla"),
+    "tree of a vanilla drafter and sssd": lambda: drafter_of("spire_sssd", tree="vanilla"),
     "tree": lambda: ScriptedDrafter(same_tree_always),
 }
 DRAFTERS = {**{name: partial(drafter_of, name) for name in method_names()}, **MORE}
@@ -280,7 +282,7 @@ def budgets_by_lot(monkeypatch) -> Callable[[str], Drafter]:
     """A method as users get it, whose trees have any number of nodes in each step, and which sleeps in some."""
     lots = Random(0)
 
-    def choices(sizer, n_rows, n_probes, n_nodes):
+    def choices(budget, n_rows, n_probes, n_nodes):
         return np.array([lots.choice([0, 1, 2, 5])]), np.zeros(n_nodes + 1)
 
     def choose(auto, context):
@@ -291,10 +293,8 @@ def budgets_by_lot(monkeypatch) -> Callable[[str], Drafter]:
             before.known = list(context.n_tokens)
             auto._catch_up(auto.active, context)
 
-    monkeypatch.setattr(Sizer, "choices", choices)
-    monkeypatch.setattr(ChainSizer, "begin", lambda sizer, n_rows: lots.choice([1, 2, 3]))
-    monkeypatch.setattr(ChainSizer, "drafted", lambda sizer, n_tokens: None)
-    monkeypatch.setattr(ChainSizer, "end", lambda sizer, emitted: None)
+    monkeypatch.setattr(TreeBudget, "choices", choices)
+    monkeypatch.setattr(ChainBudget, "choose", lambda budget, n_rows: lots.choice([0, 1, 2, 3]))
     monkeypatch.setattr(Auto, "_choose", choose)
     auto = {"max_nodes": "auto"}
     return lambda name: build_auto(name, artifacts(), SMALL.get(name, {}) | auto | FREE.get(name, {}))
@@ -303,7 +303,7 @@ def budgets_by_lot(monkeypatch) -> Callable[[str], Drafter]:
 FREE = {"speculative": {"gamma": None}}  # lengths of chains
 
 
-@pytest.mark.parametrize("method", ["pld", "sssd", "lookahead", "spire_tree", "speculative_sssd", "speculative"])
+@pytest.mark.parametrize("method", ["pld", "sssd", "lookahead", "spire_tree", "spire_sssd", "speculative"])
 def test_budgets_that_change_within_a_batch_leave_the_distribution(method, budgets_by_lot):
     assert p_value(budgets_by_lot(method), WARPED) > ALPHA
 

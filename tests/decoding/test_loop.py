@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from spectrain.decoding import Drafter, Sampling, Source, TargetModel, generate, stream
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.registry import method_config, method_names
+from spectrain.methods.registry import artifact_kinds, method_config, method_names
 from spectrain.methods.speculative import Speculative
 from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import (
@@ -71,7 +71,7 @@ ADAPTIVE = ("specdecpp", "specdecpp, previous", "confidence_stop", "entropy_stop
 
 
 def drafter_of(name: str, family: str, **options) -> Drafter:
-    if method_config(name).get("_artifact_") == "spire" and family not in SPIRE_FAMILIES:
+    if "spire" in artifact_kinds(method_config(name)).values() and family not in SPIRE_FAMILIES:
         pytest.skip("SPIRe drafters are for Llama-like targets")
     return build(name, artifacts(family), {**SMALL.get(name, {}), **options})
 

@@ -73,7 +73,7 @@ class Artifacts(dict):
 def build(name: str, artifacts: Artifacts, options: Mapping = {}) -> Drafter:
     """A method of `conf/method/` for the artifacts' target, with these options in place of its yaml's.
 
-    It drafts as many tokens as in the papers, unless the options say otherwise: `max_nodes=auto` goes by the clock.
+    It drafts as many tokens as in the papers, unless the options say otherwise.
     """
     return build_method(OmegaConf.merge(with_papers_nodes(method_config(name)), options), *of(artifacts))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,10 @@ from spectrain.decoding import DraftTree, KVCache, Sampling, Source, TargetModel
 from spectrain.decoding.tree import ROOT_PARENT
 from spectrain.kernels.reference import exponentials, mixed
 from spectrain.methods import spire_slots
+from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.draft_tree import TreeDrafter
+from spectrain.methods.draft_tree import Asking, TreeDrafter
 from spectrain.methods.model_candidates import N_KINDS, N_SHARES, first_ones, join, likeliest, likeliest_on_device
-from spectrain.methods.sizing import SELDOM
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.sssd import Sssd, SssdOptions
@@ -157,43 +155,32 @@ def test_where_the_model_does_not_pay_only_the_lookup_drafts():
     method = TreeDrafter(Speculative(TargetModel(tiny_model("llama", seed=5)), 3), "auto", 2, 3, input_only())
     asked = []
 
-    def asks(n_rows, found, rate):
+    def asks(found, price):
         asked.append(len(asked) % 3 == 0)
         return asked[-1]
 
     method.asking.asks = asks
-    found, plain = (generate(target, one, [text, text[:12]], 30, batch_size=2) for one in (method, Autoregressive()))
+    parts = Auto({"tree": method}), Autoregressive()
+    found, plain = (generate(target, one, [text, text[:12]], 30, batch_size=2) for one in parts)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert 0 < sum(asked) < len(asked)
-    assert method.sizer.times.draft_s[1].shares.keys() > {0}
     assert sum(one.drafted_by_source[Source.DRAFT] for one in found) > 0
 
 
-def test_a_level_that_once_took_long_is_read_again_and_then_timed():
-    target, text = TargetModel(tiny_model("llama")), [5, 6, 7, 8, 9] * 6
-    method = TreeDrafter(Speculative(TargetModel(tiny_model("llama", seed=5)), 3), "auto", 2, 3)
-    method.level_s.count(100.0)
-    generate(target, method, [text], 3 * SELDOM)
-    assert method.level_s.value < 1
-
-
-def test_the_first_draft_steps_of_their_size_are_not_timed():
-    """Their programs are written in them."""
-    target, text = TargetModel(tiny_model("llama")), [5, 6, 7, 8, 9] * 6
-    method = TreeDrafter(Speculative(TargetModel(tiny_model("llama", seed=5)), 4), "auto", 2, 4)
-    read, slow = method.model.read_nodes, set()
-
-    def read_nodes(context, tree, n_new):
-        if (tree.shape, n_new) not in slow:
-            slow.add((tree.shape, n_new))
-            time.sleep(0.3)
-        return read(context, tree, n_new)
-
-    method.model.read_nodes = read_nodes
-    for _ in range(2):
-        generate(target, method, [text], 20)
-        assert 0 < method.level_s.value < 0.1
-        slow.clear()  # the programs of a generation may go with it
+def test_a_model_is_asked_where_it_has_added_more_than_its_seconds_are_worth():
+    asking = Asking()
+    sure, unsure = Asking.FOUND[-1] + 1, Asking.FOUND[0] / 2
+    asked = {sure: 0, unsure: 0}
+    for _ in range(300):
+        for found, added in ((sure, 0.1), (unsure, 0.5)):
+            if asking.asks(found, 0.2):
+                asking.count(added)
+                asked[found] += 1
+    assert asked == {unsure: 300, sure: 300 // Asking.SELDOM}
+    for _ in range(20 * Asking.SELDOM):  # the text changes
+        if asking.asks(sure, 0.2):
+            asking.count(2.0)
+    assert asking.asks(sure, 0.2)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 700), (2, 3, 65), (1, 2, 3)])

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.decoding.lean import shape_of
 from spectrain.errors import UserError
+from spectrain.methods import speculative, spire
+from spectrain.methods.budget import ChainBudget
 from spectrain.models.artifacts import (
     MANIFEST,
     decoded_by,
@@ -145,6 +147,39 @@ def test_an_export_says_which_method_decodes_with_it_and_what_training_measured(
     trained = {"fastest_gamma": 2, "metrics": {"eval/alpha": 0.25}}
     (spire / MANIFEST).write_text(json.dumps(manifest | {"trained": trained}))
     assert (fastest_gamma(spire), trained_acceptance(spire)) == (2, 0.25)
+@pytest.mark.parametrize(("kind", "default"), [("spire", 4), ("vanilla", 4)])
+def test_the_fastest_draft_length_is_the_default_of_an_export(tmp_path, target, kind, default):
+    folder = {"spire": export_spire, "vanilla": export_vanilla}[kind](tmp_path / "one", target)
+    build = {"spire": spire.build, "vanilla": speculative.build}[kind]
+    assert build(target, str(folder)).gamma == default
+    with pytest.raises(UserError, match="gamma=0"):
+        build(target, str(folder), gamma=0)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for gamma in (2, 0, 2.5, "2", True):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"fastest_gamma": gamma}}))
+        if gamma == 2:
+            assert (build(target, str(folder)).gamma, build(target, str(folder), gamma=3).gamma) == (2, 3)
+        else:
+            with pytest.raises(UserError, match="is damaged .fastest_gamma="):
+                build(target, str(folder))
+
+
+@pytest.mark.parametrize("kind", ["spire", "vanilla"])
+def test_a_length_that_adapts_starts_from_the_acceptance_that_training_measured(tmp_path, target, kind):
+    folder = {"spire": export_spire, "vanilla": export_vanilla}[kind](tmp_path / "one", target)
+    build = {"spire": spire.build, "vanilla": speculative.build}[kind]
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for metrics, expected in (
+        ({"eval/alpha": 0.25}, 0.25),
+        ({}, ChainBudget.FIRST_CHANCE),
+        (None, ChainBudget.FIRST_CHANCE),
+    ):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": metrics}}))
+        assert build(target, str(folder), max_nodes="auto").budget.prior[0] == expected
+    for alpha in (2.0, "?", True):
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": {"eval/alpha": alpha}}}))
+        with pytest.raises(UserError, match="is damaged .eval/alpha="):
+            build(target, str(folder), max_nodes="auto")
 
 
 def test_the_newest_fitting_export_is_found(tmp_path, target):

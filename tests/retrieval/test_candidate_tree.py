@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spectrain.decoding import Context, DraftTree, Sampling, Source
-from spectrain.methods.lookup import CandidateDrafter
+from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
 
 GUESSES = st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.sampled_from([3, 4, 5])), max_size=12)
@@ -68,7 +68,7 @@ def two_rows(shape: ProbeShape = NO_PROBES, probes=((), ())) -> list[CandidateTr
     return rows
 
 
-class Any(CandidateDrafter):
+class Any(LookupDrafter):
     """Makes batches of trees."""
 
     def new_row(self, tokens):

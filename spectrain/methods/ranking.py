@@ -1,23 +1,16 @@
 """How likely each candidate of a draft tree is right, and which ones are scored.
 
-A method that looks its guesses up hands over more candidates than are scored, each with a kind: how it was found (which
-source, how long a match, which rank). How often a candidate is right, given that its parent was, is learnt for each
-kind and depth while the text is written, and corrected for each row, as texts differ. A candidate's chance is the
-product along its path. The emitted tokens say of all candidates on their way whether they were right, whether these
-were scored or not; so nothing has to be tried out.
-
-Where tokens are drawn by noise that all methods share, a candidate's own number E says more. The target draws a token
-of probability p if its E / p is the smallest; all others, which are 1 - p together, stay behind it with the
-probability exp(-E (1 - p) / p), whose mean over E is p. The chance c of a kind is a mean over contexts in most of
-which p is next to 0, so a candidate counts as c / s tokens of probability s = max(c, PLAUSIBLE). Kinds that are made
-from E already have s = 1, which leaves c as it is.
+A lookup hands over more candidates than are scored, each with a kind: how it was found (which source, how long a match,
+which rank). How often a candidate is right, given that its parent was, is learnt for each kind and depth while the text
+is written, and corrected for each row, as texts differ. A candidate's chance is the product along its path. The emitted
+tokens say of all candidates on their way whether they were right, whether these were scored or not; so nothing has to
+be tried out.
 
 Letters: b rows, N candidates and root, K kinds, D depths that are told apart, w width of the step's trees.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,7 +18,6 @@ from numba import njit
 
 from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.tree import PADDING_PARENT
-from spectrain.kernels.cpu.warping import uniform_of
 
 TOKENS, PARENTS, SOURCES, KINDS = range(4)  # of a draft [4, N]
 DEPTHS = 6  # D: deeper candidates count as of the last
@@ -34,10 +26,8 @@ KIND_TRIALS = 8.0  # that a kind's mean is worth for each of its depths
 ROW_TRIALS = 6.0  # that a ratio of 1 is worth for a row's own ratio to the mean
 MOST_TRIALS = 512.0  # then counts are halved, so that what is older counts less
 MOST_ROW_TRIALS = 24.0  # the same for a row
-PLAUSIBLE = 0.5  # the chance that a candidate of a lookup has, where it has one at all
 LIKELIEST = 0.98  # no candidate is held for more certain
 CANDIDATES = 2  # times the nodes that are scored, where their number is fixed
-NO_KEYS = np.zeros((0, 0), dtype=np.int64)
 
 
 @njit(nogil=True, cache=True)
@@ -59,19 +49,18 @@ def _count(kind, depth, hit, hits, trials):
 
 
 @njit(nogil=True, cache=True)
-def chances(drafts, sizes, n_probes, learnt, own, keys, out):
+def chances(drafts, sizes, n_probes, learnt, own, out):
     """Fill out [b, N] float64 with the chance that each candidate is accepted; probes and padding have 0.
 
     Args:
         drafts: [b, 4, N] int64.
         sizes: [b] int64 nodes of each, root and probes included.
         n_probes: nodes 1..P, which are not accepted.
-        learnt: hits and trials [K, D + 1], prior [K], and s of each kind [K].
+        learnt: hits and trials [K, D + 1], and prior [K].
         own: [b, 2, 2] right ones, and those expected, of each row: of the first token, of deeper ones.
-        keys: [b, depth] int64, see `Ranking.trees`.
         out: see above.
     """
-    hits, trials, prior, plausible = learnt
+    hits, trials, prior = learnt
     depths = np.zeros(drafts.shape[2], dtype=np.int64)
     for row in range(len(drafts)):
         draft, one = drafts[row], out[row]
@@ -84,10 +73,6 @@ def chances(drafts, sizes, n_probes, learnt, own, keys, out):
             near = min(depth, 1)
             ratio = (own[row, near, 0] + ROW_TRIALS) / (own[row, near, 1] + ROW_TRIALS)
             chance = min(ratio * _chance(draft[KINDS, i], min(depth, DEPTHS - 1), hits, trials, prior), LIKELIEST)
-            if depth < keys.shape[1] and chance > 0.0:
-                late = -math.log(uniform_of(keys[row, depth], draft[TOKENS, i]))
-                share = max(chance, plausible[draft[KINDS, i]])
-                chance *= math.exp(-late * (1.0 - share) / share) / share
             one[i] = one[parent] * chance
 
 
@@ -209,7 +194,6 @@ class Ranking:
         shape = len(priors), DEPTHS + 1
         self.most_nodes = most_nodes
         self.learnt = np.zeros(shape), np.zeros(shape), np.array(priors, dtype=np.float64)
-        self.plausible = np.full(len(priors), PLAUSIBLE)
         self.own = np.zeros((0, 2, 2))  # see `chances`
         self.sampling: Sampling | None = None
         self.n_candidates = CANDIDATES * most_nodes  # that are worth looking for
@@ -231,12 +215,7 @@ class Ranking:
     def free(self, row: int, last: int) -> None:
         self.own[row] = self.own[last]
 
-    def begin(self) -> None:
-        """A step begins."""
-
-    def trees(
-        self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int = 0, keys: np.ndarray = NO_KEYS
-    ) -> tuple[np.ndarray, int, bool]:
+    def trees(self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int = 0) -> tuple[np.ndarray, int, bool]:
         """Choose among the candidates of all rows.
 
         Args:
@@ -244,18 +223,16 @@ class Ranking:
                 stand before children.
             sizes: [b] int64: nodes of each.
             n_probes: P.
-            keys: [b, depth] int64 of `SharedNoise` for the places behind the root; empty where tokens are drawn
-                otherwise.
 
         Returns:
             Tokens, parents and sources [b, 3, w] int64; the depth; and whether all are chains.
         """
         n_rows, n_nodes = len(drafts), drafts.shape[2]
         kept = np.empty((n_rows, 3, n_nodes), dtype=np.int64)
-        (width, gained, self.value), order, _ = self._widths(drafts, sizes, n_probes, keys)
+        (width, gained, self.value), order, _ = self._widths(drafts, sizes, n_probes)
         depth, chains = cut(drafts, sizes, n_probes, order, width, kept)
         self._last = [(drafts, sizes, n_probes, 0)]
-        self.chose(1 + n_probes + width, n_probes, gained)
+        self.chose(width, n_probes, gained, n_rows)
         return kept[:, :, : 1 + n_probes + width], depth, bool(chains)
 
     def learn_also(self, drafts: np.ndarray, sizes: np.ndarray, n_kinds: int) -> None:
@@ -266,43 +243,39 @@ class Ranking:
         tree, n_nodes, n_probes, _ = self._last[0]
         self._last = [(tree, n_nodes, n_probes, n_kinds), (drafts, sizes, 0, 0)]
 
-    def value_of(
-        self, drafts: np.ndarray, sizes: np.ndarray, keys: np.ndarray = NO_KEYS
-    ) -> tuple[float, float, np.ndarray]:
+    def value_of(self, drafts: np.ndarray, sizes: np.ndarray) -> tuple[float, float, np.ndarray]:
         """Return what trees of these candidates would gain. For the arguments see `trees`.
 
         Returns:
             The tokens gained on average, these less what the nodes must gain, and the chance [b, N] of each candidate.
         """
-        (_, gained, value), _, likely = self._widths(drafts, sizes, 0, keys)
+        (_, gained, value), _, likely = self._widths(drafts, sizes, 0)
         return gained, value, likely
 
     def _widths(
-        self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int, keys: np.ndarray
+        self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int
     ) -> tuple[tuple[int, float, float], np.ndarray, np.ndarray]:
         """Return the result of `best_width`, the order that it fills, and the chances of the candidates."""
-        likely = self.likely(drafts, sizes, n_probes, keys)
+        likely = self.likely(drafts, sizes, n_probes)
         order = np.zeros(likely.shape, dtype=np.int64)
         widths, price = self.choices(len(drafts), n_probes, drafts.shape[2])
         return best_width(sizes, n_probes, likely, price, widths, order), order, likely
 
-    def likely(
-        self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int = 0, keys: np.ndarray = NO_KEYS
-    ) -> np.ndarray:
+    def likely(self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int = 0) -> np.ndarray:
         """Return the chance [b, N] that each candidate is accepted, 1 for the roots. For the arguments see `trees`."""
         likely = np.empty((len(drafts), drafts.shape[2]))
-        chances(drafts, sizes, n_probes, (*self.learnt, self.plausible), self.own, keys, likely)
+        chances(drafts, sizes, n_probes, self.learnt, self.own, likely)
         return likely
 
     def choices(self, n_rows: int, n_probes: int, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """Widths to choose among, without the root and the probes, and what each must gain, see `best_width`."""
         return np.array([self.most_nodes - 1 - n_probes]), np.zeros(n_nodes + 1)
 
-    def chose(self, width: int, n_probes: int, gained: float) -> None:
-        """The trees have this width, and may gain so many tokens on average."""
+    def chose(self, width: int, n_probes: int, gained: float, n_rows: int) -> None:
+        """The trees score so many candidates, and may gain so many tokens on average, those of all rows together."""
 
-    def end(self, emitted: Sequence[Sequence[int]]) -> None:
-        """The step has ended: row b gained the tokens emitted[b]."""
+    def end(self, emitted: Sequence[Sequence[int]], reads: int = 0) -> None:
+        """The step has ended: row b gained the tokens emitted[b]. A draft model was read so often in it."""
         for i, (drafts, sizes, n_probes, first_kind) in enumerate(self._last):
             own = self.own if i == 0 else self.own.copy()  # a row's own ratio is that of its trees
             for row, tokens in enumerate(emitted):
