@@ -128,8 +128,7 @@ def configured(options: Bench) -> dict[str, DictConfig]:
         return registry.method_configs(options, reserved=BASELINES)
     name = HydraConfig.get().runtime.choices["method"]
     plain = registry.method_config(registry.BASELINE)
-    own = OmegaConf.create(OmegaConf.to_container(options.method, resolve=True))  # Hydra's node takes no new keys
-    return {registry.BASELINE: plain, name: registry.with_nodes(own, options.max_nodes)}
+    return {registry.BASELINE: plain, name: registry.with_nodes(OmegaConf.create(options.method), options.max_nodes)}
 
 
 def build_baselines(
