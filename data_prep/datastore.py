@@ -2,7 +2,6 @@
 
     python -m data_prep.datastore corpus=<file, folder or dataset id> target=<folder or hub id>
     torchrun --nproc-per-node 2 -m data_prep.datastore corpus=... target=...
-    python -m data_prep.datastore inspect=<datastore> lookup="for i in range("
 
 The same command resumes after an interruption. Options are in `conf/datastore.yaml`, the format in docs/data.md.
 """
@@ -12,50 +11,32 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
-from data_prep.coverage import Samples
 from data_prep.documents import DocumentParts
-from data_prep.lookup import show_lookup
 from data_prep.pipeline import Build, hashed_config, store_path
-from data_prep.progress import console, show_facts, target_override
+from data_prep.progress import show_facts, target_override
 from data_prep.ranks import launch, rank_device
 from data_prep.select import Scoring, Selection
 from data_prep.tokenise import Corpus
 from spectrain.cli import command, interruptible, open_target
-from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
-from spectrain.decoding.loading import read_tokenizer
+from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.models.packages import target_path
-from spectrain.retrieval.datastore import DATASTORES, Datastore, Manifest
+from spectrain.retrieval.datastore import DATASTORES, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import digest
-from spectrain.stores.rows import RESPONSES, id_range
-from spectrain.stores.texts import responses_of
 
-SHOWN_SOURCES = 8
-NOT_HASHED = ("out", "fresh", "inspect", "lookup")  # they do not change the store
+NOT_HASHED = ("out", "fresh")  # they do not change the store
 # Parts and scores do not depend on these either.
 CHOICE = (
-    *("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "rank", "samples", "quota"),
+    *("keep", "max_perplexity", "keep_tokens", "perplexity_filter"),
     *("always_score", "seed", "shard_tokens"),
 )
 
 
 def main(cfg: DictConfig) -> None:
-    if cfg.inspect is not None:
-        inspect(cfg)
-        return
-    if cfg.lookup is not None:
-        raise UserError("lookup= needs inspect=<datastore>; give the folder to look it up in")
-    limits = cfg.keep, cfg.max_perplexity, cfg.keep_tokens
-    selection = Selection(*limits, cfg.perplexity_filter, cfg.seed, cfg.rank, cfg.quota)
-    if selection.rank == "acceptance" and cfg.samples is None:
-        raise UserError("rank=acceptance needs sample answers; give samples=<folder of data_prep.responses>")
-    if selection.rank != "acceptance" and cfg.samples is not None:
-        raise UserError(f"samples={cfg.samples} is an option of rank=acceptance; give rank=acceptance or remove it")
+    selection = Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
     if cfg.score_on == "response" and not (selection.needs_perplexities or cfg.always_score):
         raise UserError("score_on=response is for perplexities, which this choice does not need; remove score_on")
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
@@ -86,7 +67,6 @@ def documents(cfg: DictConfig, build: Build, selection: Selection, scored_config
         identity={"config": scored_config, **prints},
         corpus=Corpus(**options, tokenizer=target.tokenizer, vocab_size=target.vocab_size),
         selection=selection,
-        samples=read_samples(cfg.samples, target) if selection.needs_places else None,
         scored=selection.needs_perplexities or cfg.always_score,
         score_on=cfg.score_on,
         shard_tokens=min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
@@ -95,18 +75,6 @@ def documents(cfg: DictConfig, build: Build, selection: Selection, scored_config
         work=build.work,
         manifest=partial(Manifest, target=cfg.target.path, **prints, vocab_size=target.vocab_size),
     )
-
-
-def read_samples(samples: str, target: TargetModel) -> Samples:
-    """Read the answers of one or several stores of responses; UserError where a store is of another tokenizer."""
-    try:
-        stores = responses_of(samples, target.tokenizer)
-        for store in stores:
-            RESPONSES.check_ids(store.folder, *id_range(store.rows), target.vocab_size)
-    except UserError as error:
-        raise UserError(f"samples={samples}: {error}") from error
-    rows = (row for store in stores for row in store.rows.with_format("numpy", columns=["prompt", "response"]))
-    return Samples.of((row["prompt"], row["response"]) for row in rows)
 
 
 def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
@@ -133,7 +101,6 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "files not UTF-8": f"{counts.get('not_utf8', 0):,}{more}",
         "held out": f"{n_held_out:,} (as in training, so that benchmarks on them stay honest)",
         "kept": f"{manifest.documents:,} documents, {manifest.tokens:,} tokens",
-        "kept by source": kept_by_source(manifest.build.get("sources")),
         "dropped": f"{n_dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens",
         "perplexity, median": median,
         "shards": str(len(manifest.shards)),
@@ -141,36 +108,8 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
     }
 
 
-def kept_by_source(sources: dict[str, dict[str, int]] | None) -> str | None:
-    """Describe what quotas kept, of the largest sources."""
-    if sources is None:
-        return None
-    largest = sorted(sources.items(), key=lambda item: -item[1]["documents"])[:SHOWN_SOURCES]
-    found = ", ".join(f"{name} {facts['kept']:,} of {facts['documents']:,}" for name, facts in largest)
-    return found + (f", and {len(sources) - len(largest)} more" if len(sources) > len(largest) else "")
-
-
 def number(value: float | str | None) -> str:
     return "infinite" if value is None else value if isinstance(value, str) else f"{value:,.4g}"
-
-
-def inspect(cfg: DictConfig) -> None:
-    """Check a store's files, show what it is and, with `lookup`, where a text occurs in it."""
-    store = Datastore(cfg.inspect)
-    store.verify()
-    show_facts("datastore", store_facts(store.folder, store.manifest))
-    console().print("every file has the sha256 of the manifest", style="dim")
-    if cfg.lookup is None:
-        return
-    named = any(o.startswith(("target=", "target.path=")) for o in HydraConfig.get().overrides.task)
-    path = cfg.target.path if named else store.manifest.target
-    folder = target_path(path)
-    try:
-        tokenizer = read_tokenizer(folder)
-    except Exception as error:  # tokenizers, JSON and the hub each raise their own types here
-        raise UserError(f"the tokenizer of {path} cannot be read ({type(error).__name__}); give target=...") from error
-    store.check_fits(tokenizer_fingerprint(tokenizer), path)
-    show_lookup(store, tokenizer, str(cfg.lookup))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from spectrain.stores.environment import TYPED_COMMAND
 from spectrain.stores.locations import conf_dir
 from spectrain.stores.options import check_options
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
-from spectrain.stores.writing import drop_stdout, is_stdout_closed, naming_a_full_disk, stdout_room
+from spectrain.stores.writing import naming_a_full_disk
 
 log = logging.getLogger(__name__)
 
@@ -214,14 +214,12 @@ def one_sentence(config_name: str, out: Sequence[Path] = ()) -> Iterator[None]:
     except HydraException as error:
         sentence = hydra_sentence(error, config_name, sys.argv[1:])
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_stdout_closed():
-            drop_stdout()
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails again while it flushes
             raise SystemExit(PIPE_CLOSED) from None
         if error.filename is None:
             raise
         sentence = f"{error.filename} cannot be read or written ({error.strerror}); see to it, or give another path"
-    if stdout_room() == {"stdout": 0}:
-        drop_stdout()
     if sentence is not None:
         print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     raise SystemExit(2)

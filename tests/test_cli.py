@@ -151,14 +151,6 @@ def started(tmp_path: Path, stdout: int, *options: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=tmp_path, env=environment, **piped)
 
 
-def test_a_stdout_without_room_is_named(tmp_path):
-    with open("/dev/full", "wb") as full:
-        done = started(tmp_path, full.fileno())
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the disk of stdout is full; free some and run the same command again")
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("options", [(), ("--cfg", "job")], ids=["printed by rich", "printed by Hydra"])
 def test_a_closed_pipe_ends_the_command_as_it_ends_others(tmp_path, options):
     read, write = os.pipe()

@@ -36,7 +36,7 @@ from spectrain.models.head import AcceptanceHead, HeadFacts, save_drafter, save_
 from spectrain.models.packages import target_path
 from spectrain.models.vanilla import save_pretrained
 from spectrain.retrieval.datastore import Datastore, newest_datastore
-from spectrain.stores.folder import MANIFEST, load_json, write_json
+from spectrain.stores.folder import MANIFEST, write_json
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.training.experiments import export_dtype, head_facts, trained_drafter, trained_head, trained_target
 from spectrain.training.runs import RunFolder
@@ -272,7 +272,7 @@ def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Pa
     (folder / DATASTORE).mkdir()
     for name in [name for shard in store.manifest.shards for name in shard.files]:
         shutil.copyfile(store.folder / name, folder / DATASTORE / name)
-    write_json(folder / DATASTORE / MANIFEST, load_json(store.folder / MANIFEST))  # an old one may hold a NaN
+    shutil.copyfile(store.folder / MANIFEST, folder / DATASTORE / MANIFEST)
     tokens, texts = [], []  # of the chosen documents
     every = max(1, store.manifest.documents // TRIED_DOCUMENTS)
     with (folder / CORPUS).open("w", encoding="utf-8") as lines:

@@ -35,7 +35,6 @@ from spectrain.stores.folder import (
     digest,
     locked,
     read_object,
-    read_text,
     refuse_existing,
     remove_leftovers,
     strict,
@@ -44,7 +43,7 @@ from spectrain.stores.folder import (
 )
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.options import check_options, without_limits
-from spectrain.stores.yaml_files import LARGEST_YAML_BYTES, read_yaml
+from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
 from spectrain.training.curves import Curve, merged
 from spectrain.training.run_facts import Attempt, Facts, Metrics, TrainingResult
@@ -66,7 +65,7 @@ class MissingOption(UserError, LookupError):
 def _written_config(path: Path) -> dict:
     """Read the config of a run. Raise ValueError where it is damaged, or cut off inside a line."""
     config = dict(read_yaml(path / CONFIG))
-    if not read_text(path / CONFIG, LARGEST_YAML_BYTES).endswith("\n"):
+    if not (path / CONFIG).read_text().endswith("\n"):
         raise ValueError("it is cut off")
     return config
 

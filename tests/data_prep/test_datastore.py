@@ -1,14 +1,12 @@
-"""`python -m data_prep.datastore`: what is kept, written, resumed, inspected and refused."""
+"""`python -m data_prep.datastore`: what is kept, written, resumed and refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
 import shutil
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,14 +15,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from data_prep import documents
-from data_prep.lookup import look_up
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, select
 from spectrain.decoding import load_target
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Datastore
 from spectrain.stores import tables
-from spectrain.stores.rows import open_responses, write_responses
-from spectrain.stores.texts import is_held_out, train_tokenizer
+from spectrain.stores.rows import open_responses
+from spectrain.stores.texts import is_held_out
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import N_ROWS, contents, cut, kept_ids, save_responses, text_of
 
@@ -248,101 +245,6 @@ def test_what_keeps_nothing_is_said():
             select(Selection(keep=None, **options), list("abcdef"), TOKENS, SCORES)
 
 
-SOURCES = list("aaabbb")
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({"keep": 0.5}, [0, 1, 3, 4]),  # half of three is two
-        ({"keep": 4}, [0, 1, 3, 4]),
-        ({"keep": 2}, [1, 4]),
-        ({"keep": None, "keep_tokens": 100}, [1, 3, 4]),  # 31 of 151 tokens are of a
-        ({"keep": None, "keep_tokens": 90}, [3, 4]),  # the first of a has 20 tokens, more than its 18
-        ({"keep": None, "keep_tokens": 60}, [4]),
-        ({"keep_tokens": 1000, "keep": None, "max_perplexity": 3.0}, [1, 3, 4]),
-    ],
-)
-def test_a_quota_holds_within_each_source_in_proportion(options, kept):
-    found = select(Selection(**options, quota="source"), list("abcdef"), TOKENS, SCORES, sources=SOURCES)
-    assert np.flatnonzero(found).tolist() == sorted(kept)
-
-
-def test_a_rank_by_acceptance_goes_by_places_and_holds_the_other_limits():
-    places = np.array([5, 4, 0, 3, 2, 1])
-    for options, kept in (
-        ({"keep": 2}, [2, 5]),
-        ({"keep": None, "keep_tokens": 60}, [2, 5]),
-        ({"keep": 3, "max_perplexity": 9.0}, [4, 5]),
-        ({"keep": 4, "quota": "source"}, [1, 2, 4, 5]),
-    ):
-        selection = Selection(**options, rank="acceptance")
-        assert selection.needs_perplexities == ("max_perplexity" in options)
-        found = select(selection, list("abcdef"), TOKENS, SCORES, places, SOURCES)
-        assert np.flatnonzero(found).tolist() == kept
-
-
-def save_mixed(folder: Path) -> None:
-    """Two files: texts as in `made`, and words of which each occurs in one text only."""
-    folder.mkdir()
-    rows = {"code.jsonl": map(text_of, range(24)), "words.jsonl": (f"{i * i} unlike words {i}" * 3 for i in range(12))}
-    for name, texts in rows.items():
-        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-def save_samples(made: Path, folder: Path, answer: str, **changes: str) -> None:
-    """A store of one response; `changes` are of its manifest."""
-    target = load_target(made / "target", device="cpu")
-    ids = target.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    save_responses(folder.with_name("any"), target, N_ROWS)
-    store = open_responses(folder.with_name("any"))
-    row = store.rows[0] | {"id": "q", "prompt": ids[:2], "response": ids[2:]}
-    manifest = dataclasses.replace(store.manifest, counts={**store.manifest.counts, "responses": 1})
-    write_responses(folder, [row], dataclasses.replace(manifest, **changes))
-
-
-def test_quotas_keep_of_each_file_and_acceptance_keeps_what_the_samples_say(run, small, made, tmp_path, monkeypatch):
-    save_mixed(tmp_path / "mixed")
-    save_samples(made, tmp_path / "samples", "25 unlike words 5")
-    mixed = [*small, "corpus=mixed", "corpus.held_out_share=0"]
-    code, out, err = run(*mixed, "out=quota", "quota=source")
-    assert code == 0, err
-    assert "code.jsonl 12 of 24, words.jsonl 6 of 12" in out
-    assert Counter(name.split(":")[0] for name in kept_ids("quota")) == {"code.jsonl": 12, "words.jsonl": 6}
-    monkeypatch.setattr(documents, "perplexities", lambda *arguments: pytest.fail("scored"))
-    ranked = [*mixed, "rank=acceptance", "samples=samples"]
-    code, out, err = run(*ranked, "out=ranked", "keep=1")
-    assert code == 0, err
-    assert kept_ids("ranked") == ["words.jsonl:6"]
-    cut(run, monkeypatch, *ranked, "out=resumed", "keep=1")
-    assert run(*ranked, "out=resumed", "keep=1")[0] == 0
-    assert contents("resumed")["tokens-00000.npy"] == contents("ranked")["tokens-00000.npy"]
-    assert run(*ranked, "out=both", "keep=4", "quota=source")[0] == 0
-    assert Counter(name.split(":")[0] for name in kept_ids("both")) == {"code.jsonl": 3, "words.jsonl": 1}
-    rows = [json.loads(line) for line in Path("both/documents.jsonl").read_text().splitlines()]
-    assert {row["source"] for row in rows} == {"code.jsonl", "words.jsonl"}
-
-
-def test_quotas_without_sources_are_refused_before_anything_is_scored(run, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "perplexities", lambda *arguments: pytest.fail("scored"))
-    save_mixed(tmp_path / "mixed")
-    lines = [json.dumps({"text": text_of(i), "source": f"page {i}"}) + "\n" for i in range(5)]
-    Path("pages.jsonl").write_text("".join(lines))
-    for corpus, what in (("mixed/code.jsonl", "24 all are of code.jsonl"), ("pages.jsonl", "5 each has its own")):
-        code, _, err = run(*small, f"corpus={corpus}", "corpus.held_out_share=0", "quota=source")
-        assert code == 2
-        assert f"error: quota=source needs documents of several sources, but of these {what}; give a folder" in err
-        assert err.count("\n") == 1
-
-
-def test_samples_of_another_tokenizer_are_refused(run, small, made, tmp_path):
-    save_samples(made, tmp_path / "samples", "one two three", tokenizer_fingerprint="another")
-    code, _, err = run(*small, "rank=acceptance", "samples=samples")
-    assert code == 2
-    assert err.startswith("error: samples=samples: responses=samples is of the target the tiny target, whose tokenizer")
-    assert err.count("\n") == 1
-
-
 def test_perplexities_of_answers_do_not_depend_on_how_likely_the_prompts_are(run, small, made, tmp_path):
     target = load_target(made / "target", device="cpu")
     save_responses(tmp_path / "answers", target, N_ROWS)
@@ -411,47 +313,6 @@ def test_a_resumed_build_refuses_another_corpus_config_or_target(run, small, mad
     assert run(*arguments)[0] == 0  # all the while the first build waited
 
 
-def test_inspect_finds_what_follows_a_text(run, small, made):
-    assert run(*small, "out=store", "keep=null")[0] == 0
-    code, out, err = run("inspect=store", "lookup=never seen: def read_3(path, n=")
-    assert code == 0, err
-    assert "every file has the sha256 of the manifest" in out
-    store, tokenizer = Datastore("store"), AutoTokenizer.from_pretrained(made / "target")
-    documents = [document.tolist() for document in store.documents()]
-    found = look_up(store, tokenizer("zzz read_3(path")["input_ids"])
-    n = len(found.suffix)
-    places = [(d, i) for d in documents for i in range(len(d)) if d[i : i + n] == found.suffix]
-    assert found.count == len(places) == found.looked_at > 3
-    assert f"{look_up(store, tokenizer('never seen: def read_3(path, n=')['input_ids']).count:,} times" in out
-    for tokens, count in found.continuations:
-        following = [tuple(d[i + n : i + n + len(tokens)]) for d, i in places]
-        assert following.count(tokens) == count > 0
-    ends = look_up(store, documents[0][-3:])  # here documents end
-    assert all(store.separator not in tokens for tokens, _ in ends.continuations)
-    assert run("inspect=store", "lookup=")[0] == 0
-
-
-def test_inspect_refuses_damage_and_another_tokenizer(run, small, tmp_path):
-    assert run(*small, "out=store")[0] == 0
-    other = tmp_path / "other"
-    tiny_model("llama", vocab_size=280, eos_token_id=0, num_hidden_layers=1).save_pretrained(other)
-    train_tokenizer(["other words"] * 9, 280).save_pretrained(other)
-    code, _, err = run("inspect=store", "lookup=def", f"target={other}")
-    assert code == 2
-    assert "was built with the tokenizer of" in err
-    file = Path("store/suffixes-00000.npy")
-    whole = bytearray(file.read_bytes())
-    whole[-1] ^= 1
-    file.write_bytes(whole)
-    code, _, err = run("inspect=store")
-    assert code == 2
-    assert "suffixes-00000.npy is damaged: it is not what the manifest says" in err
-    file.write_bytes(whole[:-8])
-    code, _, err = run("inspect=store")
-    assert code == 2
-    assert "is damaged: it is not what the manifest says" in err
-
-
 def test_a_damaged_part_is_named_and_made_again_once_removed(run, small, monkeypatch):
     assert run(*small, "out=whole")[0] == 0
     cut(run, monkeypatch, *small, "out=cut")
@@ -473,12 +334,7 @@ BAD = {
         ["max_perplexity=9", "perplexity_filter=false"],
         "max_perplexity=9 needs perplexity_filter",
     ),
-    "rank without samples": (["rank=acceptance"], "rank=acceptance needs sample answers; give samples=<folder"),
-    "samples without rank": (["samples=x"], "samples=x is an option of rank=acceptance; give rank=acceptance"),
-    "samples are none": (["rank=acceptance", "samples=taken"], "samples=taken: responses=taken has no manifest.json"),
-    "rank by chance": (["rank=acceptance", "samples=x", "perplexity_filter=false"], "contradicts perplexity_filter=f"),
     "answers of no scores": (["score_on=response", "keep=null"], "score_on=response is for perplexities, which this"),
-    "quota of nothing": (["quota=source", "keep=null"], "quota=source divides keep or keep_tokens; give one of them"),
     "no answers": (["score_on=response"], "score_on=response needs answers, but none of the 29 documents is a conv"),
     "window": (["window_tokens=9999"], "window_tokens=9999 is above the target's 256 tokens"),
     "fields": (["corpus.fields=[n]"], "line 1 of corpus.jsonl has no text field 'n'"),
@@ -487,8 +343,6 @@ BAD = {
     "out above": (["out=.."], "out=.. has no name of its own"),
     "out below a file": (["out=taken/file/store"], "taken/file/store cannot be made (Not a directory)"),
     "target": (["target=/no/such/target"], "target folder /no/such/target does not exist"),
-    "lookup": (["lookup=x"], "lookup= needs inspect="),
-    "inspect": (["inspect=taken"], "datastore=taken has no manifest.json"),
 }
 
 
