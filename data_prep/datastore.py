@@ -29,18 +29,16 @@ from spectrain.retrieval.datastore import DATASTORES, Manifest
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import MANIFEST, digest
 
-SHOWN_SOURCES = 8
 NOT_HASHED = ("out", "fresh", "calibrate")  # they do not change the store
 # Parts and scores do not depend on these either.
 CHOICE = (
-    *("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "quota"),
+    *("keep", "max_perplexity", "keep_tokens", "perplexity_filter"),
     *("always_score", "seed", "shard_tokens"),
 )
 
 
 def main(cfg: DictConfig) -> None:
-    limits = cfg.keep, cfg.max_perplexity, cfg.keep_tokens
-    selection = Selection(*limits, cfg.perplexity_filter, cfg.seed, cfg.quota)
+    selection = Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
     if cfg.score_on == "response" and not (selection.needs_perplexities or cfg.always_score):
         raise UserError("score_on=response is for perplexities, which this choice does not need; remove score_on")
     config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
@@ -108,21 +106,11 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "files not UTF-8": f"{counts.get('not_utf8', 0):,}{more}",
         "held out": f"{n_held_out:,} (as in training, so that benchmarks on them stay honest)",
         "kept": f"{manifest.documents:,} documents, {manifest.tokens:,} tokens",
-        "kept by source": kept_by_source(manifest.build.get("sources")),
         "dropped": f"{n_dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens",
         "perplexity, median": median,
         "shards": str(len(manifest.shards)),
         "size on disk": decimal(sum(file.stat().st_size for file in folder.iterdir())),
     }
-
-
-def kept_by_source(sources: dict[str, dict[str, int]] | None) -> str | None:
-    """Describe what quotas kept, of the largest sources."""
-    if sources is None:
-        return None
-    largest = sorted(sources.items(), key=lambda item: -item[1]["documents"])[:SHOWN_SOURCES]
-    found = ", ".join(f"{name} {facts['kept']:,} of {facts['documents']:,}" for name, facts in largest)
-    return found + (f", and {len(sources) - len(largest)} more" if len(sources) > len(largest) else "")
 
 
 def number(value: float | str | None) -> str:

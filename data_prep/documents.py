@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -94,8 +93,6 @@ class DocumentParts(Parts):
                 f"score_on=response needs answers, but none of the {counts.documents} documents is a conversation or a "
                 "response; give such a corpus, or score_on=all"
             )
-        if self.selection.quota is not None:
-            check_sources(self._sources())
         return [index for index in range(len(self.sizes)) if not score_file(self.work, index).is_file()]
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
@@ -117,8 +114,8 @@ class DocumentParts(Parts):
         if self.scored:
             files = [score_file(self.work, index) for index in range(counts.parts)]
             scores = np.concatenate([read_part(file, np.load) for file in files])
-        sources = self._sources()
-        kept = select(self.selection, ids, lengths, scores, sources)
+        sources = [source for part in self._parts() for source in part.sources]
+        kept = select(self.selection, ids, lengths, scores)
         check_disk(build.out, int((lengths[kept] + 1).sum()) * bytes_a_token(vocab_size))
         store, shards = build.new_store(), []
         store.mkdir()
@@ -138,36 +135,17 @@ class DocumentParts(Parts):
         known = dataclasses.asdict(counts)
         read = {name: known[name] for name in known.keys() - {"parts", "documents", "tokens"}}
         facts = {"config": build.config, "counts": read | chosen}
-        if self.selection.quota is not None:
-            n_kept = Counter(itertools.compress(sources, kept))
-            facts["sources"] = {name: {"documents": n, "kept": n_kept[name]} for name, n in Counter(sources).items()}
         if scores is not None:
-            one_cut = self.selection.by_perplexity and self.selection.quota is None
-            draw_histogram(store / HISTOGRAM, scores, kept, one_cut)
+            draw_histogram(store / HISTOGRAM, scores, kept, self.selection.by_perplexity)
             facts["perplexity"] = {"kept": quantiles(scores[kept]), "dropped": quantiles(scores[~kept])}
         write_manifest(
             store, self.manifest(documents=chosen["kept"], tokens=chosen["tokens_kept"], shards=shards, build=facts)
         )
         build.publish()
 
-    def _sources(self) -> list[str]:
-        """Return the source of each document."""
-        return [source for part in self._parts() for source in part.sources]
-
     def _documents(self, kept: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the kept documents in the corpus's order."""
         return itertools.compress(itertools.chain.from_iterable(part.documents() for part in self._parts()), kept)
-
-
-def check_sources(sources: Sequence[str]) -> None:
-    """Raise UserError where quotas for these sources of documents would mean nothing."""
-    n_sources = len(set(sources))
-    if n_sources == 1 or n_sources == len(sources):
-        what = f"all are of {sources[0]}" if n_sources == 1 else "each has its own"
-        raise UserError(
-            f"quota=source needs documents of several sources, but of these {len(sources)} {what}; give a folder of "
-            "files or rows with a field source, dataset or category, or remove quota"
-        )
 
 
 def document_lines(

@@ -1,4 +1,4 @@
-"""Which documents a datastore keeps: of lowest perplexity (SPECTRA), or by chance.
+"""Which documents a datastore keeps: those of lowest perplexity (SPECTRA), or a random choice.
 
 The perplexity of a document under the target is exp(-mean log p) over its tokens, or over those of its answers. A
 document longer than the window is read by a sliding one: each token is scored once, and except in the first window with
@@ -170,50 +170,38 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents that are kept; all given limits hold together, with quotas within each source of documents."""
+    """The documents that are kept; all given limits hold together."""
 
     keep: int | float | None = 0.5  # documents: a count, or a share of them below 1
     max_perplexity: float | None = None
     keep_tokens: int | None = None  # most tokens in all
     by_perplexity: bool = True  # False: by a hash of seed and id
     seed: int = 0
-    quota: str | None = None  # or "source"
 
     def __post_init__(self):
         if self.max_perplexity is not None and not self.by_perplexity:
             raise UserError(f"max_perplexity={self.max_perplexity} needs perplexity_filter=true; remove one")
-        if self.quota is not None and not self.limits_amount:
-            raise UserError(f"quota={self.quota} divides keep or keep_tokens; give one of them, or remove quota")
-
-    @property
-    def limits_amount(self) -> bool:
-        whole = self.keep is None or (isinstance(self.keep, float) and self.keep == 1.0)
-        return not whole or self.keep_tokens is not None
 
     @property
     def keeps_all(self) -> bool:
-        return not self.limits_amount and self.max_perplexity is None
+        keeps_every_document = self.keep is None or (isinstance(self.keep, float) and self.keep == 1.0)
+        return keeps_every_document and self.max_perplexity is None and self.keep_tokens is None
 
     @property
     def needs_perplexities(self) -> bool:
-        return not self.keeps_all and (self.by_perplexity or self.max_perplexity is not None)
+        return not self.keeps_all and self.by_perplexity
 
 
 def select(
-    selection: Selection,
-    ids: Sequence[str],
-    lengths: np.ndarray,
-    perplexities: np.ndarray | None = None,
-    sources: Sequence[str] | None = None,
+    selection: Selection, ids: Sequence[str], lengths: np.ndarray, perplexities: np.ndarray | None = None
 ) -> np.ndarray:
-    """Choose the best documents, ties by their place in the corpus.
+    """Choose the best documents; of equal ones, the earlier in the corpus.
 
     Args:
         selection: what is kept.
         ids: of the documents.
         lengths: [documents] in tokens.
         perplexities: [documents], needed where the selection goes by them.
-        sources: [documents], needed with quotas.
 
     Returns:
         [documents] bool: which are kept.
@@ -221,55 +209,34 @@ def select(
     Raises:
         UserError: nothing would be kept.
     """
-    kept = np.zeros(len(ids), dtype=bool)
     if selection.keeps_all:
-        return ~kept
+        return np.ones(len(ids), dtype=bool)
     scores = perplexities
     if not selection.by_perplexity:
         scores = np.array([unit_hash(f"keep:{selection.seed}:{name}") for name in ids])
-    order = np.argsort(scores, kind="stable")
-    groups = [order]
-    if selection.quota is not None:
-        of = np.asarray(sources)[order]
-        groups = [order[of == source] for source in np.unique(of)]
-    for group in groups:
-        shares = len(group) / len(ids), int(lengths[group].sum()) / max(1, int(lengths.sum()))
-        kept[_best(selection, group, *shares, lengths, perplexities)] = True
-    if not kept.any():
-        raise _nothing_kept(selection, lengths[order[0]], perplexities, len(groups))
+    order = best = np.argsort(scores, kind="stable")
+    if isinstance(selection.keep, float):
+        best = best[: max(1, round(selection.keep * len(best)))]
+    elif selection.keep is not None:
+        best = best[: selection.keep]
+    if selection.max_perplexity is not None:
+        best = best[perplexities[best] <= selection.max_perplexity]
+    if selection.keep_tokens is not None:
+        best = best[np.cumsum(lengths[best]) <= selection.keep_tokens]
+    if not len(best):
+        raise _nothing_kept(selection, lengths[order[0]], perplexities)
+    kept = np.zeros(len(ids), dtype=bool)
+    kept[best] = True
     return kept
 
 
-def _best(
-    selection: Selection,
-    order: np.ndarray,
-    of_documents: float,
-    of_tokens: float,
-    lengths: np.ndarray,
-    perplexities: np.ndarray | None,
-) -> np.ndarray:
-    """Return the documents that are kept of a source, which are given best first; it has this share of all."""
-    if isinstance(selection.keep, float):
-        order = order[: max(1, round(selection.keep * len(order)))]
-    elif selection.keep is not None:
-        order = order[: round(selection.keep * of_documents)]
-    if selection.max_perplexity is not None:
-        order = order[perplexities[order] <= selection.max_perplexity]
-    if selection.keep_tokens is not None:
-        order = order[np.cumsum(lengths[order]) <= selection.keep_tokens * of_tokens]
-    return order
-
-
-def _nothing_kept(
-    selection: Selection, first_tokens: int, perplexities: np.ndarray | None, n_sources: int
-) -> UserError:
+def _nothing_kept(selection: Selection, first_tokens: int, perplexities: np.ndarray | None) -> UserError:
     limit = selection.max_perplexity
     if limit is not None and perplexities.min() > limit:
         return UserError(f"max_perplexity={limit} keeps no document, the lowest has {perplexities.min():.4g}; raise it")
-    each = f" with a quota for each of {n_sources} sources" if n_sources > 1 else ""
     given = {name: value for name in ("keep", "max_perplexity", "keep_tokens") if (value := getattr(selection, name))}
     limits = " ".join(f"{name}={value}" for name, value in given.items())
-    return UserError(f"{limits} keeps nothing{each}, the first has {first_tokens} tokens; raise it")
+    return UserError(f"{limits} keeps nothing, the first has {first_tokens} tokens; raise it")
 
 
 def rounded(value: float) -> float | None:

@@ -7,9 +7,7 @@ project is written here: strict (no NaN, no Infinity), and each file whole.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import math
@@ -20,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
+
+from filelock import FileLock, Timeout
 
 from spectrain.errors import UserError
 from spectrain.stores.typed import FileFacts, from_json
@@ -30,9 +30,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # hashing leaves the GIL alone
+LOCK_ATTEMPTS = 100  # while others remove the lock file or its folder
 BESIDE = ("new", "old")  # where a folder is written, and where the one that it replaces waits to be removed
-LARGEST_JSON_BYTES = 2**26
-MOST_ATTEMPTS = 100  # at a lock whose folder others remove
 
 T = TypeVar("T")
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
@@ -180,31 +179,17 @@ def read_object(file: Path, kind: type[T], otherwise: str) -> T:
 
 
 def load_json(file: Path) -> object:
-    """Read a JSON file; see `parse_json`. Raises ValueError where it is none, or large."""
-    return parse_json(read_text(file, LARGEST_JSON_BYTES))
+    """Read a JSON file; see `parse_json`."""
+    return parse_json(file.read_bytes())
 
 
 def parse_json(text: str | bytes) -> object:
-    """Read JSON; NaN and Infinity, which older versions wrote, become None. Raises ValueError where it is none."""
-    try:
-        return json.loads(text, parse_constant=lambda name: None)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except ValueError as error:
-        if "set_int_max_str_digits" in str(error):
-            raise ValueError("it has a number of thousands of digits") from None
-        raise
+    """Read strict JSON. Raises ValueError where it is none, also for NaN and Infinity."""
+    return json.loads(text, parse_constant=_refuse_constant)
 
 
-def read_text(file: Path, most_bytes: int) -> str:
-    """Read a text file of at most so many bytes. Raises ValueError where it is larger, no file, or no UTF-8."""
-    if file.exists() and not file.is_file() and not file.is_dir():  # a pipe would be waited for
-        raise ValueError("it is no regular file")
-    with file.open("rb") as content:
-        text = content.read(most_bytes + 1)
-    if len(text) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
-    return text.decode("utf-8")
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}, which is not JSON")
 
 
 def strict(value: object) -> object:
@@ -221,8 +206,8 @@ def strict(value: object) -> object:
 def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = False) -> T:
     """Fill a folder through `write(folder)` so that it appears whole or not at all, and return what `write` does.
 
-    The caller holds the lock of the folder, or of another one that holds it, so what lies beside it is an earlier
-    process's and is removed. Where the destination is a link, the folder appears where it points to.
+    The caller holds the lock of the folder, or of another one that holds it. What lies beside the folder was therefore
+    left by a killed process, and is removed. Where the destination is a link, the folder that it points to is replaced.
 
     Raises:
         UserError: the folder exists and `replace` is false, or it cannot be made.
@@ -232,12 +217,8 @@ def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = 
         refuse_existing(destination)
     remove_leftovers(destination)
     temporary, old = _beside(destination)
-    try:
+    with _naming_what_cannot_be_made(destination):
         temporary.mkdir(parents=True)
-    except OSError as error:
-        if is_disk_full(error):
-            raise
-        raise UserError(f"{destination} cannot be made ({error.strerror}); give another path") from error
     try:
         made = write(temporary)
         to_disk(temporary)
@@ -250,16 +231,24 @@ def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = 
 
 
 def remove_leftovers(destination: Path) -> None:
-    """Remove what an earlier `write_folder` that was killed left beside a folder."""
+    """Remove what a `write_folder` that was killed left beside a folder."""
     for leftover in _beside(real_path(destination)):
-        if leftover.is_symlink():
-            leftover.unlink()
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _beside(folder: Path) -> list[Path]:
     return [folder.with_name(f".{folder.name}.{name}") for name in BESIDE]
+
+
+@contextmanager
+def _naming_what_cannot_be_made(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, Timeout) or is_disk_full(error):
+            raise
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror  # a file as its parent
+        raise UserError(f"{folder} cannot be made ({why}); give another path") from error
 
 
 def refuse_existing(destination: Path) -> None:
@@ -293,7 +282,7 @@ def locked(
 ) -> Iterator[None]:
     """Keep other processes out of a folder or file that need not exist yet.
 
-    The lock is on a file beside the folder, and ends with the process that holds it. At its end the file is removed,
+    The lock is on a file beside the folder, and ends with the process that holds it. At the end the file is removed,
     and so are parents that were made for it and are empty. A link has the lock of what it points to.
 
     Raises:
@@ -308,42 +297,37 @@ def locked(
     made = [parent for parent in folder.parents if not parent.exists()]
     file = folder.with_name(f".{folder.name}.lock")
     try:
-        handle = _lock_file(file, wait)
-    except BlockingIOError as error:
+        with _naming_what_cannot_be_made(folder):
+            lock = _acquire(file, wait)
+    except Timeout as error:
         raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
-    except OSError as error:
-        if is_disk_full(error):
-            raise
-        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror  # a file as its parent
-        raise UserError(f"{folder} cannot be made ({why}); give another path") from error
     try:
         yield
     finally:
         file.unlink(missing_ok=True)
-        os.close(handle)
+        lock.release()
         with suppress(OSError):  # not empty
             for parent in made:
                 parent.rmdir()
 
 
-def _lock_file(file: Path, wait: bool) -> int:
-    """Make and lock a file. Raises BlockingIOError where another process has locked it, and `wait` is false."""
-    for attempt in itertools.count():
+def _acquire(file: Path, wait: bool) -> FileLock:
+    """Lock a file. Raises Timeout where another process has locked it, and `wait` is false.
+
+    Whoever holds a lock removes its file and folder at the end. The lock therefore counts only where the file is still
+    the one that was locked, and is tried again otherwise.
+    """
+    lock = FileLock(file, timeout=-1 if wait else 0)
+    for last in [False] * (LOCK_ATTEMPTS - 1) + [True]:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except (FileNotFoundError, FileExistsError):  # another process has just removed a parent
-            if attempt < MOST_ATTEMPTS:
-                continue
-            raise  # nothing can be made there, as in /proc or below a file
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            os.close(handle)
-            raise
-        except OSError:
-            return handle  # a file system without locks
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), os.stat(file)):
-                return handle
-        os.close(handle)  # whoever held it has removed it in the meantime
+            file.touch()
+            before = file.stat()
+            lock.acquire()
+            if os.path.samestat(file.stat(), before):
+                return lock
+        except (FileNotFoundError, FileExistsError):
+            if last:
+                raise  # nothing can be made there, as in /proc or below a file
+        lock.release()
+    raise Timeout(str(file))

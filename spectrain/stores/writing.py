@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-import select
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,13 +41,8 @@ def write_whole(file: Path, content: str | bytes | Callable[[BinaryIO], object])
 
 
 def real_path(path: Path) -> Path:
-    """Return what a link points to, and any other path as it is. Raise UserError where links lead in a circle."""
-    if not os.path.islink(path):
-        return path
-    real = Path(os.path.realpath(path))
-    if os.path.islink(real):
-        raise UserError(f"{path} is a link that leads back to itself; remove it or give another path")
-    return real
+    """Return what a link points to, and any other path as it is."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def rename(path: Path, to: Path) -> None:
@@ -74,30 +67,19 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def naming_a_full_disk(*folders: Path, need_bytes: int | None = None) -> Iterator[None]:
-    """Turn the error of a write that found no room into UserError, which names the folder whose disk is the fullest."""
+    """Turn the error of a write that found no room into a UserError that names the folder on the fullest disk."""
     try:
         yield
-    except UserError:  # said already, by who knew the folder better
+    except UserError:  # raised where the folder is known better
         raise
     except Exception as error:
         if not is_disk_full(error):
             raise
-        folder, free = _fullest(folders)
+        free, folder = min((free_bytes(folder), str(folder)) for folder in folders)
         need = "" if need_bytes is None else f" of the {decimal(need_bytes)} that its next file needs"
         raise UserError(
             f"the disk of {folder} is full; free some and run the same command again ({decimal(free)}{need} are free)"
         ) from error
-
-
-def _fullest(folders: tuple[Path, ...]) -> tuple[str, int]:
-    """Return the first of these folders, or stdout, on the disk with the least room, and this room in bytes."""
-    disks: dict[int, Path] = {}  # each is asked once, because others write to it between two answers
-    for folder in folders:
-        disks.setdefault(_existing(folder).stat().st_dev, folder)
-    rooms = {str(folder): free_bytes(folder) for folder in disks.values()}
-    with suppress(OSError):  # stdout may be closed
-        rooms |= {} if os.fstat(1).st_dev in disks else stdout_room()
-    return min(rooms.items(), key=lambda one: one[1])
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -115,35 +97,5 @@ def is_disk_full(error: BaseException) -> bool:
 
 def free_bytes(path: Path) -> int:
     """Return the room on the disk of a path, which need not exist yet."""
-    return shutil.disk_usage(_existing(path)).free
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest folder that exists, from the path itself upwards."""
     path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
-def stdout_room() -> dict[str, int]:
-    """Return the room on the disk that stdout goes to, by its name in messages; nothing where it goes to none."""
-    with suppress(OSError):
-        kind = os.fstat(1)
-        if stat.S_ISREG(kind.st_mode):
-            disk = os.fstatvfs(1)
-            return {"stdout": disk.f_bavail * disk.f_frsize}
-        if os.path.samestat(kind, os.stat("/dev/full")):
-            return {"stdout": 0}
-    return {}
-
-
-def is_stdout_closed() -> bool:
-    """Return whether stdout is a pipe whose reader has left."""
-    ask = select.poll()
-    ask.register(1, 0)
-    return any(event & select.POLLERR for _, event in ask.poll(0))
-
-
-def drop_stdout() -> None:
-    """Print nothing any more: at its end Python would fail at what it still holds, with an exit code of its own."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free

@@ -1,4 +1,4 @@
-"""The reader of YAML files: plain values, and nothing that a few lines can blow up."""
+"""The reader of YAML files, as plain values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from spectrain.stores.folder import read_text
-
-LARGEST_YAML_BYTES = 2**20
-
 
 class _PlainYaml(yaml.SafeLoader):
-    """YAML without aliases, of which a few lines can stand for gigabytes, and with 1e-3 as a number, as for Hydra."""
-
-    def compose_node(self, parent: object, index: object) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has aliases (*name), which are not read")
-        return super().compose_node(parent, index)
+    """YAML in which 1e-3 is a number, as it is for Hydra."""
 
 
 _PlainYaml.add_implicit_resolver(
@@ -27,11 +18,8 @@ _PlainYaml.add_implicit_resolver(
 
 
 def read_yaml(file: Path) -> object:
-    """Read a YAML file as plain values. Raises ValueError where it is none, large, nested deeply, or has aliases."""
-    text = read_text(file, LARGEST_YAML_BYTES)
+    """Read a YAML file as plain values. Raises ValueError where it is none."""
     try:
-        return yaml.load(text, Loader=_PlainYaml)
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=_PlainYaml)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None

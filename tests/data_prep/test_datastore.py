@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -247,57 +246,6 @@ def test_what_keeps_nothing_is_said():
             select(Selection(keep=None, **options), list("abcdef"), TOKENS, SCORES)
 
 
-SOURCES = list("aaabbb")
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({"keep": 0.5}, [0, 1, 3, 4]),  # half of three is two
-        ({"keep": 4}, [0, 1, 3, 4]),
-        ({"keep": 2}, [1, 4]),
-        ({"keep": None, "keep_tokens": 100}, [1, 3, 4]),  # 31 of 151 tokens are of a
-        ({"keep": None, "keep_tokens": 90}, [3, 4]),  # the first of a has 20 tokens, more than its 18
-        ({"keep": None, "keep_tokens": 60}, [4]),
-        ({"keep_tokens": 1000, "keep": None, "max_perplexity": 3.0}, [1, 3, 4]),
-    ],
-)
-def test_a_quota_holds_within_each_source_in_proportion(options, kept):
-    found = select(Selection(**options, quota="source"), list("abcdef"), TOKENS, SCORES, sources=SOURCES)
-    assert np.flatnonzero(found).tolist() == sorted(kept)
-
-
-def save_mixed(folder: Path) -> None:
-    """Two files: texts as in `made`, and words of which each occurs in one text only."""
-    folder.mkdir()
-    rows = {"code.jsonl": map(text_of, range(24)), "words.jsonl": (f"{i * i} unlike words {i}" * 3 for i in range(12))}
-    for name, texts in rows.items():
-        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-def test_quotas_keep_of_each_file(run, small, tmp_path):
-    save_mixed(tmp_path / "mixed")
-    mixed = [*small, "corpus=mixed", "corpus.held_out_share=0"]
-    code, out, err = run(*mixed, "out=quota", "quota=source")
-    assert code == 0, err
-    assert "code.jsonl 12 of 24, words.jsonl 6 of 12" in out
-    assert Counter(name.split(":")[0] for name in kept_ids("quota")) == {"code.jsonl": 12, "words.jsonl": 6}
-    rows = [json.loads(line) for line in Path("quota/documents.jsonl").read_text().splitlines()]
-    assert {row["source"] for row in rows} == {"code.jsonl", "words.jsonl"}
-
-
-def test_quotas_without_sources_are_refused_before_anything_is_scored(run, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "perplexities", lambda *arguments: pytest.fail("scored"))
-    save_mixed(tmp_path / "mixed")
-    lines = [json.dumps({"text": text_of(i), "source": f"page {i}"}) + "\n" for i in range(5)]
-    Path("pages.jsonl").write_text("".join(lines))
-    for corpus, what in (("mixed/code.jsonl", "24 all are of code.jsonl"), ("pages.jsonl", "5 each has its own")):
-        code, _, err = run(*small, f"corpus={corpus}", "corpus.held_out_share=0", "quota=source")
-        assert code == 2
-        assert f"error: quota=source needs documents of several sources, but of these {what}; give a folder" in err
-        assert err.count("\n") == 1
-
-
 def test_perplexities_of_answers_do_not_depend_on_how_likely_the_prompts_are(run, small, made, tmp_path):
     target = load_target(made / "target", device="cpu")
     save_responses(tmp_path / "answers", target, N_ROWS)
@@ -366,30 +314,6 @@ def test_a_resumed_build_refuses_another_corpus_config_or_target(run, small, mad
     assert run(*arguments)[0] == 0  # all the while the first build waited
 
 
-def test_a_store_is_calibrated_on_answers_and_sssd_reads_what_was_counted(run, small, made, tmp_path):
-    (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": text_of(i)}) + "\n" for i in (1, 2)))
-    save_responses(tmp_path / "answers", load_target(made / "target", device="cpu"), N_ROWS)
-    found = {}
-    for out, answers in (("asked", "asked.jsonl"), ("stored", "answers")):
-        code, _, err = run(*small, f"out={out}", f"calibrate={answers}")
-        assert code == 0, err
-        found[out] = json.loads((tmp_path / out / "calibration.json").read_text())
-        assert set(found[out]) == {"input", "datastore"}
-        assert [len(found[out][source]) for source in found[out]] == [4, 8]  # prefix lengths
-        assert all(value >= 0 for table in found[out].values() for row in table for value in row)
-    assert found["asked"] != found["stored"]
-    code, _, err = run(*small, "out=asked", "calibrate=answers")  # a finished store is only calibrated
-    assert code == 0, err
-    assert json.loads((tmp_path / "asked" / "calibration.json").read_text()) == found["stored"]
-    target = load_target(made / "target", device="cpu")
-    calibrated = sssd.build(target, str(tmp_path / "stored"), calibration="auto").options
-    assert (calibrated.calibration, calibrated.input_prefix_decay) == (found["stored"], 1.0)
-    assert sssd.build(target, str(tmp_path / "stored"), calibration=None).options == sssd.SssdOptions()
-    (tmp_path / "stored" / "calibration.json").write_text('{"input": [[1], [1, 2]]}')
-    with pytest.raises(UserError, match=r"calibration.json is damaged"):
-        sssd.build(target, str(tmp_path / "stored"), calibration="auto")
-
-
 def test_a_damaged_part_is_named_and_made_again_once_removed(run, small, monkeypatch):
     assert run(*small, "out=whole")[0] == 0
     cut(run, monkeypatch, *small, "out=cut")
@@ -412,7 +336,6 @@ BAD = {
         "max_perplexity=9 needs perplexity_filter",
     ),
     "answers of no scores": (["score_on=response", "keep=null"], "score_on=response is for perplexities, which this"),
-    "quota of nothing": (["quota=source", "keep=null"], "quota=source divides keep or keep_tokens; give one of them"),
     "no answers": (["score_on=response"], "score_on=response needs answers, but none of the 29 documents is a conv"),
     "window": (["window_tokens=9999"], "window_tokens=9999 is above the target's 256 tokens"),
     "fields": (["corpus.fields=[n]"], "line 1 of corpus.jsonl has no text field 'n'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.stores.folder import json_line, locked, parse_json, read_json, read_object, write_folder
+from spectrain.stores.folder import json_line, locked, parse_json, read_object, write_folder
 from spectrain.stores.lines import RowFile, read_lines
 from spectrain.stores.yaml_files import read_yaml
 
@@ -45,24 +44,10 @@ def test_one_at_a_time_whatever_the_moment(tmp_path):
     assert not list(tmp_path.glob("*/*"))
 
 
-def test_a_parent_that_another_process_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
-    mkdir, left = Path.mkdir, [FileNotFoundError, FileExistsError]
-
-    def and_lose(self, *arguments, **options):
-        if left:
-            raise left.pop()
-        mkdir(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", and_lose)
-    with locked(tmp_path / "runs" / "run"):
-        assert not left
-
-
 def test_a_link_and_what_it_points_to_have_one_lock(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "dangling").symlink_to("elsewhere/new")
-    (tmp_path / "circle").symlink_to("circle")
     for link, real in (("link", "real"), ("dangling", "elsewhere/new")):
         for first, second in ((link, real), (real, link)):
             with (
@@ -71,15 +56,12 @@ def test_a_link_and_what_it_points_to_have_one_lock(tmp_path):
                 locked(tmp_path / second),
             ):
                 pass
-    with pytest.raises(UserError, match="circle is a link that leads back to itself"), locked(tmp_path / "circle"):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["circle", "dangling", "link", "real"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "link", "real"]
 
 
 def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path):
     link, real = tmp_path / "link", tmp_path / "real"
     link.symlink_to("real")
-    (tmp_path / ".real.old").symlink_to("nowhere")  # left by an older version
     for content in ("first", "second", "third"):
         write_folder(link, lambda folder, content=content: (folder / "file").write_text(content), replace=True)
         assert (real / "file").read_text() == content
@@ -87,18 +69,11 @@ def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
-def test_nothing_is_left(tmp_path):
-    with locked(tmp_path / "runs" / "run"):
-        pass
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path):
     code = f"""
 import time
 from pathlib import Path
-from spectrain.stores.folder import locked, parse_json
-from spectrain.stores.lines import read_lines
+from spectrain.stores.folder import locked
 with locked(Path({str(tmp_path / "run")!r})):
     print("held", flush=True)
     time.sleep(60)
@@ -135,15 +110,11 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path):
             pass
 
 
-BOMB = "a: &a [x, x, x, x]\nb: &b [*a, *a, *a, *a]\nc: [*b, *b, *b, *b]\n"
-
-
 def test_json_is_read_strictly(tmp_path):
-    assert parse_json('{"a": NaN, "b": [Infinity, 1]}') == {"a": None, "b": [None, 1]}
-    for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{", ""):
-        with pytest.raises(ValueError, match=r"nested too deeply|thousands of digits|Expecting"):
+    for text in ('{"a": NaN}', "[Infinity]", "{", ""):
+        with pytest.raises(ValueError, match=r"is not JSON|Expecting"):
             parse_json(text)
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n' + "[" * 100_000 + '\n{"a": 2}\n{"a"')
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a"\n{"a": 2}\n{"a"')
     assert read_lines(tmp_path / "rows.jsonl") == [{"a": 1}, {"a": 2}]
 
 
@@ -159,22 +130,11 @@ def test_yaml_is_read_as_hydra_reads_it(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("a: 1e-3\nb: [1, 2]\nc: ${x}\n")
     assert read_yaml(file) == {"a": 1e-3, "b": [1, 2], "c": "${x}"}
-    for text in (BOMB, "a: [", "[" * 10_000, "x" * 2**21, "a: b: c", "\x00"):
+    for text in ("a: [", "a: b: c", "\x00"):
         file.write_text(text)
         with pytest.raises(ValueError, match=r".") as error:
             read_yaml(file)
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("read", "name"), [(read_json, "LARGEST_JSON_BYTES"), (read_yaml, "LARGEST_YAML_BYTES")])
-def test_files_that_are_large_are_not_read(tmp_path, monkeypatch, read, name):
-    file = tmp_path / "file"
-    file.write_text("[1, 2]")
-    monkeypatch.setattr(sys.modules[read.__module__], name, 6)
-    assert read(file) == [1, 2]
-    monkeypatch.setattr(sys.modules[read.__module__], name, 5)
-    with pytest.raises(ValueError, match="it has more than 5 bytes"):
-        read(file)
 
 
 @dataclass
@@ -183,16 +143,8 @@ class Measured:
     values: tuple
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no regular file"):
-        read_yaml(tmp_path / "pipe")
-
-
 def test_rows_of_measurements_are_strict_json(tmp_path):
     row = Measured("x", (1, float("nan"), [float("inf")]))
     RowFile(tmp_path / "rows.jsonl", Measured).append(row)
     assert (tmp_path / "rows.jsonl").read_text() == '{"name": "x", "values": [1, null, [null]]}\n' == json_line(row)
-    (tmp_path / "rows.jsonl").write_text('{"name": "x", "values": [NaN]}\n')  # as older versions wrote
-    assert RowFile(tmp_path / "rows.jsonl", Measured).rows == [Measured("x", (None,))]
-    assert "NaN" not in (tmp_path / "rows.jsonl").read_text()
+    assert RowFile(tmp_path / "rows.jsonl", Measured).rows == [Measured("x", (1, None, [None]))]

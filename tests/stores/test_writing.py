@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from spectrain.errors import UserError
 from spectrain.stores.folder import write_folder
-from spectrain.stores.writing import is_disk_full, naming_a_full_disk, write_whole
+from spectrain.stores.writing import is_disk_full, write_whole
 
 
 def test_what_cannot_be_written_leaves_the_file_of_before_and_nothing_beside_it(tmp_path):
@@ -78,14 +76,6 @@ def test_a_full_disk_is_said_with_the_bytes_that_are_needed(tmp_path, monkeypatc
     with pytest.raises(UserError, match=said):
         write_whole(tmp_path / "a.txt", "a" * 3000)
     assert not list(tmp_path.iterdir())
-
-
-def test_of_two_folders_on_one_disk_the_first_is_named_though_others_write_to_it(monkeypatch):
-    room = itertools.count(10**6, -1000)
-    monkeypatch.setattr("spectrain.stores.writing.free_bytes", lambda folder: next(room))
-    said = pytest.raises(UserError, match="the disk of first is full")
-    with said, naming_a_full_disk(Path("first"), Path("second")):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("save", [np.save, lambda out, array: torch.save(torch.from_numpy(array), out)])
