@@ -10,19 +10,25 @@ decoding (SpecDec++, Huang et al. 2024, section 4.4). The same command resumes a
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("data_prep.acceptance")
+
 import dataclasses
 import logging
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from data_prep.labels import Labelling, LabelParts
 from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
-from spectrain.cli import command, interruptible, open_target
+from spectrain.cli import interruptible, open_target
+from spectrain.config import plain
+from spectrain.config.commands import Acceptance
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError
 from spectrain.methods.registry import find_artifact, given_artifacts
@@ -36,44 +42,44 @@ log = logging.getLogger(__name__)
 NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no label, or not beyond rounding
 
 
-def main(cfg: DictConfig) -> None:
-    if Sampling.from_options(cfg.get("sampling") or {}).shares_noise:
+def main(options: Acceptance) -> None:
+    if Sampling.from_options(options.sampling or {}).shares_noise:
         raise UserError("labels are of tokens that are drawn; give sampling.draws=inverse")
     with interruptible("to resume"):
-        fabric = launch(cfg.target.device, cfg.target.parallel)
-        target = open_target(cfg, rank_device(fabric))
-        folder, kind, drafter_folder = decided(fabric, partial(find_sources, cfg, target))
-        drafter, responses = open_source(target, kind, drafter_folder, cfg.rollout_tokens), open_responses(folder)
-        sampling = Sampling.from_options({**responses.manifest.sampling, **(cfg.get("sampling") or {})})
-        manifest = describe(cfg, target, drafter, sampling, folder)
+        fabric = launch(options.target.device, options.target.parallel)
+        target = open_target(options.target, rank_device(fabric))
+        folder, kind, drafter_folder = decided(fabric, partial(find_sources, options, target))
+        drafter, responses = open_source(target, kind, drafter_folder, options.rollout_tokens), open_responses(folder)
+        sampling = Sampling.from_options({**responses.manifest.sampling, **(options.sampling or {})})
+        manifest = describe(options, target, drafter, sampling, folder)
         identity = {
             "config": manifest.config,
             "target_fingerprint": manifest.target_fingerprint,
             "drafter_fingerprint": drafter.facts.fingerprint,
             "set_of_responses": digest(responses.manifest.files),
         }
-        labelling = Labelling(sampling, cfg.draws, cfg.seed, cfg.batch_tokens, cfg.mixing_share)
+        labelling = Labelling(sampling, options.draws, options.seed, options.batch_tokens, options.mixing_share)
         target = target.with_capture(drafter.states.capture_layers)
-        parts = LabelParts(identity, manifest, responses.rows, target, drafter.states, labelling, cfg.part_rows)
-        out = store_path(cfg.out, "acceptance", identity)
-        build = Build(fabric, "acceptance", out, identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+        parts = LabelParts(identity, manifest, responses.rows, target, drafter.states, labelling, options.part_rows)
+        out = store_path(options.out, "acceptance", identity)
+        build = Build(fabric, "acceptance", out, identity, options.fresh, ranks_share=options.target.parallel != "tp")
         tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)
 
 
-def find_sources(cfg: DictConfig, target: TargetModel) -> tuple[str, str, str]:
+def find_sources(options: Acceptance, target: TargetModel) -> tuple[str, str, str]:
     """Find the responses and the drafter that were given, or the newest that fit; UserError where there are none.
 
     Returns:
         The folder of responses, the drafter's kind (vanilla or spire) and its folder.
     """
     target_fingerprint = fingerprint(target.model, target.tokenizer)
-    responses = Path(cfg.responses) if cfg.responses else newest_responses(CHECKPOINTS, target_fingerprint)
-    open_responses(responses).check_fits(target_fingerprint, cfg.target.path, target.vocab_size)
-    if not cfg.responses:
+    responses = Path(options.responses) if options.responses else newest_responses(CHECKPOINTS, target_fingerprint)
+    open_responses(responses).check_fits(target_fingerprint, options.target.path, target.vocab_size)
+    if not options.responses:
         log.info("responses: %s", responses)
-    given = given_artifacts(cfg) or {"vanilla": find_artifact("vanilla", target)}
+    given = given_artifacts(options.drafter) or {"vanilla": find_artifact("vanilla", target)}
     ((kind, drafter),) = given.items()
     return str(responses), kind, drafter
 
@@ -89,22 +95,22 @@ def open_source(target: TargetModel, kind: str, folder: str, rollout_tokens: int
 
 
 def describe(
-    cfg: DictConfig, target: TargetModel, drafter: OpenDrafter, sampling: Sampling, responses: str
+    options: Acceptance, target: TargetModel, drafter: OpenDrafter, sampling: Sampling, responses: str
 ) -> AcceptanceManifest:
     """Return the manifest of the store, with all that was left open resolved, and without counts."""
     rollout_tokens, drawn = drafter.states.block_tokens, sampling.distribution()
-    config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
+    config = hashed_config(plain(options), NOT_HASHED)
     resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
-    if cfg.mixing_share is None:
+    if options.mixing_share is None:
         del config["mixing_share"]  # builds of older versions, which do not know it, go on
     return AcceptanceManifest(
-        target=cfg.target.path,
+        target=options.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),
         drafter=dataclasses.asdict(drafter.facts),
         rollout_tokens=rollout_tokens,
         sampling=drawn,
-        draws=cfg.draws,
-        mixing_share=cfg.mixing_share,
+        draws=options.draws,
+        mixing_share=options.mixing_share,
         responses=Path(responses).resolve().name,
         config=config | resolved | {"rollout_tokens": rollout_tokens},
         counts={},
@@ -134,7 +140,3 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     }
     options = f"data=offline data.path={out} drafter={drafter['path']}{target_override(manifest.config)}"
     show_facts("acceptance labels", facts, f"python -m spectrain.train +exp=specdecpp {options}")
-
-
-if __name__ == "__main__":
-    command("acceptance")(main)()

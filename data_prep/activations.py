@@ -10,17 +10,23 @@ after an interruption. Options are in `conf/activations.yaml`.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("data_prep.activations")
+
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from data_prep.capture import ShardParts, TokenRows, rows_of_responses
 from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
-from spectrain.cli import command, interruptible, open_target
+from spectrain.cli import interruptible, open_target
+from spectrain.config import plain
+from spectrain.config.commands import Activations
 from spectrain.decoding import TargetModel, fingerprint
 from spectrain.errors import UserError
 from spectrain.stores.features import ACTIVATIONS
@@ -33,55 +39,61 @@ NOT_HASHED = ("out", "fresh", "batch_tokens")  # they change no feature, or not 
 DEFAULT_LAYERS = 2  # the last ones, as conf/exp/spire.yaml
 
 
-def main(cfg: DictConfig) -> None:
+def main(options: Activations) -> None:
     with interruptible("to resume"):
-        fabric = launch(cfg.target.device, cfg.target.parallel)
-        target = capturing_target(cfg, open_target(cfg, rank_device(fabric)))
-        cfg.precision = fast_precision(cfg.precision, target.device.type)
-        rows = decided(fabric, partial(read_rows, cfg, target))
-        config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
+        fabric = launch(options.target.device, options.target.parallel)
+        target = capturing_target(options, open_target(options.target, rank_device(fabric)))
+        options.precision = fast_precision(options.precision, target.device.type)
+        rows = decided(fabric, partial(read_rows, options, target))
+        config = hashed_config(plain(options), NOT_HASHED)
         config |= {"layers": list(target.capture_layers)}
-        config.pop("held_out_share" if cfg.responses is None else "corpus")
-        source = {"kind": "corpus", "corpus": cfg.corpus.path or "stdlib"}
-        if cfg.responses is not None:
-            names = [folder.resolve().name for folder in response_folders(cfg.responses)]
+        config.pop("held_out_share" if options.responses is None else "corpus")
+        source = {"kind": "corpus", "corpus": options.corpus.path or "stdlib"}
+        if options.responses is not None:
+            names = [folder.resolve().name for folder in response_folders(options.responses)]
             source = {"kind": "responses", "responses": ":".join(names)}
-        facts = {"target": cfg.target.path, "config": config, "source": source}
-        parts = ShardParts(rows, target, cfg.precision, cfg.dtype, cfg.batch_tokens, cfg.shard_tokens, facts)
-        out = store_path(cfg.out, "activations", parts.identity)
-        build = Build(fabric, "activations", out, parts.identity, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+        facts = {"target": options.target.path, "config": config, "source": source}
+        parts = ShardParts(
+            rows, target, options.precision, options.dtype, options.batch_tokens, options.shard_tokens, facts
+        )
+        out = store_path(options.out, "activations", parts.identity)
+        build = Build(
+            fabric, "activations", out, parts.identity, options.fresh, ranks_share=options.target.parallel != "tp"
+        )
         tokens_per_s = build.run(lambda: parts)
     if fabric.is_global_zero:
         show(out, tokens_per_s)
 
 
-def capturing_target(cfg: DictConfig, target: TargetModel) -> TargetModel:
+def capturing_target(options: Activations, target: TargetModel) -> TargetModel:
     """Return the target with the layers of the config captured; UserError where `layers` are no blocks of it."""
-    if cfg.layers is None:
+    if options.layers is None:
         return target.with_capture(range(max(0, target.n_layer - DEFAULT_LAYERS), target.n_layer))
-    layers = list(cfg.layers) if OmegaConf.is_list(cfg.layers) else [cfg.layers]
+    layers = options.layers if isinstance(options.layers, list) else [options.layers]
     is_block = [isinstance(one, int) and not isinstance(one, bool) and 0 <= one < target.n_layer for one in layers]
     if not layers or not all(is_block) or layers != sorted(set(layers)):
-        raise UserError(f"layers={cfg.layers} must be blocks 0 to {target.n_layer - 1}, each once and in order")
+        raise UserError(f"layers={options.layers} must be blocks 0 to {target.n_layer - 1}, each once and in order")
     return target.with_capture(layers)
 
 
-def read_rows(cfg: DictConfig, target: TargetModel) -> TokenRows:
+def read_rows(options: Activations, target: TargetModel) -> TokenRows:
     """Read the rows to capture, as training packs them; UserError where there are none for this target."""
-    if cfg.responses is not None:
-        stores = open_several_responses(cfg.responses)
+    if options.responses is not None:
+        stores = open_several_responses(options.responses)
         for store in stores:
-            store.check_fits(fingerprint(target.model, target.tokenizer), cfg.target.path, target.vocab_size)
-        return rows_of_responses(stores, min(cfg.row_tokens, target.max_positions), cfg.held_out_share)
-    if cfg.row_tokens > target.max_positions:
-        raise UserError(f"row_tokens={cfg.row_tokens} is above the target's {target.max_positions} tokens; lower it")
-    corpus = cfg.corpus
+            store.check_fits(fingerprint(target.model, target.tokenizer), options.target.path, target.vocab_size)
+        return rows_of_responses(stores, min(options.row_tokens, target.max_positions), options.held_out_share)
+    if options.row_tokens > target.max_positions:
+        raise UserError(
+            f"row_tokens={options.row_tokens} is above the target's {target.max_positions} tokens; lower it"
+        )
+    corpus = options.corpus
     source = corpus.path, corpus.fields, corpus.split, corpus.subset
     limits = {"max_document_bytes": corpus.max_document_bytes, "max_files": corpus.max_files}
     documents = read_documents(*source, **limits, tokenizer=target.tokenizer)
-    cut = cfg.row_tokens, corpus.held_out_share, corpus.max_documents
+    cut = options.row_tokens, corpus.held_out_share, corpus.max_documents
     return TokenRows.of_packed(
-        pack(documents, target.tokenizer, *cut, document_mask=cfg.document_mask, vocab_size=target.vocab_size)
+        pack(documents, target.tokenizer, *cut, document_mask=options.document_mask, vocab_size=target.vocab_size)
     )
 
 
@@ -104,7 +116,3 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     options = "" if manifest.row_tokens == 1024 else f" data.row_tokens={manifest.row_tokens}"
     options += target_override(manifest.config)
     show_facts("activations", facts, f"python -m spectrain.train +exp=spire data=offline data.path={out}{options}")
-
-
-if __name__ == "__main__":
-    command("activations")(main)()

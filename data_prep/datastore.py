@@ -4,15 +4,19 @@
     torchrun --nproc-per-node 2 -m data_prep.datastore corpus=... target=...
     python -m data_prep.datastore out=<datastore> target=<folder or hub id> calibrate=<prompts or responses>
 
-The same command resumes after an interruption. Options are in `conf/datastore.yaml`, the format in docs/data.md.
+The same command resumes after an interruption. `--help` lists its options; docs/data.md has the format.
 """
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("data_prep.datastore")
+
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
 from rich.filesize import decimal
 
 from data_prep.calibrate import calibrate_store
@@ -22,7 +26,9 @@ from data_prep.progress import show_facts, target_override
 from data_prep.ranks import launch, rank_device
 from data_prep.select import Scoring, Selection
 from data_prep.tokenise import Corpus
-from spectrain.cli import command, interruptible, open_target
+from spectrain.cli import interruptible, open_target
+from spectrain.config import plain
+from spectrain.config.commands import Datastore
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import DATASTORES, Manifest
@@ -37,48 +43,52 @@ CHOICE = (
 )
 
 
-def main(cfg: DictConfig) -> None:
-    selection = Selection(cfg.keep, cfg.max_perplexity, cfg.keep_tokens, cfg.perplexity_filter, cfg.seed)
-    if cfg.score_on == "response" and not (selection.needs_perplexities or cfg.always_score):
+def main(options: Datastore) -> None:
+    selection = Selection(
+        options.keep, options.max_perplexity, options.keep_tokens, options.perplexity_filter, options.seed
+    )
+    if options.score_on == "response" and not (selection.needs_perplexities or options.always_score):
         raise UserError("score_on=response is for perplexities, which this choice does not need; remove score_on")
-    config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
+    config = hashed_config(plain(options), NOT_HASHED)
     scored_config = {key: value for key, value in config.items() if key not in CHOICE}
-    out = store_path(cfg.out, "datastore", config)
+    out = store_path(options.out, "datastore", config)
     # Without a name of its own, a store shares the work folder of every other with the same parts and scores.
-    work_name = "" if cfg.out else f"datastore-{digest(scored_config)}"
+    work_name = "" if options.out else f"datastore-{digest(scored_config)}"
     with interruptible("to resume"):
-        fabric = launch(cfg.target.device, cfg.target.parallel)
-        build = Build(fabric, "datastore", out, config, cfg.fresh, cfg.target.parallel != "tp", work_name)
-        if cfg.calibrate is None or cfg.fresh or not (out / MANIFEST).is_file():  # else it is built, and calibrated now
-            build.run(partial(documents, cfg, build, selection, scored_config))
-        if cfg.calibrate is not None and fabric.is_global_zero:
-            calibrate_store(out, open_target(cfg, rank_device(fabric)), cfg.calibrate)
+        fabric = launch(options.target.device, options.target.parallel)
+        build = Build(fabric, "datastore", out, config, options.fresh, options.target.parallel != "tp", work_name)
+        if (
+            options.calibrate is None or options.fresh or not (out / MANIFEST).is_file()
+        ):  # else it is built, and calibrated now
+            build.run(partial(documents, options, build, selection, scored_config))
+        if options.calibrate is not None and fabric.is_global_zero:
+            calibrate_store(out, open_target(options.target, rank_device(fabric)), options.calibrate)
     if fabric.is_global_zero:
         made = DATASTORES.read_manifest(out)
         command_line = f"python -m spectrain.bench methods=all datastore={out}{target_override(made.build['config'])}"
         show_facts("datastore", store_facts(out, made), command_line)
 
 
-def documents(cfg: DictConfig, build: Build, selection: Selection, scored_config: dict) -> DocumentParts:
+def documents(options: Datastore, build: Build, selection: Selection, scored_config: dict) -> DocumentParts:
     """Load the target and return what the datastore is chosen from; `scored_config` is what the scores depend on."""
-    target = open_target(cfg, rank_device(build.fabric))
-    fields = [cfg.corpus.fields] if isinstance(cfg.corpus.fields, str) else list(cfg.corpus.fields or [])
-    options = dict(cfg.corpus) | {"fields": fields or None, "part_documents": cfg.part_documents}
+    target = open_target(options.target, rank_device(build.fabric))
+    fields = [options.corpus.fields] if isinstance(options.corpus.fields, str) else options.corpus.fields
+    source = vars(options.corpus) | {"fields": fields or None, "part_documents": options.part_documents}
     prints = {
         "target_fingerprint": fingerprint(target.model, target.tokenizer),
         "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
     }
     return DocumentParts(
         identity={"config": scored_config, **prints},
-        corpus=Corpus(**options, tokenizer=target.tokenizer, vocab_size=target.vocab_size),
+        corpus=Corpus(**source, tokenizer=target.tokenizer, vocab_size=target.vocab_size),
         selection=selection,
-        scored=selection.needs_perplexities or cfg.always_score,
-        score_on=cfg.score_on,
-        shard_tokens=min(cfg.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
+        scored=selection.needs_perplexities or options.always_score,
+        score_on=options.score_on,
+        shard_tokens=min(options.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
         target=target,
-        scoring=Scoring.of(target, cfg.window_tokens, cfg.stride_tokens, cfg.batch_tokens),
+        scoring=Scoring.of(target, options.window_tokens, options.stride_tokens, options.batch_tokens),
         work=build.work,
-        manifest=partial(Manifest, target=cfg.target.path, **prints, vocab_size=target.vocab_size),
+        manifest=partial(Manifest, target=options.target.path, **prints, vocab_size=target.vocab_size),
     )
 
 
@@ -115,7 +125,3 @@ def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 def number(value: float | str | None) -> str:
     return "infinite" if value is None else value if isinstance(value, str) else f"{value:,.4g}"
-
-
-if __name__ == "__main__":
-    command("datastore")(main)()

@@ -28,7 +28,6 @@ from typing import NotRequired, TypeVar
 
 from lightning import Fabric
 from rich.filesize import decimal
-from spectrain.stores.options import without_limits
 from typing_extensions import TypedDict
 
 from data_prep.progress import Advance, token_progress
@@ -60,7 +59,10 @@ T = TypeVar("T")
 
 def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
     """Return the options of a command, resolved, that its store depends on."""
-    config = {key: value for key, value in without_limits(config).items() if key not in not_hashed}
+    config = {key: value for key, value in config.items() if key not in (*not_hashed, "max_prompt_bytes")}
+    if "corpus" in config:  # limits only refuse inputs
+        limits = ("max_document_bytes", "max_files")
+        config["corpus"] = {key: value for key, value in config["corpus"].items() if key not in limits}
     return config | {"target": {k: v for k, v in config["target"].items() if k not in NOT_HASHED_OF_TARGET}}
 
 

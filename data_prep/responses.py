@@ -10,6 +10,11 @@ format in docs/data.md.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("data_prep.responses")
+
 import dataclasses
 import logging
 import os
@@ -17,17 +22,17 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
 from data_prep.pipeline import Build, hashed_config, store_path
 from data_prep.progress import show_facts, speed, target_override
 from data_prep.ranks import decided, launch, rank_device
 from data_prep.server import CompletionServer
-from spectrain.cli import command, interruptible, open_target
+from spectrain.cli import interruptible, open_target
+from spectrain.config import plain
+from spectrain.config.commands import Responses
 from spectrain.decoding import Sampling, fingerprint, stream, tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.methods.registry import build_configured, names
+from spectrain.methods.registry import build_configured
 from spectrain.stores.prompts import Question
 from spectrain.stores.rows import ResponseManifest, open_responses
 
@@ -47,59 +52,65 @@ OF_LOOP = ("drafter", "head", "datastore")  # options that a server has no use f
 OF_SERVER = ("base_url", "model")
 
 
-def main(cfg: DictConfig) -> None:
-    answering = check_answering(cfg)
-    if cfg.fresh and cfg.finish_early:
+def main(options: Responses) -> None:
+    answering = check_answering(options)
+    if options.fresh and options.finish_early:
         raise UserError("fresh=true begins anew, and finish_early=true keeps what was answered; give one of them")
-    config = hashed_config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), NOT_HASHED)
-    out = store_path(cfg.out, "responses", config)
-    questions = read_questions(cfg.prompts, cfg.limit, cfg.max_prompt_bytes)
-    if cfg.source == "server":  # the target is there for its tokenizer, context and fingerprint
-        cfg = OmegaConf.merge(cfg, {"target": {"device": "cpu", "parallel": "none"}})
+    config = hashed_config(plain(options), NOT_HASHED)
+    out = store_path(options.out, "responses", config)
+    questions = read_questions(options.prompts, options.limit, options.max_prompt_bytes)
+    if options.source == "server":  # the target is there for its tokenizer, context and fingerprint
+        options = dataclasses.replace(
+            options, target=dataclasses.replace(options.target, device="cpu", parallel="none")
+        )
     with interruptible("to resume"):
-        fabric = launch(cfg.target.device, cfg.target.parallel)
-        build = Build(fabric, "responses", out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
-        tokens_per_s = build.run(partial(prompt_parts, cfg, build, questions, answering))
+        fabric = launch(options.target.device, options.target.parallel)
+        build = Build(fabric, "responses", out, config, options.fresh, ranks_share=options.target.parallel != "tp")
+        tokens_per_s = build.run(partial(prompt_parts, options, build, questions, answering))
     if fabric.is_global_zero:
         show(out, tokens_per_s)
 
 
-def check_answering(cfg: DictConfig) -> Answering:
+def check_answering(options: Responses) -> Answering:
     """Return how responses are drawn, or raise UserError where options contradict each other."""
-    unused, other = (OF_LOOP, "loop") if cfg.source == "server" else (OF_SERVER, "server")
+    unused, other = (OF_LOOP, "loop") if options.source == "server" else (OF_SERVER, "server")
     for name in unused:
-        if cfg[name] is not None:
-            raise UserError(f"{name}={cfg[name]} is an option of source={other}; give source={other}, or remove it")
-    if cfg.source == "server":
-        if cfg.base_url is None:
+        if getattr(options, name) is not None:
+            raise UserError(
+                f"{name}={getattr(options, name)} is an option of source={other}; give source={other}, or remove it"
+            )
+    if options.source == "server":
+        if options.base_url is None:
             raise UserError("source=server needs the server's address; give base_url=http://host:port")
-        if not cfg.method["_target_"].endswith(".autoregressive.build"):
+        if not options.method["_target_"].endswith(".autoregressive.build"):
             raise UserError("method= is an option of source=loop, not of a server; remove method=")
-        if cfg.sampling.draws != "inverse":
+        if options.sampling.draws != "inverse":
             raise UserError("a server draws its own tokens; give sampling.draws=inverse, or source=loop")
-    return Answering(Sampling.from_options(cfg.sampling), cfg.max_new_tokens, cfg.seed, tuple(names(cfg.stop_strings)))
+    return Answering(
+        Sampling(**vars(options.sampling)), options.max_new_tokens, options.seed, tuple(options.stop_strings)
+    )
 
 
-def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answering: Answering) -> PromptParts:
+def prompt_parts(options: Responses, build: Build, questions: list[Question], answering: Answering) -> PromptParts:
     """Open the target, or find the server, and return what is answered."""
     config, server = build.config, None
-    if cfg.source == "server":
+    if options.source == "server":
         for name in ("httpx", "httpx2", "openai"):
             logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line per request
-        model = None if cfg.model is None else str(cfg.model)
-        limits = (cfg.concurrency, cfg.retries, float(cfg.timeout_s))
-        server = CompletionServer(str(cfg.base_url), os.environ.get("OPENAI_API_KEY"), model, *limits)
+        model = None if options.model is None else str(options.model)
+        limits = (options.concurrency, options.retries, float(options.timeout_s))
+        server = CompletionServer(str(options.base_url), os.environ.get("OPENAI_API_KEY"), model, *limits)
         server = dataclasses.replace(server, model=decided(build.fabric, server.find_model))
         config = config | {"model": server.model}
-    target = open_target(cfg, rank_device(build.fabric))
+    target = open_target(options.target, rank_device(build.fabric))
     if server:
         source = partial(server.answer, target=target, answering=answering)
     else:
-        method = build_configured(cfg, target, answering.sampling)
-        decode = partial(stream, target, method, verification=cfg.verification, **vars(answering))
-        source = partial(answer_in_loop, decode=decode, batch_size=cfg.batch_size)
+        method = build_configured(options, target, answering.sampling)
+        decode = partial(stream, target, method, verification=options.verification, **vars(answering))
+        source = partial(answer_in_loop, decode=decode, batch_size=options.batch_size)
     manifest = ResponseManifest(
-        target=cfg.target.path,
+        target=options.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),
         tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
         sampling=answering.sampling.distribution(),
@@ -107,7 +118,9 @@ def prompt_parts(cfg: DictConfig, build: Build, questions: list[Question], answe
         config=config,
         counts={},
     )
-    return PromptParts(manifest, questions, target, cfg.chat, answering, source, cfg.allow_failed, cfg.finish_early)
+    return PromptParts(
+        manifest, questions, target, options.chat, answering, source, options.allow_failed, options.finish_early
+    )
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:
@@ -130,7 +143,3 @@ def show(out: Path, tokens_per_s: float | None) -> None:
     }
     options = f"responses={out}{target_override(store.manifest.config)}"
     show_facts("responses", facts, f"python -m spectrain.train +exp=specdecpp {options}")
-
-
-if __name__ == "__main__":
-    command("responses")(main)()

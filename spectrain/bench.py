@@ -142,7 +142,9 @@ def build_baselines(
     speculative = next((d for d in drafters.values() if isinstance(d, Speculative)), None)
     if "hf_assisted" in peers and speculative is None:
         config = registry.with_papers_nodes(registry.method_config("speculative"))
-        speculative = registry.build_method(config, target, registry.given_artifacts(options.drafter, options.head, options.datastore))
+        speculative = registry.build_method(
+            config, target, registry.given_artifacts(options.drafter, options.head, options.datastore)
+        )
     model = own_model(target) if peers else None
     return {name: build_baseline(name, target, lookup, speculative, model) for name in peers}
 

@@ -345,7 +345,12 @@ def build_methods(
         try:
             built[name] = build_method(options, target, given, sampling)
         except UserError as error:
-            if command.method is not None or not takes_all(command) or not kinds or any(kind in given for kind in kinds):
+            if (
+                command.method is not None
+                or not takes_all(command)
+                or not kinds
+                or any(kind in given for kind in kinds)
+            ):
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
     check_taken(given, methods, built.values(), by_baselines=["vanilla"] if command.peers else [])
@@ -385,9 +390,14 @@ def build_configured(command: Generate | Responses, target: TargetModel, samplin
     Raises:
         UserError: see `build_method`; or something was given that the method does not take.
     """
-    given, kind = given_artifacts(command.drafter, command.head, command.datastore), artifact_kinds(command.method).get("drafter")
+    given, kind = (
+        given_artifacts(command.drafter, command.head, command.datastore),
+        artifact_kinds(command.method).get("drafter"),
+    )
     if kind is not None and isinstance(command.drafter, str):  # whatever it is: the method says what is wrong
-        given = {other: folder for other, folder in given.items() if folder != command.drafter} | {kind: command.drafter}
+        given = {other: folder for other, folder in given.items() if folder != command.drafter} | {
+            kind: command.drafter
+        }
     drafter = build_method(command.method, target, given, sampling)
     check_taken(given, {"this method": command.method}, [drafter])
     return drafter

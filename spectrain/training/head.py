@@ -113,7 +113,9 @@ class HeadExperiment(Experiment):
         super().__init__(run, data, open_target)
         if self.config["mixing_share"] is None:
             raise UserError("mixing_share=null is no share of a text's tokens; give a number in [0, 1)")
-        self.opened = open_given_drafter(given_artifacts(self.config["drafter"]), self.target, self.config["rollout_tokens"])
+        self.opened = open_given_drafter(
+            given_artifacts(self.config["drafter"]), self.target, self.config["rollout_tokens"]
+        )
 
     def prepare(self) -> Parts:
         drafter, states, store = self.opened.facts, self.opened.states, self.store()

@@ -18,7 +18,6 @@ from data_prep import documents
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, select
 from spectrain.decoding import load_target
 from spectrain.errors import UserError
-from spectrain.methods import sssd
 from spectrain.retrieval.datastore import Datastore
 from spectrain.stores import tables
 from spectrain.stores.rows import open_responses

@@ -147,6 +147,8 @@ def test_an_export_says_which_method_decodes_with_it_and_what_training_measured(
     trained = {"fastest_gamma": 2, "metrics": {"eval/alpha": 0.25}}
     (spire / MANIFEST).write_text(json.dumps(manifest | {"trained": trained}))
     assert (fastest_gamma(spire), trained_acceptance(spire)) == (2, 0.25)
+
+
 @pytest.mark.parametrize(("kind", "default"), [("spire", 4), ("vanilla", 4)])
 def test_the_fastest_draft_length_is_the_default_of_an_export(tmp_path, target, kind, default):
     folder = {"spire": export_spire, "vanilla": export_vanilla}[kind](tmp_path / "one", target)
