@@ -125,7 +125,9 @@ class Program:
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, y: Tensor) -> int:
         """x += added, then y = RMSNorm(x) [M, D]."""
-        return self._add(NORM, x, added, weight, y, self._eps, x.shape[1], x.shape[0])
+        place = self._add(NORM, x, added, weight, y, self._eps, x.shape[1], x.shape[0])
+        self._lines[place][PIECES] = min(self.n_threads, len(x))  # a piece without a row would only be taken in vain
+        return place
 
     def embed(self, table: Tensor, x: Tensor) -> int:
         """Write the rows of a table, float32 or bfloat16, of `tokens` to x [M, D]."""
