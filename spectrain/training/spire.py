@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.config.fields import shown
 from spectrain.decoding import Drafter, TargetModel
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES
@@ -25,7 +26,6 @@ from spectrain.models.pruned_init import NEW, last_layers, new_drafter
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.folder import digest, sha256
-from spectrain.stores.options import shown
 from spectrain.training.base import Experiment, Parts, Training
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import FeatureRows, RowBatch, Rows

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from spectrain.decoding.kernels import multiplies
+from spectrain.kernels import multiplies
 
 
 def uses_gpu(accelerator: str) -> bool:
