@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain import export, load_method, train
-from spectrain.cli import command
+from spectrain import load_method
+from spectrain.cli import run as run_command
 from spectrain.decoding import generate, load_target
 from spectrain.methods.loading import open_export
 from spectrain.retrieval.datastore import Datastore
@@ -67,7 +67,7 @@ def trained(shared, tmp_path_factory) -> Path:
                 *options,
             ]
             patch.setattr(sys, "argv", ["spectrain.train", *arguments])
-            command("train")(train.main)()
+            run_command("spectrain.train")
     return folder
 
 
@@ -75,7 +75,7 @@ def exported(capfd, monkeypatch, *arguments: str) -> tuple[int, str]:
     """Runs the command; exit code and stderr."""
     monkeypatch.setattr(sys, "argv", ["spectrain.export", *arguments])
     try:
-        command("export")(export.main)()
+        run_command("spectrain.export")
     except SystemExit as stop:
         return stop.code, capfd.readouterr().err
     return 0, capfd.readouterr().err

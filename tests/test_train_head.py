@@ -19,9 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from data_prep import acceptance
-from spectrain import export
-from spectrain.cli import command
+from spectrain.cli import run as run_command
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.methods.specdecpp import open_drafter
@@ -41,7 +39,6 @@ from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
 from tests.conftest import random_prompts
-from tests.data_prep.conftest import caller
 from tests.models.test_artifacts import export_spire, export_vanilla
 
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
@@ -109,11 +106,6 @@ def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> N
 
 
 @pytest.fixture
-def label(tmp_path, monkeypatch, capfd):
-    return caller("acceptance", acceptance.main, tmp_path, monkeypatch, capfd)
-
-
-@pytest.fixture
 def small(made) -> list[str]:
     return [
         *("+exp=specdecpp", f"responses={made / 'responses'}", f"drafter={made / 'vanilla'}", "held_out_share=0.3"),
@@ -157,11 +149,10 @@ def test_a_head_is_trained_and_used(run, small, made):
     assert "is used for greedy" in Path("b/report.html").read_text()
 
 
-def test_a_head_is_exported_from_its_run_as_training_exported_it(run, small, monkeypatch):
+def test_a_head_is_exported_from_its_run_as_training_exported_it(run, typed, small):
     code, _, err = run("train", *small, "run_dir=head", "out=trained")
     assert code == 0, err
-    monkeypatch.setattr(sys, "argv", ["spectrain.export", "run=head", "out=again"])
-    command("export")(export.main)()
+    assert typed("export", "run=head", "out=again")[0] == 0
     trained, again = Path("trained"), Path("again")
     names = {str(file.relative_to(trained)) for file in trained.rglob("*") if file.is_file()}
     assert names == {str(file.relative_to(again)) for file in again.rglob("*") if file.is_file()}
@@ -217,12 +208,13 @@ def test_a_head_for_a_spire_drafter(run, small, made):
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "spire"])
-def test_a_head_learns_from_stored_states_without_running_a_model(run, label, small, made, shared, kind, monkeypatch):
+def test_a_head_learns_from_stored_states_without_running_a_model(run, small, made, shared, kind, monkeypatch):
     """The same examples as of running the models on the stored mixed texts; cut rows lose the states behind the cut."""
     arguments = [*(a for a in small if not a.startswith("drafter=")), f"drafter={made / kind}", "rollout_tokens=6"]
     labelled = f"responses={made / 'responses'}", f"drafter={made / kind}", "rollout_tokens=6", "mixing_share=0.2"
-    code, _, err = label(f"target={shared / 'target'}", *labelled, "draws=2", "out=s")
-    assert code == 0, err
+    labelled = [f"target={shared / 'target'}", *labelled, "draws=2", "out=s"]
+    monkeypatch.setattr(sys, "argv", ["data_prep.acceptance", *labelled])
+    run_command("data_prep.acceptance")
     store, target = open_acceptance("s"), load_target(shared / "target", device="cpu")
     states = open_drafter(target, kind, str(made / kind), 6).states
     head = HeadFacts(HeadConfig(states.hidden_size), None, Sampling(), 1.0, 0.2)

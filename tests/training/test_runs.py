@@ -16,11 +16,11 @@ from spectrain.training import fit as fitting
 from spectrain.training import runs
 from spectrain.training.curves import merged
 from spectrain.training.runs import RunFolder
-from tests.test_cli import composed
+from tests.training.trainers import config_of
 
 
 def find(tmp_path, *overrides: str) -> RunFolder:
-    return RunFolder.find(composed("train", "+exp=target", f"run_dir={tmp_path / 'run'}", *overrides))
+    return RunFolder.find(config_of("+exp=target", f"run_dir={tmp_path / 'run'}", *overrides))
 
 
 def test_a_resumed_run_keeps_its_id_and_its_files(tmp_path):
@@ -67,7 +67,7 @@ def test_a_finished_run_is_left_out_on_all_ranks_or_on_none(tmp_path, monkeypatc
 
 
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path, monkeypatch):
-    config = composed("train", "+exp=target", f"run_dir={tmp_path / 'run'}")
+    config = config_of("+exp=target", f"run_dir={tmp_path / 'run'}")
     with RunFolder.claim(config) as run:  # before the folder is made
         assert not run.path.exists()
         with (
@@ -185,7 +185,7 @@ def test_an_export_that_a_kill_left_behind_may_be_replaced_by_its_own_run_only(t
 def test_a_training_out_of_memory_names_what_to_lower(error):
     with (
         pytest.raises(UserError, match=r"data.batch_size=4 .* data.row_tokens=1024, or give trainer.activation_check"),
-        fitting.naming_the_remedy(composed("train", "+exp=spire").data),
+        fitting.naming_the_remedy(config_of("+exp=spire")["data"]),
     ):
         raise error
 
@@ -194,11 +194,11 @@ def test_a_rank_that_lost_another_says_so():
     lost = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:22934. This is typically caused by\nmore")
     with (
         pytest.raises(UserError, match="another rank ended, and this one cannot go on alone"),
-        fitting.naming_the_remedy(composed("train", "+exp=spire").data),
+        fitting.naming_the_remedy(config_of("+exp=spire")["data"]),
     ):
         raise lost
 
 
 def test_other_errors_of_a_training_pass_unchanged():
-    with pytest.raises(RuntimeError, match="shape"), fitting.naming_the_remedy(composed("train", "+exp=spire").data):
+    with pytest.raises(RuntimeError, match="shape"), fitting.naming_the_remedy(config_of("+exp=spire")["data"]):
         raise RuntimeError("shape mismatch")

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from spectrain import export
-from spectrain.cli import command
+from spectrain.cli import run as run_command
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.llama import LlamaBlock
@@ -256,7 +255,7 @@ def test_optimizer_goes_on_unchanged_at_another_number_of_ranks(runs, trainer):
 def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, monkeypatch):
     monkeypatch.chdir(runs)
     monkeypatch.setattr(sys, "argv", ["spectrain.export", f"run={trainer}", f"out={trainer}-again", "weights=last"])
-    command("export")(export.main)()
+    run_command("spectrain.export")
     again, exported = runs / f"{trainer}-again", runs / f"{trainer}-exported"
     assert {file.name for file in again.iterdir()} == {file.name for file in exported.iterdir()}
     assert (again / "config.json").read_text() == (exported / "config.json").read_text()
