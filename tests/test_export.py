@@ -23,9 +23,7 @@ from spectrain import load_method
 from spectrain.cli import run as run_command
 from spectrain.decoding import generate, load_target
 from spectrain.methods.loading import open_export
-from spectrain.retrieval.datastore import Datastore
 from spectrain.serving import hub
-from spectrain.stores.folder import locked
 from spectrain.training.checkpoints import BestFolder
 
 KINDS = {
@@ -209,15 +207,6 @@ def test_without_out_the_name_is_the_runs(trained, tmp_path, capfd, monkeypatch)
     assert "exported/spire exists already" in said(capfd, monkeypatch, f"run={trained / 'spire'}")
 
 
-def test_a_folder_in_use_is_refused_and_what_the_other_writes_stays(trained, tmp_path, capfd, monkeypatch):
-    theirs = tmp_path / ".out.new"
-    theirs.mkdir()
-    with locked(tmp_path / "out"):
-        found = said(capfd, monkeypatch, f"run={trained / 'spire'}", f"out={tmp_path / 'out'}")
-    assert "out is in use by another process; wait for its end, or give another out" in found
-    assert theirs.is_dir()
-
-
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_path, capfd, monkeypatch):
     def refused(run: Path, out: Path = tmp_path / "out", *more: str) -> str:
         return said(capfd, monkeypatch, f"run={run}", f"out={out}", *more)
@@ -232,19 +221,12 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
     assert "give either run=" in said(capfd, monkeypatch)
     assert "give either run=" in refused(run, tmp_path / "out", "method=pld")
 
-    config = OmegaConf.load(run / "config.yaml")
-    OmegaConf.save(OmegaConf.merge(config, {"n_layer": 1}), run / "config.yaml")
-    assert "does not hold what the run's config.yaml describes (differs in drafter.blocks.1" in refused(run)
-    OmegaConf.save(config, run / "config.yaml")
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(facts | {"target_fingerprint": "0" * 16}))
     assert "was started with target 0000000000000000" in refused(run)
     (run / "run.json").write_text(json.dumps(facts))
 
-    (best,) = (run / "checkpoints" / "best").glob("*.safetensors")
-    best.write_bytes(best.read_bytes()[:1000])
-    assert "cannot be read (SafetensorError)" in refused(run)
-    shutil.rmtree(best.parent)
+    shutil.rmtree(run / "checkpoints" / "best")
     (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
     checkpoint.unlink()
     assert "has no checkpoint yet" in refused(run)
@@ -284,20 +266,6 @@ def test_a_lookup_method_is_exported_with_its_datastore_and_drafts_as_before(
     assert "--speculative-ngram-external-corpus-path rest/corpus.jsonl" in card
 
 
-def test_documents_as_text_are_tokenized_as_they_were(shared, stored, tmp_path, capfd, monkeypatch):
-    out = tmp_path / "rest"
-    assert exported(capfd, monkeypatch, *lookup(shared, stored, f"out={out}"))[0] == 0
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    texts = [json.loads(line) for line in (out / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
-    documents = [document.tolist() for document in Datastore(stored).documents()]
-    assert all(isinstance(text, str) for text in texts)  # SGLang takes no objects
-    assert len(texts) == len(documents)
-    assert tokenizer(texts[:-1], add_special_tokens=False)["input_ids"] == documents[:-1]
-    facts = json.loads((out / "config.json").read_text())
-    # The last document is every token once, which no tokenizer writes.
-    assert facts["corpus_same_tokens"] == pytest.approx((len(documents) - 1) / len(documents))
-
-
 def test_a_method_without_a_datastore_is_a_few_files(shared, tmp_path, capfd, monkeypatch):
     out = tmp_path / "pld"
     assert exported(capfd, monkeypatch, "method=pld", f"target={shared / 'target'}", f"out={out}")[0] == 0
@@ -321,11 +289,6 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
     assert "max_nodes=1 must be" in refused(*lookup(shared, stored, "method.max_nodes=1"))
     assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
     assert "was built with the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's
-    other = tmp_path / "store"
-    shutil.copytree(stored, other)
-    file = next(other.glob("tokens*"))
-    file.write_bytes(file.read_bytes()[:-2] + b"\0\0")
-    assert "is damaged: it is not what the manifest says" in refused(*lookup(shared, other))
     assert "does not exist" in refused(*lookup(shared, tmp_path / "nowhere"))
 
 

@@ -11,20 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning import Callback
-from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from spectrain.cli import run as run_command
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
-from spectrain.errors import UserError
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.head import HeadConfig, HeadFacts
-from spectrain.stores.locations import conf_dir
 from spectrain.stores.rows import (
     LABEL_COLUMNS,
     AcceptanceManifest,
@@ -37,7 +31,6 @@ from spectrain.training import fit as fitting
 from spectrain.training.data import TextRows, text_rows
 from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.runs import RunFolder
 from tests.conftest import random_prompts
 from tests.models.test_artifacts import export_spire, export_vanilla
 
@@ -309,30 +302,6 @@ def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
     assert "which none of the methods takes" in err
 
 
-def test_the_sweep_and_the_multirun_are_the_same_grid(run, small):
-    text = (conf_dir() / "sweep" / "specdecpp.yaml").read_text()
-    sweep = yaml.safe_load(text)
-    command = create_sweep_command_args(
-        {"args": {name: {"value": values["values"][0]} for name, values in sweep["parameters"].items()}}
-    )
-    assert sweep["command"][-1] == "${args_no_hyphens}"
-    assert command["args_no_hyphens"] == ["w_rej=1", "n_blocks=0"]
-    (multirun,) = [line for line in text.splitlines() if "spectrain.train -m " in line]
-    overrides = OverridesParser.create().parse_overrides(multirun.split("-m spectrain.train -m ")[1].split())
-    grid = {o.key_or_group: [int(v) for v in o.sweep_string_iterator()] for o in overrides if o.is_sweep_override()}
-    assert grid == {name: values["values"] for name, values in sweep["parameters"].items()}
-
-    code, _, err = run("train", *small, "w_rej=1,3", "n_blocks=0,1", "max_steps=2", "-m")
-    assert code == 0, err
-    heads = [json.loads(file.read_text()) for file in Path("checkpoints").glob("*/config.json")]
-    assert {(h["w_rej"], h["head"]["n_blocks"]) for h in heads} == {(1, 0), (1, 1), (3, 0), (3, 1)}
-
-    code, _, err = run("train", *small, "w_rej=1,6", "n_blocks=0", "max_steps=2", "-m")  # goes on with what is left
-    assert code == 0, err
-    assert "already finished, skipping: this run is finished" in err
-    assert len(list(Path("checkpoints").iterdir())) == 5
-
-
 def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
     steps = {}
     for accumulated in (1, 2):
@@ -341,17 +310,3 @@ def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
         steps[accumulated] = json.loads(Path(f"r{accumulated}/result.json").read_text())["steps"]
     assert steps[1] % 2 == 0  # two epochs
     assert steps[2] == 2 * -(-steps[1] // 4)
-
-
-def test_only_rank_zero_notes_what_a_run_began_with(tmp_path, monkeypatch):
-    run = RunFolder(tmp_path / "run", {}, "id")
-    source = {"rows": ["rows", 1, {}], "warping": "greedy"}
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    run.keep_to(source)  # its folder is rank zero's to make
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
-    run.path.mkdir()
-    run.keep_to(source)
-    assert [file.name for file in run.path.iterdir()] == ["source.json"]
-    run.keep_to(source)
-    with pytest.raises(UserError, match="was started with other warping"):
-        run.keep_to({**source, "warping": "temperature 1"})

@@ -204,8 +204,6 @@ class LookupFacts:
     tokenizer_fingerprint: str
     vocab_size: int
     datastore: bool  # whether it has one
-    corpus_tokens: int = 0  # of the datastore's documents
-    corpus_same_tokens: float | None = None  # share of sampled documents whose text has the tokens they came from
 
 
 def read_lookup_facts(folder: Path) -> LookupFacts:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.fingerprint import fingerprint, module_fingerprint
 from spectrain.decoding.target import TargetModel
@@ -27,6 +28,8 @@ class DraftStates(ABC):
     hidden_size: int  # D
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it reads
     block_tokens: int | None = None  # of its rollouts over a text; None: it has none
+    max_positions: int  # tokens of the longest text that it reads
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: the target's
 
     @abstractmethod
     def fingerprint(self) -> str: ...
@@ -59,7 +62,8 @@ class ModelStates(DraftStates):
 
     def __init__(self, model: TargetModel, vocab_size: int) -> None:
         self.model, self.vocab_size = model, vocab_size
-        self.hidden_size = model.unembedding.shape[1]
+        self.hidden_size, self.max_positions = model.unembedding.shape[1], model.max_positions
+        self.tokenizer = model.tokenizer
 
     @property
     def module(self) -> nn.Module:
@@ -89,7 +93,7 @@ class SpireStates(DraftStates):
         if block_tokens > (window := drafter.config.window_tokens):
             raise UserError(f"rollout_tokens={block_tokens} must not exceed the drafter's window_tokens={window}")
         self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
-        self.hidden_size = drafter.config.shape.hidden_size
+        self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
         self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:

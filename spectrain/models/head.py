@@ -25,7 +25,12 @@ from spectrain.models.artifacts import check_artifact, damage_of
 from spectrain.models.kinds import Kind
 from spectrain.stores.folder import read_object, write_json
 
-KIND = Kind("head", "SpecDec++ head", "spectrain.train +exp=specdecpp", method="specdecpp")
+KIND = Kind(
+    *("head", "SpecDec++ head", "spectrain.train +exp=specdecpp"),
+    method="specdecpp",
+    about="An acceptance head (SpecDec++): it reads the state of a draft model after each drafted token, and ends the "
+    "draft once it expects a rejection. The draft model is in `drafter/`.",
+)
 DRAFTER = "drafter"  # its folder inside a head's
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")  # of a drafter's files
 
@@ -139,17 +144,12 @@ def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
         return read_object(folder / "config.json", HeadFacts, "export it again")
 
 
-def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size: int) -> AcceptanceHead:
-    """Open the head in a folder, which has these facts, for use with a drafter whose final state is of this width.
+def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts) -> AcceptanceHead:
+    """Open the head in a folder, which has these facts, for use with a drafter.
 
     Raises:
         UserError: the head was trained on another drafter, or is damaged.
     """
-    if facts.head.hidden_size != hidden_size:
-        raise UserError(
-            f"head={folder} reads states of width {facts.head.hidden_size}, but the drafter {drafter.path} has "
-            f"{hidden_size}; give drafter={facts.drafter.path}, or train a head for this one with +exp=specdecpp"
-        )
     if facts.drafter.fingerprint != drafter.fingerprint:
         raise UserError(
             f"head={folder} was trained on the {facts.drafter.kind} drafter {facts.drafter.path} "

@@ -32,7 +32,12 @@ from spectrain.decoding.target import FINAL, TargetModel
 from spectrain.errors import UserError, check_choice, check_whole
 from spectrain.models.kinds import Kind
 
-KIND = Kind("drafter", "spire drafter", "spectrain.train +exp=spire", method="spire")
+KIND = Kind(
+    *("drafter", "spire drafter", "spectrain.train +exp=spire"),
+    method="spire",
+    about="A SPIRe drafter: it reads the target's own activations of the text and a sparse window of its KV cache, and "
+    "drafts a chain of tokens for the target to verify.",
+)
 INPUTS = ("projected", "tied", "trained")
 HEADS = ("target", "trained")
 MOST_SEEN = 2**20  # of window, sinks and k: far above any useful window, and no number that overflows

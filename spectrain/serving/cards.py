@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from huggingface_hub import ModelCard, ModelCardData
 
 from spectrain.measure.tables import interval
+from spectrain.models.kinds import about
 
 TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
@@ -80,8 +81,7 @@ def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapp
         target: its name in command lines, and its tokenizer's fingerprint.
         method: its name.
         options: of the method; those that are None are left out.
-        store: `documents`, `tokens`, `built_from` (its config), and `same_tokens`, the share of sampled documents
-            whose text gives the same tokens again (or None); empty without a datastore.
+        store: `documents`, `tokens` and `built_from` (its config); empty without a datastore.
     """
     reads_text = method in ("pld", "anpd") or options.get("input_source", method == "sssd")
     stored = [f"a datastore of {store['tokens']:,} tokens"] if store else []
@@ -105,11 +105,11 @@ def _card(template: str, kind: str, folder: str, target: tuple[str, str], **valu
     is_hub_id = HUB_ID.fullmatch(path) and not path.startswith("checkpoints/")
     metadata = ModelCardData(
         base_model=(path if is_hub_id else PurePath(path).name) or None,
-        library_name="transformers" if kind in ("vanilla", "target") else "spectrain",
+        library_name=about(kind).library,
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "spectrain", kind],
     )
-    values |= {"kind": kind, "name": PurePath(folder).name, "folder": folder, "target": path, "named": _named}
+    values |= {"about": about(kind), "name": PurePath(folder).name, "folder": folder, "target": path, "named": _named}
     values |= {"fingerprint": fingerprint, "quote": shlex.quote}
     values["json_argument"] = lambda **value: shlex.quote(json.dumps(value, separators=(",", ":")))
     card = ModelCard.from_template(metadata, TEMPLATES / f"card_{template}.md", **values)

@@ -172,4 +172,4 @@ class HeadExperiment(Experiment):
         """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""
         facts = self.facts(self.store(self.run.source["rows"][0]))
         save_head(folder, load_weights(AcceptanceHead(facts.head), weights, "head"), facts)
-        save_drafter(folder, facts.drafter, self.opened.states.module, self.opened.tokenizer)
+        save_drafter(folder, facts.drafter, self.opened.states.module, self.opened.states.tokenizer)

@@ -13,7 +13,7 @@ from spectrain.serving.cards import lookup_card, trained_card
 
 CONFIG = {"corpus": {"held_out_share": 0.05}, "data": {"row_tokens": 64, "batch_size": 2}}
 TRAINED = {"steps": 3, "tokens": 384}
-STORE = {"documents": 1, "tokens": 5, "built_from": {"keep": "all"}, "same_tokens": None}
+STORE = {"documents": 1, "tokens": 5, "built_from": {"keep": "all"}}
 ODD_NAMES = ["no", "1.0", "- a: b", "it's", 'a "b" c', "<script>alert(1)</script>", "{{ 7 * 7 }}", "$(id)", "x#y"]
 
 
@@ -50,15 +50,6 @@ def test_a_card_names_its_corpus_and_how_much_of_it_was_read_but_not_where_it_la
 def test_a_card_says_what_a_drafter_reads_of_the_target(options, said):
     card = trained_card("spire", "out", ("org/model", "f" * 16), CONFIG | options, TRAINED, ())
     assert said in card if said else "this folder" not in card
-
-
-@pytest.mark.parametrize(
-    ("gamma", "said"), [({"spire": 5}, "| spire, drafts of 5 tokens | 2.10 |"), ({}, "| spire | 2.10 |")]
-)
-def test_a_card_says_how_many_tokens_were_drafted_while_tau_was_measured(gamma, said):
-    tau = {"spire": {"16 tokens, greedy": {"value": 2.1, "low": None, "high": None}}}
-    trained = TRAINED | {"tau": tau, "settings": {"contexts": 8, "new_tokens": 64, "gamma": gamma}}
-    assert said in trained_card("spire", "out", ("org/model", "f" * 16), CONFIG, trained, ())
 
 
 def commands(card: str) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,6 @@ def begun(path: str, run_id: str) -> RunFolder:
 
 def exported(run: RunFolder, says: str, out: str | None = None) -> Path:
     return run.export(out, lambda folder, _: (folder / "said").write_text(says))
-
-
-def test_equally_named_runs_of_two_folders_keep_an_export_each(tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    first, second = begun("a/try", "try-11111111"), begun("b/try", "try-22222222")
-    assert exported(first, "first") == Path("checkpoints/try")
-    with caplog.at_level(logging.WARNING):
-        assert exported(second, "second") == Path("checkpoints/try-22222222")
-    assert "checkpoints/try is another run's export" in caplog.text
-    assert Path("checkpoints/try/said").read_text() == "first"
-    assert Path("checkpoints/try-22222222/said").read_text() == "second"
-    assert exported(second, "again") == Path("checkpoints/try-22222222")  # a killed attempt's
-    assert exported(first, "again") == Path("checkpoints/try")
 
 
 def test_a_run_that_replaces_another_replaces_its_export(tmp_path, monkeypatch):

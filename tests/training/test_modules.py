@@ -18,7 +18,7 @@ from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
-from spectrain.models.labels import label_texts, mix_tokens
+from spectrain.models.labels import label_texts
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
@@ -76,24 +76,10 @@ def test_the_loss_is_the_formula(w_rej):
     torch.testing.assert_close(weighted_bce(log_odds, torch.tensor(labels), w_rej, 2.0), torch.tensor(above / below))
 
 
-def test_no_position_gives_no_loss_and_no_nan():
-    assert weighted_bce(torch.zeros(0), torch.zeros(0), 6.0) == 0
-
-
 def test_binary_kl_is_the_formula_and_nothing_where_they_agree():
     labels, predicted = torch.tensor([1.0, 0.25, 0.0, 0.6]), torch.tensor([0.9, 0.2, 0.5, 0.6])
     expected = [math.log(1 / 0.9), 0.25 * math.log(1.25) + 0.75 * math.log(0.75 / 0.8), math.log(2), 0.0]
     torch.testing.assert_close(binary_kl(torch.logit(predicted), labels), torch.tensor(expected), atol=1e-6, rtol=1e-5)
-
-
-def test_mixing_takes_the_targets_token_with_the_share_and_only_drafts_have_a_loss():
-    text, drafts = torch.zeros(200, 500, dtype=torch.int64), torch.ones(200, 500, dtype=torch.int64)
-    may_draft = torch.zeros(200, 500, dtype=torch.bool)
-    may_draft[:, 100:] = True
-    mixed, drafted = mix_tokens(text, drafts, may_draft, 0.15, torch.rand(200, 500))
-    assert not drafted[:, :100].any()
-    assert torch.equal(mixed, drafted.long())  # a draft where there is a loss, the target's own token elsewhere
-    assert drafted[:, 100:].float().mean().item() == pytest.approx(0.85, abs=4 * math.sqrt(0.15 * 0.85 / 80000))
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -139,16 +125,6 @@ def test_each_epoch_takes_the_next_of_several_draws(target):
     assert [module.examples(batch, epoch)[1].unique().item() for epoch in range(3)] == [0.25, 0.75, 0.25]
 
 
-def test_roots_of_spire_rollouts_are_the_targets_text_and_have_no_loss(target):
-    states = spire_states(target, block_tokens=5)
-    module = training(target, states, mixing_share=0.0)
-    batch = batch_of(text_rows(1))
-    hidden, labels = module.examples(batch, 0)
-    n_roots = sum(1 for position in range(4, batch.tokens.shape[1]) if position % 5 == 0)
-    assert len(labels) == len(hidden) == batch.tokens.shape[1] - 4 - n_roots
-    assert n_roots > 0
-
-
 @pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
 def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, options, monkeypatch):
     """Drafts of the loop, from roots where a block of the training rollout begins, laid over the target's text."""
@@ -188,18 +164,6 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, opt
         torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=5e-3 if options else 1e-5, rtol=1e-5)
         checked += 1
     assert checked >= 2
-
-
-def test_only_the_head_learns(target):
-    states = model_states(target)
-    module = training(target, states)
-    before = [p.clone() for p in (*target.model.parameters(), *states.module.parameters())]
-    hidden, labels = module.examples(batch_of(text_rows()), 0)
-    weighted_bce(module.head(hidden), labels, 6.0).backward()
-    after = [*target.model.parameters(), *states.module.parameters()]
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
-    assert {name.split(".")[0] for name, _ in module.named_parameters()} == {"head"}
-    assert all(p.grad is not None for p in module.head.parameters())
 
 
 def test_a_validation_batch_without_drafts_does_not_spoil_the_others(target):
