@@ -103,7 +103,7 @@ def test_a_drafter_is_trained_further(run, typed, small):
     assert (earlier["before"], before) == ([], [{"drafter": "first", "steps": 6, "tokens": earlier["tokens"]}])
     assert f"- before that, as `first`, {earlier['tokens']:,} tokens in 6 steps\n" in Path("same/README.md").read_text()
     refused = {
-        "n_layer=1": "init=first has n_layer=2, not 1; give the same",
+        "n_layer=1": "init=first has other options; give window_tokens=32 n_layer=2",
         "input=trained": "init=first has other options; give window_tokens=32 input=projected",
         "previous_state=false": "init=first has other options; give window_tokens=32 previous_state=true",
         "draft_vocab=200": "init=first has draft_vocab=100, not 200; leave draft_vocab out, or give fewer than 100",

@@ -1,8 +1,6 @@
 """A drafter's states over a whole text at once, teacher forced, equal to those of decoding it token by token.
 
 An acceptance head reads these states, and the distributions that drafts are drawn from follow from them.
-
-Letters: B rows, T tokens, D hidden size of the drafter, C captured layers of the target, V the target's vocabulary.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ where the target's own input of that block lies. A raw embedding is some ninety 
 
 Attention is sparse: the first `sink_tokens` positions and the last `window_tokens` (t - window + 1 .. t), in training
 (`spectrain.models.rollout`) as in decoding (`spectrain.methods.spire`); both go through `LlamaBlock.forward`.
-
-Letters: B rows, L row tokens, k rollout depth, c chunks of a row, n queries of a call, P past keys, H heads, D hidden.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
 """Trains acceptance heads of drafters, from the target's responses (SpecDec++, Huang et al. 2024).
-
-Letters: B rows, L tokens per row, K stored drafts per position, D hidden size, M drafted tokens.
 """
 
 from __future__ import annotations

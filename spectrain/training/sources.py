@@ -1,6 +1,4 @@
 """Where training rows come from, as conf/data/ says: frozen models run inside the training, or were run beforehand.
-
-Letters: n contexts, L tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Trains SPIRe drafters (SPIRe, Neelam et al. 2025).
-
-Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions with a loss, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -174,12 +171,10 @@ class SpireExperiment(Experiment):
             raise UserError(
                 f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out{fewer}"
             )
-        found, wanted = drafter.config, self.shape(drafter.kept)
-        if found.n_layer != wanted.n_layer:
-            raise UserError(f"init={folder} has n_layer={found.n_layer}, not {wanted.n_layer}; give the same")
-        names = [f.name for f in fields(SpireConfig) if getattr(found, f.name) != getattr(wanted, f.name)]
+        found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, self.shape(drafter.kept)))
+        names = [name for name in found if found[name] != wanted[name] and name != "target_layers"]
         if names:
-            options = " ".join(f"{name}={shown(getattr(found, name))}" for name in names)
+            options = " ".join(f"{name}={shown(found[name])}" for name in names)
             raise UserError(f"init={folder} has other options; give {options}")
         return drafter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_an_export_is_replaced_by_its_own_run_only(tmp_path):
     out, run = str(tmp_path / "out"), find(tmp_path)
     run.begin()
     for text in ("killed", "again"):
-        run.export(out, lambda folder, _: (folder / "text").write_text(text))  # noqa: B023
+        run.export(out, lambda folder, _: Path(folder, "text").write_text(text))  # noqa: B023
     assert Path(out, "text").read_text() == "again"
     other = RunFolder.find(config_of("+exp=target", f"run_dir={tmp_path / 'other'}"))
     other.begin()
