@@ -300,13 +300,3 @@ def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
     code, _, err = run("generate", "method=pld", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
     assert "which none of the methods takes" in err
-
-
-def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
-    steps = {}
-    for accumulated in (1, 2):
-        code, _, err = run("train", *small, f"trainer.accumulate_grad_batches={accumulated}", f"run_dir=r{accumulated}")
-        assert code == 0, err
-        steps[accumulated] = json.loads(Path(f"r{accumulated}/result.json").read_text())["steps"]
-    assert steps[1] % 2 == 0  # two epochs
-    assert steps[2] == 2 * -(-steps[1] // 4)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.fingerprint import fingerprint, module_fingerprint
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError, check_whole
+from spectrain.errors import UserError
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
 
@@ -87,9 +87,8 @@ class SpireStates(DraftStates):
     """
 
     def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
-        check_whole("rollout_tokens", block_tokens, 2)
-        if block_tokens > (window := drafter.config.window_tokens):
-            raise UserError(f"rollout_tokens={block_tokens} must not exceed the drafter's window_tokens={window}")
+        if not 2 <= block_tokens <= (window := drafter.config.window_tokens):
+            raise UserError(f"rollout_tokens={block_tokens} must be 2..{window}, the drafter's window_tokens")
         self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
         self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
         self.capture_layers = drafter.config.captured_layers

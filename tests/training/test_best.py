@@ -40,12 +40,6 @@ def test_the_highest_tau_is_kept_and_of_equals_the_later(tmp_path):
     assert folder.weights()["model.b"].tolist() == [3.0] * 3
 
 
-def test_without_tau_the_last_weights_are_kept(tmp_path):
-    folder = BestFolder(tmp_path)
-    assert [folder.offer(step, weights(step)) for step in (1, 2)] == [True, True]
-    assert folder.read().facts() == {"step": 2, "tau": None, "low": None, "high": None, "expected": None}
-
-
 def test_the_expected_tau_decides_where_it_is_known(tmp_path):
     folder = BestFolder(tmp_path)
     offered = (1, 3.0, 2.5), (2, 2.0, 2.7), (3, 4.0, 2.6), (4, 1.0, 2.7), (5, 1.1, None), (6, 0.9, 9.0)

@@ -8,8 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
-from torch.utils.data import DataLoader
 
 from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.decoding.lean import shape_of
@@ -166,24 +164,6 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, opt
     assert checked >= 2
 
 
-def test_a_validation_batch_without_drafts_does_not_spoil_the_others(target):
-    rows = text_rows()
-    empty = TextRow(99, np.array([5, 6, 7], np.int32), np.array([], np.int32))
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    (alone,), (beside,) = (
-        trainer.validate(training(target, model_states(target)), DataLoader(batches, batch_size=None), verbose=False)
-        for batches in ([batch_of(rows)], [batch_of(rows), batch_of([empty])])
-    )
-    assert alone.keys() >= {"eval/kl_binary", "eval/label", "eval/predicted", "eval/loss"}
-    assert all(math.isfinite(value) for value in beside.values())
-
-
 @pytest.mark.parametrize("kind", STATES)
 def test_a_row_that_only_fills_up_a_ranks_share_teaches_nothing(target, kind):
     batch = TextRows(text_rows())[[-1]]
@@ -226,25 +206,3 @@ def test_batches_of_like_length_see_every_row_once_and_pad_little():
     assert epochs[0] != epochs[1]
     again = SeededLoader(list, 230, 8, 3, (0, 2), lengths)
     assert [list(batch) for batch in again] == epochs[0][0]
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_the_head_reads_the_mixed_text_after_the_very_token(target, kind):
-    states = STATES[kind](target)
-    row = text_rows(1)[0]
-    n_response, n_prompt = len(row.response), len(row.prompt)
-    drafts = (np.arange(n_response, dtype=np.int32)[None] * 7) % 50 + 4
-    labels = np.linspace(0, 1, n_response, dtype=np.float32)[None]
-    batch = batch_of([TextRow(0, row.prompt, row.response, drafts, labels)])
-    hidden, found = training(target, states, mixing_share=0.0).examples(batch, 0)
-    is_draft = states.reads_drafts(n_prompt + n_response)
-    mixed = batch.tokens.clone()
-    for i in range(n_response):
-        if is_draft[n_prompt + i]:
-            mixed[0, n_prompt + i] = int(drafts[0, i])
-    with torch.no_grad():  # as training computes it
-        captured = target.with_capture(states.capture_layers).features(batch.tokens).captured
-    whole = states.hidden(mixed, captured)[0]
-    kept = [n_prompt + i for i in range(n_response) if is_draft[n_prompt + i]]
-    torch.testing.assert_close(hidden, whole[kept])
-    torch.testing.assert_close(found, torch.from_numpy(labels[0])[torch.tensor(kept) - n_prompt])
