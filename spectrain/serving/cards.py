@@ -14,28 +14,15 @@ from pathlib import Path, PurePath
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from spectrain.config.fields import names_of
+from spectrain.config.training import Train
 from spectrain.measure.tables import interval
 from spectrain.models.kinds import about
 
 TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
 CORPUS_MARGIN = 1.2  # SGLang refuses a corpus that has more tokens than it was told
-OPTIONS = (  # of a training's config that say what was trained and how; the others say where and how fast
-    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "input", "head", "draft_vocab"),
-    *(
-        "previous_state",
-        "feedback",
-        "target_activations",
-        "loss",
-        "omega",
-        "n_blocks",
-        "w_rej",
-        "w_acc",
-        "mixing_share",
-        "rollout_tokens",
-    ),
-    *("seed", "optimizer", "model"),
-)
+NOT_SHOWN = ("drafter", "responses", "held_out_share", "export_dtype")  # of an experiment's options
 
 
 def trained_card(
@@ -53,9 +40,11 @@ def trained_card(
     """
     data, selected = config.get("data") or {}, trained.get("selected") or {}
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
-    options = {name: config.get(name) for name in OPTIONS} | {"batch_size": data.get("batch_size")}
-    options["precision"] = (config.get("trainer") or {}).get("precision")
-    options["init"] = options["init"] and _published(options["init"])
+    shared = {"seed": config.get("seed"), "optimizer": config.get("optimizer"), "batch_size": data.get("batch_size")}
+    shared["precision"] = (config.get("trainer") or {}).get("precision")
+    options = {name: config[name] for name in config if name not in (*names_of(Train), *NOT_SHOWN)} | shared
+    if "init" in options:
+        options["init"] = _published(options["init"])
     return _card(
         "drafter",
         kind,

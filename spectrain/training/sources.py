@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -121,10 +120,7 @@ class Offline(config_training.Offline, Source):
         """The store of activations that fits the target, which messages call `name`."""
         target_fingerprint = fingerprint(target.model, target.tokenizer)
         path = self.path or newest_features(CHECKPOINTS, target_fingerprint, layers)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks share the verification
-            store = open_features(path, self.verify, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        else:  # ranks that Lightning starts leave it to the first
-            store = open_features(path, self.verify and rank_zero_only.rank == 0)
+        store = open_features(path, self.verify and rank_zero_only.rank == 0)
         store.check_fits(target_fingerprint, name, layers, target.vocab_size)
         return store
 
