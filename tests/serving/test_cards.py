@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
 from spectrain.serving.cards import lookup_card, trained_card
+from spectrain.serving.exporting import engine_path, named
 
 CONFIG = {"corpus": {"held_out_share": 0.05}, "data": {"row_tokens": 64, "batch_size": 2}}
 TRAINED = {"steps": 3, "tokens": 384}
@@ -88,3 +90,11 @@ def test_a_head_and_a_target_say_how_they_are_used():
     assert "## Target" not in target
     assert "base_model" not in target
     assert commands(target) == [["python", "-m", "spectrain.train", "+exp=spire", "target=out"]]
+
+
+def test_cards_name_folders_as_given_and_no_machines_paths():
+    assert named(Path("exported/spire")) == "exported/spire"
+    assert named(Path("/home/somebody/exported/spire")) == "spire"
+    assert engine_path("pystdlib-8l") == "checkpoints/pystdlib-8l"
+    assert engine_path("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
+    assert engine_path("") == ""
