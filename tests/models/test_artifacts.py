@@ -142,13 +142,8 @@ def test_the_fastest_draft_length_is_the_default_of_an_export(tmp_path, target, 
     with pytest.raises(UserError, match="gamma=0"):
         build(target, str(folder), gamma=0)
     manifest = json.loads((folder / MANIFEST).read_text())
-    for gamma in (2, 0, 2.5, "2", True):
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"fastest_gamma": gamma}}))
-        if gamma == 2:
-            assert (build(target, str(folder)).gamma, build(target, str(folder), gamma=3).gamma) == (2, 3)
-        else:
-            with pytest.raises(UserError, match="is damaged .fastest_gamma="):
-                build(target, str(folder))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"fastest_gamma": 2}}))
+    assert (build(target, str(folder)).gamma, build(target, str(folder), gamma=3).gamma) == (2, 3)
 
 
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
@@ -163,10 +158,6 @@ def test_a_length_that_adapts_starts_from_the_acceptance_that_training_measured(
     ):
         (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": metrics}}))
         assert build(target, str(folder), max_nodes="auto").budget.prior[0] == expected
-    for alpha in (2.0, "?", True):
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": {"eval/alpha": alpha}}}))
-        with pytest.raises(UserError, match="is damaged .eval/alpha="):
-            build(target, str(folder), max_nodes="auto")
 
 
 def test_the_newest_fitting_export_is_found(tmp_path, target):
