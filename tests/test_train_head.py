@@ -244,7 +244,7 @@ def test_a_head_learns_from_stored_states_without_running_a_model(run, small, ma
         (["data.batch_size=100"], "fewer than one batch of 100"),
         (["data=offline", "data.path={made}/labels", "sampling=t1"], "was labelled for temperature 0.8, top_k 50, not"),
         (["data=offline", "data.path={made}/labels", "drafter={made}/spire"], "are of the vanilla drafter"),
-        (["mixing_share=null"], "mixing_share=null is no share of a text's tokens; give a number in [0, 1)"),
+        (["mixing_share=null"], "mixing_share=null must be a number of at least 0 and below 1"),
         (["data=offline", "data.path={made}/nowhere"], "data.path={made}/nowhere does not exist"),
     ],
 )

@@ -1,5 +1,4 @@
-"""Trains acceptance heads of drafters, from the target's responses (SpecDec++, Huang et al. 2024).
-"""
+"""Trains acceptance heads of drafters, from the target's responses (SpecDec++, Huang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -109,8 +108,6 @@ class HeadExperiment(Experiment):
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
         super().__init__(run, data, open_target)
-        if self.config["mixing_share"] is None:
-            raise UserError("mixing_share=null is no share of a text's tokens; give a number in [0, 1)")
         self.opened = open_given_drafter(
             given_artifacts(self.config["drafter"]), self.target, self.config["rollout_tokens"]
         )

@@ -1,5 +1,4 @@
-"""Where training rows come from, as conf/data/ says: frozen models run inside the training, or were run beforehand.
-"""
+"""Where training rows come from, as conf/data/ says: frozen models run inside the training, or were run beforehand."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Trains SPIRe drafters (SPIRe, Neelam et al. 2025).
-"""
+"""Trains SPIRe drafters (SPIRe, Neelam et al. 2025)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from spectrain.decoding import Drafter, TargetModel
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES
 from spectrain.decoding.target import Features
-from spectrain.errors import UserError, check_choice
+from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
 from spectrain.models.input_fit import FIT_TOKENS, InputFit
@@ -29,8 +27,6 @@ from spectrain.training.data import FeatureRows, RowBatch, Rows
 from spectrain.training.draft_vocab import drafted_tokens
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.runs import RunFolder
-from spectrain.training.sources import Source
 from spectrain.training.sums import ValidationSums
 
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
@@ -135,10 +131,6 @@ class SpireExperiment(Experiment):
     """A SPIRe drafter for a Llama-like target."""
 
     exports, drafts, reads_stores = "spire", True, True
-
-    def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
-        super().__init__(run, data, open_target)
-        check_choice("export_dtype", self.config["export_dtype"], DTYPES)
 
     def prepare(self) -> Parts:
         config = self.config

@@ -1,5 +1,4 @@
-"""Trains vanilla drafters: small ordinary Llamas (Leviathan et al. 2023), by cross-entropy on the data.
-"""
+"""Trains vanilla drafters: small ordinary Llamas (Leviathan et al. 2023), by cross-entropy on the data."""
 
 from __future__ import annotations
 
