@@ -19,11 +19,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spectrain import export as hub
 from spectrain import load_method
 from spectrain.cli import run as run_command
 from spectrain.decoding import generate, load_target
 from spectrain.methods.loading import open_export
-from spectrain.serving import hub
 from spectrain.training.checkpoints import BestFolder
 
 KINDS = {

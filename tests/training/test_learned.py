@@ -10,9 +10,9 @@ from spectrain.errors import UserError
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
-from spectrain.training.draft_vocab import drafted_tokens, expected_shares
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.spire import drafted_tokens, expected_shares
 from spectrain.training.sums import ValidationSums
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
