@@ -22,15 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.decoding.sampling import Sampling
 from spectrain.errors import UserError
 from spectrain.models.artifacts import check_artifact, damage_of
-from spectrain.models.kinds import Kind
+from spectrain.models.kinds import HEAD
 from spectrain.stores.folder import read_object, write_json
 
-KIND = Kind(
-    *("head", "SpecDec++ head", "spectrain.train +exp=specdecpp"),
-    method="specdecpp",
-    about="An acceptance head (SpecDec++): it reads the state of a draft model after each drafted token, and ends the "
-    "draft once it expects a rejection. The draft model is in `drafter/`.",
-)
+KIND = HEAD
 DRAFTER = "drafter"  # its folder inside a head's
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")  # of a drafter's files
 

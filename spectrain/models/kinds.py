@@ -19,7 +19,14 @@ class Kind:
     about: str = ""  # what it is, as its model card says
 
 
+HEAD = Kind(
+    *("head", "SpecDec++ head", "spectrain.train +exp=specdecpp"),
+    method="specdecpp",
+    about="An acceptance head (SpecDec++): it reads the state of a draft model after each drafted token, and ends the "
+    "draft once it expects a rejection. The draft model is in `drafter/`.",
+)
 OTHERS = {
+    "specdecpp": HEAD,  # as its experiment is called
     "target": Kind(
         *("target", "target", "spectrain.train +exp=target", None, "transformers"),
         "A small Llama trained from scratch, as a target for drafters.",
