@@ -139,7 +139,7 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
         elif key in FREE_TEXT:
             argument = f"{key}={quoted(value)}"
         else:
-            if key in SHORTHANDS and value not in ("", "null") and not is_file_of(key, value):
+            if key in SHORTHANDS and value not in ("", "null") and not (key in groups and is_file_of(key, value)):
                 key = SHORTHANDS[key]
                 argument = f"{key}={value}"
             if key in paths and re.search(r"[=(){}:\s$]", value) and value[0] not in "[\"'":
@@ -148,6 +148,10 @@ def expand_shorthands(arguments: Sequence[str], name: str) -> list[str]:
                 argument = f"++{argument}"  # where no sampling is chosen, one option of it may be given all the same
         expanded.append(argument)
     return expanded
+
+
+def is_group(name: str) -> bool:
+    return (conf_dir() / name).is_dir() or any(name == group for group, _ in config.GROUPS)
 
 
 def is_file_of(group: str, name: str) -> bool:
@@ -221,7 +225,7 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
     text = str(error)
     if found := re.match(r"Could not override '([^']+)'", text):
         wrong = found[1]
-        if (conf_dir() / wrong).is_dir() and "defaults list" in text:
+        if is_group(wrong) and "defaults list" in text:
             return f"{wrong} must be written with a plus sign here: +{wrong}=..."
         near = difflib.get_close_matches(wrong, option_names(name, arguments), n=1, cutoff=0.5)
         return f"unknown option: {wrong}; {f'did you mean {near[0]}?' if near else '--help lists all options'}"
@@ -236,7 +240,7 @@ def hydra_sentence(error: HydraException, name: str, arguments: list[str]) -> st
 
 def option_names(name: str, arguments: list[str]) -> list[str]:
     """List all options of a command, in dotted form, with the groups (`+exp=spire`) that the arguments choose."""
-    groups = [a for a in arguments if "=" in a and (conf_dir() / a.split("=")[0].lstrip("+")).is_dir()]
+    groups = [a for a in arguments if "=" in a and is_group(a.split("=")[0].lstrip("+"))]
     for chosen in (groups, []):
         with contextlib.suppress(HydraException):  # a sweep over a group, or a group that is wrong, too
             return list(_dotted(OmegaConf.to_container(composed(name, *chosen))))

@@ -79,7 +79,8 @@ def options_of(command: str, cfg: DictConfig) -> object:
     if kind is not training.Train:
         return typed(values, kind)
     own = {name: values.pop(name) for name in [*values] if name not in names_of(kind)}
-    if experiment := training.EXPERIMENTS.get(values["kind"]):
+    experiment = training.EXPERIMENTS.get(values["kind"])
+    if values["experiment"] and experiment:
         shared = {name: value for name, value in values.items() if name in names_of(experiment)}
         checked = asdict(typed(own | shared, experiment))
         own = {name: checked[name] for name in own}

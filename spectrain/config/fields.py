@@ -69,7 +69,7 @@ def typed(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
     if unknown:
         raise UserError(f"unknown option: {prefix}{unknown[0]}; --help lists all options")
     try:
-        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), values))
+        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _literal(values)))
     except (ValidationError, ConfigTypeError) as error:
         name = (error.full_key or "").partition("[")[0]
         value = shown(_at(values, name))
@@ -114,6 +114,15 @@ def path_options(kind: type, prefix: str = "") -> set[str]:
         found |= path_options(inner, f"{prefix}{name}.") if inner else set()
         found |= {f"{prefix}{name}"} if one.metadata.get("path") else set()
     return found
+
+
+def _literal(value: object) -> object:
+    """Escape what looks like an interpolation: values are resolved already, and a text may hold any characters."""
+    if isinstance(value, Mapping):
+        return {name: _literal(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_literal(one) for one in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _walk(options: object, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any, object]]:
