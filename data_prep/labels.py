@@ -30,7 +30,7 @@ from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
-from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.draft_states import DraftStates
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.stores.folder import digest
 from spectrain.stores.rows import AcceptanceManifest, label_columns, save_rows
@@ -79,12 +79,7 @@ class LabelParts(Parts):
     @cached_property
     def max_tokens(self) -> int:
         """Of the longest text that target and drafter both read; longer ones are skipped."""
-        limits = [self.target.max_positions]
-        if isinstance(self.states, ModelStates):
-            limits.append(self.states.model.max_positions)
-        elif isinstance(self.states, SpireStates):
-            limits.append(self.states.drafter.config.shape.max_positions)
-        return min(limits)
+        return min(self.target.max_positions, self.states.max_positions)
 
     @cached_property
     def fits(self) -> np.ndarray:

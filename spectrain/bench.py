@@ -152,7 +152,7 @@ def build_baselines(
 def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
     """Note which datastores a run began with. Raises UserError where a resumed run finds other ones."""
     found = {name: [str(folder), sha256(folder / MANIFEST)] for name, folder in stores.items()}
-    begun = run.read(STORES, dict[str, tuple[str, str]]) or {}
+    begun = run.read(STORES)
     for name, (folder, _) in begun.items():
         if found.get(name) != begun[name]:
             raise UserError(

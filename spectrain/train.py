@@ -40,7 +40,6 @@ from spectrain.measure.tau import expected_and_measured, measure_speed, measure_
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
-from spectrain.serving.cards import trained_card
 from spectrain.serving.exporting import Export, tokens_of, write_export
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.fit import Measure, final_metrics, fit, target_device
@@ -63,7 +62,7 @@ def main(options: Train) -> None:
                 raise
             log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
             return
-        if options.out and rank_zero_only.rank == 0:
+        if rank_zero_only.rank == 0:
             with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
                 pass
         seed_everything(options.seed, verbose=False)
@@ -126,12 +125,12 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
     if bins := getattr(parts.module.sums, "bins", None):
         result["reliability"] = bins
         drawn["eval/calibration"] = calibration({"head": bins})
-    out = run.export(options.out, partial(write_export, export=export, card=trained_card))
+    out = run.export(options.out, partial(write_export, export=export))
     drawn |= {f"plots/{name}": figure for name, figure in training_pictures(run.curve()).items()}
     pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
     for name, file in pictures.items():
         write_png(drawn[name], file)
-    publish(trainer, run, out, export.kind if export.kind in ("head", "target") else "drafter", pictures)
+    publish(trainer, run, out, about(export.kind).option, pictures)
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     if bins:

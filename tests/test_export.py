@@ -19,13 +19,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain import export, load_method, train
-from spectrain.cli import command
+from spectrain import export as hub
+from spectrain import load_method
+from spectrain.cli import run as run_command
 from spectrain.decoding import generate, load_target
 from spectrain.methods.loading import open_export
-from spectrain.retrieval.datastore import Datastore
-from spectrain.serving import hub
-from spectrain.stores.folder import locked
 from spectrain.training.checkpoints import BestFolder
 
 KINDS = {
@@ -67,32 +65,22 @@ def trained(shared, tmp_path_factory) -> Path:
                 *options,
             ]
             patch.setattr(sys, "argv", ["spectrain.train", *arguments])
-            command("train")(train.main)()
+            run_command("spectrain.train")
     return folder
 
 
-def exported(capfd, monkeypatch, *arguments: str) -> tuple[int, str]:
-    """Runs the command; exit code and stderr."""
-    monkeypatch.setattr(sys, "argv", ["spectrain.export", *arguments])
-    try:
-        command("export")(export.main)()
-    except SystemExit as stop:
-        return stop.code, capfd.readouterr().err
-    return 0, capfd.readouterr().err
-
-
-def said(capfd, monkeypatch, *arguments: str) -> str:
+def said(typed, *arguments: str) -> str:
     """What a command that was used wrongly says, in one line."""
-    code, err = exported(capfd, monkeypatch, *arguments)
+    code, _, err = typed("export", *arguments)
     assert code == 2, err
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     return line
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_exported_as_training_exported_it(trained, kind, tmp_path, capfd, monkeypatch):
+def test_a_run_is_exported_as_training_exported_it(trained, kind, tmp_path, typed):
     out = tmp_path / f"{kind}-exported"
-    code, err = exported(capfd, monkeypatch, f"run={trained / kind}", f"out={out}")
+    code, _, err = typed("export", f"run={trained / kind}", f"out={out}")
     assert code == 0, err
     theirs = trained / f"{kind}-exported"
     names = {str(file.relative_to(out)) for file in out.rglob("*")}
@@ -107,23 +95,23 @@ def test_a_run_is_exported_as_training_exported_it(trained, kind, tmp_path, capf
         assert manifest["trained"] == json.loads((trained / kind / "result.json").read_text())
 
 
-def test_a_drafter_is_exported_in_the_dtype_that_is_asked_for(trained, tmp_path, capfd, monkeypatch):
+def test_a_drafter_is_exported_in_the_dtype_that_is_asked_for(trained, tmp_path, typed):
     for dtype in ("float32", "bfloat16"):
         arguments = (f"run={trained / 'spire'}", f"out={tmp_path / dtype}", f"export_dtype={dtype}")
-        assert exported(capfd, monkeypatch, *arguments)[0] == 0
+        assert typed("export", *arguments)[0] == 0
     whole, short = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
     assert whole.keys() == short.keys()
     assert all(torch.equal(whole[name].bfloat16(), short[name]) for name in whole)
     assert not all(torch.equal(whole[name], short[name].float()) for name in whole)
     trained_bytes = (trained / "spire-exported/model.safetensors").read_bytes()
     assert (tmp_path / "bfloat16/model.safetensors").read_bytes() == trained_bytes  # the default
-    line = said(capfd, monkeypatch, f"run={trained / 'vanilla'}", f"out={tmp_path / 'x'}", "export_dtype=float32")
-    assert "export_dtype=float32 is for runs of +exp=spire, not of vanilla; remove it" in line
+    line = said(typed, f"run={trained / 'vanilla'}", f"out={tmp_path / 'x'}", "export_dtype=float32")
+    assert f"export_dtype=float32 is no option of {trained / 'vanilla'}; remove it" in line
 
 
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
-def test_an_export_writes_the_text_of_the_run_it_came_from(trained, kind, shared, tmp_path, capfd, monkeypatch):
-    assert exported(capfd, monkeypatch, f"run={trained / kind}", f"out={tmp_path / kind}")[0] == 0
+def test_an_export_writes_the_text_of_the_run_it_came_from(trained, kind, shared, tmp_path, typed):
+    assert typed("export", f"run={trained / kind}", f"out={tmp_path / kind}")[0] == 0
     target = load_target(shared / "target", device="cpu")
     prompt = target.tokenizer(PROMPT)["input_ids"]
     found = [
@@ -175,7 +163,7 @@ def test_the_card_says_what_a_reader_needs(trained, kind):
     assert all((line in body) == (kind == "vanilla") for line in served)
 
 
-def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path, capfd, monkeypatch):
+def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path, typed):
     run = tmp_path / "run"
     shutil.copytree(trained / "spire", run)
     (run / "result.json").unlink()  # as if it were still at work
@@ -185,7 +173,7 @@ def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path
     best.offer(1, weights, (2.5, 2.0, 3.0))
     for which in ("best", "last"):
         options = f"weights={which}", f"out={tmp_path / which}", "export_dtype=float32"
-        code, err = exported(capfd, monkeypatch, f"run={run}", *options)
+        code, _, err = typed("export", f"run={run}", *options)
         assert code == 0, err
     first, last = (load_file(tmp_path / which / "model.safetensors") for which in ("best", "last"))
     assert first["norm.weight"].allclose(last["norm.weight"] + 1)
@@ -197,30 +185,21 @@ def test_the_best_weights_are_exported_and_the_last_when_asked(trained, tmp_path
     assert "2.50" not in (tmp_path / "last" / "README.md").read_text()
     best.offer(1, weights)  # no tau: the end of an interrupted attempt, behind which the run went on
     (best.path / "best.json").write_text(json.dumps({"step": 1, "file": "step-00000001.safetensors"}))
-    assert exported(capfd, monkeypatch, f"run={run}", f"out={tmp_path / 'newest'}")[0] == 0
+    assert typed("export", f"run={run}", f"out={tmp_path / 'newest'}")[0] == 0
     newest = load_file(tmp_path / "newest" / "model.safetensors")
     assert all(newest[name].equal(last[name].bfloat16()) for name in last)
 
 
-def test_without_out_the_name_is_the_runs(trained, tmp_path, capfd, monkeypatch):
+def test_without_out_the_name_is_the_runs(trained, tmp_path, typed, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert exported(capfd, monkeypatch, f"run={trained / 'spire'}")[0] == 0
+    assert typed("export", f"run={trained / 'spire'}")[0] == 0
     assert (tmp_path / "exported" / "spire" / "spectrain.json").is_file()
-    assert "exported/spire exists already" in said(capfd, monkeypatch, f"run={trained / 'spire'}")
+    assert "exported/spire exists already" in said(typed, f"run={trained / 'spire'}")
 
 
-def test_a_folder_in_use_is_refused_and_what_the_other_writes_stays(trained, tmp_path, capfd, monkeypatch):
-    theirs = tmp_path / ".out.new"
-    theirs.mkdir()
-    with locked(tmp_path / "out"):
-        found = said(capfd, monkeypatch, f"run={trained / 'spire'}", f"out={tmp_path / 'out'}")
-    assert "out is in use by another process; wait for its end, or give another out" in found
-    assert theirs.is_dir()
-
-
-def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_path, capfd, monkeypatch):
+def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_path, typed):
     def refused(run: Path, out: Path = tmp_path / "out", *more: str) -> str:
-        return said(capfd, monkeypatch, f"run={run}", f"out={out}", *more)
+        return said(typed, f"run={run}", f"out={out}", *more)
 
     run = tmp_path / "run"
     assert "is no run of spectrain.train" in refused(tmp_path / "nowhere")
@@ -229,22 +208,15 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
     for inside in (run, run / "new", tmp_path / "x" / ".." / "run" / "deep" / "er"):
         assert "lies inside the run" in refused(run, inside)
     assert "weights=worst must be one of best, last" in refused(run, tmp_path / "out", "weights=worst")
-    assert "give either run=" in said(capfd, monkeypatch)
+    assert "give either run=" in said(typed)
     assert "give either run=" in refused(run, tmp_path / "out", "method=pld")
 
-    config = OmegaConf.load(run / "config.yaml")
-    OmegaConf.save(OmegaConf.merge(config, {"n_layer": 1}), run / "config.yaml")
-    assert "does not hold what the run's config.yaml describes (differs in drafter.blocks.1" in refused(run)
-    OmegaConf.save(config, run / "config.yaml")
     facts = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(facts | {"target_fingerprint": "0" * 16}))
     assert "was started with target 0000000000000000" in refused(run)
     (run / "run.json").write_text(json.dumps(facts))
 
-    (best,) = (run / "checkpoints" / "best").glob("*.safetensors")
-    best.write_bytes(best.read_bytes()[:1000])
-    assert "cannot be read (SafetensorError)" in refused(run)
-    shutil.rmtree(best.parent)
+    shutil.rmtree(run / "checkpoints" / "best")
     (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
     checkpoint.unlink()
     assert "has no checkpoint yet" in refused(run)
@@ -256,15 +228,11 @@ def lookup(shared, stored, *more: str, method: str = "rest") -> list[str]:
     return [f"method={method}", f"target={shared / 'target'}", f"datastore={stored}", *more]
 
 
-def test_a_lookup_method_is_exported_with_its_datastore_and_drafts_as_before(
-    shared, stored, tmp_path, capfd, monkeypatch
-):
+def test_a_lookup_method_is_exported_with_its_datastore_and_drafts_as_before(shared, stored, tmp_path, typed):
     from spectrain.methods.rest import build
 
     out = tmp_path / "rest"
-    code, err = exported(
-        capfd, monkeypatch, *lookup(shared, stored, f"out={out}", "method.min_suffix=1", "method.max_nodes=65")
-    )
+    code, _, err = typed("export", *lookup(shared, stored, f"out={out}", "method.min_suffix=1", "method.max_nodes=65"))
     assert code == 0, err
     target = load_target(shared / "target", device="cpu")
     prompt = target.tokenizer(PROMPT)["input_ids"]
@@ -284,32 +252,18 @@ def test_a_lookup_method_is_exported_with_its_datastore_and_drafts_as_before(
     assert "--speculative-ngram-external-corpus-path rest/corpus.jsonl" in card
 
 
-def test_documents_as_text_are_tokenized_as_they_were(shared, stored, tmp_path, capfd, monkeypatch):
-    out = tmp_path / "rest"
-    assert exported(capfd, monkeypatch, *lookup(shared, stored, f"out={out}"))[0] == 0
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    texts = [json.loads(line) for line in (out / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
-    documents = [document.tolist() for document in Datastore(stored).documents()]
-    assert all(isinstance(text, str) for text in texts)  # SGLang takes no objects
-    assert len(texts) == len(documents)
-    assert tokenizer(texts[:-1], add_special_tokens=False)["input_ids"] == documents[:-1]
-    facts = json.loads((out / "config.json").read_text())
-    # The last document is every token once, which no tokenizer writes.
-    assert facts["corpus_same_tokens"] == pytest.approx((len(documents) - 1) / len(documents))
-
-
-def test_a_method_without_a_datastore_is_a_few_files(shared, tmp_path, capfd, monkeypatch):
+def test_a_method_without_a_datastore_is_a_few_files(shared, tmp_path, typed):
     out = tmp_path / "pld"
-    assert exported(capfd, monkeypatch, "method=pld", f"target={shared / 'target'}", f"out={out}")[0] == 0
+    assert typed("export", "method=pld", f"target={shared / 'target'}", f"out={out}")[0] == 0
     assert not (out / "datastore").exists()
     assert "sglang" not in (out / "README.md").read_text()
     load_method(out, load_target(shared / "target", device="cpu"))
     assert open_export(out, None).max_nodes == 11  # an engine has no forwards that could be timed
 
 
-def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path, capfd, monkeypatch):
+def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path, typed):
     def refused(*arguments: str) -> str:
-        line = said(capfd, monkeypatch, *arguments, f"out={tmp_path / 'out'}")
+        line = said(typed, *arguments, f"out={tmp_path / 'out'}")
         assert not (tmp_path / "out").exists()
         return line
 
@@ -321,11 +275,6 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
     assert "max_nodes=1 must be" in refused(*lookup(shared, stored, "method.max_nodes=1"))
     assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
     assert "was built with the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's
-    other = tmp_path / "store"
-    shutil.copytree(stored, other)
-    file = next(other.glob("tokens*"))
-    file.write_bytes(file.read_bytes()[:-2] + b"\0\0")
-    assert "is damaged: it is not what the manifest says" in refused(*lookup(shared, other))
     assert "does not exist" in refused(*lookup(shared, tmp_path / "nowhere"))
 
 
@@ -344,14 +293,14 @@ class StandInHub:
         self.calls.append(("upload", repo_id, sorted(os.listdir(folder_path))))
 
 
-def test_a_folder_is_uploaded_only_when_asked_and_privately(trained, tmp_path, capfd, monkeypatch):
+def test_a_folder_is_uploaded_only_when_asked_and_privately(trained, tmp_path, typed, monkeypatch):
     monkeypatch.setattr(hub, "HfApi", StandInHub)
     monkeypatch.setattr(StandInHub, "calls", [])
     monkeypatch.setattr(hub, "get_token", lambda: "a token")
     run = f"run={trained / 'vanilla'}"
-    assert exported(capfd, monkeypatch, run, f"out={tmp_path / 'a'}")[0] == 0
+    assert typed("export", run, f"out={tmp_path / 'a'}")[0] == 0
     assert StandInHub.calls == []
-    code, err = exported(capfd, monkeypatch, run, f"out={tmp_path / 'b'}", "push_to_hub=me/small")
+    code, _, err = typed("export", run, f"out={tmp_path / 'b'}", "push_to_hub=me/small")
     assert code == 0, err
     assert "https://huggingface.co/me/small" in err
     create, upload = StandInHub.calls
@@ -359,17 +308,17 @@ def test_a_folder_is_uploaded_only_when_asked_and_privately(trained, tmp_path, c
     assert upload == ("upload", "me/small", sorted(os.listdir(tmp_path / "b")))
 
 
-def test_what_the_hub_refuses_is_one_sentence(trained, tmp_path, capfd, monkeypatch):
+def test_what_the_hub_refuses_is_one_sentence(trained, tmp_path, typed, monkeypatch):
     run, out = f"run={trained / 'vanilla'}", f"out={tmp_path / 'a'}"
     monkeypatch.setattr(hub, "HfApi", StandInHub)
     monkeypatch.setattr(hub, "get_token", lambda: None)
-    assert "is no name of a repository" in said(capfd, monkeypatch, run, out, "push_to_hub=a/b/c")
-    assert "names no user; give <user>/small" in said(capfd, monkeypatch, run, out, "push_to_hub=small")
-    assert "needs a token" in said(capfd, monkeypatch, run, out, "push_to_hub=me/small")
+    assert "is no name of a repository" in said(typed, run, out, "push_to_hub=a/b/c")
+    assert "names no user; give <user>/small" in said(typed, run, out, "push_to_hub=small")
+    assert "needs a token" in said(typed, run, out, "push_to_hub=me/small")
     assert not (tmp_path / "a").exists()  # known before anything was written
     monkeypatch.setattr(hub, "get_token", lambda: "a token")
     monkeypatch.setattr(StandInHub, "error", hub.NETWORK_ERROR("no route\nto host"))
-    line = said(capfd, monkeypatch, run, out, "push_to_hub=me/small")
+    line = said(typed, run, out, "push_to_hub=me/small")
     assert line.endswith(f"(HTTPError: no route); try again with `hf upload me/small {tmp_path / 'a'}`")
     assert issubclass(HfHubHTTPError, hub.NETWORK_ERROR)
     assert (tmp_path / "a" / "README.md").is_file()

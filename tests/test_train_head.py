@@ -11,22 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning import Callback
-from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from data_prep import acceptance
-from spectrain import export
-from spectrain.cli import command
+from spectrain.cli import run as run_command
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
-from spectrain.errors import UserError
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.head import HeadConfig, HeadFacts
-from spectrain.stores.locations import conf_dir
 from spectrain.stores.rows import (
     LABEL_COLUMNS,
     AcceptanceManifest,
@@ -39,9 +31,7 @@ from spectrain.training import fit as fitting
 from spectrain.training.data import TextRows, text_rows
 from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.runs import RunFolder
 from tests.conftest import random_prompts
-from tests.data_prep.conftest import caller
 from tests.models.test_artifacts import export_spire, export_vanilla
 
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
@@ -109,11 +99,6 @@ def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> N
 
 
 @pytest.fixture
-def label(tmp_path, monkeypatch, capfd):
-    return caller("acceptance", acceptance.main, tmp_path, monkeypatch, capfd)
-
-
-@pytest.fixture
 def small(made) -> list[str]:
     return [
         *("+exp=specdecpp", f"responses={made / 'responses'}", f"drafter={made / 'vanilla'}", "held_out_share=0.3"),
@@ -157,11 +142,10 @@ def test_a_head_is_trained_and_used(run, small, made):
     assert "is used for greedy" in Path("b/report.html").read_text()
 
 
-def test_a_head_is_exported_from_its_run_as_training_exported_it(run, small, monkeypatch):
+def test_a_head_is_exported_from_its_run_as_training_exported_it(run, typed, small):
     code, _, err = run("train", *small, "run_dir=head", "out=trained")
     assert code == 0, err
-    monkeypatch.setattr(sys, "argv", ["spectrain.export", "run=head", "out=again"])
-    command("export")(export.main)()
+    assert typed("export", "run=head", "out=again")[0] == 0
     trained, again = Path("trained"), Path("again")
     names = {str(file.relative_to(trained)) for file in trained.rglob("*") if file.is_file()}
     assert names == {str(file.relative_to(again)) for file in again.rglob("*") if file.is_file()}
@@ -217,12 +201,13 @@ def test_a_head_for_a_spire_drafter(run, small, made):
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "spire"])
-def test_a_head_learns_from_stored_states_without_running_a_model(run, label, small, made, shared, kind, monkeypatch):
+def test_a_head_learns_from_stored_states_without_running_a_model(run, small, made, shared, kind, monkeypatch):
     """The same examples as of running the models on the stored mixed texts; cut rows lose the states behind the cut."""
     arguments = [*(a for a in small if not a.startswith("drafter=")), f"drafter={made / kind}", "rollout_tokens=6"]
     labelled = f"responses={made / 'responses'}", f"drafter={made / kind}", "rollout_tokens=6", "mixing_share=0.2"
-    code, _, err = label(f"target={shared / 'target'}", *labelled, "draws=2", "out=s")
-    assert code == 0, err
+    labelled = [f"target={shared / 'target'}", *labelled, "draws=2", "out=s"]
+    monkeypatch.setattr(sys, "argv", ["data_prep.acceptance", *labelled])
+    run_command("data_prep.acceptance")
     store, target = open_acceptance("s"), load_target(shared / "target", device="cpu")
     states = open_drafter(target, kind, str(made / kind), 6).states
     head = HeadFacts(HeadConfig(states.hidden_size), None, Sampling(), 1.0, 0.2)
@@ -259,7 +244,7 @@ def test_a_head_learns_from_stored_states_without_running_a_model(run, label, sm
         (["data.batch_size=100"], "fewer than one batch of 100"),
         (["data=offline", "data.path={made}/labels", "sampling=t1"], "was labelled for temperature 0.8, top_k 50, not"),
         (["data=offline", "data.path={made}/labels", "drafter={made}/spire"], "are of the vanilla drafter"),
-        (["mixing_share=null"], "mixing_share=null is no share of a text's tokens; give a number in [0, 1)"),
+        (["mixing_share=null"], "mixing_share=null must be a number of at least 0 and below 1"),
         (["data=offline", "data.path={made}/nowhere"], "data.path={made}/nowhere does not exist"),
     ],
 )
@@ -299,67 +284,6 @@ def test_a_head_asks_for_its_drafter_and_a_drafter_is_no_head(run, made):
     code, _, err = run("generate", "method=specdecpp", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
     assert "is a vanilla drafter; give one made by python -m spectrain.train +exp=specdecpp" in err
-    code, _, err = run(
-        "train",
-        "+exp=specdecpp",
-        f"responses={made / 'responses'}",
-        f"drafter={made / 'vanilla'}",
-        "held_out_share=0.3",
-        "data.batch_size=4",
-        "max_steps=1",
-    )
-    assert code == 0, err
-    code, _, err = run("generate", "method=specdecpp", f"drafter={made / 'spire'}", "prompt=x", "max_new_tokens=4")
-    assert code == 2
-    assert "is a spire drafter, which none of the methods takes" in err
     code, _, err = run("generate", "method=pld", f"head={made / 'vanilla'}", "prompt=x")
     assert code == 2
     assert "which none of the methods takes" in err
-
-
-def test_the_sweep_and_the_multirun_are_the_same_grid(run, small):
-    text = (conf_dir() / "sweep" / "specdecpp.yaml").read_text()
-    sweep = yaml.safe_load(text)
-    command = create_sweep_command_args(
-        {"args": {name: {"value": values["values"][0]} for name, values in sweep["parameters"].items()}}
-    )
-    assert sweep["command"][-1] == "${args_no_hyphens}"
-    assert command["args_no_hyphens"] == ["w_rej=1", "n_blocks=0"]
-    (multirun,) = [line for line in text.splitlines() if "spectrain.train -m " in line]
-    overrides = OverridesParser.create().parse_overrides(multirun.split("-m spectrain.train -m ")[1].split())
-    grid = {o.key_or_group: [int(v) for v in o.sweep_string_iterator()] for o in overrides if o.is_sweep_override()}
-    assert grid == {name: values["values"] for name, values in sweep["parameters"].items()}
-
-    code, _, err = run("train", *small, "w_rej=1,3", "n_blocks=0,1", "max_steps=2", "-m")
-    assert code == 0, err
-    heads = [json.loads(file.read_text()) for file in Path("checkpoints").glob("*/config.json")]
-    assert {(h["w_rej"], h["head"]["n_blocks"]) for h in heads} == {(1, 0), (1, 1), (3, 0), (3, 1)}
-
-    code, _, err = run("train", *small, "w_rej=1,6", "n_blocks=0", "max_steps=2", "-m")  # goes on with what is left
-    assert code == 0, err
-    assert "already finished, skipping: this run is finished" in err
-    assert len(list(Path("checkpoints").iterdir())) == 5
-
-
-def test_epochs_are_passes_over_the_rows_whatever_makes_a_step(run, small):
-    steps = {}
-    for accumulated in (1, 2):
-        code, _, err = run("train", *small, f"trainer.accumulate_grad_batches={accumulated}", f"run_dir=r{accumulated}")
-        assert code == 0, err
-        steps[accumulated] = json.loads(Path(f"r{accumulated}/result.json").read_text())["steps"]
-    assert steps[1] % 2 == 0  # two epochs
-    assert steps[2] == 2 * -(-steps[1] // 4)
-
-
-def test_only_rank_zero_notes_what_a_run_began_with(tmp_path, monkeypatch):
-    run = RunFolder(tmp_path / "run", {}, "id")
-    source = {"rows": ["rows", 1, {}], "warping": "greedy"}
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    run.keep_to(source)  # its folder is rank zero's to make
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
-    run.path.mkdir()
-    run.keep_to(source)
-    assert [file.name for file in run.path.iterdir()] == ["source.json"]
-    run.keep_to(source)
-    with pytest.raises(UserError, match="was started with other warping"):
-        run.keep_to({**source, "warping": "temperature 1"})

@@ -25,6 +25,7 @@ from spectrain.decoding import Sampling
 from spectrain.measure import plots, tables
 from spectrain.measure.tables import fixed, interval, number, percent, table_of
 from spectrain.methods.registry import BASELINE
+from spectrain.models.kinds import about
 from spectrain.stores.folder import read_json
 from spectrain.stores.lines import read_lines
 from spectrain.stores.writing import write_whole
@@ -32,8 +33,6 @@ from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.runs import hashed
 
 GENERATOR = "spectrain.report"  # by it a page of ours is recognised
-TRAININGS = {"spire": "SPIRe drafter", "vanilla": "vanilla drafter", "specdecpp": "acceptance head", "target": "target"}
-OWN_METHOD = {"spire": "spire", "vanilla": "speculative"}  # kind of training -> its drafter's name in a table of tau
 OPTIONS_SHOWN = 6
 NOT_ENTERED = ("checkpoints", "metrics", "wandb", "__pycache__")
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -195,10 +194,9 @@ def training_section(kind: str, target: str, runs: Sequence[Run]) -> Section:
         row = {"run": run.name} | ({"what is different": different[run.name]} if len(runs) > 1 else {})
         row |= {"steps": f"{steps:,}{asked}", "tokens": fixed(result.get("tokens"), 0)}
         row |= {"held-out loss": fixed(metrics.get("eval/loss"), 3)}
-        if kind in OWN_METHOD:
-            row["acceptance rate"] = fixed(metrics.get("eval/alpha"), 3)
-        own = (result.get("tau") or {}).get(OWN_METHOD.get(kind, "")) or {}
-        row |= {f"tau, {setting}": interval(one, 2) for setting, one in own.items()}
+        if "eval/alpha" in metrics:
+            row["acceptance rate"] = fixed(metrics["eval/alpha"], 3)
+        row |= {f"tau, {setting}": interval(one, 2) for setting, one in tau_of(run).items()}
         rows.append(row)
         for sampling, by_gamma in (result.get("gammas") or {}).items():
             gammas[sampling if len(runs) == 1 else f"{run.name}, {sampling}"] = by_gamma
@@ -214,7 +212,7 @@ def training_section(kind: str, target: str, runs: Sequence[Run]) -> Section:
         )
         if points
     ]
-    noun = TRAININGS[kind]
+    noun = about(kind).noun
     return Section(
         (f"{noun[0].upper()}{noun[1:]}" if len(runs) == 1 else f"{len(runs)} {noun}s")
         + (f" for {target}" * bool(target)),
@@ -236,7 +234,8 @@ def training_section(kind: str, target: str, runs: Sequence[Run]) -> Section:
 
 
 def tau_of(run: Run) -> Mapping[str, Mapping]:
-    return ((run.result or {}).get("tau") or {}).get(OWN_METHOD.get(run.kind, "")) or {}
+    """Return tau of the drafter that a run trained, by setting; {} where none was measured."""
+    return ((run.result or {}).get("tau") or {}).get(about(run.kind).method) or {}
 
 
 def read_curve(folder: Path) -> dict[int, dict[str, float]]:
@@ -315,7 +314,7 @@ def sections_below(roots: Sequence[Path]) -> tuple[list[Section], dict[str, str]
     for folder in folders_below(roots):
         try:
             config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
-            if config.get("kind") in TRAININGS:
+            if config.get("experiment"):
                 trainings.append(read_run(folder, config, "result.json"))
             elif config.get("kind") == "bench":
                 run = read_run(folder, config, "results.json")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
@@ -20,12 +21,10 @@ from spectrain.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.options import Dtype, Nodes, Share, Whole
 from spectrain.methods.registry import find_artifact
-from spectrain.methods.speculative import Speculative, load_draft_model
-from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule
-from spectrain.models.artifacts import load_spire
-from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
+from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, read_head_facts
+from spectrain.models.kinds import about
 
 
 @dataclass(frozen=True)
@@ -36,24 +35,16 @@ class OpenDrafter:
     states: DraftStates
     draft_dtype: str = "auto"  # of its weights while it drafts; see `draft_dtype_of`
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Of a vanilla drafter; a SPIRe drafter has the target's."""
-        return self.states.model.tokenizer if isinstance(self.states, ModelStates) else None
-
-    def with_stop(self, gamma: int, stop: StopRule | None) -> Speculative | Spire:
-        """The decoding method: chains of at most gamma tokens, and of a SPIRe drafter's window, ended by the rule."""
-        if isinstance(self.states, SpireStates):
-            gamma = min(gamma, self.states.drafter.config.window_tokens)
-            return Spire(self.states.drafter, gamma, stop=stop, draft_dtype=self.draft_dtype)
-        return Speculative(self.states.model, gamma, stop=stop, draft_dtype=self.draft_dtype)
+    def with_stop(self, gamma: int, stop: StopRule | None) -> Drafter:
+        """Return the decoding method: chains of at most gamma tokens, ended by the rule."""
+        return _decoding(self.facts.kind).of_states(self.states, gamma, stop, self.draft_dtype)
 
     def open_head(self, folder: Path, facts: HeadFacts) -> AcceptanceHead:
         """Load a head for decoding with this drafter, where the drafter stands; see `load_head`.
 
         It computes in float32. Its blocks have 8 bits where `draft_dtype` gives them to the drafter.
         """
-        head = load_head(folder, facts, self.facts, self.states.hidden_size)
+        head = load_head(folder, facts, self.facts)
         device = next(self.states.module.parameters()).device
         dtype = draft_dtype_of(self.draft_dtype, device, torch.float32)
         if device.type == "cpu":
@@ -61,23 +52,25 @@ class OpenDrafter:
         return head.to(device).eval().requires_grad_(False)
 
 
+def _decoding(kind: str) -> ModuleType:
+    """Return the module of the method that decodes with drafters of a kind."""
+    method = about(kind).method
+    module = import_module(f"spectrain.methods.{method}") if method else None
+    if not hasattr(module, "open_states"):
+        raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
+    return module
+
+
 def open_drafter(target: TargetModel, kind: str, folder: str, rollout_tokens: int = 10) -> OpenDrafter:
     """Open a drafter of the target.
 
     Args:
         target: what it drafts for.
-        kind: vanilla or spire.
+        kind: of the drafter; its method's module has `open_states` and `of_states`.
         folder: its export; of a vanilla drafter, any Hugging Face folder or id.
         rollout_tokens: of a SPIRe drafter's rollouts over a whole text; see `SpireStates`.
     """
-    if kind == "spire":
-        drafter = load_spire(Path(folder), target)
-        drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-        states: DraftStates = SpireStates(drafter, min(rollout_tokens, drafter.config.window_tokens))
-    elif kind == "vanilla":
-        states = ModelStates(load_draft_model(target, folder).with_hidden(), target.vocab_size)
-    else:
-        raise UserError(f"a {kind} has no hidden state to stop by; give a vanilla or a spire drafter")
+    states: DraftStates = _decoding(kind).open_states(target, folder, rollout_tokens)
     return OpenDrafter(DrafterFacts(kind, str(folder), states.fingerprint()), states)
 
 

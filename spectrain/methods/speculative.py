@@ -24,7 +24,7 @@ from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, 
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, trained_acceptance
-from spectrain.models.draft_states import in_vocabulary
+from spectrain.models.draft_states import ModelStates, in_vocabulary
 
 DRAFTER = "vanilla"
 GAMMA = 4  # drafted tokens per step
@@ -47,6 +47,16 @@ def build(
     model = load_draft_model(target, drafter, draft_dtype)
     acceptance = trained_acceptance(Path(drafter))
     return Speculative(model, length, draft_dtype=draft_dtype, adapts=adapts, acceptance=acceptance)
+
+
+def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> ModelStates:
+    """Open a draft model whose states an acceptance head reads. It has no rollouts."""
+    return ModelStates(load_draft_model(target, drafter).with_hidden(), target.vocab_size)
+
+
+def of_states(states: ModelStates, gamma: int, stop: StopRule | None, draft_dtype: str) -> Speculative:
+    """The method that drafts with these states: chains of at most gamma tokens, ended by the rule."""
+    return Speculative(states.model, gamma, stop=stop, draft_dtype=draft_dtype)
 
 
 def load_draft_model(target: TargetModel, drafter: str, draft_dtype: str = "float32") -> TargetModel:

@@ -33,6 +33,7 @@ from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, load_spire, trained_acceptance
+from spectrain.models.draft_states import SpireStates
 from spectrain.models.rollout import chunk_tokens, windowed_states
 from spectrain.models.spire import SpireDrafter
 
@@ -56,6 +57,18 @@ def build(
     acceptance = trained_acceptance(Path(drafter))
     options = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab}
     return Spire(loaded, length, **options, adapts=adapts, acceptance=acceptance)
+
+
+def open_states(target: TargetModel, drafter: str, rollout_tokens: int) -> SpireStates:
+    """Open an exported drafter whose states an acceptance head reads."""
+    loaded = load_spire(Path(drafter), target).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    return SpireStates(loaded, min(rollout_tokens, loaded.config.window_tokens))
+
+
+def of_states(states: SpireStates, gamma: int, stop: StopRule | None, draft_dtype: str) -> Spire:
+    """The method that drafts with these states: chains of at most gamma tokens, ended by the rule."""
+    gamma = min(gamma, states.drafter.config.window_tokens)
+    return Spire(states.drafter, gamma, stop=stop, draft_dtype=draft_dtype)
 
 
 DRAFTER = "spire"

@@ -23,8 +23,7 @@ from spectrain.errors import UserError
 from spectrain.models.kinds import about
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
-from spectrain.stores.folder import read_json, read_object, write_json
-from spectrain.stores.typed import from_json
+from spectrain.stores.folder import read_object, write_json
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +69,10 @@ def read_manifest(folder: Path, option: str = "drafter") -> Artifact:
     if not file.is_file():
         what = f"has no {MANIFEST}" if folder.is_dir() else "does not exist"
         raise UserError(f"{option}={folder} {what}; give a folder that spectrain.train exported")
-    with damage_of(str(file)):
-        values = read_json(file)
-        if values["version"] != VERSION:  # it may have other keys
-            raise UserError(f"{folder} has format version {values['version']}, not {VERSION}; export it again")
-        return from_json(Artifact, values)
+    artifact = read_object(file, Artifact, "export it again")
+    if artifact.version != VERSION:
+        raise UserError(f"{folder} has format version {artifact.version}, not {VERSION}; export it again")
+    return artifact
 
 
 def is_export(folder: str | Path) -> bool:
@@ -124,11 +122,9 @@ def check_weights(folder: Path, option: str) -> None:
 
 @contextmanager
 def damage_of(what: str, where: str = "") -> Iterator[None]:
-    """Turn whatever safetensors, json and torch raise while an export is read into a UserError."""
+    """Turn whatever safetensors and torch raise while weights are read into a UserError."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         raise UserError(f"{what} is damaged ({where}{type(error).__name__}); export it again") from error
 
@@ -184,9 +180,9 @@ def load_spire(folder: Path, target: TargetModel, option: str = "drafter") -> Sp
     """
     given = f"{option}={folder}"
     check_artifact(folder, "spire", fingerprint(target.model, target.tokenizer), option)
+    config = read_object(folder / "config.json", SpireConfig, "export it again")
+    drafter = SpireDrafter(config, target)
     with damage_of(given):
-        config = read_object(folder / "config.json", SpireConfig, "export it again")
-        drafter = SpireDrafter(config, target)
         state = load_file(folder / WEIGHTS)
         if config.has_one_table:
             state["lm_head.weight"] = state["embed_tokens.weight"]
@@ -204,8 +200,6 @@ class LookupFacts:
     tokenizer_fingerprint: str
     vocab_size: int
     datastore: bool  # whether it has one
-    corpus_tokens: int = 0  # of the datastore's documents
-    corpus_same_tokens: float | None = None  # share of sampled documents whose text has the tokens they came from
 
 
 def read_lookup_facts(folder: Path) -> LookupFacts:
@@ -214,8 +208,7 @@ def read_lookup_facts(folder: Path) -> LookupFacts:
     if artifact.kind != "lookup":
         how = "python -m spectrain.export method=..."
         raise UserError(f"lookup={folder} is of kind {artifact.kind}, which engines cannot run; give one made by {how}")
-    with damage_of(f"lookup={folder}"):
-        return read_object(folder / "config.json", LookupFacts, "export it again")
+    return read_object(folder / "config.json", LookupFacts, "export it again")
 
 
 def check_tokenizer(folder: Path, facts: LookupFacts, tokenizer_fingerprint: str, target: str) -> None:

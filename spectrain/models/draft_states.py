@@ -1,8 +1,6 @@
 """A drafter's states over a whole text at once, teacher forced, equal to those of decoding it token by token.
 
 An acceptance head reads these states, and the distributions that drafts are drawn from follow from them.
-
-Letters: B rows, T tokens, D hidden size of the drafter, C captured layers of the target, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -12,10 +10,11 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.fingerprint import fingerprint, module_fingerprint
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError, check_whole
+from spectrain.errors import UserError
 from spectrain.models.rollout import rollout
 from spectrain.models.spire import SpireDrafter
 
@@ -27,6 +26,8 @@ class DraftStates(ABC):
     hidden_size: int  # D
     capture_layers: tuple[int, ...] = ()  # blocks of the target whose inputs it reads
     block_tokens: int | None = None  # of its rollouts over a text; None: it has none
+    max_positions: int  # tokens of the longest text that it reads
+    tokenizer: PreTrainedTokenizerBase | None = None  # None: the target's
 
     @abstractmethod
     def fingerprint(self) -> str: ...
@@ -59,7 +60,8 @@ class ModelStates(DraftStates):
 
     def __init__(self, model: TargetModel, vocab_size: int) -> None:
         self.model, self.vocab_size = model, vocab_size
-        self.hidden_size = model.unembedding.shape[1]
+        self.hidden_size, self.max_positions = model.unembedding.shape[1], model.max_positions
+        self.tokenizer = model.tokenizer
 
     @property
     def module(self) -> nn.Module:
@@ -85,11 +87,10 @@ class SpireStates(DraftStates):
     """
 
     def __init__(self, drafter: SpireDrafter, block_tokens: int) -> None:
-        check_whole("rollout_tokens", block_tokens, 2)
-        if block_tokens > (window := drafter.config.window_tokens):
-            raise UserError(f"rollout_tokens={block_tokens} must not exceed the drafter's window_tokens={window}")
+        if not 2 <= block_tokens <= (window := drafter.config.window_tokens):
+            raise UserError(f"rollout_tokens={block_tokens} must be 2..{window}, the drafter's window_tokens")
         self.drafter, self.module, self.block_tokens = drafter, drafter, block_tokens
-        self.hidden_size = drafter.config.shape.hidden_size
+        self.hidden_size, self.max_positions = drafter.config.shape.hidden_size, drafter.config.shape.max_positions
         self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.sampling import Sampling
-from spectrain.errors import UserError, check_number, check_whole
+from spectrain.errors import UserError
 from spectrain.models.artifacts import check_artifact, damage_of
-from spectrain.models.kinds import Kind
+from spectrain.models.kinds import HEAD
 from spectrain.stores.folder import read_object, write_json
 
-KIND = Kind("head", "SpecDec++ head", "spectrain.train +exp=specdecpp", method="specdecpp")
+KIND = HEAD
 DRAFTER = "drafter"  # its folder inside a head's
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "README.md")  # of a drafter's files
 
@@ -36,11 +36,6 @@ class HeadConfig:
 
     hidden_size: int  # D, of the drafter's final hidden state
     n_blocks: int = 3  # residual blocks before the linear layer; the paper tries 0 to 4
-
-    def __post_init__(self) -> None:
-        check_whole("hidden_size", self.hidden_size, 1)
-        check_whole("n_blocks", self.n_blocks, 0)
-        check_number("n_blocks", self.n_blocks, "[0, 4]")
 
 
 class AcceptanceHead(nn.Module):
@@ -135,21 +130,15 @@ def own_drafter(folder: Path | str) -> Path | None:
 def read_head_facts(folder: Path, target_fingerprint: str) -> HeadFacts:
     """Read `config.json` of a head. Raise UserError if it is none, is of another target, or is damaged."""
     check_artifact(folder, "head", target_fingerprint)
-    with damage_of(f"head={folder}"):
-        return read_object(folder / "config.json", HeadFacts, "export it again")
+    return read_object(folder / "config.json", HeadFacts, "export it again")
 
 
-def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts, hidden_size: int) -> AcceptanceHead:
-    """Open the head in a folder, which has these facts, for use with a drafter whose final state is of this width.
+def load_head(folder: Path, facts: HeadFacts, drafter: DrafterFacts) -> AcceptanceHead:
+    """Open the head in a folder, which has these facts, for use with a drafter.
 
     Raises:
         UserError: the head was trained on another drafter, or is damaged.
     """
-    if facts.head.hidden_size != hidden_size:
-        raise UserError(
-            f"head={folder} reads states of width {facts.head.hidden_size}, but the drafter {drafter.path} has "
-            f"{hidden_size}; give drafter={facts.drafter.path}, or train a head for this one with +exp=specdecpp"
-        )
     if facts.drafter.fingerprint != drafter.fingerprint:
         raise UserError(
             f"head={folder} was trained on the {facts.drafter.kind} drafter {facts.drafter.path} "

@@ -6,8 +6,6 @@ target's embedding e, comes as near to that input as a linear map of the token a
     W = argmin sum_t |W e_t - y_t|^2 + ridge,    y_t: the target's own input of that block at token t.
 
 With `previous_state`, W2 of the target's final state one token earlier is fitted with it.
-
-Letters: N tokens, I inputs of the regression, O outputs, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kinds of artifacts. A trained kind is a module of `spectrain.models` with a constant `KIND`, named after the kind."""
+"""Kinds of artifacts. A trained kind is a module of `spectrain.models` that has its name and a constant `KIND`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,22 @@ class Kind:
     noun: str
     made_by: str  # the command that makes one
     method: str | None = None  # of conf/method/, which decodes with it; None: each folder names its own
+    library: str = "spectrain"  # that opens it, as the hub names libraries
+    about: str = ""  # what it is, as its model card says
 
 
-NOT_TRAINED = {
+HEAD = Kind(
+    *("head", "SpecDec++ head", "spectrain.train +exp=specdecpp"),
+    method="specdecpp",
+    about="An acceptance head (SpecDec++): it reads the state of a draft model after each drafted token, and ends the "
+    "draft once it expects a rejection. The draft model is in `drafter/`.",
+)
+OTHERS = {
+    "specdecpp": HEAD,  # as its experiment is called
+    "target": Kind(
+        *("target", "target", "spectrain.train +exp=target", None, "transformers"),
+        "A small Llama trained from scratch, as a target for drafters.",
+    ),
     "lookup": Kind("drafter", "lookup method", "spectrain.export method=..."),
     "datastore": Kind("datastore", "datastore", "data_prep.datastore"),
 }
@@ -25,8 +38,8 @@ NOT_TRAINED = {
 
 def about(kind: str) -> Kind:
     """Describe a kind of artifact; one that is not known here, as a folder of another version may have, by its name."""
-    if kind in NOT_TRAINED:
-        return NOT_TRAINED[kind]
+    if kind in OTHERS:
+        return OTHERS[kind]
     is_module = kind.isidentifier() and find_spec(f"spectrain.models.{kind}") is not None
     known = getattr(import_module(f"spectrain.models.{kind}"), "KIND", None) if is_module else None
     return known or Kind("drafter", kind, f"spectrain.train +exp={kind}")

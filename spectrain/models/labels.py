@@ -2,8 +2,6 @@
 
 At each position i of a response X by the target, a token Y_i is drawn from q(. | x, X_<i). Its label is the probability
 that it is accepted, min(1, p(Y_i) / q(Y_i)). Both distributions are warped as in decoding.
-
-Letters: B rows, T tokens, K draws per position, V vocabulary, C captured layers, D hidden size.
 """
 
 from __future__ import annotations

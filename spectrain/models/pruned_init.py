@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from spectrain.decoding.lean import block_state
 from spectrain.decoding.target import TargetModel
-from spectrain.errors import UserError, check_choice, check_whole
+from spectrain.errors import UserError
 from spectrain.models.spire import SpireConfig, SpireDrafter
 
 NEW = ("pruned", "random")  # what a new drafter starts from
@@ -21,8 +21,7 @@ NEW = ("pruned", "random")  # what a new drafter starts from
 def last_layers(target: PreTrainedModel, n_layer: int) -> tuple[int, ...]:
     """Return the indices of the target's last `n_layer` blocks. Raise UserError if it has fewer."""
     n_target = target.config.num_hidden_layers
-    check_whole("n_layer", n_layer, 1)
-    if n_layer > n_target:
+    if not 1 <= n_layer <= n_target:
         raise UserError(f"n_layer={n_layer} must be 1..{n_target}, the number of the target's blocks")
     return tuple(range(n_target - n_layer, n_target))
 
@@ -33,7 +32,6 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
     `kept` [K] int64 are the tokens that it can draft, where the config has a `draft_vocab` K; None: the first ones.
     `init` is "pruned", which copies the target's modules, or "random", see `draw_weights`.
     """
-    check_choice("init", init, NEW)
     drafter, model = SpireDrafter(config, target), target.model
     if kept is not None:
         drafter.kept.copy_(kept)

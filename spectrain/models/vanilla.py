@@ -10,7 +10,12 @@ from spectrain.errors import UserError
 from spectrain.models.kinds import Kind
 from spectrain.models.pruned_init import draw_weights
 
-KIND = Kind("drafter", "vanilla drafter", "spectrain.train +exp=vanilla", method="speculative")
+KIND = Kind(
+    *("drafter", "vanilla drafter", "spectrain.train +exp=vanilla"),
+    method="speculative",
+    library="transformers",
+    about="A small ordinary language model that drafts tokens for a larger one with the same vocabulary to verify.",
+)
 DRAFT_TOKENS = 5  # drafted per step by other engines; vLLM's own example has 5
 
 

@@ -14,27 +14,15 @@ from pathlib import Path, PurePath
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from spectrain.config.fields import names_of
+from spectrain.config.training import Train
 from spectrain.measure.tables import interval
+from spectrain.models.kinds import about
 
 TEMPLATES = Path(__file__).parent / "templates"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # name of a hub model, with or without its owner
 CORPUS_MARGIN = 1.2  # SGLang refuses a corpus that has more tokens than it was told
-OPTIONS = (  # of a training's config that say what was trained and how; the others say where and how fast
-    *("n_layer", "hidden_size", "k", "window_tokens", "sink_tokens", "init", "input", "head", "draft_vocab"),
-    *(
-        "previous_state",
-        "feedback",
-        "target_activations",
-        "loss",
-        "omega",
-        "n_blocks",
-        "w_rej",
-        "w_acc",
-        "mixing_share",
-        "rollout_tokens",
-    ),
-    *("seed", "optimizer", "model"),
-)
+NOT_SHOWN = ("drafter", "responses", "held_out_share", "export_dtype")  # of an experiment's options
 
 
 def trained_card(
@@ -52,9 +40,11 @@ def trained_card(
     """
     data, selected = config.get("data") or {}, trained.get("selected") or {}
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
-    options = {name: config.get(name) for name in OPTIONS} | {"batch_size": data.get("batch_size")}
-    options["precision"] = (config.get("trainer") or {}).get("precision")
-    options["init"] = options["init"] and _published(options["init"])
+    shared = {"seed": config.get("seed"), "optimizer": config.get("optimizer"), "batch_size": data.get("batch_size")}
+    shared["precision"] = (config.get("trainer") or {}).get("precision")
+    options = {name: config[name] for name in config if name not in (*names_of(Train), *NOT_SHOWN)} | shared
+    if "init" in options:
+        options["init"] = _published(options["init"])
     return _card(
         "drafter",
         kind,
@@ -80,8 +70,7 @@ def lookup_card(folder: str, target: tuple[str, str], method: str, options: Mapp
         target: its name in command lines, and its tokenizer's fingerprint.
         method: its name.
         options: of the method; those that are None are left out.
-        store: `documents`, `tokens`, `built_from` (its config), and `same_tokens`, the share of sampled documents
-            whose text gives the same tokens again (or None); empty without a datastore.
+        store: `documents`, `tokens` and `built_from` (its config); empty without a datastore.
     """
     reads_text = method in ("pld", "anpd") or options.get("input_source", method == "sssd")
     stored = [f"a datastore of {store['tokens']:,} tokens"] if store else []
@@ -105,11 +94,11 @@ def _card(template: str, kind: str, folder: str, target: tuple[str, str], **valu
     is_hub_id = HUB_ID.fullmatch(path) and not path.startswith("checkpoints/")
     metadata = ModelCardData(
         base_model=(path if is_hub_id else PurePath(path).name) or None,
-        library_name="transformers" if kind in ("vanilla", "target") else "spectrain",
+        library_name=about(kind).library,
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "spectrain", kind],
     )
-    values |= {"kind": kind, "name": PurePath(folder).name, "folder": folder, "target": path, "named": _named}
+    values |= {"about": about(kind), "name": PurePath(folder).name, "folder": folder, "target": path, "named": _named}
     values |= {"fingerprint": fingerprint, "quote": shlex.quote}
     values["json_argument"] = lambda **value: shlex.quote(json.dumps(value, separators=(",", ":")))
     card = ModelCard.from_template(metadata, TEMPLATES / f"card_{template}.md", **values)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -32,6 +32,7 @@ from spectrain.models.artifacts import (
 from spectrain.models.packages import target_path
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, newest_datastore
+from spectrain.serving.cards import lookup_card, trained_card
 from spectrain.stores.folder import MANIFEST, write_json
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.training.base import Experiment
@@ -40,7 +41,6 @@ from spectrain.training.runs import RunFolder
 log = logging.getLogger(__name__)
 
 CARD = "README.md"
-TRIED_DOCUMENTS = 200  # whose text is tokenized again
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run_export(experiment: Experiment, which: str) -> Export:
     step, weights = run.weights(which)
     log.info("step %d of %s", step, run.path)
     if target is not None:
-        begun, found = run.facts().target_fingerprint, fingerprint(target.model, target.tokenizer)
+        begun, found = run.facts()["target_fingerprint"], fingerprint(target.model, target.tokenizer)
         if begun != found:
             raise UserError(
                 f"{run.path} was started with target {begun}, but {run.config['target']['path']} is {found} now; put "
@@ -89,8 +89,8 @@ def run_export(experiment: Experiment, which: str) -> Export:
 
 def trained_facts(run: RunFolder, step: int) -> dict:
     """The facts for spectrain.json: the run's result where it is of these weights, else how far they are trained."""
-    result, best = run.read_result(), run.best.read()
-    if result is not None and step == (result.get("selected") or {"step": result["steps"]})["step"]:
+    result, best = run.read(run.result), run.best.read()
+    if result and step == (result.get("selected") or {"step": result["steps"]})["step"]:
         return result
     # Stored rows have any length, which only the training itself knows.
     tokens = {} if run.source else {"tokens": tokens_of(run.config, step)}
@@ -106,22 +106,19 @@ def tokens_of(config: Mapping, steps: int, row_lengths: Sequence[int] | None = N
     return round(rows * (data["row_tokens"] if row_lengths is None else sum(row_lengths) / len(row_lengths)))
 
 
-def fill(folder: Path, export: Export) -> tuple[str, str]:
-    """Write weights, config, tokenizer and facts; return the target's name for engines and its fingerprint."""
+def write_export(folder: Path, out: Path, export: Export) -> None:
+    """Fill a folder that will appear as `out` with weights, config, tokenizer, facts and a model card."""
+    run, target = export.run, export.target
     export.experiment.save(folder, export.weights)
-    if export.target is None:
-        return "", ""
-    path, tokenizer = str(export.run.config["target"]["path"]), export.target.tokenizer
-    tokenizer.save_pretrained(folder)
-    target_fingerprint, vocabulary = fingerprint(export.target.model, tokenizer), tokenizer_fingerprint(tokenizer)
-    write_manifest(folder, trained_artifact(export.kind, path, target_fingerprint, export.trained, vocabulary))
-    return engine_path(path), target_fingerprint
-
-
-def write_export(folder: Path, out: Path, export: Export, card: Callable[..., str]) -> None:
-    """Fill a folder that will appear as `out`; `card` makes the text of the model card."""
-    target, run = fill(folder, export), export.run
-    (folder / CARD).write_text(card(export.kind, named(out), target, run.config, export.trained, run.attempts))
+    about_target = "", ""
+    if target is not None:
+        path, tokenizer = str(run.config["target"]["path"]), target.tokenizer
+        tokenizer.save_pretrained(folder)
+        prints = fingerprint(target.model, tokenizer), tokenizer_fingerprint(tokenizer)
+        write_manifest(folder, trained_artifact(export.kind, path, prints[0], export.trained, prints[1]))
+        about_target = engine_path(path), prints[0]
+    card = trained_card(export.kind, named(out), about_target, run.config, export.trained, run.attempts)
+    (folder / CARD).write_text(card)
     for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
         shutil.copymode(folder / CARD, file)
 
@@ -183,9 +180,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
     # Options out of range are reported at the export, not at the start of a server.
     given = {"datastore": str(store.folder)} if store is not None else {"datastore": None} if name == "sssd" else {}
     instantiate(method_config(name), None, options | given)
-    tokens = store.manifest.tokens if store is not None else 0
-    facts = LookupFacts(name, options, vocabulary, vocab_size, store is not None, tokens)
-    return LookupExport(facts, target, tokenizer, store)
+    return LookupExport(LookupFacts(name, options, vocabulary, vocab_size, store is not None), target, tokenizer, store)
 
 
 def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
@@ -198,46 +193,31 @@ def open_tokenizer(target: str) -> tuple[PreTrainedTokenizerBase, int]:
         raise UserError(f"target={target} has no tokenizer that can be read ({why}); give a folder or an id") from error
 
 
-def write_lookup(folder: Path, out: Path, export: LookupExport, card: Callable[..., str]) -> None:
-    """Fill a folder that will appear as `out`; `card` makes the text of the model card."""
-    facts, store, tokenizer = export.facts, export.store, export.tokenizer
-    tokenizer.save_pretrained(folder)
-    made_of, ranked_by, about_store = {"documents": 0, "tokens": 0}, "", {}
+def write_lookup(folder: Path, out: Path, export: LookupExport) -> None:
+    """Fill a folder that will appear as `out`."""
+    facts, store, vocabulary = export.facts, export.store, export.facts.tokenizer_fingerprint
+    export.tokenizer.save_pretrained(folder)
+    made_of, ranked_by, folders, about_store = {"documents": 0, "tokens": 0}, "", {}, {}
     if store is not None:
-        facts = replace(facts, corpus_same_tokens=write_store(store, tokenizer, folder))
-        manifest, ranked_by = store.manifest, store.manifest.target_fingerprint
-        made_of = {"documents": manifest.documents, "tokens": manifest.tokens}
-        built_from = manifest.build.get("config", {})
-        about_store = made_of | {"built_from": built_from, "same_tokens": facts.corpus_same_tokens}
+        write_store(store, export.tokenizer, folder)
+        manifest, folders = store.manifest, {"datastore": DATASTORE}
+        ranked_by, made_of = manifest.target_fingerprint, {"documents": manifest.documents, "tokens": manifest.tokens}
+        about_store = made_of | {"built_from": manifest.build.get("config", {})}
     write_json(folder / "config.json", facts)
-    vocabulary = facts.tokenizer_fingerprint
-    folders = {"datastore": DATASTORE} if store is not None else {}
-    facts = Artifact("lookup", export.target, ranked_by, made_of, vocabulary, facts.method, facts.options, folders)
-    write_manifest(folder, facts)
-    target = engine_path(export.target), vocabulary
-    (folder / CARD).write_text(card(named(out), target, facts.method, facts.options, about_store))
+    artifact = Artifact("lookup", export.target, ranked_by, made_of, vocabulary, facts.method, facts.options, folders)
+    write_manifest(folder, artifact)
+    card = lookup_card(named(out), (engine_path(export.target), vocabulary), facts.method, facts.options, about_store)
+    (folder / CARD).write_text(card)
 
 
-def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Path) -> float:
-    """Write the files that a datastore is opened by, and its documents as text, as SGLang's NGRAM reads them.
-
-    Returns:
-        The share of evenly chosen documents whose text is tokenized as it was; others match worse in another engine.
-    """
+def write_store(store: Datastore, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the files that a datastore is opened by, and its documents as text, as SGLang's NGRAM reads them."""
     (folder / DATASTORE).mkdir()
-    for name in (*store.manifest.files, MANIFEST):
-        shutil.copyfile(store.folder / name, folder / DATASTORE / name)
-    if (store.folder / CALIBRATION).is_file():
-        shutil.copyfile(store.folder / CALIBRATION, folder / DATASTORE / CALIBRATION)
-    tokens, texts = [], []  # of the chosen documents
-    every = max(1, store.manifest.documents // TRIED_DOCUMENTS)
+    for name in (*store.manifest.files, MANIFEST, CALIBRATION):
+        if (store.folder / name).is_file():
+            shutil.copyfile(store.folder / name, folder / DATASTORE / name)
     with (folder / CORPUS).open("w", encoding="utf-8") as lines:
-        for i, document in enumerate(document.tolist() for document in store.documents()):
-            text = tokenizer.decode(document, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for document in store.documents():
+            text = tokenizer.decode(document.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
             if text:  # one JSON string per line: SGLang refuses objects
                 lines.write(json.dumps(text, ensure_ascii=False) + "\n")
-            if i % every == 0:
-                tokens.append(document)
-                texts.append(text)
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return sum(a == b for a, b in zip(tokens, encoded, strict=True)) / len(tokens)

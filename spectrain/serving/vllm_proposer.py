@@ -7,8 +7,6 @@ vLLM constructs it with its VllmConfig and calls `propose` after each step of th
 It does not name its requests, and moves them between rows as others join and leave. So a method's state of a request is
 found by the request's text, or made anew. Drafts are chains: the likeliest branch of the tree that the method proposes
 in our own loop. vLLM's target verifies them.
-
-Letters: R rows of vLLM's arrays, L its longest text, n active rows, T tokens that a method looks at.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Rows come from a corpus (`TokenRows`), from stored activations (`FeatureRows`) or from responses (`TextRows`). Each of
 these makes a batch of the rows at given places: `rows[[3, 1]]`. Place -1 stands for a row that is not counted.
-
-Letters: B rows, L tokens of the longest row, C captured layers, D hidden size, K stored drafts per position.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from spectrain.stores.environment import commit_of, environment
 from spectrain.stores.locations import PACKAGE
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import Checkpoints, KeepBest, StopOnBadLoss, TokensPerSecond, progress
-from spectrain.training.checkpoints import check_readable, ranks_of, reshard
-from spectrain.training.loggers import keep_config
+from spectrain.training.checkpoints import ranks_of, reshard
+from spectrain.training.loggers import of_wandb
 from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import ZeroStrategy, precision_of, uses_gpu
 
@@ -52,8 +52,8 @@ def fit(
         in_sweep: whether this is one of several trainings of one command.
 
     Raises:
-        UserError: the trainer's hardware is missing, there are too few rows, the checkpoint
-            cannot be read, the loss is no number any more, or memory runs out.
+        UserError: the trainer's hardware is missing, there are too few rows, the loss is no number any more, or memory
+            runs out.
     """
     config, module, data, target = run.config, parts.module, parts.data, parts.module.target
     loggers = instantiate(config["logger"], _partial_=True, _convert_="all")(run)
@@ -70,9 +70,10 @@ def fit(
         prepare_resume(checkpoint, trainer)
     if config["trainer"]["activation_checkpointing"]:
         module.recompute_activations()
-    keep_config(trainer, run)
     facts = {"code": commit_of(PACKAGE), "environment": environment(trainer.world_size)}
     run.note_attempt(run.checkpoint_step, facts)
+    for logger in of_wandb(trainer):
+        logger.experiment.define_metric("eval/tau_expected", summary="max")  # by which sweeps choose
     with naming_the_remedy(config["data"]):
         if not checkpoint:
             with trainer.precision_plugin.forward_context():  # as the steps, and as stores were computed
@@ -209,7 +210,7 @@ def check_batches(config: Mapping, trainer: Trainer, n_rows: int) -> None:
 def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
     """Make sure that this trainer can resume from a checkpoint, if need be by resharding it for other ranks.
 
-    Raise UserError where it is damaged, or was written with DeepSpeed and is read without, or the other way.
+    Raises UserError where it was written with DeepSpeed and is read without, or the other way.
     """
     sharded, ranks = isinstance(trainer.strategy, ZeroStrategy), ranks_of(checkpoint)
     if sharded != (ranks is not None):
@@ -218,7 +219,6 @@ def prepare_resume(checkpoint: Path, trainer: Trainer) -> None:
             f"{checkpoint} was written {before} DeepSpeed and cannot be resumed {now} it; give the trainer=... that "
             "began the run, or another run_dir"
         )
-    check_readable(checkpoint)
     if sharded and ranks != trainer.world_size:
         if trainer.is_global_zero:
             reshard(checkpoint)

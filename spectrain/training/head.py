@@ -1,7 +1,4 @@
-"""Trains acceptance heads of drafters, from the target's responses (SpecDec++, Huang et al. 2024).
-
-Letters: B rows, L tokens per row, K stored drafts per position, D hidden size, M drafted tokens.
-"""
+"""Trains acceptance heads of drafters, from the target's responses (SpecDec++, Huang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -111,8 +108,6 @@ class HeadExperiment(Experiment):
 
     def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
         super().__init__(run, data, open_target)
-        if self.config["mixing_share"] is None:
-            raise UserError("mixing_share=null is no share of a text's tokens; give a number in [0, 1)")
         self.opened = open_given_drafter(
             given_artifacts(self.config["drafter"]), self.target, self.config["rollout_tokens"]
         )
@@ -172,4 +167,4 @@ class HeadExperiment(Experiment):
         """Write the head, and beside it the drafter that it was trained on, so that the export needs no other."""
         facts = self.facts(self.store(self.run.source["rows"][0]))
         save_head(folder, load_weights(AcceptanceHead(facts.head), weights, "head"), facts)
-        save_drafter(folder, facts.drafter, self.opened.states.module, self.opened.tokenizer)
+        save_drafter(folder, facts.drafter, self.opened.states.module, self.opened.states.tokenizer)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from spectrain.models.artifacts import MANIFEST
 from spectrain.stores.folder import read_json
-from spectrain.training.runs import CONFIG, RunFolder, plain
+from spectrain.training.runs import RunFolder, plain_name
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +28,11 @@ def csv(run: RunFolder) -> list[Logger]:
 
 def wandb(run: RunFolder, project: str, group: str, tags: Sequence[str], name: str | None) -> list[Logger]:
     """CSV, and a run of Weights & Biases on rank zero."""
-    chosen = csv(run)
-    if rank_zero_only.rank == 0:
-        chosen.append(
-            WandbLogger(
-                project=project,
-                group=group,
-                tags=list(tags),
-                name=name or run.name,
-                version=run.id,  # a resumed run goes on in the same W&B run
-                save_dir=run.path,
-                mode=wandb_mode(),
-                config=run.config,
-            )
-        )
-    return chosen
+    if rank_zero_only.rank != 0:
+        return csv(run)
+    options = {"project": project, "group": group, "tags": list(tags), "name": name or run.name, "mode": wandb_mode()}
+    # A resumed run goes on in the same W&B run.
+    return [*csv(run), WandbLogger(version=run.id, save_dir=run.path, config=run.config, **options)]
 
 
 def wandb_mode() -> str:
@@ -58,11 +48,9 @@ def wandb_mode() -> str:
         return "offline"
 
 
-def keep_config(trainer: Trainer, run: RunFolder) -> None:
-    """Put config.yaml into the W&B run, if there is one: an offline run's folder would hold none."""
-    for logger in of_wandb(trainer):
-        logger.experiment.define_metric("eval/tau_expected", summary="max")  # by which sweeps choose
-        logger.experiment.save(str(run.path / CONFIG), base_path=str(run.path), policy="now")
+def of_wandb(trainer: Trainer) -> list[WandbLogger]:
+    """Return the loggers of W&B, on the rank that writes."""
+    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger) and trainer.is_global_zero]
 
 
 def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str, pictures: Mapping[str, Path]) -> None:
@@ -77,14 +65,9 @@ def publish(trainer: Trainer, run: RunFolder, out: Path, kind: str, pictures: Ma
             logger.log_image(name, [str(file)])
         manifest = out / MANIFEST
         metadata = read_json(manifest) if manifest.is_file() else {}
-        artifact = wandb.Artifact(plain(run.name), type=kind, metadata=metadata)
+        artifact = wandb.Artifact(plain_name(run.name), type=kind, metadata=metadata)
         artifact.add_dir(str(out))
         logger.experiment.log_artifact(artifact)
         if logger.experiment.settings.mode == "offline":
             attempts = sorted(Path(logger.experiment.dir).parent.parent.glob(f"offline-run-*-{run.id}"))
             log.info("logged offline; to upload it: wandb sync %s", " ".join(map(str, attempts)))
-
-
-def of_wandb(trainer: Trainer) -> list[WandbLogger]:
-    """The loggers of W&B, on the rank that writes."""
-    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger) and trainer.is_global_zero]

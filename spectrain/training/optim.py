@@ -8,31 +8,19 @@ clipping, accumulation and checkpoints work as usual. Muon: Jordan et al. 2024; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from spectrain.config.training import Optimizer as OptimizerSettings
+
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps that is left -> share of the learning rate
     "linear": lambda left: left,
     "cosine": lambda left: 0.5 * (1 - math.cos(math.pi * left)),
 }
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """The options of an experiment's `optimizer` node."""
-
-    name: str = "adamw"  # adamw | muon (matrices by Muon, the rest by AdamW)
-    lr: float = 1e-3
-    weight_decay: float = 0.1
-    betas: Sequence[float] = (0.9, 0.95)
-    warmup_steps: int = 50
-    warmup_share: float | None = None  # of all steps; in place of warmup_steps
-    schedule: str = "linear"  # linear | cosine, from lr down to 0
 
 
 class MuonAdamW(Optimizer):

@@ -13,9 +13,9 @@ runs/spire-1f0c93ab/
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import datetime
-import logging
 import re
 import shutil
 import uuid
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
@@ -35,7 +35,7 @@ from spectrain.errors import AllRanksError, UserError
 from spectrain.stores.folder import (
     digest,
     locked,
-    read_object,
+    read_json,
     refuse_existing,
     remove_leftovers,
     strict,
@@ -45,16 +45,12 @@ from spectrain.stores.folder import (
 from spectrain.stores.locations import CHECKPOINTS
 from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
-from spectrain.training.curves import Curve, merged
-from spectrain.training.run_facts import Attempt, Facts, TrainingResult
 
 if TYPE_CHECKING:
     from spectrain.decoding import TargetModel
     from spectrain.training.base import Experiment
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype", "max_prompt_bytes")
@@ -93,36 +89,32 @@ class RunFolder:
 
     @staticmethod
     def path_of(config: Mapping) -> Path:
-        """The folder that is given, or that is named by the hash of the config."""
+        """Return the folder that is given, or that is named by the hash of the config."""
         return Path(config["run_dir"] or f"runs/{config['kind']}-{digest(hashed(config))}")
 
     @classmethod
     def find(cls, config: dict, result: str = "result.json") -> RunFolder:
-        """The folder of this config. Writes nothing.
+        """Return the run of this config. Writes nothing.
 
         An unfinished run of this very config is resumed, `fresh` or not; `fresh` replaces a finished or another one.
         Otherwise these are refused by a UserError, as is a folder that holds something else.
         """
-        path, fresh = cls.path_of(config), config["fresh"]
-        run = cls(path, config, id=f"{plain(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
-        is_rank_zero = rank_zero_only.rank == 0
+        path, fresh, is_rank_zero = cls.path_of(config), config["fresh"], rank_zero_only.rank == 0
+        run = cls(path, config, id=f"{plain_name(path.name)}-{uuid.uuid4().hex[:8]}", result=result)
         if not (path / CONFIG).is_file():
             if is_rank_zero and path.exists() and any(path.iterdir()):
                 raise UserError(f"run_dir={path} is not empty and holds no run; give another run_dir")
             return run
         if fresh and not is_rank_zero:  # rank zero may be replacing what stands here
             return run
-        if (reason := run._why_not_to_resume()) is not None:
+        if reason := run._why_not_to_resume():
             if fresh or not (is_rank_zero or isinstance(reason, FinishedRun)):
                 return run
             raise reason
-        begun = run.facts() if is_rank_zero else None
-        if is_rank_zero and begun is None:  # what it measured would be replaced
-            raise UserError(f"{path / FACTS} is missing; restore it, or start over in another run_dir")
-        return dataclasses.replace(run, id=begun.id) if begun else run
+        return dataclasses.replace(run, id=run.facts()["id"]) if is_rank_zero else run
 
     def _why_not_to_resume(self) -> UserError | None:
-        before, ours = hashed(self.read_config(self.path)), hashed(self.config)
+        before, ours = hashed(read_yaml(self.path / CONFIG)), hashed(self.config)
         differing = sorted(key for key in before.keys() | ours.keys() if before.get(key) != ours.get(key))
         if differing:
             return UserError(
@@ -135,40 +127,32 @@ class RunFolder:
             )
         return None
 
-    @staticmethod
-    def read_config(path: Path) -> dict:
-        """The config of the run that stands there. Raises UserError where it cannot be read."""
-        try:
-            return dict(read_yaml(path / CONFIG))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} has a damaged {CONFIG} ({error}); restore it, or remove the folder") from error
-
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """A run as it stands, finished or not. Raises UserError where the folder is no run, or is damaged."""
+        """Return a run as it stands, finished or not. Raises UserError where the folder is none."""
         if not (path / CONFIG).is_file() or not (path / FACTS).is_file():
             raise UserError(
                 f"run={path} is no run of spectrain.train (it has no {CONFIG}); give its folder below runs/"
             )
-        run = cls(path, cls.read_config(path), id="")
-        return dataclasses.replace(run, id=run.facts().id)
+        return cls(path, read_yaml(path / CONFIG), id=read_json(path / FACTS)["id"])
 
     @rank_zero_only
     def begin(self, target_fingerprint: str | None = None) -> None:
         """Make the folder and keep the config, in place of an earlier run that stands there; or resume its own run.
 
-        Raise UserError where the interrupted run trained against another target.
+        Raises UserError where the interrupted run trained against another target.
         """
         begun = self.facts()
-        if begun is not None and begun.id == self.id:
-            if target_fingerprint and begun.target_fingerprint != target_fingerprint:
+        if begun.get("id") == self.id:
+            if target_fingerprint and begun["target_fingerprint"] != target_fingerprint:
                 raise UserError(
-                    f"{self.path} was started with target {begun.target_fingerprint}, but now {target_fingerprint} "
+                    f"{self.path} was started with target {begun['target_fingerprint']}, but now {target_fingerprint} "
                     "is given; remove the folder to train for the new target"
                 )
             remove_leftovers(self.path)
             return
-        facts = Facts(self.id, target_fingerprint, TYPED_COMMAND.get())
+        facts = {"id": self.id, "target_fingerprint": target_fingerprint}
+        facts |= {"command": TYPED_COMMAND.get(), "attempts": []}
 
         def write(folder: Path) -> None:
             OmegaConf.save(OmegaConf.create(self.config), folder / CONFIG)
@@ -180,17 +164,19 @@ class RunFolder:
 
     @rank_zero_only
     def note_attempt(self, done_steps: int, environment: dict) -> None:
-        """Add to run.json that the command was started once more, after `done_steps` steps of earlier attempts."""
-        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        attempts = (*self.facts().attempts, Attempt(started, done_steps, **environment))
-        write_json(self.path / FACTS, dataclasses.replace(self.facts(), attempts=attempts))
+        """Add to run.json that the command was started once more, after `done_steps` steps of earlier attempts.
+
+        `environment` holds `code`, the commit, and `environment`, the versions, host, devices and ranks.
+        """
+        facts, started = self.facts(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        facts["attempts"].append({"started": started, "done_steps": done_steps, **environment})
+        write_json(self.path / FACTS, facts)
 
     @rank_zero_only
     def keep_to(self, source: dict) -> None:
         """Note what a training reads besides its config. Raises UserError where a resumed run reads other things."""
-        source = strict(source)
-        begun = self.read(SOURCE, dict[str, object])
-        if begun is None:
+        begun, source = self.source, strict(source)
+        if not begun:
             write_json(self.path / SOURCE, source)
             return
         for name, found in source.items():
@@ -203,46 +189,43 @@ class RunFolder:
     @property
     def source(self) -> dict:
         """What the training that began here reads besides its config, as `keep_to` noted it."""
-        return self.read(SOURCE, dict[str, object]) or {}
+        return self.read(SOURCE)
 
     @property
     def attempts(self) -> list[dict]:
-        """The facts of each start of this run so far."""
+        """The facts of each start of this run so far; see `note_attempt`."""
         begun = self.facts()
-        return [dataclasses.asdict(one) for one in begun.attempts] if begun and begun.id == self.id else []
+        return begun["attempts"] if begun.get("id") == self.id else []
 
-    def facts(self) -> Facts | None:
-        """The content of run.json; None where nothing began."""
-        return self.read(FACTS, Facts, "restore it, or remove the folder to start over")
+    def facts(self) -> dict:
+        """Return the content of run.json: id, target_fingerprint, command and attempts; {} where nothing began."""
+        return self.read(FACTS)
 
-    def read_result(self) -> TrainingResult | None:
-        """The numbers that `finish` kept of a training; None of an unfinished one."""
-        return self.read(self.result, TrainingResult)
-
-    def read(self, name: str, kind: type[T], otherwise: str = "remove it") -> T | None:
-        """The content of a JSON file of the folder, None where there is none; `kind` and `otherwise` as `read_object`.
-
-        Raises UserError where it is damaged. Without any file but run.json a run can go on.
-        """
+    def read(self, name: str) -> dict:
+        """Return the content of a JSON file of the folder, {} where there is none."""
         file = self.path / name
-        return read_object(file, kind, otherwise) if file.is_file() else None
+        return read_json(file) if file.is_file() else {}
 
     def finish(self, result: dict) -> None:
         """Mark the run as finished and keep its numbers."""
         write_json(self.path / self.result, result)
 
     def curve(self) -> Curve:
-        """Every number that was logged, by step, as if the run had never been interrupted."""
-        files = (self.path / "metrics" / f"version_{i}" / "metrics.csv" for i in range(len(self.attempts)))
-        return merged([(facts["done_steps"], file) for facts, file in zip(self.attempts, files, strict=True)])
+        """Return every number that was logged, by step, as if the run had never been interrupted."""
+        curve: Curve = {}
+        for i, attempt in enumerate(self.attempts):  # each replaces what was logged from the step where it resumed
+            curve = {step: row for step, row in curve.items() if step < attempt["done_steps"]}
+            for step, row in read_csv(self.path / "metrics" / f"version_{i}" / "metrics.csv").items():
+                curve.setdefault(step, {}).update(row)
+        return dict(sorted(curve.items()))
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """The metrics that validation logged of a step's weights; {} where there are none."""
+        """Return the metrics that validation logged of a step's weights; {} where there are none."""
         logged = self.curve().get(step - 1, {})  # the number that Lightning gives the step
         return {name: value for name, value in logged.items() if name.startswith("eval/")}
 
     def experiment(self, open_target: Callable[[], TargetModel]) -> Experiment:
-        """What the config names as `experiment._target_`, with its `data` node; see `spectrain.training.base`."""
+        """Return what the config names as `experiment._target_`, with its `data` node; see `training.base`."""
         data = instantiate(self.config["data"], _convert_="all")
         return instantiate(self.config["experiment"], _partial_=True)(self, data, open_target)
 
@@ -271,10 +254,10 @@ class RunFolder:
         return BestFolder(self.path / "checkpoints" / "best")
 
     def weights(self, which: str) -> tuple[int, dict[str, Tensor]]:
-        """Step and weights to export: "best", those that training exports or would, or "last", the newest checkpoint's.
+        """Return step and weights to export: "best", those that training exports or would, or "last".
 
         What `checkpoints/best` holds without a tau is the last step of some attempt; a newer checkpoint replaces it.
-        Raise UserError where there are none, or they are damaged.
+        Raises UserError where there are none.
         """
         best, newest = self.best.read(), self.checkpoints.newest()
         selected = best is not None and (best.tau is not None or best.step >= self.checkpoint_step)
@@ -283,11 +266,6 @@ class RunFolder:
         if newest is None:
             raise UserError(f"run={self.path} has no checkpoint yet; train until it has saved one")
         return step_of(newest), whole_weights(newest)
-
-    def exported_to(self, out: Path) -> bool:
-        """Whether an earlier attempt of this unfinished run, or the run that it replaced, may have written `out`."""
-        before = self.read(EXPORT, dict[str, str])
-        return bool(before and self.attempts) and before.get("out") == str(out.resolve())
 
     def export(self, out: str | None, write: Callable[[Path, Path], None]) -> Path:
         """Fill the export folder through `write(folder, folder that it will appear as)`, and return it.
@@ -303,22 +281,28 @@ class RunFolder:
     def export_folder(self, out: str | None) -> Iterator[Path]:
         """Lock the folder to which the run is exported and yield it. UserError where it exists or cannot be made.
 
-        Without `out` it lies below `checkpoints/` and has the run's name; where another run's export of that name
-        stands, its id as well.
+        Without `out` it lies below `checkpoints/` and has the run's name.
         """
-        folder = Path(str(out)) if out else CHECKPOINTS / self.name
-        if not out and folder.exists() and not self.exported_to(folder):
-            longer = CHECKPOINTS / f"{self.name}-{self.id.rsplit('-', 1)[-1]}"
-            log.warning("%s is another run's export; this one goes to %s", folder, longer)
-            folder = longer
+        folder = Path(out) if out else CHECKPOINTS / self.name
         with locked(folder, otherwise=" and run the same command again"):
-            if not self.exported_to(folder):
+            if self.read(EXPORT).get("out") != str(folder.resolve()):
                 refuse_existing(folder)
             yield folder
 
 
-def plain(name: str) -> str:
-    """A name of the characters that W&B takes in ids and artifacts: a folder may be called k=1,loss=hard."""
+def read_csv(file: Path) -> Curve:
+    """Read a metrics.csv by step; two rows of one step (training, validation) become one. {} where there is none."""
+    curve: Curve = {}
+    if file.is_file():
+        with file.open(newline="") as lines:
+            for row in csv.DictReader(line for line in lines if line.endswith("\n")):  # a kill may have cut the last
+                values = {name: float(value) for name, value in row.items() if value and name not in ("step", "epoch")}
+                curve.setdefault(int(row["step"]), {}).update(values)
+    return curve
+
+
+def plain_name(name: str) -> str:
+    """Replace the characters that W&B takes in no ids and artifacts: a folder may be called k=1,loss=hard."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", name)
 
 

@@ -1,20 +1,17 @@
-"""Where training rows come from, as conf/data/ says: frozen models run inside the training, or were run beforehand.
-
-Letters: n contexts, L tokens.
-"""
+"""Where training rows come from, as conf/data/ says: frozen models run inside the training, or were run beforehand."""
 
 from __future__ import annotations
 
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 
+from spectrain.config import training as config_training
 from spectrain.decoding import Sampling, TargetModel, fingerprint
 from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
@@ -39,38 +36,26 @@ log = logging.getLogger(__name__)
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 
-@dataclass(frozen=True, kw_only=True)
 class Source(ABC):
-    """The options of a `data` node. `config` below is the whole resolved config of the run."""
+    """A `data` node, whose options are a class of `spectrain.config`. `config` is the whole resolved config of the run.
 
-    source: str
-    row_tokens: int  # L, of the longest row
-    batch_size: int  # rows per step, of all ranks together
-    val_rows: int  # held-out rows per validation
-    loss_on: str = "response"  # response: responses alone are learned, where the text has any | all
+    Both methods raise UserError where there are too few rows, or where rows were made with another target, drafter or
+    warping.
+    """
 
     @abstractmethod
     def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
-        """The rows that a drafter is trained on, which reads the inputs of the target's blocks `layers`.
-
-        Raise UserError where there are too few.
-        """
+        """Return the rows that a drafter is trained on, which reads the inputs of the target's blocks `layers`."""
 
     @abstractmethod
     def head_store(
         self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
     ) -> ResponseStore | AcceptanceStore:
-        """The responses that an acceptance head is trained on, from `folder` where it is given.
-
-        Raise UserError where they were made with another target, drafter or warping.
-        """
+        """Return the responses that an acceptance head is trained on, from `folder` where it is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Online(Source):
+class Online(config_training.Online, Source):
     """The frozen models run inside the training step."""
-
-    document_mask: bool = False  # documents that are packed into a row do not see each other
 
     def drafter_rows(
         self,
@@ -106,12 +91,8 @@ class Online(Source):
         return store
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offline(Source):
+class Offline(config_training.Offline, Source):
     """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
-
-    path: str | None = None  # folder of the store; None: the newest that fits
-    verify: bool = True  # read all shards of activations first and compare their sha256; otherwise only their sizes
 
     def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
         """The rows of a store of activations."""
@@ -138,10 +119,7 @@ class Offline(Source):
         """The store of activations that fits the target, which messages call `name`."""
         target_fingerprint = fingerprint(target.model, target.tokenizer)
         path = self.path or newest_features(CHECKPOINTS, target_fingerprint, layers)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks share the verification
-            store = open_features(path, self.verify, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        else:  # ranks that Lightning starts leave it to the first
-            store = open_features(path, self.verify and rank_zero_only.rank == 0)
+        store = open_features(path, self.verify and rank_zero_only.rank == 0)
         store.check_fits(target_fingerprint, name, layers, target.vocab_size)
         return store
 

@@ -1,12 +1,8 @@
-"""Trains SPIRe drafters (SPIRe, Neelam et al. 2025).
-
-Letters: B rows, L tokens per row, C captured layers, D hidden size, M positions with a loss, V vocabulary.
-"""
+"""Trains SPIRe drafters (SPIRe, Neelam et al. 2025)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+import logging
 from pathlib import Path
 
 import torch
@@ -18,7 +14,7 @@ from spectrain.decoding import Drafter, TargetModel
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.loading import DTYPES
 from spectrain.decoding.target import Features
-from spectrain.errors import UserError, check_choice
+from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
 from spectrain.models.input_fit import FIT_TOKENS, InputFit
@@ -29,13 +25,13 @@ from spectrain.stores.folder import digest, sha256
 from spectrain.training.base import Experiment, Parts, Training
 from spectrain.training.checkpoints import load_weights
 from spectrain.training.data import FeatureRows, RowBatch, Rows
-from spectrain.training.draft_vocab import drafted_tokens
 from spectrain.training.losses import LossParts, LossSettings, Teacher, drafter_loss
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.runs import RunFolder
-from spectrain.training.sources import Source
 from spectrain.training.sums import ValidationSums
 
+log = logging.getLogger(__name__)
+
+AUTO_SHARE = 0.995  # estimated share of new text that draft_vocab=auto covers
 STORED_DTYPE = torch.bfloat16  # of features, as `spectrain.stores.features` keeps them
 
 
@@ -139,10 +135,6 @@ class SpireExperiment(Experiment):
 
     exports, drafts, reads_stores = "spire", True, True
 
-    def __init__(self, run: RunFolder, data: Source, open_target: Callable[[], TargetModel]) -> None:
-        super().__init__(run, data, open_target)
-        check_choice("export_dtype", self.config["export_dtype"], DTYPES)
-
     def prepare(self) -> Parts:
         config = self.config
         data = self.data.drafter_rows(config, self.target, self.shape().block_layers)
@@ -174,12 +166,10 @@ class SpireExperiment(Experiment):
             raise UserError(
                 f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out{fewer}"
             )
-        found, wanted = drafter.config, self.shape(drafter.kept)
-        if found.n_layer != wanted.n_layer:
-            raise UserError(f"init={folder} has n_layer={found.n_layer}, not {wanted.n_layer}; give the same")
-        names = [f.name for f in fields(SpireConfig) if getattr(found, f.name) != getattr(wanted, f.name)]
+        found, wanted = ({**vars(one), "n_layer": one.n_layer} for one in (drafter.config, self.shape(drafter.kept)))
+        names = [name for name in found if found[name] != wanted[name] and name != "target_layers"]
         if names:
-            options = " ".join(f"{name}={shown(getattr(found, name))}" for name in names)
+            options = " ".join(f"{name}={shown(found[name])}" for name in names)
             raise UserError(f"init={folder} has other options; give {options}")
         return drafter
 
@@ -213,3 +203,48 @@ def trainings_of(folder: Path) -> list[dict]:
     trained = read_manifest(folder).trained
     known = {name: trained[name] for name in ("steps", "tokens") if name in trained}
     return [*trained.get("before", []), {"drafter": folder.name, **known}]
+
+
+def drafted_tokens(draft_vocab: int | str | None, rows: Rows, target: TargetModel) -> Tensor | None:
+    """The tokens [K] int64 that a drafter can draft: special ones, then the most frequent ones of its training text.
+
+    FR-Spec and EAGLE-3 draft from such a vocabulary, too.
+
+    Args:
+        draft_vocab: K, or "auto" for as many as make AUTO_SHARE of new text. None: all tokens, and None is returned.
+        rows: for training. Where responses are marked, these count alone.
+        target: whose special tokens are always kept.
+    """
+    if draft_vocab is None:
+        return None
+    if draft_vocab != "auto" and draft_vocab > target.vocab_size:
+        raise UserError(f"draft_vocab={draft_vocab} is more than the target's {target.vocab_size} tokens; lower it")
+    counts = rows.token_counts(target.vocab_size)
+    n_text, special = int(counts.sum()), set(target.eos_ids)
+    if target.tokenizer is not None:
+        special |= {*target.tokenizer.all_special_ids, *target.tokenizer.get_added_vocab().values()}
+    weights = counts.clone()
+    weights[[token for token in special if token < target.vocab_size]] = n_text + 1
+    order = weights.argsort(descending=True, stable=True)
+    shares = expected_shares(counts)[order].cumsum(0)
+    if draft_vocab == "auto":
+        draft_vocab = min(target.vocab_size, 1 + int((shares < AUTO_SHARE).sum()))
+    kept = order[:draft_vocab]
+    of_text, of_new = float(counts[kept].sum()) / max(1, n_text), float(shares[len(kept) - 1])
+    about = f"{100 * of_text:.2f} % of the text, about {100 * of_new:.2f} % of new text like it"
+    log.info("draft_vocab: %d of %d tokens, %s", len(kept), target.vocab_size, about)
+    return kept
+
+
+def expected_shares(counts: Tensor) -> Tensor:
+    """Estimate the share of each token [V] float64 in new text of the kind that was counted, [V] int64.
+
+    A sample lacks some tokens that new text has, so seen tokens are rarer in new text than in the sample. Each seen
+    count is lowered by the discount that Ney, Essen and Kneser (1994) estimate from the numbers of tokens that occur
+    once and twice. Unseen tokens share that mass equally.
+    """
+    once, twice, is_seen = int((counts == 1).sum()), int((counts == 2).sum()), counts > 0
+    n_seen, n_unseen = int(is_seen.sum()), int((~is_seen).sum())
+    discount = once / max(1, once + 2 * twice) if n_unseen else 0.0
+    unseen = discount * n_seen / max(1, n_unseen)
+    return (counts.double() - discount).where(is_seen, unseen) / max(1, int(counts.sum()))

@@ -1,7 +1,4 @@
-"""Sums over a validation: the loss and acceptance of drafters, and the predictions and labels of acceptance heads.
-
-Letters: B rows, L tokens per row, M positions with a prediction.
-"""
+"""Sums over a validation: loss and acceptance of drafters, predictions and labels of acceptance heads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Trains vanilla drafters: small ordinary Llamas (Leviathan et al. 2023), by cross-entropy on the data.
-
-Letters: B rows, L tokens per row, D hidden size.
-"""
+"""Trains vanilla drafters: small ordinary Llamas (Leviathan et al. 2023), by cross-entropy on the data."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from data_prep import datastore as data_datastore
 from data_prep import documents
 from data_prep import responses as data_responses
-from spectrain.cli import command
+from spectrain import cli
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.stores.rows import AcceptanceStore, ResponseManifest, write_responses
 from spectrain.stores.texts import train_tokenizer
@@ -116,7 +116,7 @@ def caller(name: str, main: Callable, tmp_path: Path, monkeypatch, capfd) -> Cal
         monkeypatch.setattr(sys, "argv", [f"data_prep.{name}", *arguments])
         code = 0
         try:
-            command(name)(main)()
+            cli.run(f"data_prep.{name}")
         except SystemExit as stop:
             code = stop.code
         return code, *capfd.readouterr()

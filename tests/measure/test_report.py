@@ -110,7 +110,13 @@ def runs(tmp_path, monkeypatch) -> Path:
         "gammas": {"greedy": {str(g): {"tau": estimate(g), "speedup": estimate(1.0)} for g in (1, 2)}},
     }
     for name, loss in (("k_2", "mixed"), ("k_10", "hard"), ("going", "mixed")):
-        config = {"kind": "spire", "loss": loss, "max_steps": 40, "target": {"path": "org/model"}}
+        config = {
+            "kind": "spire",
+            "experiment": {"_target_": "x"},
+            "loss": loss,
+            "max_steps": 40,
+            "target": {"path": "org/model"},
+        }
         write(folder / name / "config.yaml", yaml.safe_dump(config))
         write(folder / name / "run.json", json.dumps({"command": f"train {name}", "attempts": []}))
         if name != "going":
@@ -143,7 +149,7 @@ def test_the_page_of_a_folder_has_every_run(runs, typed):
     page = Page(Path("report.html").read_text())
     assert page.loaded == []
     for words in (
-        "3 SPIRe drafters for org/model",
+        "3 spire drafters for org/model",
         "highest tau: 2.50",
         "2.50 [2.25, 2.75]",
         "loss=hard",

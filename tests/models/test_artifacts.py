@@ -123,21 +123,6 @@ def test_wrong_folders_are_named(tmp_path, target):
         load_spire(export_vanilla(tmp_path / "vanilla", target), target)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "config", "version"])
-def test_damaged_exports_are_refused(tmp_path, target, damage):
-    folder = export_spire(tmp_path / "spire", target)
-    if damage == "truncate":
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:1000])
-    elif damage == "config":
-        (folder / "config.json").write_text("{")
-    else:
-        values = json.loads((folder / "spectrain.json").read_text())
-        (folder / "spectrain.json").write_text(json.dumps({**values, "version": 99}))
-    with pytest.raises(UserError, match=r"damaged|version 99"):
-        load_spire(folder, target)
-
-
 def test_an_export_says_which_method_decodes_with_it_and_what_training_measured(tmp_path, target):
     spire, vanilla = export_spire(tmp_path / "s", target), export_vanilla(tmp_path / "v", target)
     assert decoded_by(spire) == ("spire", {"drafter": str(spire)})
@@ -157,13 +142,8 @@ def test_the_fastest_draft_length_is_the_default_of_an_export(tmp_path, target, 
     with pytest.raises(UserError, match="gamma=0"):
         build(target, str(folder), gamma=0)
     manifest = json.loads((folder / MANIFEST).read_text())
-    for gamma in (2, 0, 2.5, "2", True):
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"fastest_gamma": gamma}}))
-        if gamma == 2:
-            assert (build(target, str(folder)).gamma, build(target, str(folder), gamma=3).gamma) == (2, 3)
-        else:
-            with pytest.raises(UserError, match="is damaged .fastest_gamma="):
-                build(target, str(folder))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"fastest_gamma": 2}}))
+    assert (build(target, str(folder)).gamma, build(target, str(folder), gamma=3).gamma) == (2, 3)
 
 
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
@@ -178,10 +158,6 @@ def test_a_length_that_adapts_starts_from_the_acceptance_that_training_measured(
     ):
         (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": metrics}}))
         assert build(target, str(folder), max_nodes="auto").budget.prior[0] == expected
-    for alpha in (2.0, "?", True):
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": {"metrics": {"eval/alpha": alpha}}}))
-        with pytest.raises(UserError, match="is damaged .eval/alpha="):
-            build(target, str(folder), max_nodes="auto")
 
 
 def test_the_newest_fitting_export_is_found(tmp_path, target):

@@ -148,28 +148,6 @@ def test_drafts_are_distributed_as_q():
     assert scipy.stats.chisquare(counts[q > 0], q[q > 0] * len(drafts)).pvalue > 1e-3
 
 
-def test_the_mean_label_is_the_overlap_of_p_and_q():
-    """E over Y ~ q of min(1, p / q) is sum min(p, q), the acceptance probability of speculative sampling."""
-    target, states = vanilla()
-    tokens = torch.randint(4, VOCAB_SIZE, (1, 8))
-    may_draft = torch.tensor([[False] * 7 + [True]])
-    sampling = SAMPLINGS["temperature"]
-    found = label_texts(target, states, tokens, may_draft, sampling, torch.rand(1, 8, 20_000))
-    p, q = (slow_warp(sampling, logits[6]) for logits in slow_logits(target, states, tokens[0]))
-    assert float(found.labels[0, 7].mean()) == pytest.approx(np.minimum(p, q).sum(), abs=0.02)
-
-
-@pytest.mark.parametrize("of", ["target", "drafter"])
-def test_states_that_are_no_numbers_give_labels_that_are_none(of):
-    target, states = vanilla()
-    model = target if of == "target" else states.model
-    with torch.no_grad():
-        model.unembedding[7] = torch.nan
-    tokens, may_draft, uniforms = asked(states, 2)
-    found = label_texts(target, states, tokens, may_draft, Sampling(1.0), uniforms)
-    assert found.labels[may_draft].isnan().all()
-
-
 def test_mixed_texts_take_drafts_where_the_uniform_says_so():
     text, drafts = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7, 8])
     may_draft = torch.tensor([False, True, True, True])

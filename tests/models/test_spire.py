@@ -174,14 +174,6 @@ def test_target_s_activation_of_the_root_does_not_leak(options):
     torch.testing.assert_close(rollout(drafter, tokens, changed), rollout(drafter, tokens, captured))
 
 
-def test_feedback_starts_as_the_block_s_own_input():
-    model = tiny_model("llama")
-    config = SpireConfig(shape_of(model), last_layers(model, 2))
-    weights = new_drafter(TargetModel(model), config, "pruned").feedback_weight.softmax(-1)
-    assert torch.equal(weights.argmax(-1), torch.tensor([0, 1]))
-    assert (weights.diagonal() > 0.95).all()
-
-
 def test_memory_of_training_grows_linearly_in_the_row():
     """No L x L mask and no L x L score survives: bytes kept for the backward pass double with the row."""
     target, drafter = make(window_tokens=16)
@@ -202,14 +194,6 @@ def test_memory_of_training_grows_linearly_in_the_row():
     first, second, third = kept(64), kept(128), kept(256)
     assert 1.8 < second / first < 2.05
     assert 1.8 < third / second < 2.05
-
-
-def test_a_cast_to_bfloat16_leaves_the_rotary_frequencies_alone():
-    _, drafter = make()
-    expected = drafter.rope(torch.tensor([[500]]))
-    found = drafter.to(torch.bfloat16).rope(torch.tensor([[500]]))
-    assert found[0].dtype == torch.float32
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -242,13 +226,6 @@ def test_targets_that_are_not_llama_like_are_named():
 def test_impossible_configs_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         make(**options)
-
-
-def test_random_init_shares_nothing_with_the_target():
-    target, drafter = make(init="random")
-    assert not torch.equal(drafter.embed_tokens.weight, target.model.model.embed_tokens.weight)
-    with pytest.raises(UserError, match="init=warm"):
-        new_drafter(target, drafter.config, "warm")
 
 
 def test_the_target_s_tables_are_no_part_of_a_drafter():

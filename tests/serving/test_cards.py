@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
 from spectrain.serving.cards import lookup_card, trained_card
+from spectrain.serving.exporting import engine_path, named
 
 CONFIG = {"corpus": {"held_out_share": 0.05}, "data": {"row_tokens": 64, "batch_size": 2}}
 TRAINED = {"steps": 3, "tokens": 384}
-STORE = {"documents": 1, "tokens": 5, "built_from": {"keep": "all"}, "same_tokens": None}
+STORE = {"documents": 1, "tokens": 5, "built_from": {"keep": "all"}}
 ODD_NAMES = ["no", "1.0", "- a: b", "it's", 'a "b" c', "<script>alert(1)</script>", "{{ 7 * 7 }}", "$(id)", "x#y"]
 
 
@@ -52,15 +54,6 @@ def test_a_card_says_what_a_drafter_reads_of_the_target(options, said):
     assert said in card if said else "this folder" not in card
 
 
-@pytest.mark.parametrize(
-    ("gamma", "said"), [({"spire": 5}, "| spire, drafts of 5 tokens | 2.10 |"), ({}, "| spire | 2.10 |")]
-)
-def test_a_card_says_how_many_tokens_were_drafted_while_tau_was_measured(gamma, said):
-    tau = {"spire": {"16 tokens, greedy": {"value": 2.1, "low": None, "high": None}}}
-    trained = TRAINED | {"tau": tau, "settings": {"contexts": 8, "new_tokens": 64, "gamma": gamma}}
-    assert said in trained_card("spire", "out", ("org/model", "f" * 16), CONFIG, trained, ())
-
-
 def commands(card: str) -> list[list[str]]:
     """The words of each shell command."""
     blocks = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
@@ -97,3 +90,11 @@ def test_a_head_and_a_target_say_how_they_are_used():
     assert "## Target" not in target
     assert "base_model" not in target
     assert commands(target) == [["python", "-m", "spectrain.train", "+exp=spire", "target=out"]]
+
+
+def test_cards_name_folders_as_given_and_no_machines_paths():
+    assert named(Path("exported/spire")) == "exported/spire"
+    assert named(Path("/home/somebody/exported/spire")) == "spire"
+    assert engine_path("pystdlib-8l") == "checkpoints/pystdlib-8l"
+    assert engine_path("meta-llama/Llama-3.2-1B") == "meta-llama/Llama-3.2-1B"
+    assert engine_path("") == ""

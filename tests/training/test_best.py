@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from spectrain.decoding import TargetModel
-from spectrain.training import checkpoints
 from spectrain.training.callbacks import KeepBest
 from spectrain.training.checkpoints import BestFolder
-from spectrain.training.curves import read_csv
 from spectrain.training.data import RowData, TokenRows, held_out_batches
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.runs import read_csv
 from spectrain.training.sums import ValidationSums
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
@@ -42,12 +40,6 @@ def test_the_highest_tau_is_kept_and_of_equals_the_later(tmp_path):
     assert folder.weights()["model.b"].tolist() == [3.0] * 3
 
 
-def test_without_tau_the_last_weights_are_kept(tmp_path):
-    folder = BestFolder(tmp_path)
-    assert [folder.offer(step, weights(step)) for step in (1, 2)] == [True, True]
-    assert folder.read().facts() == {"step": 2, "tau": None, "low": None, "high": None, "expected": None}
-
-
 def test_the_expected_tau_decides_where_it_is_known(tmp_path):
     folder = BestFolder(tmp_path)
     offered = (1, 3.0, 2.5), (2, 2.0, 2.7), (3, 4.0, 2.6), (4, 1.0, 2.7), (5, 1.1, None), (6, 0.9, 9.0)
@@ -55,25 +47,6 @@ def test_the_expected_tau_decides_where_it_is_known(tmp_path):
         *(True, True, False, True, True),
         False,  # nothing was expected of those that are kept
     ]
-
-
-@pytest.mark.parametrize("dies_at", ["save_file", "write_json"])
-def test_a_kill_while_better_weights_are_written_leaves_the_old_ones(tmp_path, monkeypatch, dies_at):
-    folder = BestFolder(tmp_path)
-    folder.offer(1, weights(1), tau(1.0))
-
-    def die(*_, **__):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, dies_at, die)
-        with pytest.raises(MemoryError):
-            folder.offer(2, weights(2), tau(2.0))
-    assert folder.read().step == 1
-    assert folder.weights()["model.a"].tolist() == [1.0] * 3
-    (tmp_path / ".tmpAbCdEf").touch()  # as safetensors leaves it after kill -9
-    assert folder.offer(2, weights(2), tau(2.0))
-    assert {file.name for file in tmp_path.iterdir()} == {"best.json", "step-00000002.safetensors"}
 
 
 def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3, **options):
@@ -137,17 +110,6 @@ def test_weights_are_chosen_by_the_acceptance_that_validation_computes(measured,
     assert offered[0][0] == pytest.approx(curve[3]["eval/tau_expected"], abs=1e-6)
     trainer.validate(module, datamodule=trainer.datamodule, verbose=False)  # the last weights were validated, too
     assert offered[1][0] == pytest.approx(float(trainer.callback_metrics["eval/tau_expected"]), abs=1e-6)
-
-
-def test_weights_that_a_last_validation_measured_are_not_measured_again(tmp_path):
-    measured = []
-
-    def measure(found):
-        measured.append(1)
-        return tau(1.0)
-
-    fit(tmp_path, KeepBest(BestFolder(tmp_path / "best"), measure), max_steps=4)
-    assert len(measured) == 2
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -224,14 +186,6 @@ def test_validation_says_the_same_on_any_number_of_ranks(llama_target):
     assert one["eval/tau_expected"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_acceptance_of_the_target_by_itself_is_certain(llama_target):
-    module = LanguageModelTraining(tiny_model("llama"), OptimizerSettings(), llama_target)
-    batch = TokenRows(torch.randint(4, VOCAB_SIZE, (1, 12), dtype=torch.int32))[[0]]
-    with torch.no_grad():
-        module.validation_step(batch, 0)
-    assert module.sums.compute()["eval/tau_expected"] == pytest.approx(5.0, abs=1e-4)
-
-
 def test_training_leaves_the_target_untouched_and_out_of_the_checkpoint(tmp_path):
     target = TargetModel(tiny_model("llama", seed=1))
     before = {name: p.clone() for name, p in target.model.named_parameters()}
@@ -240,8 +194,3 @@ def test_training_leaves_the_target_untouched_and_out_of_the_checkpoint(tmp_path
     assert all(torch.equal(p, before[name]) for name, p in target.model.named_parameters())
     assert all(name.startswith("model.") for name in module.state_dict())
     assert len(list(module.parameters())) == len(list(module.model.parameters()))
-
-
-def test_best_is_read_by_people(tmp_path):
-    BestFolder(tmp_path).offer(7, weights(1), tau(2.0))
-    assert json.loads((tmp_path / "best.json").read_text())["file"] == "step-00000007.safetensors"

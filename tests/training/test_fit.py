@@ -8,22 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from spectrain.errors import UserError
 from spectrain.training import fit as fitting
 from spectrain.training import strategies
-from spectrain.training.checkpoints import check_readable, whole_weights
 from spectrain.training.fit import build_trainer, check_batches, prepare_resume
 from spectrain.training.strategies import CPUZeroStrategy, ZeroStrategy
-from tests.test_cli import composed
+from tests.training.trainers import config_of
 
 DDP_CHECKPOINT, ZERO_CHECKPOINT = "step-00000004.ckpt", "step-00000006.ckpt"
-
-
-def plain(*overrides: str) -> dict:
-    """The resolved config of a training."""
-    return OmegaConf.to_container(composed("train", *overrides), resolve=True)
 
 
 def zero(stage: int = 2) -> CPUZeroStrategy:
@@ -45,23 +38,18 @@ def checkpoints(tmp_path) -> Path:
 @pytest.mark.parametrize(("multiplies", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
 def test_precision_is_what_the_processor_multiplies_the_fastest(monkeypatch, multiplies, expected):
     monkeypatch.setattr(strategies, "multiplies", lambda dtype: multiplies)
-    trainer = plain("+exp=spire", "trainer.accelerator=cpu")["trainer"]
+    trainer = config_of("+exp=spire", "trainer.accelerator=cpu")["trainer"]
     assert trainer["precision"] == "auto"
     assert strategies.precision_of(trainer) == expected
-    assert build_trainer(plain("+exp=spire"), 1, [], []).precision == expected
+    assert build_trainer(config_of("+exp=spire"), 1, [], []).precision == expected
     assert strategies.precision_of({**trainer, "precision": "bf16-true"}) == "bf16-true"
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true", "16"])
 def test_float16_is_refused(precision):
-    config = plain("+exp=spire", f"trainer.precision={precision}")
+    config = config_of("+exp=spire", f"trainer.precision={precision}")
     with pytest.raises(UserError, match="would round gradients before they are scaled; give bf16-mixed"):
         build_trainer(config, 1, [], [])
-
-
-def test_a_plain_checkpoint_goes_on_at_any_number_of_ranks(checkpoints):
-    for ranks in (1, 2, 4):
-        prepare_resume(checkpoints / DDP_CHECKPOINT, SimpleNamespace(strategy=None, world_size=ranks))
 
 
 @pytest.mark.parametrize(("ranks", "again"), [(2, False), (1, True), (3, True)])
@@ -81,17 +69,8 @@ def test_a_checkpoint_of_another_kind_is_refused(checkpoints):
         prepare_resume(checkpoints / ZERO_CHECKPOINT, SimpleNamespace(strategy=None, world_size=2))
 
 
-def test_a_damaged_checkpoint_is_one_sentence(checkpoints):
-    damaged = checkpoints / DDP_CHECKPOINT
-    damaged.write_bytes(damaged.read_bytes()[:100])
-    with pytest.raises(UserError, match="step-00000004.ckpt cannot be read"):
-        check_readable(damaged)
-    with pytest.raises(UserError, match="step-00000006.ckpt cannot be read"):
-        whole_weights(checkpoints / ZERO_CHECKPOINT)
-
-
 def test_muon_under_deepspeed_is_refused_with_the_remedy():
-    cfg = plain("+exp=target", "trainer=deepspeed_zero2", "trainer.accelerator=cpu", "trainer.devices=1")
+    cfg = config_of("+exp=target", "trainer=deepspeed_zero2", "trainer.accelerator=cpu", "trainer.devices=1")
     with pytest.raises(UserError, match="needs whole matrices.*give optimizer.name=adamw"):
         build_trainer(cfg, 1, [], [])
 
@@ -102,7 +81,7 @@ def test_muon_under_deepspeed_is_refused_with_the_remedy():
 )
 def test_deepspeed_on_gpus_and_on_cpu_ranks(option, stage, offloads):
     for accelerator, kind in (("gpu", ZeroStrategy), ("cpu", CPUZeroStrategy)):
-        node = plain("+exp=spire", f"trainer={option}", f"trainer.accelerator={accelerator}")["trainer"]["strategy"]
+        node = config_of("+exp=spire", f"trainer={option}", f"trainer.accelerator={accelerator}")["trainer"]["strategy"]
         made = instantiate(node)
         assert type(made) is kind
         assert made.config["zero_optimization"]["stage"] == stage
@@ -118,13 +97,13 @@ def test_torchruns_ranks_take_the_place_of_devices_and_nodes(monkeypatch):
         "LOCAL_RANK": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    cfg = plain("+exp=spire", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=12")
+    cfg = config_of("+exp=spire", "trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=12")
     trainer = build_trainer(cfg, 1, [], [])
     assert (trainer.num_devices, trainer.num_nodes, trainer.world_size) == (3, 2, 6)
 
 
 def test_a_batch_that_ranks_cannot_share_out_is_refused():
-    cfg = plain("+exp=spire", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=3")
+    cfg = config_of("+exp=spire", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=3")
     with pytest.raises(UserError, match="data.batch_size=4 rows cannot be shared out evenly by 3 ranks"):
         build_trainer(cfg, 1, [], [])
 
@@ -132,18 +111,18 @@ def test_a_batch_that_ranks_cannot_share_out_is_refused():
 def test_a_sweep_in_one_command_on_several_ranks_is_sent_to_torchrun():
     options = ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=4"]
     with pytest.raises(UserError, match="-m on 2 ranks needs torchrun --nproc-per-node 2"):
-        build_trainer(plain("+exp=spire", *options, "trainer.devices=2"), 1, [], [], in_sweep=True)
-    build_trainer(plain("+exp=spire", *options, "trainer.devices=1"), 1, [], [], in_sweep=True)
+        build_trainer(config_of("+exp=spire", *options, "trainer.devices=2"), 1, [], [], in_sweep=True)
+    build_trainer(config_of("+exp=spire", *options, "trainer.devices=1"), 1, [], [], in_sweep=True)
 
 
 @pytest.mark.parametrize(("accumulated", "n_batches", "max_steps"), [(2, 41, 20), (2, 40, 99), (1, 41, 99)])
 def test_gradients_that_end_with_the_epoch_may_be_accumulated(accumulated, n_batches, max_steps):
-    cfg = plain("+exp=spire", f"trainer.accumulate_grad_batches={accumulated}")
+    cfg = config_of("+exp=spire", f"trainer.accumulate_grad_batches={accumulated}")
     check_batches(cfg, SimpleNamespace(strategy=zero(), max_steps=max_steps), 4 * n_batches)
 
 
 def test_a_gradient_that_would_run_on_into_the_next_epoch_is_refused_under_deepspeed():
-    cfg = plain("+exp=spire", "trainer.accumulate_grad_batches=2")
+    cfg = config_of("+exp=spire", "trainer.accumulate_grad_batches=2")
     with pytest.raises(UserError, match="accumulate_grad_batches=2 does not divide the 41 batches of an epoch"):
         check_batches(cfg, SimpleNamespace(strategy=zero(), max_steps=21), 4 * 41)
     check_batches(cfg, SimpleNamespace(strategy=None, max_steps=21), 4 * 41)

@@ -10,9 +10,9 @@ from spectrain.errors import UserError
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
-from spectrain.training.draft_vocab import drafted_tokens, expected_shares
-from spectrain.training.losses import LossSettings, next_token_loss
+from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
+from spectrain.training.spire import drafted_tokens, expected_shares
 from spectrain.training.sums import ValidationSums
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
@@ -64,16 +64,6 @@ def test_the_loss_of_a_drafter_is_that_of_its_learned_positions(target, kind):
         expected = 0.5 * parts.cross_entropy - 0.5 * whole.alpha[learned].mean()
         torch.testing.assert_close(parts.loss, expected)
     assert not torch.isclose(parts.loss, whole.loss)
-
-
-def test_the_loss_of_a_language_model_is_that_of_its_learned_positions(target):
-    batch = rows_of(starts=False)[[0, 1]]
-    hidden, unembedding = torch.randn(2, 8, 6), torch.randn(VOCAB_SIZE, 6)
-    log_q = (hidden @ unembedding.T).log_softmax(-1)
-    expected = [-log_q[row, i, batch.tokens[row, i + 1]] for row, i in batch.learned().nonzero().tolist()]
-    found = next_token_loss(hidden, unembedding, batch.tokens, batch.learned())
-    torch.testing.assert_close(found, torch.stack(expected).mean())
-    assert next_token_loss(hidden, unembedding, batch.tokens, torch.zeros(2, 8, dtype=torch.bool)) == 0
 
 
 @pytest.mark.parametrize("head", ["target", "trained"])

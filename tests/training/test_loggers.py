@@ -1,4 +1,4 @@
-"""What a run logs: Weights & Biases offline, read back and compared with the CSV; sweeps as the agent starts them."""
+"""What a run logs: Weights & Biases offline, read back and compared with the CSV."""
 
 from __future__ import annotations
 
@@ -8,21 +8,13 @@ from pathlib import Path
 
 import pytest
 import wandb
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
-from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from spectrain.errors import UserError
-from spectrain.measure.plots import training_pictures
-from spectrain.stores.locations import conf_dir
-from spectrain.training.curves import read_csv
-from tests.test_cli import composed
+from spectrain.training.runs import read_csv
 from tests.test_commands import small  # noqa: F401  a fixture
 
 BLOCK = 2**15  # bytes
-SWEEPS = sorted((conf_dir() / "sweep").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -84,8 +76,6 @@ def test_an_offline_run_holds_what_the_csv_holds_and_the_drafter(run, small, wit
     config = items(begun.config.update)
     resolved = OmegaConf.to_container(OmegaConf.load("r/config.yaml"))
     assert {key: config[key] for key in resolved} == resolved
-    files = [item.path for record in found for item in record.files.files]
-    assert "config.yaml" in files
     artifacts = [record.request.log_artifact.artifact for record in found if record.request.HasField("log_artifact")]
     artifacts += [record.artifact for record in found if record.WhichOneof("record_type") == "artifact"]
     (drafter,) = [artifact for artifact in artifacts if artifact.type == "drafter"]
@@ -108,62 +98,3 @@ def test_a_resumed_offline_run_is_synced_with_all_its_attempts(run, small, witho
     folders = [Path(name) for name in line.split("wandb sync ")[1].split()]
     assert sorted(folders) == sorted(Path("k=1,loss=[hard]/wandb").glob("offline-run-*"))
     assert len(folders) == 2
-
-
-def test_a_run_that_failed_is_no_finished_one(run, small, without_key, monkeypatch, tmp_path):  # noqa: F811
-    def refuse(*_):
-        raise UserError("no")
-
-    monkeypatch.setattr("spectrain.train.publish", refuse)
-    code, _, _ = run("train", "+exp=vanilla", *small, "max_steps=2", "logger=wandb", f"run_dir={tmp_path}/r")
-    assert code == 2
-    (exited,) = [record.exit for record in records(tmp_path / "r") if record.WhichOneof("record_type") == "exit"]
-    assert exited.exit_code == 1
-
-
-def test_pictures_show_the_curve_without_weights_and_biases(run, small):  # noqa: F811
-    assert run("train", "+exp=spire", *small, "max_steps=2", "tau.temperatures=[0.0]", "run_dir=r")[0] == 0
-    assert all(Path(f"r/{name}.png").stat().st_size > 5000 for name in ("curve", "acceptance"))
-    assert not Path("r/wandb").exists()
-
-
-def test_acceptance_is_read_in_the_order_of_positions():
-    row = {f"eval/alpha_step_{i}": i / 20 for i in (10, 2, 1, 3, 4, 5, 6, 7, 8, 9)}
-    (line,) = training_pictures({4: row, 5: {"train/loss": 1.0}})["acceptance"].axes[0].lines
-    assert list(line.get_ydata()) == [i / 20 for i in range(1, 11)]
-
-
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_every_value_of_a_sweep_composes_as_the_agent_would_give_it(path):
-    sweep = yaml.safe_load(path.read_text())
-    fixed = [part for part in sweep["command"][4:] if not part.startswith("${")]
-    assert sweep["command"][:4] == ["${env}", "python", "-m", "spectrain.train"]
-    assert sweep["command"][-1] == "${args_no_hyphens}"
-    for name, values in sweep["parameters"].items():
-        for value in values["values"]:
-            given = create_sweep_command_args({"args": {name: {"value": value}}})["args_no_hyphens"]
-            cfg = composed("train", *fixed, *given)
-            assert cfg.logger._target_.endswith("wandb")
-            if not name.startswith("+"):
-                assert OmegaConf.select(cfg, name) == value
-
-
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_a_sweep_and_its_multirun_are_the_same_grid(path):
-    text = path.read_text()
-    (multirun,) = [line for line in text.splitlines() if "spectrain.train -m " in line]
-    overrides = OverridesParser.create().parse_overrides(multirun.split("-m spectrain.train -m ")[1].split())
-    grid = {o.input_line.split("=")[0]: list(o.sweep_string_iterator()) for o in overrides if o.is_sweep_override()}
-    wanted = {name: values["values"] for name, values in yaml.safe_load(text)["parameters"].items()}
-    assert grid == {name: [str(value) for value in values] for name, values in wanted.items()}
-
-
-def test_the_sweep_of_ablations_knows_every_ablation_and_each_changes_one_thing():
-    sweep = yaml.safe_load((conf_dir() / "sweep" / "spire_ablations.yaml").read_text())
-    names = sweep["parameters"]["+ablation"]["values"]
-    assert sorted(names) == sorted(path.stem for path in (conf_dir() / "ablation").glob("*.yaml"))
-    plain = composed("train", "+exp=spire")
-    for name in names:
-        cfg = composed("train", "+exp=spire", f"+ablation={name}")
-        changed = {key for key in plain if cfg[key] != plain[key]}
-        assert len(changed) == {"none": 0, "no_target_activations": 2, "tied_input": 2}.get(name, 1), (name, changed)

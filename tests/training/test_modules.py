@@ -8,8 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
-from torch.utils.data import DataLoader
 
 from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.decoding.lean import shape_of
@@ -18,7 +16,7 @@ from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import StopRule
 from spectrain.models.draft_states import DraftStates, ModelStates, SpireStates
 from spectrain.models.head import DrafterFacts, HeadConfig, HeadFacts
-from spectrain.models.labels import label_texts, mix_tokens
+from spectrain.models.labels import label_texts
 from spectrain.models.pruned_init import last_layers, new_drafter
 from spectrain.models.spire import SpireConfig
 from spectrain.training.data import SeededLoader, TextBatch, TextRow, TextRows
@@ -76,24 +74,10 @@ def test_the_loss_is_the_formula(w_rej):
     torch.testing.assert_close(weighted_bce(log_odds, torch.tensor(labels), w_rej, 2.0), torch.tensor(above / below))
 
 
-def test_no_position_gives_no_loss_and_no_nan():
-    assert weighted_bce(torch.zeros(0), torch.zeros(0), 6.0) == 0
-
-
 def test_binary_kl_is_the_formula_and_nothing_where_they_agree():
     labels, predicted = torch.tensor([1.0, 0.25, 0.0, 0.6]), torch.tensor([0.9, 0.2, 0.5, 0.6])
     expected = [math.log(1 / 0.9), 0.25 * math.log(1.25) + 0.75 * math.log(0.75 / 0.8), math.log(2), 0.0]
     torch.testing.assert_close(binary_kl(torch.logit(predicted), labels), torch.tensor(expected), atol=1e-6, rtol=1e-5)
-
-
-def test_mixing_takes_the_targets_token_with_the_share_and_only_drafts_have_a_loss():
-    text, drafts = torch.zeros(200, 500, dtype=torch.int64), torch.ones(200, 500, dtype=torch.int64)
-    may_draft = torch.zeros(200, 500, dtype=torch.bool)
-    may_draft[:, 100:] = True
-    mixed, drafted = mix_tokens(text, drafts, may_draft, 0.15, torch.rand(200, 500))
-    assert not drafted[:, :100].any()
-    assert torch.equal(mixed, drafted.long())  # a draft where there is a loss, the target's own token elsewhere
-    assert drafted[:, 100:].float().mean().item() == pytest.approx(0.85, abs=4 * math.sqrt(0.15 * 0.85 / 80000))
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -139,16 +123,6 @@ def test_each_epoch_takes_the_next_of_several_draws(target):
     assert [module.examples(batch, epoch)[1].unique().item() for epoch in range(3)] == [0.25, 0.75, 0.25]
 
 
-def test_roots_of_spire_rollouts_are_the_targets_text_and_have_no_loss(target):
-    states = spire_states(target, block_tokens=5)
-    module = training(target, states, mixing_share=0.0)
-    batch = batch_of(text_rows(1))
-    hidden, labels = module.examples(batch, 0)
-    n_roots = sum(1 for position in range(4, batch.tokens.shape[1]) if position % 5 == 0)
-    assert len(labels) == len(hidden) == batch.tokens.shape[1] - 4 - n_roots
-    assert n_roots > 0
-
-
 @pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
 def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, options, monkeypatch):
     """Drafts of the loop, from roots where a block of the training rollout begins, laid over the target's text."""
@@ -188,36 +162,6 @@ def test_states_of_a_spire_drafter_in_training_are_those_in_decoding(target, opt
         torch.testing.assert_close(torch.stack(seen[:4]), hidden, atol=5e-3 if options else 1e-5, rtol=1e-5)
         checked += 1
     assert checked >= 2
-
-
-def test_only_the_head_learns(target):
-    states = model_states(target)
-    module = training(target, states)
-    before = [p.clone() for p in (*target.model.parameters(), *states.module.parameters())]
-    hidden, labels = module.examples(batch_of(text_rows()), 0)
-    weighted_bce(module.head(hidden), labels, 6.0).backward()
-    after = [*target.model.parameters(), *states.module.parameters()]
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
-    assert {name.split(".")[0] for name, _ in module.named_parameters()} == {"head"}
-    assert all(p.grad is not None for p in module.head.parameters())
-
-
-def test_a_validation_batch_without_drafts_does_not_spoil_the_others(target):
-    rows = text_rows()
-    empty = TextRow(99, np.array([5, 6, 7], np.int32), np.array([], np.int32))
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    (alone,), (beside,) = (
-        trainer.validate(training(target, model_states(target)), DataLoader(batches, batch_size=None), verbose=False)
-        for batches in ([batch_of(rows)], [batch_of(rows), batch_of([empty])])
-    )
-    assert alone.keys() >= {"eval/kl_binary", "eval/label", "eval/predicted", "eval/loss"}
-    assert all(math.isfinite(value) for value in beside.values())
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -262,25 +206,3 @@ def test_batches_of_like_length_see_every_row_once_and_pad_little():
     assert epochs[0] != epochs[1]
     again = SeededLoader(list, 230, 8, 3, (0, 2), lengths)
     assert [list(batch) for batch in again] == epochs[0][0]
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_the_head_reads_the_mixed_text_after_the_very_token(target, kind):
-    states = STATES[kind](target)
-    row = text_rows(1)[0]
-    n_response, n_prompt = len(row.response), len(row.prompt)
-    drafts = (np.arange(n_response, dtype=np.int32)[None] * 7) % 50 + 4
-    labels = np.linspace(0, 1, n_response, dtype=np.float32)[None]
-    batch = batch_of([TextRow(0, row.prompt, row.response, drafts, labels)])
-    hidden, found = training(target, states, mixing_share=0.0).examples(batch, 0)
-    is_draft = states.reads_drafts(n_prompt + n_response)
-    mixed = batch.tokens.clone()
-    for i in range(n_response):
-        if is_draft[n_prompt + i]:
-            mixed[0, n_prompt + i] = int(drafts[0, i])
-    with torch.no_grad():  # as training computes it
-        captured = target.with_capture(states.capture_layers).features(batch.tokens).captured
-    whole = states.hidden(mixed, captured)[0]
-    kept = [n_prompt + i for i in range(n_response) if is_draft[n_prompt + i]]
-    torch.testing.assert_close(hidden, whole[kept])
-    torch.testing.assert_close(found, torch.from_numpy(labels[0])[torch.tensor(kept) - n_prompt])

@@ -109,16 +109,6 @@ def test_the_target_runs_online_and_never_offline(tmp_path, monkeypatch):
         module.parts(online(batch))
 
 
-def test_a_drafter_in_bfloat16_learns_from_a_target_in_float32(tmp_path):
-    """As under DeepSpeed, which casts the module without autocast."""
-    target = TargetModel(tiny_model("llama"))
-    batch = all_rows(captured_store(tmp_path / "store", target, EQUAL, "32-true"))[[0, 1]]
-    module = spire_training(target, **PREVIOUS)
-    expected = module.parts(batch).loss
-    module.drafter.bfloat16()
-    torch.testing.assert_close(module.parts(batch).loss, expected, rtol=0.05, atol=0.05)
-
-
 class Online:
     """The same rows without what was stored."""
 
@@ -151,15 +141,6 @@ def test_the_input_is_fitted_to_what_is_stored_as_to_what_the_target_says(tmp_pa
     assert found[0].square().mean() > 0.01
 
 
-def test_the_input_is_fitted_on_a_few_rows_in_an_order_without_meaning(tmp_path, monkeypatch):
-    monkeypatch.setattr(modules, "FIT_TOKENS", 40)
-    target = TargetModel(tiny_model("llama"))
-    rows = Online(all_rows(captured_store(tmp_path / "store", target, EQUAL, "32-true")))
-    spire_training(target, **PROJECTED).begin(rows)
-    assert len(set(rows.read)) == 3  # of 16 tokens each
-    assert rows.read != [0, 1, 2]
-
-
 @pytest.mark.parametrize("kind", ["mixed", "hard"])
 def test_padding_counts_for_nothing(tmp_path, kind):
     """A padded batch has the loss of its tokens, as rows alone have it."""
@@ -182,14 +163,6 @@ def test_padding_counts_for_nothing(tmp_path, kind):
         torch.testing.assert_close(whole.alpha[row, : lengths[row]], part.alpha[0])
     assert (whole.alpha[~batch.is_token] == 0).all()
     assert torch.equal(batch.counted(), batch.is_token)
-
-
-def test_int8_features_come_near(tmp_path):
-    target = TargetModel(tiny_model("llama", initializer_range=0.1))
-    module = spire_training(target)
-    batch = all_rows(captured_store(tmp_path / "store", target, EQUAL, "32-true", "int8"))[[0, 1, 2]]
-    assert batch.captured.dtype == torch.bfloat16
-    torch.testing.assert_close(module.parts(batch).loss, module.parts(online(batch)).loss, rtol=0, atol=0.02)
 
 
 class Losses(Callback):
@@ -278,14 +251,6 @@ def test_the_loader_counts_what_was_given_not_what_was_read():
     plain = SeededLoader(list, 20, 2, seed=1)
     assert [list(plain) for _ in range(2)][1] == list(again)  # the next epoch
     assert again.state_dict() == {"epoch": 1, "given": 10}
-
-
-def test_what_a_reader_raises_reaches_the_trainer():
-    def fail(rows):
-        raise OSError("the disk went away")
-
-    with pytest.raises(OSError, match="went away"):
-        next(iter(SeededLoader(fail, 4, 2, seed=1)))
 
 
 def test_contexts_are_long_rows_that_validation_does_not_see(tmp_path):

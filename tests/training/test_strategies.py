@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from spectrain import export
-from spectrain.cli import command
+from spectrain.cli import run as run_command
 from spectrain.decoding import TargetModel, load_target
 from spectrain.decoding.lean import shape_of
 from spectrain.decoding.llama import LlamaBlock
@@ -223,17 +222,6 @@ def test_exported_weights_are_near_those_of_one_rank(runs, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ZERO)
-def test_optimizer_state_holds_the_drafter_alone(runs, run):
-    folder = CheckpointFolder(runs / run / "checkpoints").newest() / "checkpoint"
-    shards = [torch.load(file, weights_only=False) for file in folder.glob("*_optim_states.pt")]
-    key = "single_partition_of_fp32_groups" if run == "deepspeed_zero2" else "fp32_flat_groups"
-    pieces = sum(group.numel() for shard in shards for group in shard["optimizer_state_dict"][key])
-    trainable = sum(t.numel() for t in load_file(runs / f"{run}-exported/model.safetensors").values())
-    assert trainable <= pieces < trainable + 100  # a few numbers fill up the last pieces
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ZERO)
 def test_optimizer_goes_on_unchanged_at_another_number_of_ranks(runs, trainer):
     states = {}
@@ -256,7 +244,7 @@ def test_optimizer_goes_on_unchanged_at_another_number_of_ranks(runs, trainer):
 def test_pieces_of_deepspeed_are_exported_as_training_exports(runs, trainer, monkeypatch):
     monkeypatch.chdir(runs)
     monkeypatch.setattr(sys, "argv", ["spectrain.export", f"run={trainer}", f"out={trainer}-again", "weights=last"])
-    command("export")(export.main)()
+    run_command("spectrain.export")
     again, exported = runs / f"{trainer}-again", runs / f"{trainer}-exported"
     assert {file.name for file in again.iterdir()} == {file.name for file in exported.iterdir()}
     assert (again / "config.json").read_text() == (exported / "config.json").read_text()

@@ -1,9 +1,17 @@
-"""The trainer of tests: one rank on the CPU, validated every few steps, without bars and without Lightning's files."""
+"""The config and the trainer of tests: one rank on the CPU, validated every few steps, without bars and files."""
 
 from __future__ import annotations
 
 from lightning import Trainer
 from lightning.pytorch.callbacks import Checkpoint
+
+from spectrain.cli import composed
+from spectrain.config import options_of, plain
+
+
+def config_of(*overrides: str) -> dict:
+    """Return the resolved config of a training."""
+    return plain(options_of("train", composed("train", *overrides)))
 
 
 def quiet_trainer(**options: object) -> Trainer:
