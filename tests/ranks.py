@@ -11,7 +11,6 @@ terminal, its exit code to `codes.json`.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -56,13 +55,12 @@ def run(
     arguments: list[str], interrupt: int | None = None, poison: int | None = None, command: str = "spectrain.train"
 ) -> int:
     """One command; its exit code."""
-    main = importlib.import_module(command).main
     callbacks, leave_ranks, argv = fitting.callbacks, cli.leave_ranks, sys.argv
     fitting.callbacks = lambda cfg, run, measure: [Watch(run.path, interrupt, poison), *callbacks(cfg, run, measure)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
     try:
-        cli.command(command.split(".")[1])(main)()
+        cli.run(command)
     except SystemExit as stop:
         return int(stop.code or 0)
     finally:

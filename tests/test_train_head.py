@@ -19,7 +19,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from safetensors.torch import load_file
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from data_prep import acceptance
 from spectrain import export
 from spectrain.cli import command
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
@@ -110,7 +109,7 @@ def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> N
 
 @pytest.fixture
 def label(tmp_path, monkeypatch, capfd):
-    return caller("acceptance", acceptance.main, tmp_path, monkeypatch, capfd)
+    return caller("data_prep.acceptance", tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from rich.filesize import decimal
 from transformers import AutoTokenizer
 
-from data_prep import acceptance, labels
+from data_prep import labels
 from data_prep.labels import DRAFT_STREAM, Labelling, label_rows
 from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target
 from spectrain.decoding.sampling import row_generator
@@ -50,7 +50,7 @@ def asked(made, ready) -> list[str]:
 
 @pytest.fixture
 def label(tmp_path, monkeypatch, capfd):
-    return caller("acceptance", acceptance.main, tmp_path, monkeypatch, capfd)
+    return caller("data_prep.acceptance", tmp_path, monkeypatch, capfd)
 
 
 def cut(label, monkeypatch, *arguments: str, parts: int = 2) -> None:

@@ -19,9 +19,7 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from data_prep import activations
 from data_prep.capture import ShardParts, TokenRows, rows_of_responses, shard_bounds
-from spectrain import train
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.stores import features as feature_store
@@ -41,12 +39,12 @@ ROW_TOKENS = 32
 
 @pytest.fixture
 def capture(tmp_path, monkeypatch, capfd):
-    return caller("activations", activations.main, tmp_path, monkeypatch, capfd)
+    return caller("data_prep.activations", tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture
 def learn(tmp_path, monkeypatch, capfd):
-    return caller("train", train.main, tmp_path, monkeypatch, capfd)
+    return caller("spectrain.train", tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture

@@ -42,8 +42,7 @@ FRESH_STAGES = [
 ]
 KILLED_BEHIND = """
 import os, pathlib, signal, sys
-from data_prep.datastore import main
-from spectrain.cli import command
+from spectrain.cli import run
 from spectrain.retrieval.datastore import Datastore
 
 def build(out, stage=None, *more):
@@ -60,7 +59,7 @@ def build(out, stage=None, *more):
     pathlib.Path.rename = and_die(pathlib.Path.rename, lambda self, target: str(target))
     pathlib.Path.unlink = and_die(pathlib.Path.unlink, lambda self: f"{self} removed")
     sys.argv += [f"out={out}", *more]
-    command("datastore")(main)()
+    run("data_prep.datastore")
     os._exit(0)
 
 folder = pathlib.Path.cwd()
@@ -106,8 +105,7 @@ def test_a_build_killed_at_every_stage_goes_on_to_the_same_bytes(small, tmp_path
 INTERRUPTED = """
 import signal, sys, time
 from data_prep import documents
-from data_prep.datastore import main
-from spectrain.cli import command
+from spectrain.cli import run
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 perplexities = documents.perplexities
@@ -117,7 +115,7 @@ def slowly(*arguments):
     return perplexities(*arguments)
 
 documents.perplexities = slowly
-command("datastore")(main)()
+run("data_prep.datastore")
 """
 
 

@@ -15,6 +15,8 @@ import pytest
 
 from data_prep.answers import Answers, read_questions
 from data_prep.responses import check_answering
+from spectrain.cli import composed
+from spectrain.config import options_of
 from spectrain.decoding import Sampling, fingerprint, generate, load_target, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.methods.registry import build_method, method_config
@@ -23,7 +25,6 @@ from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import contents
-from tests.test_cli import composed
 
 ROOT = Path(__file__).parent.parent.parent
 SEED = 5
@@ -99,14 +100,13 @@ def test_stop_strings_end_a_response(respond, asked):
 
 KILLED = """
 import os, pathlib, random, signal, sys, time
-from data_prep.responses import main
-from spectrain.cli import command
+from spectrain.cli import run
 
 def start(out):
     pid = os.fork()  # a process of its own, without loading torch again
     if not pid:
         sys.argv += [f"out={out}"]
-        command("responses")(main)()
+        run("data_prep.responses")
         os._exit(0)
     return pid
 
@@ -389,7 +389,7 @@ BAD_OPTIONS = {
 def test_wrong_options_are_refused_before_anything_is_loaded(case):
     arguments, message = BAD_OPTIONS[case]
     with pytest.raises(UserError) as refused:
-        check_answering(composed("responses", *arguments))
+        check_answering(options_of("responses", composed("responses", *arguments)))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
