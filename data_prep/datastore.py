@@ -21,18 +21,15 @@ from rich.filesize import decimal
 
 from data_prep.calibrate import calibrate_store
 from data_prep.documents import DocumentParts
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, target_override
-from data_prep.ranks import launch, rank_device
 from data_prep.select import Scoring, Selection
-from data_prep.tokenise import Corpus
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Datastore
 from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import DATASTORES, Manifest
-from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.folder import MANIFEST, digest
 
 NOT_HASHED = ("out", "fresh", "calibrate")  # they do not change the store
@@ -57,9 +54,8 @@ def main(options: Datastore) -> None:
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
         build = Build(fabric, "datastore", out, config, options.fresh, options.target.parallel != "tp", work_name)
-        if (
-            options.calibrate is None or options.fresh or not (out / MANIFEST).is_file()
-        ):  # else it is built, and calibrated now
+        is_built = (out / MANIFEST).is_file() and not options.fresh
+        if not (is_built and options.calibrate):  # a finished store is only calibrated
             build.run(partial(documents, options, build, selection, scored_config))
         if options.calibrate is not None and fabric.is_global_zero:
             calibrate_store(out, open_target(options.target, rank_device(fabric)), options.calibrate)
@@ -72,19 +68,14 @@ def main(options: Datastore) -> None:
 def documents(options: Datastore, build: Build, selection: Selection, scored_config: dict) -> DocumentParts:
     """Load the target and return what the datastore is chosen from; `scored_config` is what the scores depend on."""
     target = open_target(options.target, rank_device(build.fabric))
-    fields = [options.corpus.fields] if isinstance(options.corpus.fields, str) else options.corpus.fields
-    source = vars(options.corpus) | {"fields": fields or None, "part_documents": options.part_documents}
     prints = {
         "target_fingerprint": fingerprint(target.model, target.tokenizer),
         "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
     }
     return DocumentParts(
         identity={"config": scored_config, **prints},
-        corpus=Corpus(**source, tokenizer=target.tokenizer, vocab_size=target.vocab_size),
+        options=options,
         selection=selection,
-        scored=selection.needs_perplexities or options.always_score,
-        score_on=options.score_on,
-        shard_tokens=min(options.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
         target=target,
         scoring=Scoring.of(target, options.window_tokens, options.stride_tokens, options.batch_tokens),
         work=build.work,
@@ -92,36 +83,26 @@ def documents(options: Datastore, build: Build, selection: Selection, scored_con
     )
 
 
-def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
+def store_facts(folder: Path, manifest: Manifest) -> dict[str, str | None]:
     """What a datastore was made of."""
-    counts, medians = manifest.build.get("counts", {}), manifest.build.get("perplexity")
-    corpus = manifest.build.get("config", {}).get("corpus", {})
-    names = counts.get("not_utf8_files", [])
-    more = f": {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
-    median = "not scored"
-    if medians:
-        sides = {side: medians[side].get("median", "-") for side in ("kept", "dropped")}
-        median = ", ".join(f"{side} {number(value)}" for side, value in sides.items())
-    n_held_out, n_dropped = counts.get("held_out", 0), counts.get("dropped", 0)
+    counts, medians = manifest.build["counts"], manifest.build.get("perplexity")
+    names, n_silent = counts["not_utf8_files"], counts["without_assistant"]
+    shown = ", ".join([*names[:3], *["..."] * (len(names) > 3)])
+    sides = {side: (medians or {}).get(side, {}).get("median") for side in ("kept", "dropped")}
+    median = ", ".join(f"{side} {value:,.4g}" for side, value in sides.items() if value is not None)
     return {
         "folder": str(folder),
-        "corpus": corpus.get("path") or "sources of Python's standard library",
+        "corpus": manifest.build["config"]["corpus"]["path"] or "sources of Python's standard library",
         "target": f"{manifest.target} ({manifest.target_fingerprint})",
-        "documents read": f"{counts.get('read', 0):,}",
-        "duplicates": f"{counts.get('duplicates', 0):,}",
-        "without text": f"{counts.get('empty', 0):,}",
-        "without assistant": f"{counts['without_assistant']:,} conversations"
-        if counts.get("without_assistant")
-        else None,
-        "files not UTF-8": f"{counts.get('not_utf8', 0):,}{more}",
-        "held out": f"{n_held_out:,} (as in training, so that benchmarks on them stay honest)",
+        "documents read": f"{counts['read']:,}",
+        "duplicates": f"{counts['duplicates']:,}",
+        "without text": f"{counts['empty']:,}",
+        "without assistant": f"{n_silent:,} conversations" if n_silent else None,
+        "files not UTF-8": f"{len(names):,}: {shown}" if names else None,
+        "held out": f"{counts['held_out']:,} (as in training, so that benchmarks on them stay honest)",
         "kept": f"{manifest.documents:,} documents, {manifest.tokens:,} tokens",
-        "dropped": f"{n_dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens",
-        "perplexity, median": median,
+        "dropped": f"{counts['dropped']:,} documents, {counts['tokens_dropped']:,} tokens",
+        "perplexity, median": median or "not scored",
         "shards": str(len(manifest.shards)),
         "size on disk": decimal(sum(file.stat().st_size for file in folder.iterdir())),
     }
-
-
-def number(value: float | str | None) -> str:
-    return "infinite" if value is None else value if isinstance(value, str) else f"{value:,.4g}"

@@ -37,8 +37,8 @@ from rich.table import Table
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir
 from spectrain.errors import AllRanksError, UserError
+from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
-from spectrain.stores.writing import naming_a_full_disk
 
 if TYPE_CHECKING:
     from spectrain.decoding import TargetModel

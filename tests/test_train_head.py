@@ -21,11 +21,11 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from spectrain import export
 from spectrain.cli import command
+from spectrain.config import conf_dir
 from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.head import HeadConfig, HeadFacts
-from spectrain.stores.locations import conf_dir
 from spectrain.stores.rows import (
     LABEL_COLUMNS,
     AcceptanceManifest,

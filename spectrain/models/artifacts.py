@@ -23,8 +23,7 @@ from spectrain.errors import UserError
 from spectrain.models.kinds import about
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
-from spectrain.stores.folder import read_json, read_object, write_json
-from spectrain.stores.typed import from_json
+from spectrain.stores.files import from_json, read_json, read_object, write_json
 
 log = logging.getLogger(__name__)
 

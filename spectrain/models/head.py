@@ -23,7 +23,7 @@ from spectrain.decoding.sampling import Sampling
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.artifacts import check_artifact, damage_of
 from spectrain.models.kinds import Kind
-from spectrain.stores.folder import read_object, write_json
+from spectrain.stores.files import read_object, write_json
 
 KIND = Kind("head", "SpecDec++ head", "spectrain.train +exp=specdecpp", method="specdecpp")
 DRAFTER = "drafter"  # its folder inside a head's

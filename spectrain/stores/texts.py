@@ -87,7 +87,7 @@ class Skipped:
 
 def read_documents(
     path: str | None,
-    fields: list[str] | None = None,
+    fields: str | list[str] | None = None,
     split: str = "train",
     subset: str | None = None,
     skipped: Skipped | None = None,
@@ -117,6 +117,7 @@ def read_documents(
             longer than max_document_bytes, or a folder holds more than max_files.
     """
     skipped = Skipped() if skipped is None else skipped
+    fields = [fields] if isinstance(fields, str) else fields
     if is_responses(path):
         yield from _responses(path, tokenizer)
         return

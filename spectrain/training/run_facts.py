@@ -7,7 +7,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from spectrain.stores.typed import MORE, Count
+from spectrain.stores.files import MORE, Count
 
 
 @dataclass(frozen=True)

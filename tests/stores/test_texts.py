@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
 from pathlib import Path
 
@@ -62,18 +61,6 @@ def test_held_out_documents_are_whole_and_the_same_in_any_order(tokenizer):
     for i in range(60):
         inside = f"def f{i}(" in held_out_text
         assert inside <= is_held_out(f"module_{i}.py", 0.2)
-
-
-def test_documents_are_closed_by_the_end_of_text(tokenizer):
-    rows = pack(documents(40), tokenizer, 16, held_out_share=0.2)
-    text = tokenizer.decode(rows.train.tokens.flatten())
-    assert text.count("<|endoftext|>") > 20
-    assert "<|endoftext|>def f" in text
-
-
-def test_share_of_held_out_documents_is_about_what_was_asked():
-    share = sum(is_held_out(f"{i}.py", 0.05) for i in range(10_000)) / 10_000
-    assert 0.04 < share < 0.06
 
 
 def test_jsonl_fields_make_the_text(tmp_path):
@@ -229,45 +216,10 @@ def test_source_files_are_read_and_what_is_skipped_is_counted(tmp_path):
     assert skipped == Skipped(not_utf8=["cut.jsonl", "latin.md"], empty=1)
 
 
-def test_reading_is_lazy(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"q": "one"}\nnot JSON\n')
-    assert next(read_documents(str(file))).text == "one"
-
-
 def test_halves_of_characters_are_replaced(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"q": "a\\ud800b"}\n{"q": ["\\udfff", "\\ud83d\\ude00"]}\n')
     assert texts(file, ["q"]) == ["a\ufffdb", "\ufffd\n\n\U0001f600"]
-
-
-def test_names_that_are_no_utf8_stay_apart_and_can_be_hashed(tmp_path):
-    table = datasets.Dataset.from_list(ROWS[:1])
-    for name in (b"a\xff.py", b"a\xfe.py", b"b\xff.txt"):
-        (tmp_path / os.fsdecode(name)).write_bytes(b"\xff" if name.endswith(b".txt") else name[:1])
-    table.to_parquet(tmp_path / "c.parquet")
-    (tmp_path / "c.parquet").rename(tmp_path / os.fsdecode(b"c\xff.parquet"))
-    skipped = Skipped()
-    found = [d.id for d in read_documents(str(tmp_path), skipped=skipped)]
-    assert found == [r"a\xfe.py", r"a\xff.py", r"c\xff.parquet:1"]
-    assert skipped.not_utf8 == [r"b\xff.txt"]
-    assert corpus_bytes(str(tmp_path)) > 30
-    assert not any(is_held_out(name, 0.0) for name in found)
-
-
-@pytest.mark.parametrize("name", ["a.py", "a.jsonl", "a.parquet"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
-    (tmp_path / name).touch()
-    opened = Path.open
-
-    def denied(self, *arguments, **options):
-        if self.name == name:  # root may read any file, so its mode does not matter
-            raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(UserError, match=f"{name} cannot be read .*Permission denied"):
-        texts(tmp_path)
 
 
 def test_a_bad_byte_of_json_lines_is_named_by_its_line(tmp_path):

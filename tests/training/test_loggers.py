@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from wandb.proto import wandb_internal_pb2
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
+from spectrain.config import conf_dir
 from spectrain.errors import UserError
 from spectrain.measure.plots import training_pictures
-from spectrain.stores.locations import conf_dir
 from spectrain.training.curves import read_csv
 from tests.test_cli import composed
 from tests.test_commands import small  # noqa: F401  a fixture
