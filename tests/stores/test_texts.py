@@ -16,7 +16,6 @@ from spectrain.stores.prompts import read_prompts
 from spectrain.stores.texts import (
     Document,
     Skipped,
-    corpus_bytes,
     is_held_out,
     is_remote,
     read_documents,
@@ -115,7 +114,6 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
     for folder in ("pq", "saved", "splits"):
         assert texts(tmp_path / folder) == TEXTS, folder
         assert texts(tmp_path / folder, ["a"]) == ["answer 0", "answer 2"], folder
-        assert corpus_bytes(str(tmp_path / folder)) > 30, folder
     assert texts(tmp_path / "splits", None, "test") == TEXTS[2:]
     streamed = tables.hub_texts(str(tmp_path / "pq"), None, "train", ["q", "a"])
     assert list(streamed) == [(number, text, None) for number, text in enumerate(TEXTS, start=1)]
@@ -170,7 +168,6 @@ def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch)
     ]
     assert asked == [("owner/name", "small", "test", ["text"])]
     assert skipped.empty == 1
-    assert corpus_bytes("owner/name") is None
 
 
 def test_what_is_a_hub_dataset_and_what_a_wrong_path(tmp_path, monkeypatch):
@@ -249,8 +246,6 @@ def test_a_folder_of_too_many_files_is_refused_and_hidden_folders_do_not_count(t
         (tmp_path / name).write_text("text\n")
     with pytest.raises(UserError, match=r"holds more than 2 files; give the folder that .* or raise corpus.max_files"):
         list(read_documents(str(tmp_path), max_files=2))
-    with pytest.raises(UserError, match="holds more than 2 files"):
-        corpus_bytes(str(tmp_path), max_files=2)
     assert [document.id for document in read_documents(str(tmp_path), max_files=3)] == ["a.txt", "b/c.txt"]
 
 
