@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m data_prep.acceptance responses=... drafter=... target=...
 
 At each position of a response tokens are drawn from the drafter, and p, q and min(1, p / q) are kept, warped as in
-decoding (SpecDec++, Huang et al. 2024, section 4.4). The same command resumes after an interruption. Options are in
-`conf/acceptance.yaml`, the format in docs/data.md.
+decoding (SpecDec++, Huang et al. 2024, section 4.4). The same command resumes after an interruption. `--help` lists its
+options, docs/data.md has the format.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.labels import Labelling, LabelParts
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
-from data_prep.ranks import decided, launch, rank_device
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Acceptance
@@ -101,8 +100,6 @@ def describe(
     rollout_tokens, drawn = drafter.states.block_tokens, sampling.distribution()
     config = hashed_config(plain(options), NOT_HASHED)
     resolved = {"responses": responses, "drafter": drafter.facts.path, "sampling": drawn}
-    if options.mixing_share is None:
-        del config["mixing_share"]  # builds of older versions, which do not know it, go on
     return AcceptanceManifest(
         target=options.target.path,
         target_fingerprint=fingerprint(target.model, target.tokenizer),

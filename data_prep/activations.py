@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m data_prep.activations ...
 
 For every token the inputs of some blocks and the final hidden state are kept, never logits. The same command resumes
-after an interruption. Options are in `conf/activations.yaml`.
+after an interruption. `--help` lists its options.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from data_prep.capture import ShardParts, TokenRows, rows_of_responses
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
-from data_prep.ranks import decided, launch, rank_device
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Activations

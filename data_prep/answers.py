@@ -12,7 +12,6 @@ begins, which tries those prompts again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections import Counter
@@ -27,12 +26,11 @@ from data_prep.progress import Advance, show_facts
 from spectrain.decoding import Sampling, TargetModel
 from spectrain.decoding.loop import Emitted, check_prompt
 from spectrain.errors import UserError
-from spectrain.stores.folder import digest, json_line
-from spectrain.stores.lines import end_last_line, read_lines
+from spectrain.stores.files import end_last_line, json_line, read_lines
+from spectrain.stores.folder import digest
 from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
-from spectrain.stores.typed import from_json
 
 log = logging.getLogger(__name__)
 
@@ -74,19 +72,6 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class AnsweredRow:
-    """A line of `rows-0.jsonl`."""
-
-    prompt: list[int]
-    response: list[int]
-    id: str
-    category: str
-    number: int
-    finish_reason: str
-    retokenized: bool
-
-
-@dataclass(frozen=True)
 class Answers:
     """Where a rank puts its answers: files that it appends to, row by row."""
 
@@ -96,9 +81,9 @@ class Answers:
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Keep an answer; once this returns, a kill does not lose it."""
-        of_prompt = {name: getattr(prompt, name) for name in ("id", "category", "number")}
-        of_answer = {name: getattr(answer, name) for name in ("finish_reason", "retokenized")}
-        self._append("rows", vars(AnsweredRow(list(prompt.tokens), answer.tokens, **of_prompt, **of_answer)))
+        row = {"id": prompt.id, "category": prompt.category, "number": prompt.number, "prompt": list(prompt.tokens)}
+        answered = {"finish_reason": answer.finish_reason, "retokenized": answer.retokenized}
+        self._append("rows", row | {"response": answer.tokens} | answered)
         self.replies[prompt.id] = answer.tokens
 
     def fail(self, prompt: Prompt, reason: str) -> None:
@@ -182,19 +167,12 @@ class PromptParts(Parts):
         for turn in range(max((len(self.questions[number].turns) for number in parts), default=0)):
             readable = []
             for number in parts:
-                question, id_ = self.questions[number], turn_id(self.questions[number].id, turn)
-                if turn >= len(question.turns):
+                if turn >= len(self.questions[number].turns):
                     continue
-                if id_ in answers.replies:
+                if turn_id(self.questions[number].id, turn) in answers.replies:
                     advance(1, 0)  # by an earlier attempt, which did not reach the later turns
                     continue
-                before, tokens = prompt_ids_of(question)[:turn], []
-                reason = "an earlier turn has no answer"
-                if all(name in answers.replies for name in before):
-                    own = [answers.replies[name] for name in before]
-                    tokens = conversation_ids(self.target.tokenizer, question.turns[: turn + 1], own, self.chat)
-                    reason = self._why_unreadable(tokens)
-                prompt = Prompt(number + turn * len(self.questions), id_, question.category, tokens)
+                prompt, reason = self._prompt(number, turn, answers.replies)
                 if reason:
                     answers.fail(prompt, reason)
                 else:
@@ -202,13 +180,21 @@ class PromptParts(Parts):
             if readable:
                 self.answer(readable, answers)
 
-    def _why_unreadable(self, tokens: Sequence[int]) -> str | None:
-        """Return why the target cannot answer this prompt, or None."""
-        try:
-            check_prompt(self.target, tokens, self.answering.max_new_tokens)
-        except UserError as error:
-            return str(error)
-        return None
+    def _prompt(self, number: int, turn: int, replies: dict[str, list[int]]) -> tuple[Prompt, str | None]:
+        """Return a turn of a question as a prompt, and why the target cannot answer it, or None."""
+        question, tokens, reason = self.questions[number], [], None
+        before = prompt_ids_of(question)[:turn]
+        if all(name in replies for name in before):
+            own = [replies[name] for name in before]
+            tokens = conversation_ids(self.target.tokenizer, question.turns[: turn + 1], own, self.chat)
+            try:
+                check_prompt(self.target, tokens, self.answering.max_new_tokens)
+            except UserError as error:
+                reason = str(error)
+        else:
+            reason = "an earlier turn has no answer"
+        number += turn * len(self.questions)
+        return Prompt(number, turn_id(question.id, turn), question.category, tokens), reason
 
     def n_tokens(self, build: Build, made: Sequence[int]) -> int:
         ids = {name for number in made for name in prompt_ids_of(self.questions[number])}
@@ -217,8 +203,7 @@ class PromptParts(Parts):
     def write_store(self, build: Build) -> None:
         """Write the store and put it in its place; UserError where prompts failed that may not be left out."""
         rows = sorted(answered_rows(build.work), key=lambda row: row["number"])
-        files = sorted(file for file in build.work.glob("failed-*.jsonl") if file.stat().st_size)
-        reasons = {row["id"]: row["reason"] for file in files for row in read_lines(file)}
+        reasons = {row["id"]: row["reason"] for file in build.work.glob("failed-*") for row in read_lines(file)}
         done = {row["id"] for row in rows}
         asked = [name for question in self.questions for name in prompt_ids_of(question)]
         ids = [name for name in asked if name in done] if self.finish_early else asked
@@ -227,10 +212,11 @@ class PromptParts(Parts):
             shown = {escape(entry["id"]): escape(entry["reason"]) for entry in failed[:SHOWN_FAILURES]}
             more = len(failed) - len(shown)
             show_facts("prompts that failed", shown | ({"..": f"and {more:,} more"} if more else {}))
-            where = files[0] if len(files) == 1 else build.work / "failed-*.jsonl"
             again = "the same command tries them again"
             advice = f"{again}, allow_failed=true finishes without them" if rows else f"see to the cause, {again}"
-            raise UserError(f"{len(failed)} of {len(ids)} prompts failed (listed in {where}); {advice}")
+            raise UserError(
+                f"{len(failed)} of {len(ids)} prompts failed (listed in {build.work}/failed-*.jsonl); {advice}"
+            )
         counts = {
             "prompts": len(ids),
             "responses": len(rows),
@@ -238,7 +224,7 @@ class PromptParts(Parts):
             "unanswered": len(asked) - len(ids),
             "tokens": sum(len(row["response"]) for row in rows),
             "retokenized": sum(row["retokenized"] for row in rows),
-            "later_turns": len(set(ids) - {turn_id(question.id, 0) for question in self.questions}),
+            "later_turns": len(set(ids) - {question.id for question in self.questions}),
         }
         drawn = {"sampling": self.manifest.sampling, "seed": self.answering.seed}
         manifest = dataclasses.replace(self.manifest, counts=counts, failed=failed)
@@ -252,13 +238,11 @@ def prompt_ids_of(question: Question) -> list[str]:
 
 
 def answered_rows(work: Path) -> list[dict]:
-    """Return the rows of all ranks, the first of each prompt; what is damaged is answered again."""
+    """Return the rows of all ranks, the first of each prompt; a line that a kill cut off is answered again."""
     rows: dict[str, dict] = {}
     for file in sorted(work.glob("rows-*.jsonl")):
-        for values in read_lines(file):
-            with contextlib.suppress(ValueError):
-                row = from_json(AnsweredRow, values)
-                rows.setdefault(row.id, vars(row))
+        for row in read_lines(file):
+            rows.setdefault(row["id"], row)
     return list(rows.values())
 
 

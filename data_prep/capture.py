@@ -1,12 +1,9 @@
 """Hidden states of a target, captured shard by shard in the work folder of a build (pipeline.py).
 
     store/shard-00000.safetensors    whole rows, shard_tokens tokens at most (unless one row has more)
-    shard-00000.json                 its bytes and sha256, written after it: without, the shard does not count
 
 Rows are cut into shards by index and batches form inside a shard, so neither the number of ranks nor an interruption
 changes a byte. Threads write shards while the next one is computed.
-
-Letters: B rows of a batch, T its padded length, n tokens of a shard, C captured layers, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,21 +29,15 @@ from spectrain.decoding.memory import is_out_of_memory
 from spectrain.decoding.target import Features, TargetModel
 from spectrain.errors import UserError
 from spectrain.stores.features import FeatureManifest, Shard, quantise, shard_name, token_bytes, write_shard
-from spectrain.stores.folder import read_object, write_json, write_manifest
+from spectrain.stores.folder import write_manifest
 from spectrain.stores.packing import Packed
 from spectrain.stores.rows import ResponseStore
 from spectrain.stores.texts import is_held_out
-from spectrain.stores.typed import FileFacts
 from spectrain.training.data import padded
 
 log = logging.getLogger(__name__)
 
-# What of a forward runs in half precision, by Lightning's names of precision; None: it runs in the target's own dtype.
-AUTOCAST = {
-    **dict.fromkeys(("32-true", "bf16-true", "16-true")),
-    "bf16-mixed": torch.bfloat16,
-    "16-mixed": torch.float16,
-}
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # by Lightning's names of precision
 PENDING_SHARDS = 2  # waiting to be written, in memory beside the one that is computed
 SCALES = {"captured": "captured_scale", "final_hidden": "hidden_scale"}  # of int8 features
 
@@ -182,8 +172,7 @@ class ShardParts(Parts):
                 *(self.rows.cut, manifest.row_tokens, self.rows.skipped),
             )
         indices = range(len(self.sizes))
-        made = [facts_file(build, i).is_file() and (build.store / shard_name(i)).is_file() for i in indices]
-        todo = [index for index in indices if not made[index]]
+        todo = [index for index in indices if not (build.store / shard_name(index)).is_file()]
         token = token_bytes(manifest.dtype, len(manifest.layers), manifest.hidden_size)
         less = "lower corpus.max_documents" if manifest.dtype == "int8" else "give dtype=int8"
         check_disk(build.out, int(self.sizes[todo].sum()) * token, less)
@@ -197,10 +186,6 @@ class ShardParts(Parts):
 
         After an error too, this waits for what is still to be written, so a shard is whole or not there.
         """
-
-        def write(index: int, shard: Shard) -> None:
-            write_json(facts_file(build, index), write_shard(build.store / shard_name(index), shard))
-
         build.store.mkdir(exist_ok=True)
         pending: deque[Future] = deque()
         with ThreadPoolExecutor(PENDING_SHARDS) as pool:
@@ -209,7 +194,7 @@ class ShardParts(Parts):
                 if build.writes:
                     if len(pending) == PENDING_SHARDS:
                         pending.popleft().result()
-                    pending.append(pool.submit(write, index, shard))
+                    pending.append(pool.submit(write_shard, build.store / shard_name(index), shard))
             for one in pending:
                 one.result()
 
@@ -228,25 +213,21 @@ class ShardParts(Parts):
         for batch in length_buckets(lengths.tolist(), self.batch_tokens):
             places = [slice(int(offsets[i]), int(offsets[i + 1])) for i in batch]
             n_rows, longest = len(batch), int(lengths[batch].max())
+            inputs = (
+                None if values is None else padded([values[place] for place in places], torch.int64).to(target.device)
+                for values in (tokens, starts)
+            )
             try:
                 with autocast(target.device, self.precision):
-                    features = target.features(
-                        *(
-                            None
-                            if values is None
-                            else padded([values[place] for place in places], torch.int64).to(target.device)
-                            for values in (tokens, starts)
-                        )
-                    )
+                    features = target.features(*inputs)
                 buffers.put(features, places)
             except Exception as error:
-                if is_out_of_memory(error):
-                    raise UserError(
-                        f"a batch of {n_rows} rows of {longest} tokens is too large for the memory of "
-                        f"{target.device}; lower batch_tokens={self.batch_tokens}, or row_tokens where a batch is one "
-                        "row"
-                    ) from error
-                raise
+                if not is_out_of_memory(error):
+                    raise
+                raise UserError(
+                    f"a batch of {n_rows} rows of {longest} tokens is too large for the memory of {target.device}; "
+                    f"lower batch_tokens={self.batch_tokens}, or row_tokens where a batch is one row"
+                ) from error
             advance(int(lengths[batch].sum()))
         if not buffers.are_finite():
             raise UserError("a feature of the target is no number; give target.dtype=float32 or precision=32-true")
@@ -262,7 +243,7 @@ class ShardParts(Parts):
 
     def write_store(self, build: Build) -> None:
         """Put the store, whose shards stand where they were written, in its place."""
-        write_manifest(build.store, self.manifest, shard_facts(build, len(self.sizes)))
+        write_manifest(build.store, self.manifest)
         build.publish()
 
 
@@ -275,19 +256,9 @@ def shard_bounds(offsets: np.ndarray, shard_tokens: int) -> np.ndarray:
     return np.array(bounds)
 
 
-def facts_file(build: Build, index: int) -> Path:
-    return build.work / f"{Path(shard_name(index)).stem}.json"
-
-
-def shard_facts(build: Build, n_shards: int) -> dict[str, FileFacts]:
-    """Return the bytes and sha256 of each shard by its name."""
-    otherwise = f"remove {build.work}, and give the command again"
-    return {shard_name(i): read_object(facts_file(build, i), FileFacts, otherwise) for i in range(n_shards)}
-
-
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Return the context in which Lightning's Trainer runs a step in this precision."""
-    dtype = AUTOCAST[precision]
+    dtype = AUTOCAST.get(precision)
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 

@@ -14,27 +14,36 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("data_prep.datastore")
 
+import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from rich.filesize import decimal
 
-from data_prep.calibrate import calibrate_store
 from data_prep.documents import DocumentParts
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.pipeline import Build, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, target_override
-from data_prep.ranks import launch, rank_device
 from data_prep.select import Scoring, Selection
-from data_prep.tokenise import Corpus
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Datastore
-from spectrain.decoding import fingerprint, tokenizer_fingerprint
+from spectrain.decoding import TargetModel, fingerprint, generate, tokenizer_fingerprint
+from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import DATASTORES, Manifest
-from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
+from spectrain.methods.pld import PromptLookup
+from spectrain.methods.sssd import Sssd, SssdOptions
+from spectrain.retrieval.calibration import calibrate, write_calibration
+from spectrain.retrieval.datastore import DATASTORES, Manifest, open_datastore
 from spectrain.stores.folder import MANIFEST, digest
+from spectrain.stores.prompts import conversation_ids, read_prompts
+from spectrain.stores.texts import responses_of
 
+log = logging.getLogger(__name__)
+
+ANSWER_TOKENS = 64  # of an answer to a prompt
+BATCH_SIZE = 8
+MAX_NODES = 64  # of the trees whose branches are counted: the longest that sssd drafts by default
 NOT_HASHED = ("out", "fresh", "calibrate")  # they do not change the store
 # Parts and scores do not depend on these either.
 CHOICE = (
@@ -57,9 +66,8 @@ def main(options: Datastore) -> None:
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
         build = Build(fabric, "datastore", out, config, options.fresh, options.target.parallel != "tp", work_name)
-        if (
-            options.calibrate is None or options.fresh or not (out / MANIFEST).is_file()
-        ):  # else it is built, and calibrated now
+        is_built = (out / MANIFEST).is_file() and not options.fresh
+        if not (is_built and options.calibrate):  # a finished store is only calibrated
             build.run(partial(documents, options, build, selection, scored_config))
         if options.calibrate is not None and fabric.is_global_zero:
             calibrate_store(out, open_target(options.target, rank_device(fabric)), options.calibrate)
@@ -72,19 +80,14 @@ def main(options: Datastore) -> None:
 def documents(options: Datastore, build: Build, selection: Selection, scored_config: dict) -> DocumentParts:
     """Load the target and return what the datastore is chosen from; `scored_config` is what the scores depend on."""
     target = open_target(options.target, rank_device(build.fabric))
-    fields = [options.corpus.fields] if isinstance(options.corpus.fields, str) else options.corpus.fields
-    source = vars(options.corpus) | {"fields": fields or None, "part_documents": options.part_documents}
     prints = {
         "target_fingerprint": fingerprint(target.model, target.tokenizer),
         "tokenizer_fingerprint": tokenizer_fingerprint(target.tokenizer),
     }
     return DocumentParts(
         identity={"config": scored_config, **prints},
-        corpus=Corpus(**source, tokenizer=target.tokenizer, vocab_size=target.vocab_size),
+        options=options,
         selection=selection,
-        scored=selection.needs_perplexities or options.always_score,
-        score_on=options.score_on,
-        shard_tokens=min(options.shard_tokens or MAX_SHARD_TOKENS, MAX_SHARD_TOKENS),
         target=target,
         scoring=Scoring.of(target, options.window_tokens, options.stride_tokens, options.batch_tokens),
         work=build.work,
@@ -92,36 +95,60 @@ def documents(options: Datastore, build: Build, selection: Selection, scored_con
     )
 
 
-def store_facts(folder: Path, manifest: Manifest) -> dict[str, str]:
+def store_facts(folder: Path, manifest: Manifest) -> dict[str, str | None]:
     """What a datastore was made of."""
-    counts, medians = manifest.build.get("counts", {}), manifest.build.get("perplexity")
-    corpus = manifest.build.get("config", {}).get("corpus", {})
-    names = counts.get("not_utf8_files", [])
-    more = f": {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
-    median = "not scored"
-    if medians:
-        sides = {side: medians[side].get("median", "-") for side in ("kept", "dropped")}
-        median = ", ".join(f"{side} {number(value)}" for side, value in sides.items())
-    n_held_out, n_dropped = counts.get("held_out", 0), counts.get("dropped", 0)
+    counts, medians = manifest.build["counts"], manifest.build.get("perplexity")
+    names, n_silent = counts["not_utf8_files"], counts["without_assistant"]
+    shown = ", ".join([*names[:3], *["..."] * (len(names) > 3)])
+    sides = {side: (medians or {}).get(side, {}).get("median") for side in ("kept", "dropped")}
+    median = ", ".join(f"{side} {value:,.4g}" for side, value in sides.items() if value is not None)
     return {
         "folder": str(folder),
-        "corpus": corpus.get("path") or "sources of Python's standard library",
+        "corpus": manifest.build["config"]["corpus"]["path"] or "sources of Python's standard library",
         "target": f"{manifest.target} ({manifest.target_fingerprint})",
-        "documents read": f"{counts.get('read', 0):,}",
-        "duplicates": f"{counts.get('duplicates', 0):,}",
-        "without text": f"{counts.get('empty', 0):,}",
-        "without assistant": f"{counts['without_assistant']:,} conversations"
-        if counts.get("without_assistant")
-        else None,
-        "files not UTF-8": f"{counts.get('not_utf8', 0):,}{more}",
-        "held out": f"{n_held_out:,} (as in training, so that benchmarks on them stay honest)",
+        "documents read": f"{counts['read']:,}",
+        "duplicates": f"{counts['duplicates']:,}",
+        "without text": f"{counts['empty']:,}",
+        "without assistant": f"{n_silent:,} conversations" if n_silent else None,
+        "files not UTF-8": f"{len(names):,}: {shown}" if names else None,
+        "held out": f"{counts['held_out']:,} (as in training, so that benchmarks on them stay honest)",
         "kept": f"{manifest.documents:,} documents, {manifest.tokens:,} tokens",
-        "dropped": f"{n_dropped:,} documents, {counts.get('tokens_dropped', 0):,} tokens",
-        "perplexity, median": median,
+        "dropped": f"{counts['dropped']:,} documents, {counts['tokens_dropped']:,} tokens",
+        "perplexity, median": median or "not scored",
         "shards": str(len(manifest.shards)),
         "size on disk": decimal(sum(file.stat().st_size for file in folder.iterdir())),
     }
 
 
-def number(value: float | str | None) -> str:
-    return "infinite" if value is None else value if isinstance(value, str) else f"{value:,.4g}"
+def calibrate_store(folder: Path, target: TargetModel, answers: str) -> None:
+    """Count on known texts how far continuations of a datastore can be believed (SSSD, section 3.1.3).
+
+    `answers` is a file of prompts, which the target answers, or a folder of responses. The result is
+    `calibration.json` in the datastore.
+    """
+    method = Sssd(open_datastore(folder, target), SssdOptions(), MAX_NODES)
+    texts = answered(target, answers) if Path(answers).is_file() else stored(target, answers)
+    texts = [(prompt, response) for prompt, response in texts if prompt and len(response) > 1]
+    if not texts:
+        raise UserError(f"calibrate={answers} gives no response of two tokens or more; give more prompts")
+    factors = calibrate(texts, method.retrievers[0], method.options.max_prefix, method.branch_tokens)
+    log.info("calibrated on %d texts: %s", len(texts), write_calibration(folder, factors))
+
+
+def answered(target: TargetModel, file: str) -> Iterator[tuple[list[int], list[int]]]:
+    """Let the target answer a file of prompts greedily, and return the token ids of prompts and answers."""
+    prompts = []
+    for question in read_prompts(file, None):
+        prompts.append(conversation_ids(target.tokenizer, question.turns[:1], [], "auto"))
+        check_prompt(target, prompts[-1], ANSWER_TOKENS, f"prompt {question.id}")
+    found = generate(target, PromptLookup(), prompts, ANSWER_TOKENS, batch_size=BATCH_SIZE)
+    return zip(prompts, (one.tokens for one in found), strict=True)
+
+
+def stored(target: TargetModel, folder: str) -> Iterator[tuple[list[int], list[int]]]:
+    """Read prompts and responses of one or several stores of `data_prep.responses`."""
+    try:
+        stores = responses_of(folder, target.tokenizer)
+    except UserError as error:
+        raise UserError(f"calibrate={folder}: {error}") from error
+    return ((list(row["prompt"]), list(row["response"])) for store in stores for row in store.rows)

@@ -1,15 +1,18 @@
 """The documents of a datastore in the work folder of a build (pipeline.py): read, scored, chosen, and written.
 
-    part-*, corpus.json    the documents as tokens (tokenise.py)
-    score-00000.npy        [documents of the part] float64 perplexities (select.py)
-    store/                 what becomes the datastore (docs/data.md)
+    part-00000-<digest>/    a dataset of documents as tokens: what is left of some consecutive ones of the corpus
+    corpus.json             what reading counted; written after the last part
+    score-00000.npy         [documents of the part] float64 perplexities (select.py)
+    store/                  what becomes the datastore (docs/data.md)
 
-Parts and scores do not depend on what is chosen from them, so that another `keep` uses them again.
+A resumed build reads the corpus again, but tokenises only what no part has: the digest is that of the texts that a part
+was made from. Parts and scores do not depend on what is chosen from them, so that another `keep` uses them again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +20,49 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+import datasets
 import numpy as np
+from datasets import Dataset, Features, List, Value
 
 from data_prep.pipeline import Build, Parts, check_disk, read_part
-from data_prep.progress import Advance
+from data_prep.progress import Advance, token_progress
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, quantiles, rounded, select
-from data_prep.tokenise import Corpus, Counts, Part, read_counts
+from spectrain.config.commands import Datastore
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import Manifest, bytes_a_token, write_manifest, write_shard
-from spectrain.retrieval.suffix_array import token_dtype
-from spectrain.stores.folder import json_line
-from spectrain.stores.texts import corpus_bytes, is_remote
-from spectrain.stores.writing import write_whole
+from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
+from spectrain.stores.files import json_line, read_json, write_json, write_whole
+from spectrain.stores.packing import token_documents
+from spectrain.stores.rows import list_lengths, save_rows
+from spectrain.stores.texts import Document, Skipped, is_remote, read_documents
 
 log = logging.getLogger(__name__)
 
-DOCUMENTS, HISTOGRAM = "documents.jsonl", "perplexity.png"
+COUNTS, DOCUMENTS, HISTOGRAM = "corpus.json", "documents.jsonl", "perplexity.png"
+PART_COLUMNS = Features(
+    {
+        "id": Value("string"),
+        "source": Value("string"),
+        "tokens": List(Value("int32")),
+        "is_response": List(Value("bool")),  # what the target or the assistant wrote
+    }
+)
+PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
+
+
+@dataclass
+class Counts:
+    """What was found while reading."""
+
+    read: int = 0  # documents with text
+    not_utf8: int = 0  # files
+    not_utf8_files: list[str] = dataclasses.field(default_factory=list)
+    empty: int = 0
+    without_assistant: int = 0  # conversations
+    held_out: int = 0
+    duplicates: int = 0
+    with_answer: int = 0  # documents in the parts that say which tokens the target or the assistant wrote
 
 
 @dataclass(frozen=True)
@@ -41,11 +70,8 @@ class DocumentParts(Parts):
     """The documents that a datastore is chosen from, in the parts in which they are scored."""
 
     identity: dict
-    corpus: Corpus
+    options: Datastore
     selection: Selection
-    scored: bool  # whether perplexities are computed
-    score_on: str  # "response": perplexities count what the target or the assistant wrote; "all": every token
-    shard_tokens: int  # of a shard of the datastore, at most
     target: TargetModel
     scoring: Scoring
     work: Path  # of the build
@@ -53,140 +79,214 @@ class DocumentParts(Parts):
 
     stage, made_before = "score", "parts are scored"
 
+    @property
+    def scored(self) -> bool:
+        """Whether perplexities are computed."""
+        return self.selection.needs_perplexities or self.options.always_score
+
     @cached_property
     def sizes(self) -> list[int]:
         """Tokens of each part, once all are read; empty where none is scored."""
-        return [int(part.lengths.sum()) for part in self._parts()] if self.scored else []
+        return [int(list_lengths(part, "tokens").sum()) for part in self._parts()] if self.scored else []
 
-    def _parts(self) -> Iterator[Part]:
-        return (Part.read(self.work, index) for index in range(read_counts(self.work).parts))
+    def _parts(self) -> Iterator[Dataset]:
+        """Yield the parts, which are memory-mapped."""
+        return (read_part(folder, datasets.load_from_disk) for folder in part_folders(self.work))
 
     def missing(self, build: Build) -> list[int]:
         """Read the corpus, write its parts as far as they are missing, and return those that have no scores.
 
         A dataset of the hub that was read to its end is not streamed again.
         """
-        n_bytes, vocab_size = corpus_bytes(self.corpus.path, self.corpus.max_files), self.corpus.vocab_size
-        need_bytes = partial(store_bytes, self.selection, vocab_size, self.shard_tokens)
-        if n_bytes is not None:  # else it is not known beforehand, and the disk is checked before every part
-            n_tokens, document_tokens = self.corpus.estimate(n_bytes)
-            done = sum(file.stat().st_size for file in self.work.glob("part-*.npz"))
-            parts = max(0, n_tokens * token_dtype(vocab_size).itemsize - done)
-            check_disk(build.out, parts + need_bytes(n_tokens, document_tokens))
-
-        def check_next(part: Part, before: Counts) -> None:
-            n_documents, n_tokens = before.documents + len(part.ids), before.tokens + len(part.tokens)
-            check_disk(build.out, part.tokens.nbytes + need_bytes(n_tokens, n_tokens / max(1, n_documents)))
-
-        counts = read_counts(self.work)
-        if counts is None or not is_remote(self.corpus.path):
-            counts = self.corpus.write_parts(self.work, n_bytes, check_next)
-        if not counts.documents:
+        file = self.work / COUNTS
+        counts = Counts(**read_json(file)) if file.is_file() else None
+        if counts is None or not is_remote(self.options.corpus.path):
+            counts = self.read_corpus(counts)
+        if not sum(map(len, self._parts())):
             build.clear()
             raise UserError(
                 f"no document is left to build from ({counts.read} read, {counts.held_out} held out); use a larger "
                 "corpus or a smaller corpus.held_out_share"
             )
-        if self.scored and self.score_on == "response" and not counts.with_answer:
+        if self.scored and self.options.score_on == "response" and not counts.with_answer:
             build.clear()
             raise UserError(
-                f"score_on=response needs answers, but none of the {counts.documents} documents is a conversation or a "
+                f"score_on=response needs answers, but none of the {counts.read} documents is a conversation or a "
                 "response; give such a corpus, or score_on=all"
             )
         return [index for index in range(len(self.sizes)) if not score_file(self.work, index).is_file()]
 
+    def read_corpus(self, before: Counts | None) -> Counts:
+        """Read the corpus to its end and write the parts that the work folder lacks.
+
+        UserError is raised where the corpus has changed since parts were written, or since it was read to its end,
+        when `before` was counted.
+        """
+        counts, skipped, seen, n_parts = Counts(), Skipped(), set(), 0
+        changed = UserError(f"the corpus is no longer what this build began with; remove {self.work} to begin anew")
+        with token_progress("tokenise", None) as advance:
+            for batch in self._batches(skipped):
+                folder = self.work / f"part-{n_parts:05d}-{digest_of(batch)}"
+                new = self._new_documents(batch, seen, counts)
+                if not folder.is_dir():
+                    if any(self.work.glob(f"part-{n_parts:05d}-*")):
+                        raise changed
+                    save_rows(folder, self.tokenised(new))
+                part = read_part(folder, datasets.load_from_disk)
+                n_parts += 1
+                counts.read += len(batch)
+                counts.empty += len(new) - len(part)
+                counts.with_answer += sum(bool(mask.any()) for mask in values(part, "is_response"))
+                advance(int(list_lengths(part, "tokens").sum()))
+        counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
+        counts.empty += skipped.empty
+        counts.without_assistant = skipped.without_assistant
+        if len(part_folders(self.work)) > n_parts or before not in (None, counts):
+            raise changed
+        write_json(self.work / COUNTS, counts)
+        return counts
+
+    def _batches(self, skipped: Skipped) -> Iterator[list[Document]]:
+        """Yield the documents that are read for each part."""
+        corpus, batch, n_characters = self.options.corpus, [], 0
+        documents = read_documents(
+            *(corpus.path, corpus.fields, corpus.split, corpus.subset),
+            *(skipped, corpus.max_document_bytes, corpus.max_files, self.target.tokenizer),
+        )
+        for document in itertools.islice(documents, corpus.max_documents):
+            batch.append(document)
+            n_characters += len(document.text) + (0 if document.tokens is None else len(document.tokens))
+            if len(batch) == self.options.part_documents or n_characters >= PART_CHARACTERS:
+                yield batch
+                batch, n_characters = [], 0
+        if batch:
+            yield batch
+
+    def _new_documents(self, batch: list[Document], seen: set[bytes], counts: Counts) -> list[Document]:
+        """Return what is neither held out nor known already."""
+        new = []
+        for document in batch:
+            key = hashlib.sha256(document.content()).digest()[:16]
+            if document.is_held_out(self.options.corpus.held_out_share):
+                counts.held_out += 1
+            elif key in seen:
+                counts.duplicates += 1
+            else:
+                seen.add(key)
+                new.append(document)
+        return new
+
+    def tokenised(self, documents: list[Document]) -> Dataset:
+        """Return a part of these documents, without those that the tokenizer normalises away."""
+        rows, vocab_size = [], self.target.vocab_size
+        for document, found in zip(documents, token_documents(documents, self.target.tokenizer), strict=True):
+            if not len(found.tokens):
+                continue
+            if len(found.tokens) >= MAX_SHARD_TOKENS:
+                raise UserError(f"{document.id} has more tokens than a shard ({MAX_SHARD_TOKENS}); split the document")
+            if found.tokens.max() >= vocab_size:
+                raise UserError(
+                    f"the tokenizer gives token {found.tokens.max()} in {document.id}, but the target knows "
+                    f"{vocab_size}; give a target whose tokenizer is its own"
+                )
+            mask = np.zeros(len(found.tokens), bool) if found.is_response is None else found.is_response
+            rows.append((document.id, document.source, found.tokens, mask))
+        columns = {name: [row[place] for row in rows] for place, name in enumerate(PART_COLUMNS)}
+        return Dataset.from_dict(columns, features=PART_COLUMNS)
+
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
+        folders = part_folders(self.work)
         for index in parts:
-            part = Part.read(self.work, index)
-            counted = part.counted_answers() if self.score_on == "response" else None
-            scores = perplexities(self.target, part.documents(), self.scoring, advance, counted)
-            bad = np.flatnonzero(np.isnan(scores))
-            if len(bad):
-                raise UserError(f"the perplexity of {part.ids[bad[0]]} is no number; give target.dtype=float32")
+            part, counted = read_part(folders[index], datasets.load_from_disk), None
+            if self.options.score_on == "response":  # all tokens count in a document without an answer
+                counted = [mask if mask.any() else np.ones_like(mask) for mask in values(part, "is_response")]
+            scores = perplexities(self.target, values(part, "tokens"), self.scoring, advance, counted)
+            if np.isnan(scores).any():
+                name = part[int(np.isnan(scores).argmax())]["id"]
+                raise UserError(f"the perplexity of {name} is no number; give target.dtype=float32")
             if build.writes:
                 write_whole(score_file(self.work, index), partial(np.save, arr=scores))
 
     def write_store(self, build: Build) -> None:
         """Choose documents, write the store and put it in its place."""
-        counts, vocab_size, scores = read_counts(self.work), self.corpus.vocab_size, None
-        documents = [(part.ids, part.lengths) for part in self._parts()]
-        ids, lengths = [name for names, _ in documents for name in names], np.concatenate([n for _, n in documents])
+        counts, scores = read_json(self.work / COUNTS), None
+        facts = [(part["id"][:], part["source"][:], list_lengths(part, "tokens")) for part in self._parts()]
+        ids, sources, n_tokens = (list(itertools.chain.from_iterable(column)) for column in zip(*facts, strict=True))
+        n_tokens = np.array(n_tokens, np.int64)
         if self.scored:
-            files = [score_file(self.work, index) for index in range(counts.parts)]
-            scores = np.concatenate([read_part(file, np.load) for file in files])
-        sources = [source for part in self._parts() for source in part.sources]
-        kept = select(self.selection, ids, lengths, scores)
-        check_disk(build.out, int((lengths[kept] + 1).sum()) * bytes_a_token(vocab_size))
+            scores = np.concatenate([read_part(score_file(self.work, i), np.load) for i in range(len(facts))])
+        kept = select(self.selection, ids, n_tokens, scores)
+        vocab_size, shard_tokens = self.target.vocab_size, self.options.shard_tokens or MAX_SHARD_TOKENS
+        check_disk(build.out, int((n_tokens[kept] + 1).sum()) * bytes_a_token(vocab_size), "lower keep or keep_tokens")
         store, shards = build.new_store(), []
         store.mkdir()
-        documents, cuts = self._documents(kept), shard_cuts(lengths[kept], self.shard_tokens)
-        for index, shard_lengths in enumerate(np.split(lengths[kept], cuts)):
-            of_shard = itertools.islice(documents, len(shard_lengths))
+        texts = itertools.compress(
+            itertools.chain.from_iterable(values(part, "tokens") for part in self._parts()), kept
+        )
+        cuts = shard_cuts(n_tokens[kept], min(shard_tokens, MAX_SHARD_TOKENS))
+        for index, shard_lengths in enumerate(np.split(n_tokens[kept], cuts)):
+            of_shard = itertools.islice(texts, len(shard_lengths))
             shards.append(write_shard(store, index, of_shard, vocab_size, shard_lengths))
             log.info("wrote shard %d: %d tokens", index + 1, shards[-1].tokens)
-        write_whole(store / DOCUMENTS, lambda out: out.writelines(document_lines(ids, sources, lengths, scores, kept)))
+        rows = [
+            {
+                "id": ids[i],
+                "source": sources[i],
+                "tokens": int(n_tokens[i]),
+                "perplexity": None if scores is None else rounded(scores[i]),
+            }
+            for i in np.flatnonzero(kept)
+        ]
+        write_whole(store / DOCUMENTS, "".join(map(json_line, rows)))
         chosen = {
             "scored": len(ids) if self.scored else 0,
             "kept": int(kept.sum()),
             "dropped": int((~kept).sum()),
-            "tokens_kept": int(lengths[kept].sum()),
-            "tokens_dropped": int(lengths[~kept].sum()),
+            "tokens_kept": int(n_tokens[kept].sum()),
+            "tokens_dropped": int(n_tokens[~kept].sum()),
         }
-        known = dataclasses.asdict(counts)
-        read = {name: known[name] for name in known.keys() - {"parts", "documents", "tokens"}}
-        facts = {"config": build.config, "counts": read | chosen}
+        made = {"config": build.config, "counts": counts | chosen}
         if scores is not None:
-            draw_histogram(store / HISTOGRAM, scores, kept, self.selection.by_perplexity)
-            facts["perplexity"] = {"kept": quantiles(scores[kept]), "dropped": quantiles(scores[~kept])}
+            draw_histogram(store / HISTOGRAM, scores, kept)
+            made["perplexity"] = {"kept": quantiles(scores[kept]), "dropped": quantiles(scores[~kept])}
         write_manifest(
-            store, self.manifest(documents=chosen["kept"], tokens=chosen["tokens_kept"], shards=shards, build=facts)
+            store, self.manifest(documents=chosen["kept"], tokens=chosen["tokens_kept"], shards=shards, build=made)
         )
         build.publish()
 
-    def _documents(self, kept: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield the kept documents in the corpus's order."""
-        return itertools.compress(itertools.chain.from_iterable(part.documents() for part in self._parts()), kept)
 
-
-def document_lines(
-    ids: Sequence[str],
-    sources: Sequence[str],
-    lengths: np.ndarray,
-    scores: np.ndarray | None,
-    kept: np.ndarray,
-) -> Iterator[bytes]:
-    """Yield the line of each kept document in `documents.jsonl`."""
-    for i in np.flatnonzero(kept):
-        perplexity = None if scores is None else rounded(scores[i])
-        facts = {"id": ids[i], "source": sources[i], "tokens": int(lengths[i]), "perplexity": perplexity}
-        yield json_line(facts).encode()
-
-
-def shard_cuts(lengths: np.ndarray, shard_tokens: int) -> list[int]:
-    """Return the numbers of the documents that begin the second shard, the third one, and so on.
-
-    A shard holds as many documents as fit into `shard_tokens` with their separators. A document that is longer than
-    that has a shard of its own.
-    """
-    cuts, n_tokens = [], 0
-    for number, length in enumerate(lengths):
-        if n_tokens and n_tokens + length + 1 > shard_tokens:
-            cuts.append(number)
-            n_tokens = 0
-        n_tokens += length + 1
-    return cuts
+def part_folders(work: Path) -> list[Path]:
+    return sorted(work.glob("part-*"))
 
 
 def score_file(work: Path, index: int) -> Path:
     return work / f"score-{index:05d}.npy"
 
 
-def store_bytes(selection: Selection, vocab_size: int, shard_tokens: int, n_tokens: int, document_tokens: float) -> int:
-    """Return the size of a store that is chosen from n_tokens, in documents of document_tokens on average."""
-    keep = selection.keep
-    if isinstance(keep, float):
-        kept = n_tokens * keep
-    else:
-        kept = n_tokens if keep is None else min(n_tokens, keep * document_tokens)
-    kept = min(kept, selection.keep_tokens or kept)
-    return int(kept * bytes_a_token(vocab_size) + (kept // shard_tokens + 1) * 8 * (vocab_size + 2))
+def values(part: Dataset, name: str) -> np.ndarray:
+    """Return a list column of a part, an array of each document, without a copy."""
+    return part.data.column(name).to_numpy()
+
+
+def digest_of(batch: list[Document]) -> str:
+    """Return 16 hex digits over all documents."""
+    digest = hashlib.sha256()
+    for document in batch:
+        for encoded in (document.id.encode(), document.source.encode(), document.content()):
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()[:16]
+
+
+def shard_cuts(n_tokens: np.ndarray, shard_tokens: int) -> list[int]:
+    """Return the numbers of the documents that begin the second shard, the third one, and so on.
+
+    A shard holds as many documents as fit into `shard_tokens` with their separators. A document that is longer than
+    that has a shard of its own.
+    """
+    cuts, filled = [], 0
+    for number, length in enumerate(n_tokens):
+        if filled and filled + length + 1 > shard_tokens:
+            cuts.append(number)
+            filled = 0
+        filled += length + 1
+    return cuts

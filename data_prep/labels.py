@@ -4,8 +4,6 @@
 
 A part is cut by index, batches form inside a part, and each row draws from a generator of its own. So neither the
 number of ranks nor an interruption changes a row.
-
-Letters: B rows, T tokens, K draws per position.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from spectrain.errors import UserError
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.labels import label_texts, mix_tokens
 from spectrain.stores.folder import digest
-from spectrain.stores.rows import AcceptanceManifest, label_columns, save_rows
+from spectrain.stores.rows import AcceptanceManifest, label_columns, list_lengths, save_rows
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ class Labelling:
     """How drafts are drawn and labelled."""
 
     sampling: Sampling  # warps p and q
-    draws: int  # K
+    draws: int  # K, drafts per position
     seed: int
     batch_tokens: int  # of a forward, padding included; one row at least
     mixing_share: float | None = None  # the drafter's states on texts that are mixed so are kept; None: none are
@@ -149,8 +147,7 @@ def part_folder(work: Path, index: int) -> Path:
 
 def text_lengths(rows: Dataset) -> np.ndarray:
     """Return the tokens of each prompt and of each response: [2, rows] int64."""
-    columns = (pyarrow.compute.list_value_length(rows.data.column(name)) for name in ("prompt", "response"))
-    return np.stack([column.to_numpy().astype(np.int64) for column in columns])
+    return np.stack([list_lengths(rows, name) for name in ("prompt", "response")])
 
 
 def label_rows(
@@ -215,18 +212,14 @@ def _states(states: DraftStates, mixed: Tensor, drafted: Tensor, captured: Tenso
 
 
 def count(rows: Dataset) -> dict:
-    """Return the manifest's counts, a chunk of the rows at a time."""
-    n_labels, total, below = 0, 0.0, 0
-    for chunks in zip(rows.data.column("labels").chunks, rows.data.column("q").chunks, strict=True):
-        labels, q = (chunk.flatten().flatten().to_numpy() for chunk in chunks)  # of lists of lists
-        labels = labels[q > 0]
-        n_labels += len(labels)
-        total += float(labels.sum(dtype=np.float64))
-        below += int((labels < 0.5).sum())
+    """Return the manifest's counts."""
+    flat = pyarrow.compute.list_flatten
+    labels, q = (flat(flat(rows.data.column(name))).to_numpy() for name in ("labels", "q"))
+    labels = labels[q > 0]
     return {
         "rows": len(rows),
-        "positions": n_labels // len(rows[0]["q"]) if len(rows) else 0,
+        "positions": len(labels) // len(rows[0]["q"]),
         "tokens": int(text_lengths(rows).sum()),
-        "mean_label": total / n_labels if n_labels else None,
-        "below_half": below / n_labels if n_labels else None,
+        "mean_label": float(labels.mean(dtype=np.float64)) if len(labels) else None,
+        "below_half": float((labels < 0.5).mean()) if len(labels) else None,
     }

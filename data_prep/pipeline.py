@@ -1,6 +1,6 @@
 """How every command of `data_prep` builds its store: once, in a work folder beside it, on one rank or many.
 
-    build = Build(fabric, "acceptance", out, config, cfg.fresh, ranks_share=cfg.target.parallel != "tp")
+    build = Build(fabric, "acceptance", out, config, options.fresh, ranks_share=options.target.parallel != "tp")
     tokens_per_s = build.run(lambda: LabelParts(...))    # `Build.run` reads as the steps of a build
 
 Work is cut into parts by index, never by rank, and a part appears in the work folder by renaming. So a build can be
@@ -16,7 +16,9 @@ rank zero decides. Besides the parts of each command, the work folder holds:
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
+import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -24,28 +26,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NotRequired, TypeVar
+from typing import TypeVar
 
+import torch
 from lightning import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from rich.filesize import decimal
-from typing_extensions import TypedDict
 
 from data_prep.progress import Advance, token_progress
-from data_prep.ranks import decided
 from spectrain.errors import UserError
-from spectrain.stores.folder import (
-    MANIFEST,
-    digest,
-    json_line,
-    kind_of,
-    locked,
-    parse_json,
-    read_object,
-    write_json,
-)
+from spectrain.stores.files import free_bytes, json_line, parse_json, read_json, real_path, rename, to_disk, write_json
+from spectrain.stores.folder import MANIFEST, digest, kind_of, locked
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.typed import MORE
-from spectrain.stores.writing import free_bytes, real_path, rename, to_disk
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +45,66 @@ WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
 DISK_MARGIN = 1.1  # of the estimated need
 OTHER_OUT = ", or give another out"
 NOT_HASHED_OF_TARGET = ("device", "engine", "parallel")  # they change nothing but rounding
+NOT_HASHED_OF_CORPUS = ("max_document_bytes", "max_files")  # limits only refuse inputs
+WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example while rank zero reads a whole corpus
 
 T = TypeVar("T")
 
 
+def launch(device: str, parallel: str) -> Fabric:
+    """Return this process alone, or as one of torchrun's ranks, for `target.device` and `target.parallel`."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Fabric(accelerator="cpu", devices=1)  # only counts ranks: the target stands where target.device says
+    if parallel == "device_map":
+        raise UserError(f"target.parallel=device_map works in one process, not in {world}; start it without torchrun")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    # Ranks that share out parts exchange nothing but "done"; one target on many GPUs talks through NCCL.
+    backend = "nccl" if on_gpu and parallel == "tp" else "gloo"
+    strategy = DDPStrategy(process_group_backend=backend, timeout=WAIT)
+    accelerator = "cuda" if on_gpu else "cpu"
+    fabric = Fabric(accelerator=accelerator, devices=local, num_nodes=world // local, strategy=strategy)
+    fabric.launch()
+    if not fabric.is_global_zero:
+        logging.getLogger().setLevel(logging.WARNING)
+    return fabric
+
+
+def rank_device(fabric: Fabric) -> str | None:
+    """Return the device of this rank's target; None: as configured."""
+    return str(fabric.device) if fabric.world_size > 1 else None
+
+
+def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
+    """Call `decide` on rank zero and return its answer on all ranks.
+
+    Where it raises UserError, only rank zero reports it, and the others end with exit code 2.
+    """
+    answer, refusal = None, None
+    if fabric.is_global_zero:
+        try:
+            answer = decide()
+        except UserError as error:
+            refusal = error
+    answer, refused = fabric.broadcast((answer, refusal is not None))
+    if refusal:
+        raise refusal
+    if refused:
+        raise SystemExit(2)
+    return answer
+
+
 def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
-    """Return the options of a command, resolved, that its store depends on."""
-    config = {key: value for key, value in config.items() if key not in (*not_hashed, "max_prompt_bytes")}
-    if "corpus" in config:  # limits only refuse inputs
-        limits = ("max_document_bytes", "max_files")
-        config["corpus"] = {key: value for key, value in config["corpus"].items() if key not in limits}
-    return config | {"target": {k: v for k, v in config["target"].items() if k not in NOT_HASHED_OF_TARGET}}
+    """Return the options of a command that its store depends on."""
+
+    def without(values: dict, names: Sequence[str]) -> dict:
+        return {key: value for key, value in values.items() if key not in names}
+
+    config = without(config, not_hashed)
+    if "corpus" in config:
+        config["corpus"] = without(config["corpus"], NOT_HASHED_OF_CORPUS)
+    return config | {"target": without(config["target"], NOT_HASHED_OF_TARGET)}
 
 
 def store_path(out: str | None, kind: str, named_by: dict) -> Path:
@@ -77,7 +118,7 @@ def store_path(out: str | None, kind: str, named_by: dict) -> Path:
     return path
 
 
-def check_disk(out: Path, need_bytes: int, less: str = "lower keep or keep_tokens") -> None:
+def check_disk(out: Path, need_bytes: int, less: str) -> None:
     """Raise UserError where the disk of `out` has no room for so many more bytes; `less` says how to need fewer."""
     free = free_bytes(out)
     if free < need_bytes * DISK_MARGIN:
@@ -91,7 +132,7 @@ def read_part(path: Path, read: Callable[[Path], T]) -> T:
     """Read a part that an earlier attempt may have written, or raise UserError where it is damaged."""
     try:
         return read(path)
-    except Exception as error:  # numpy, zipfile, datasets and arrow each raise their own types here
+    except Exception as error:  # numpy, datasets and arrow each raise their own types here
         raise UserError(f"{path} is damaged ({type(error).__name__}); remove it and give the command again") from error
 
 
@@ -119,27 +160,6 @@ class Parts(ABC):
     def n_tokens(self, build: Build, made: Sequence[int]) -> int:
         """Return the tokens of the parts that were made in this attempt."""
         return sum(int(self.sizes[index]) for index in made)
-
-
-class Begun(TypedDict):
-    """The content of `work.json`: the config of an unfinished build, and whether it was started with `fresh`."""
-
-    __pydantic_config__ = MORE
-    fresh: bool
-    config: NotRequired[dict[str, object]]
-
-
-@dataclass(frozen=True)
-class Complete:
-    """The content of `complete`: which store only lacks its last renames."""
-
-    out: str  # the name of its folder
-    config: dict
-    fresh: bool
-
-    def __post_init__(self) -> None:
-        if Path(self.out).name != self.out:
-            raise ValueError(f"{self.out} is no name of a folder")
 
 
 @dataclass(frozen=True)
@@ -181,18 +201,15 @@ class Build:
             UserError: the folder is in use, finished, or of another build, or the parts cannot be made.
         """
         fabric = self.fabric
-        with contextlib.ExitStack() as lock:
-            if decided(fabric, partial(self._open, lock)):
+        with contextlib.ExitStack() as held:
+            if decided(fabric, partial(self._open, held)):
                 return None
             parts = load()
             todo = decided(fabric, partial(self._begin, parts))
             mine = todo[fabric.global_rank :: fabric.world_size] if self.ranks_share else todo
             n_units = sum(int(parts.sizes[index]) for index in mine)
             start_s = time.monotonic()
-            with (
-                self._cleared_if_nothing_begun(fabric.world_size),
-                token_progress(parts.stage, n_units, bool(mine) and fabric.is_global_zero) as advance,
-            ):
+            with token_progress(parts.stage, n_units, bool(mine) and fabric.is_global_zero) as advance:
                 parts.make(self, mine, advance)
             fabric.barrier()
             elapsed_s = max(time.monotonic() - start_s, 1e-9)
@@ -200,56 +217,55 @@ class Build:
             decided(fabric, partial(parts.write_store, self))
             return n_tokens / elapsed_s if todo else None
 
-    def _open(self, lock: contextlib.ExitStack) -> bool:
-        """Lock `out` and the work folder. Return whether this very store was complete but for its last renames."""
-        lock.enter_context(locked(self.out, otherwise=OTHER_OUT))
-        lock.enter_context(held(self.work))
+    def _open(self, held: contextlib.ExitStack) -> bool:
+        """Hold `out` and the work folder. Return whether this very store was complete but for its last renames."""
+        held.enter_context(self._held())
         if (self.work / COMPLETE).is_file():
-            complete = self._read_complete()
-            self._finish_move(complete)
-            mine = complete.out == self.out.name and complete.config == self.config
-            if mine and (complete.fresh or not self.fresh):  # fresh repeats a build that was not begun with it
-                self.clear()
+            complete = read_json(self.work / COMPLETE)
+            self._move(self.work.with_name(complete["out"]))
+            self.clear()
+            if complete == {"out": self.out.name, "config": parse_json(json_line(self.config))}:
                 return True
         if self._stands(self.out) and not self.fresh:
             raise UserError(f"{self.out} is finished; change an option, give another out, or give fresh=true")
         return False
 
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Keep other processes out of `out` and of the work folder. Remove the latter at the end if it holds no part.
+
+        Builds of one corpus with different choices may share a work folder.
+        """
+        with locked(self.out, otherwise=OTHER_OUT), locked(self.work, "another build", OTHER_OUT):
+            self.work.mkdir(exist_ok=True)
+            try:
+                yield
+            finally:
+                parts = (child for child in self.work.glob("[!.]*") if child.name != WORK)
+                if not any(any(part.glob("[!.]*")) if part.is_dir() else part.stat().st_size for part in parts):
+                    shutil.rmtree(self.work)
+
     def _begin(self, parts: Parts) -> list[int]:
         """Keep of the work folder what this build goes on with, and return the parts that are missing."""
-        identity = parse_json(json_line(parts.identity))
-        (self.work / COMPLETE).unlink(missing_ok=True)  # of another store, which stands in its place by now
-        known = self._read_work()
+        identity, file = parse_json(json_line(parts.identity)), self.work / WORK
+        known = read_json(file) if file.is_file() else None
         if known is None or (self.fresh and known != identity | {"fresh": True}):
             self.clear()
             known = identity | {"fresh": self.fresh}
-            write_json(self.work / WORK, known)
+            write_json(file, known)
         for name, value in identity.items():
-            if known.get(name) != value:
-                what = f"another {name.replace('_', ' ')}"
-                if name == "config":
-                    before = known.get("config", {})
-                    differing = sorted(key for key in before.keys() | value.keys() if before.get(key) != value.get(key))
-                    what = f"another config (differs in {', '.join(differing)})"
-                raise UserError(f"{self.work} holds a build with {what}; remove it, give another out, or fresh=true")
-        with self._cleared_if_nothing_begun():
-            todo = parts.missing(self)
-        n_parts = len(parts.sizes)
+            before = known.get(name)
+            if before == value:
+                continue
+            what = f"another {name.replace('_', ' ')}"
+            if name == "config":
+                differing = sorted(key for key in before.keys() | value.keys() if before.get(key) != value.get(key))
+                what = f"another config (differs in {', '.join(differing)})"
+            raise UserError(f"{self.work} holds a build with {what}; remove it, give another out, or fresh=true")
+        todo, n_parts = parts.missing(self), len(parts.sizes)
         if len(todo) < n_parts and not parts.finish_early:
             log.info("%d of %d %s already", n_parts - len(todo), n_parts, parts.made_before)
         return todo
-
-    @contextlib.contextmanager
-    def _cleared_if_nothing_begun(self, world_size: int = 1) -> Iterator[None]:
-        """Clear the work folder where the block fails before anything worth resuming was written."""
-        try:
-            yield
-        except BaseException:
-            children = [child for child in self.work.iterdir() if child.name not in (WORK, STORE)]
-            parts = [child for child in children if not child.name.startswith(".")]
-            if world_size == 1 and not any(part.is_dir() or part.stat().st_size for part in parts):
-                self.clear()
-            raise
 
     def new_store(self) -> Path:
         """Return the folder `store` as it is to be filled: not there."""
@@ -259,7 +275,7 @@ class Build:
     def publish(self) -> None:
         """Put the whole `store` in its place. Raise UserError where something else stands there by now."""
         to_disk(self.store)
-        write_json(self.work / COMPLETE, Complete(self.out.name, self.config, self._read_work()["fresh"]))
+        write_json(self.work / COMPLETE, {"out": self.out.name, "config": self.config})
         self._move(self.out)
         self.clear()
 
@@ -271,19 +287,7 @@ class Build:
         """
         order = {WORK: 0, COMPLETE: 2}
         for child in sorted(self.work.iterdir(), key=lambda child: order.get(child.name, 1)):
-            if child.is_dir() and not child.is_symlink():
-                shutil.rmtree(child)
-            else:
-                child.unlink()
-
-    def _finish_move(self, complete: Complete) -> None:
-        """Move a store into its place that a kill left complete in the work folder.
-
-        Builds with one work folder and different `out` may finish each other's store; its place is then locked as well.
-        """
-        out = self.work.with_name(complete.out)
-        with contextlib.nullcontext() if out == self.out else locked(out, otherwise=OTHER_OUT):
-            self._move(out)
+            shutil.rmtree(child) if child.is_dir() else child.unlink()
 
     def _move(self, out: Path) -> None:
         """Rename the store to `out`, and before that a store that stands there to `replaced` in the work folder.
@@ -305,26 +309,3 @@ class Build:
         if not (out / MANIFEST).is_file() or kind_of(out / MANIFEST) not in (self.kind, None):
             raise UserError(f"out={out} exists and was not written by data_prep.{self.kind}; give another out")
         return True
-
-    def _read_work(self) -> dict | None:
-        """Return what the parts were made of; None where no build has begun. Raises UserError where it is damaged."""
-        file = self.work / WORK
-        return read_object(file, Begun, f"remove {self.work}, or give another out") if file.is_file() else None
-
-    def _read_complete(self) -> Complete:
-        return read_object(self.work / COMPLETE, Complete, f"remove {self.work}, or give another out")
-
-
-@contextlib.contextmanager
-def held(work: Path) -> Iterator[None]:
-    """Make the work folder and keep other builds out of it, whatever their `out`. Remove it at the end if it is empty.
-
-    Raises UserError where another build is at work in it.
-    """
-    with locked(work, "another build", OTHER_OUT):
-        work.mkdir(exist_ok=True)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # not empty, or gone
-                work.rmdir()

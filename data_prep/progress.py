@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 log = logging.getLogger(__name__)
@@ -21,13 +20,6 @@ LOG_EVERY_S = 15.0
 Advance = Callable[..., None]  # (units, tokens): so many units are done, in which there were so many tokens
 
 
-def console() -> Console:
-    """Return where a command's tables are printed."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that is not UTF-8, or a character that the terminal lacks
-        sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
-
-
 def show_facts(title: str, facts: Mapping[str, str | None], next_command: str | None = None) -> None:
     """Print a table of facts, without those that are None, and the command to type next."""
     table = Table(title=title, show_header=False, title_justify="left")
@@ -36,9 +28,10 @@ def show_facts(title: str, facts: Mapping[str, str | None], next_command: str | 
     for name, fact in facts.items():
         if fact is not None:
             table.add_row(name, fact)
-    console().print(table)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS)
+    console.print(table)
     if next_command is not None:
-        console().print(f"next: {next_command}", style="dim", soft_wrap=True)
+        console.print(f"next: {next_command}", style="dim", soft_wrap=True)
 
 
 def target_override(config: Mapping) -> str:
@@ -53,11 +46,11 @@ def speed(tokens_per_s: float | None) -> str | None:
 
 @contextlib.contextmanager
 def token_progress(stage: str, total: int | None, shown: bool = True) -> Iterator[Advance]:
-    """Show how far a stage is, tokens/s and time left.
+    """Show how far a stage is, with tokens/s.
 
     Args:
         stage: what is being done, one word.
-        total: units of work in all; None: not known, and no time left is shown.
+        total: units of work in all; None: not known.
         shown: False on ranks other than zero.
 
     Yields:
@@ -65,12 +58,8 @@ def token_progress(stage: str, total: int | None, shown: bool = True) -> Iterato
     """
     on_terminal = shown and sys.stderr.isatty()
     tokens = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} tokens/s")
-    bar = Progress(
-        *(TextColumn("{task.description:<10}"), BarColumn(), TaskProgressColumn(), tokens),
-        *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
-        console=Console(stderr=True),
-        disable=not on_terminal,
-    )
+    columns = TextColumn("{task.description:<10}"), BarColumn(), TaskProgressColumn(), tokens, TimeRemainingColumn()
+    bar = Progress(*columns, console=Console(stderr=True), disable=not on_terminal)
     task = bar.add_task(stage, total=total, tokens=0, rate=0.0)
     done = n_tokens = 0
     start_s = logged_s = time.monotonic()
@@ -84,9 +73,7 @@ def token_progress(stage: str, total: int | None, shown: bool = True) -> Iterato
         bar.update(task, advance=units, tokens=n_tokens, rate=rate)
         if shown and not on_terminal and now_s - logged_s > LOG_EVERY_S:
             logged_s = now_s
-            share = f"{done / total:.0%}, " if total else ""
-            left = f", {(now_s - start_s) / done * max(total - done, 0):.0f} s left" if total and done else ""
-            log.info("%s: %s%d tokens, %.0f tokens/s%s", stage, share, n_tokens, rate, left)
+            log.info("%s: %s%d tokens, %.0f tokens/s", stage, f"{done / total:.0%}, " if total else "", n_tokens, rate)
 
     with bar:
         yield advance

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m data_prep.responses prompts=... target=...
     python -m data_prep.responses prompts=... target=... source=server base_url=http://127.0.0.1:8000
 
-The same command resumes after an interruption, and tries again what failed. Options are in `conf/responses.yaml`, the
+The same command resumes after an interruption, and tries again what failed. `--help` lists its options, the
 format in docs/data.md.
 """
 
@@ -23,9 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from data_prep.answers import Answering, PromptParts, answer_in_loop, read_questions
-from data_prep.pipeline import Build, hashed_config, store_path
+from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
-from data_prep.ranks import decided, launch, rank_device
 from data_prep.server import CompletionServer
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
@@ -47,6 +46,7 @@ NOT_HASHED = (
     "concurrency",
     "retries",
     "timeout_s",
+    "max_prompt_bytes",
 )
 OF_LOOP = ("drafter", "head", "datastore")  # options that a server has no use for
 OF_SERVER = ("base_url", "model")
@@ -82,7 +82,7 @@ def check_answering(options: Responses) -> Answering:
     if options.source == "server":
         if options.base_url is None:
             raise UserError("source=server needs the server's address; give base_url=http://host:port")
-        if not options.method["_target_"].endswith(".autoregressive.build"):
+        if not options.method["_target_"].endswith(".Autoregressive"):
             raise UserError("method= is an option of source=loop, not of a server; remove method=")
         if options.sampling.draws != "inverse":
             raise UserError("a server draws its own tokens; give sampling.draws=inverse, or source=loop")

@@ -4,8 +4,6 @@ The perplexity of a document under the target is exp(-mean log p) over its token
 document longer than the window is read by a sliding one: each token is scored once, and except in the first window with
 at least window_tokens - stride_tokens tokens before it. Windows of about equal length share a batch; they are padded on
 the right, which a causal forward does not see.
-
-Letters: B rows, T tokens of a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from data_prep.progress import Advance
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
+from spectrain.stores.files import write_whole
 from spectrain.stores.texts import unit_hash
-from spectrain.stores.writing import write_whole
 
 LOGITS_BYTES = 2**29  # of a batch, as float32, unless a single row has more
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # float32 values at once: few enough for caches, enough for all cores
@@ -214,29 +212,25 @@ def select(
     scores = perplexities
     if not selection.by_perplexity:
         scores = np.array([unit_hash(f"keep:{selection.seed}:{name}") for name in ids])
-    order = best = np.argsort(scores, kind="stable")
+    best = np.argsort(scores, kind="stable")
     if isinstance(selection.keep, float):
         best = best[: max(1, round(selection.keep * len(best)))]
     elif selection.keep is not None:
         best = best[: selection.keep]
     if selection.max_perplexity is not None:
+        if perplexities.min() > selection.max_perplexity:
+            raise UserError(
+                f"max_perplexity={selection.max_perplexity} keeps no document, the lowest has "
+                f"{perplexities.min():.4g}; raise it"
+            )
         best = best[perplexities[best] <= selection.max_perplexity]
     if selection.keep_tokens is not None:
         best = best[np.cumsum(lengths[best]) <= selection.keep_tokens]
     if not len(best):
-        raise _nothing_kept(selection, lengths[order[0]], perplexities)
+        raise UserError(f"keep_tokens={selection.keep_tokens} keeps nothing, the first document is longer; raise it")
     kept = np.zeros(len(ids), dtype=bool)
     kept[best] = True
     return kept
-
-
-def _nothing_kept(selection: Selection, first_tokens: int, perplexities: np.ndarray | None) -> UserError:
-    limit = selection.max_perplexity
-    if limit is not None and perplexities.min() > limit:
-        return UserError(f"max_perplexity={limit} keeps no document, the lowest has {perplexities.min():.4g}; raise it")
-    given = {name: value for name in ("keep", "max_perplexity", "keep_tokens") if (value := getattr(selection, name))}
-    limits = " ".join(f"{name}={value}" for name, value in given.items())
-    return UserError(f"{limits} keeps nothing, the first has {first_tokens} tokens; raise it")
 
 
 def rounded(value: float) -> float | None:
@@ -253,34 +247,23 @@ def quantiles(perplexities: np.ndarray) -> dict[str, float | None]:
     return dict(zip(QUANTILES, map(rounded, values), strict=True))
 
 
-def draw_histogram(file: Path, perplexities: np.ndarray, kept: np.ndarray, by_perplexity: bool) -> None:
-    """Draw the perplexities of kept and dropped documents, logarithmic, with the median and the cut."""
+def draw_histogram(file: Path, perplexities: np.ndarray, kept: np.ndarray) -> None:
+    """Draw the finite perplexities of kept and dropped documents, on a logarithmic scale, with their median."""
     finite = np.isfinite(perplexities)
-    values = perplexities[finite]
     figure = Figure(figsize=(7.5, 4.0), dpi=130, layout="constrained")
     axes = figure.subplots()
-    if len(values):
-        low, high = np.log10(values.min()), np.log10(values.max())
-        pad = max(0.02 * (high - low), 0.01)
-        bins = np.logspace(low - pad, high + pad, min(BINS, max(10, 2 * math.isqrt(len(values)))) + 1)
-        sides = [(kept, KEPT, f"kept ({kept.sum():,})"), (~kept, DROPPED, f"dropped ({(~kept).sum():,})")]
-        shown = [(values[side[finite]], color, label) for side, color, label in sides if side[finite].any()]
-        groups, colors, labels = map(list, zip(*shown, strict=True))
-        axes.hist(groups, bins=bins, stacked=True, color=colors, label=labels)
-        median = np.median(values)
-        axes.axvline(median, color="black", linestyle="--", linewidth=1.2, label=f"median {median:,.4g}")
-        if by_perplexity and not kept.all() and kept[finite].any():
-            cut = values[kept[finite]].max()
-            axes.axvline(cut, color="#555555", linewidth=1.2, label=f"cut {cut:,.4g}")
+    if finite.any():
+        low, high = perplexities[finite].min(), perplexities[finite].max()
+        bins = np.geomspace(0.99 * low, 1.01 * high, BINS + 1)
+        sides = [perplexities[kept & finite], perplexities[~kept & finite]]
+        labels = [f"kept ({kept.sum():,})", f"dropped ({(~kept).sum():,})"]
+        axes.hist(sides, bins=bins, stacked=True, color=[KEPT, DROPPED], label=labels)
+        median = np.median(perplexities[finite])
+        axes.axvline(median, color="black", linestyle="--", label=f"median {median:,.4g}")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:,g}")
-        if high - low < 1.5:  # within some two decades the powers of ten alone say too little
-            axes.xaxis.set_minor_formatter("{x:,.3g}")
-            axes.tick_params(axis="x", which="minor", labelsize=7)
         axes.legend(frameon=False)
-    axes.set(xlabel="perplexity under the target (logarithmic)", ylabel="documents")
-    axes.spines[["top", "right"]].set_visible(False)
-    n_infinite = len(perplexities) - len(values)
-    if n_infinite:
-        axes.set_title(f"{n_infinite:,} documents of infinite perplexity are not shown", fontsize=9)
+    axes.set(xlabel="perplexity under the target", ylabel="documents")
+    if not finite.all():
+        axes.set_title(f"{(~finite).sum():,} documents of infinite perplexity are not shown", fontsize=9)
     write_whole(file, partial(figure.savefig, format="png", metadata={"Software": None}))  # equal input, equal bytes

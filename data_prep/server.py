@@ -1,20 +1,17 @@
 """Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) in place of the decoding loop.
 
-Prompts go to POST /v1/completions as token ids, `concurrency` at a time; as text where a server takes no ids.
-Connection errors, 429 and 5xx are tried again with exponential back-off, or after the time that Retry-After asks for. A
-prompt that the server does not answer has failed, and the others go on. A server that cannot be reached any more ends
-the command.
+Prompts go to POST /v1/completions as token ids, `concurrency` at a time; as text where a server takes no ids. The
+client of `openai` repeats a request after connection errors, 429 and 5xx. A prompt that the server does not answer has
+failed, and the others go on. A server that cannot be reached any more ends the command.
 """
 
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import hashlib
 import logging
-import time
+import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -23,15 +20,12 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, Timeou
 from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.answers import Answer, Answering, Answers, Prompt
-from data_prep.tokenise import TOKENS_ONLY
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
 START_RETRIES = 2  # of the first request, so that a server that is down is reported within seconds
-MAX_BACKOFF_S = 60.0
-MAX_RETRY_AFTER_S = 600.0  # a server that asks for more is asked again after this
 CONNECT_S = 10.0
 EXCERPT_CHARACTERS = 160  # of a server's answer in a message
 
@@ -56,7 +50,7 @@ class Completion(BaseModel):
 
 @dataclass(frozen=True)
 class CompletionServer:
-    """A server and how it is asked; UserError where the address or the key cannot be one."""
+    """A server and how it is asked; UserError where the address cannot be one."""
 
     base_url: str  # with or without /v1
     api_key: str | None = None
@@ -64,16 +58,9 @@ class CompletionServer:
     concurrency: int = 8  # requests at a time
     retries: int = 5  # of a request
     timeout_s: float = 120.0  # of a request
-    backoff_s: float = 1.0  # before the first retry; doubles
 
     def __post_init__(self) -> None:
-        if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise UserError("OPENAI_API_KEY has a character that no key has; set it anew, without line breaks")
-        try:
-            url = self._client().base_url
-        except Exception as error:  # the HTTP library's own types
-            raise UserError(f"base_url={self.base_url} is no address ({error}); give http://host:port") from error
-        if url.scheme not in ("http", "https") or not url.host:
+        if not re.match(r"https?://[^/]", self.base_url):
             raise UserError(f"base_url={self.base_url} is no address of a server; give http://host:port")
 
     @property
@@ -85,8 +72,8 @@ class CompletionServer:
         address, model = f"base_url={self.root}", self.model
 
         async def ask() -> Any:
-            async with self._client() as client:
-                return await self._ask(client.models.with_raw_response.list, min(self.retries, START_RETRIES))
+            async with self._client(min(self.retries, START_RETRIES)) as client:
+                return await self._ask(client.models.with_raw_response.list)
 
         try:
             response = asyncio.run(ask())
@@ -98,7 +85,7 @@ class CompletionServer:
             return model  # a server without this list
         try:
             served = [entry["id"] for entry in response.json()["data"]]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise UserError(f"{address} is no OpenAI-compatible server ({_complaint(response)})") from None
         names = ", ".join(map(str, served))
         if model is None and len(served) != 1:
@@ -116,10 +103,10 @@ class CompletionServer:
             create = client.completions.with_raw_response.create
             request = self._request(prompt, answering)
             if takes_ids:
-                response = await self._ask(partial(create, **request), self.retries)
+                response = await self._ask(partial(create, **request))
                 if not refuses_ids(response):
                     return response
-            response = await self._ask(partial(create, **as_text(request, target)), self.retries)
+            response = await self._ask(partial(create, **as_text(request, target)))
             if takes_ids and response.status_code == 200:
                 log.info("%s takes no token ids; prompts are sent as text", self.root)
                 takes_ids = False
@@ -136,7 +123,7 @@ class CompletionServer:
                     answers.add(prompt, answer)
 
         async def ask_for_all() -> None:
-            async with self._client() as client, asyncio.TaskGroup() as group:
+            async with self._client(self.retries) as client, asyncio.TaskGroup() as group:
                 for _ in range(min(self.concurrency, len(prompts))):
                     group.create_task(ask_in_turn(client))
 
@@ -162,44 +149,28 @@ class CompletionServer:
             "extra_body": {name: value for name, value in own.items() if value},
         }
 
-    async def _ask(self, send: Callable[..., Awaitable[Any]], retries: int) -> Any:
-        """Send a request, again while its failure may pass. Return the HTTP response, whatever its status.
+    async def _ask(self, send: Callable[[], Awaitable[Any]]) -> Any:
+        """Send a request and return the HTTP response, whatever its status.
 
         PromptFailed is raised where it does not come, UserError where nobody is there.
         """
-        unsent = ["OpenAI-Organization", "OpenAI-Project"]  # which the client would take from the environment
-        headers = {name: Omit() for name in (unsent if self.api_key else [*unsent, "Authorization"])}
-        for attempt in range(retries + 1):
-            wait_s = min(self.backoff_s * 2.0 ** min(attempt, 30), MAX_BACKOFF_S)
-            try:
-                return (await send(extra_headers=headers)).http_response
-            except APIStatusError as error:
-                if (error.status_code != 429 and error.status_code < 500) or refuses_ids(error.response):
-                    return error.response
-                failure = PromptFailed(f"the server says {_complaint(error.response)}")
-                wait_s = retry_after_s(error.response.headers.get("retry-after", "")) or wait_s
-            except APIConnectionError as error:
-                kind = type(error.__cause__).__name__  # of whichever HTTP library the client uses
-                reason = f"{kind}: {error.__cause__}".removesuffix(": ")
-                if kind == "DecodingError":  # asking again would not help
-                    raise PromptFailed(f"answers nonsense: {reason}") from error
-                failure = PromptFailed(f"no answer ({reason})")
-                if kind in ("ConnectError", "ConnectTimeout"):
-                    failure = UserError(
-                        f"base_url={self.root} cannot be reached ({reason}); start the server, or give its address"
-                    )
-            if attempt < retries:
-                log.debug("%s; again in %.1f s", failure, wait_s)
-                await asyncio.sleep(wait_s)
-        raise failure
+        try:
+            return (await send()).http_response
+        except APIStatusError as error:
+            return error.response
+        except APIConnectionError as error:
+            kind = type(error.__cause__).__name__  # of whichever HTTP library the client uses
+            reason = f"{kind}: {error.__cause__}".removesuffix(": ")
+            if kind not in ("ConnectError", "ConnectTimeout"):
+                raise PromptFailed(f"no answer ({reason})") from error
+            raise UserError(
+                f"base_url={self.root} cannot be reached ({reason}); start the server, or give its address"
+            ) from error
 
-    def _client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(
-            base_url=f"{self.root}/v1",
-            api_key=self.api_key or "none",
-            timeout=Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s), pool=None),
-            max_retries=0,  # its own retries take other pauses, and give up where Retry-After is long
-        )
+    def _client(self, retries: int) -> AsyncOpenAI:
+        timeout = Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s), pool=None)
+        key = self.api_key or "none"
+        return AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, timeout=timeout, max_retries=retries)
 
 
 def refuses_ids(response: Any) -> bool:
@@ -214,7 +185,7 @@ def as_text(request: dict[str, Any], target: TargetModel) -> dict[str, Any]:
     """
     tokens, tokenizer = request["prompt"], target.tokenizer
     text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if tokenizer(text, **TOKENS_ONLY)["input_ids"] != tokens:
+    if tokenizer(text, add_special_tokens=False)["input_ids"] != tokens:
         raise PromptFailed("the server takes text only, and this prompt as text has other tokens")
     defaults = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
     return request | {"prompt": text, "extra_body": defaults | request["extra_body"]}
@@ -238,7 +209,7 @@ def read_completion(response: Any, target: TargetModel, answering: Answering) ->
     ids, reason = choice.token_ids, choice.finish_reason
     if ids is None and choice.text is None:
         raise PromptFailed("answers nonsense: neither token_ids nor a text")
-    tokens = target.tokenizer(choice.text, **TOKENS_ONLY)["input_ids"] if ids is None else ids
+    tokens = target.tokenizer(choice.text, add_special_tokens=False)["input_ids"] if ids is None else ids
     if max(tokens, default=0) >= target.vocab_size:
         vocabulary = f"the target's vocabulary of {target.vocab_size}"
         raise PromptFailed(f"answers nonsense: token id {max(tokens)} is outside {vocabulary}")
@@ -255,23 +226,13 @@ def read_completion(response: Any, target: TargetModel, answering: Answering) ->
     return Answer(tokens, reason, retokenized=ids is None)
 
 
-def retry_after_s(value: str) -> float | None:
-    """Return the seconds that a Retry-After header asks to wait, as such or as a date; None where it does not."""
-    seconds = 0.0
-    with suppress(ValueError, TypeError):
-        seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
-    with suppress(ValueError):
-        seconds = float(value)
-    return min(seconds, MAX_RETRY_AFTER_S) if seconds > 0 else None
-
-
 def _complaint(response: Any) -> str:
     """Return a status and the server's own words, as far as it has any."""
     try:
         said = response.json()
         for key in ("error", "message", "detail"):
             said = said.get(key, said) if isinstance(said, dict) else said
-    except (ValueError, RecursionError):
+    except ValueError:
         said = response.text
     return f"{response.status_code}: {_excerpt(said)}"
 

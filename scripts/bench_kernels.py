@@ -35,7 +35,7 @@ from spectrain.methods.spire import Spire
 from spectrain.models.packages import target_path
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.environment import device_facts, provenance
-from spectrain.stores.folder import write_json
+from spectrain.stores.files import write_json
 
 WARM_UPS = 2  # turns
 REPEATS = 8  # of what takes milliseconds, per turn

@@ -43,7 +43,8 @@ from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.stores.environment import device_facts, provenance
-from spectrain.stores.folder import MANIFEST, sha256, write_json
+from spectrain.stores.files import write_json
+from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.prompts import Question, conversation_ids
 from spectrain.training.runs import FinishedRun, RunFolder
 

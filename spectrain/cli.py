@@ -37,6 +37,7 @@ from rich.table import Table
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir
 from spectrain.errors import AllRanksError, UserError
+from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def as_override(value: object) -> str:
 def one_sentence(name: str) -> Iterator[None]:
     """Turn what the user did wrong into one line on stderr and exit code 2, and signals likewise into 130 or 143."""
     try:
-        with interruptible():
+        with interruptible(), naming_a_full_disk(Path.cwd()):
             yield
             sys.stdout.flush()
         return

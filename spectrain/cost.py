@@ -21,7 +21,7 @@ from spectrain.measure.cost import CostModel, methods_for, read_hardware, shape_
 from spectrain.measure.plots import cost_map, write_png
 from spectrain.measure.tables import cost_table, show
 from spectrain.stores.environment import provenance
-from spectrain.stores.folder import write_json
+from spectrain.stores.files import write_json
 from spectrain.stores.locations import BUNDLED
 
 AXES = ("batch", "context_tokens")

@@ -21,7 +21,7 @@ from spectrain.config.commands import Report
 from spectrain.errors import UserError
 from spectrain.measure.report import GENERATOR, render, sections_below
 from spectrain.stores.environment import date_of
-from spectrain.stores.writing import write_whole
+from spectrain.stores.files import write_whole
 
 HEAD_CHARACTERS = 2000  # of a page: within them it says what wrote it
 

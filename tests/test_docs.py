@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from spectrain.cli import expand_shorthands, refuse_what_hydra_fails_on
-from spectrain.stores.locations import conf_dir
+from spectrain.config import conf_dir
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -38,7 +38,8 @@ def test_a_wheel_composes_its_config_in_an_empty_folder(tmp_path):
     where = [
         sys.executable,
         "-c",
-        "import spectrain.stores.locations as c; print(c.conf_dir(), c.bundled_folder('pystdlib-8l'))",
+        "from spectrain.config import conf_dir; from spectrain.stores.locations import bundled_folder; "
+        "print(conf_dir(), bundled_folder('pystdlib-8l'))",
     ]
     out = subprocess.run(where, cwd=empty, env=environment, capture_output=True, text=True, check=True).stdout
     assert out.split() == [str(site / "spectrain/conf"), str(site / "spectrain/checkpoints/pystdlib-8l")]

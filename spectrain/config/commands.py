@@ -158,7 +158,7 @@ class Responses(Artifacts, Built):
     )
     model: str | None = option(None, "server: the model's name there; null: the only one that it serves")
     concurrency: int = option(8, "server: requests at the same time", least=1)
-    retries: int = option(5, "server: how often a request is repeated, after 1, 2, 4, ... seconds", least=0)
+    retries: int = option(5, "server: how often a request is repeated, after pauses that double", least=0)
     timeout_s: float = option(120.0, "server: seconds per request", above=0)
     allow_failed: bool = option(False, "true: finish without the prompts that fail, and list them in the manifest")
     finish_early: bool = option(False, "true: answer no more prompts, and finish with those that are answered")

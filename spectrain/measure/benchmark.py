@@ -22,7 +22,7 @@ from spectrain.decoding import Generation, TargetModel
 from spectrain.decoding.loop import check_prompt
 from spectrain.errors import UserError
 from spectrain.measure.results import QuestionRow, failed_row, question_row
-from spectrain.stores.lines import RowFile
+from spectrain.stores.files import RowFile
 from spectrain.stores.prompts import Question
 
 log = logging.getLogger(__name__)

@@ -26,14 +26,14 @@ import torch
 from scipy.optimize import brentq
 from transformers import AutoModelForCausalLM
 
+from spectrain.config import conf_dir
 from spectrain.decoding.loading import first_line, read_config
 from spectrain.decoding.modules import find_blocks
 from spectrain.decoding.supported import unsupported_layer_type
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name
-from spectrain.stores.locations import conf_dir
-from spectrain.stores.yaml_files import read_yaml
+from spectrain.stores.files import read_yaml
 
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from spectrain.measure.tables import estimate_of, number, ordered
 from spectrain.methods.registry import BASELINE
-from spectrain.stores.writing import write_whole
+from spectrain.stores.files import write_whole
 
 INK = "#1b1e24"  # of text and axes; a page draws them in the colour of its own text
 GREY = "#8a8f98"

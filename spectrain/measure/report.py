@@ -26,10 +26,7 @@ from spectrain.measure import plots, tables
 from spectrain.measure.tables import fixed, interval, number, percent, table_of
 from spectrain.methods.registry import BASELINE
 from spectrain.models.kinds import about
-from spectrain.stores.folder import read_json
-from spectrain.stores.lines import read_lines
-from spectrain.stores.writing import write_whole
-from spectrain.stores.yaml_files import read_yaml
+from spectrain.stores.files import read_json, read_lines, read_yaml, write_whole
 from spectrain.training.runs import hashed
 
 GENERATOR = "spectrain.report"  # by it a page of ours is recognised

@@ -35,7 +35,8 @@ from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, S
 from spectrain.errors import UserError
 from spectrain.methods.ranking import LIKELIEST, MOST_ROW_TRIALS, MOST_TRIALS, ROW_TRIALS, Ranking
 from spectrain.stores.environment import cpu_name
-from spectrain.stores.folder import digest, load_json, write_json
+from spectrain.stores.files import load_json, write_json
+from spectrain.stores.folder import digest
 from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from types import ModuleType
 import hydra
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from spectrain.config import conf_dir
 from spectrain.config.commands import Bench, Generate, Responses
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
@@ -36,7 +37,7 @@ from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.models.kinds import about
 from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.folder import digest
-from spectrain.stores.locations import CHECKPOINTS, conf_dir
+from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from spectrain.errors import UserError
 from spectrain.models.kinds import about
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores import locations
-from spectrain.stores.folder import read_object, write_json
+from spectrain.stores.files import read_object, write_json
 
 log = logging.getLogger(__name__)
 

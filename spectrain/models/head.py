@@ -23,7 +23,7 @@ from spectrain.decoding.sampling import Sampling
 from spectrain.errors import UserError
 from spectrain.models.artifacts import check_artifact, damage_of
 from spectrain.models.kinds import HEAD
-from spectrain.stores.folder import read_object, write_json
+from spectrain.stores.files import read_object, write_json
 
 KIND = HEAD
 DRAFTER = "drafter"  # its folder inside a head's

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.decoding.loading import DTYPES, check_complete, first_line, load_target, quiet_transformers
 from spectrain.errors import UserError
-from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder, write_json
+from spectrain.stores.files import write_json
+from spectrain.stores.folder import MANIFEST, locked, sha256, write_folder
 from spectrain.stores.locations import CHECKPOINTS, MADE, bundled_folder
 
 UNQUANTIZED = {"F32", "F16"}  # types that lose something in bfloat16

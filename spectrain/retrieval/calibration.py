@@ -18,7 +18,7 @@ from numba import njit
 from spectrain.errors import UserError
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, ContinuationTrie
 from spectrain.retrieval.fusion import Retriever
-from spectrain.stores.folder import read_json, write_json
+from spectrain.stores.files import read_json, write_json
 
 CALIBRATION = "calibration.json"  # in the folder of a datastore: {source: [[factor by depth] by prefix length]}
 SOURCES = ("input", "datastore")

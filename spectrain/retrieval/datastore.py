@@ -35,9 +35,8 @@ from spectrain.retrieval.suffix_array import (
     token_dtype,
 )
 from spectrain.stores import locations
-from spectrain.stores.folder import MANIFEST, StoreKind, sha256, write_json
-from spectrain.stores.typed import Count, FileFacts
-from spectrain.stores.writing import write_whole
+from spectrain.stores.files import Count, write_json, write_whole
+from spectrain.stores.folder import MANIFEST, FileFacts, StoreKind, sha256
 
 VERSION = 1
 PARTS = ("tokens", "suffixes", "bounds", "pairs", "offsets")

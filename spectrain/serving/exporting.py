@@ -33,7 +33,8 @@ from spectrain.models.packages import target_path
 from spectrain.retrieval.calibration import CALIBRATION
 from spectrain.retrieval.datastore import Datastore, newest_datastore
 from spectrain.serving.cards import lookup_card, trained_card
-from spectrain.stores.folder import MANIFEST, write_json
+from spectrain.stores.files import write_json
+from spectrain.stores.folder import MANIFEST
 from spectrain.stores.locations import CHECKPOINTS, bundled_folder
 from spectrain.training.base import Experiment
 from spectrain.training.runs import RunFolder

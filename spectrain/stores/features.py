@@ -7,8 +7,6 @@
 
 Shards are memory-mapped, and a row is read by itself. Rows lie one after another, in the order of the source; shards
 cut between rows.
-
-Letters: n tokens of a shard, L of a row, C captured layers, D hidden size of the target.
 """
 
 from __future__ import annotations
@@ -23,25 +21,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from typing_extensions import TypedDict
 
 from spectrain.errors import UserError
-from spectrain.stores.folder import StoreKind, sha256
-from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy
-from spectrain.stores.writing import write_whole
+from spectrain.stores.files import Count, write_whole
+from spectrain.stores.folder import FileFacts, StoreKind
 
 DTYPES = ("bfloat16", "int8")
 OPEN_SHARDS = 256  # mapped at once: a process may hold only so many maps
 INT8_MAX = 127
-
-
-class FeatureCounts(TypedDict):
-    """What a store of activations holds; of responses also those that are cut or skipped."""
-
-    __pydantic_config__ = MORE
-    rows: Count
-    held_out: Count  # rows
-    tokens: Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +46,8 @@ class FeatureManifest:
     precision: str  # that the forward ran in, in Lightning's words
     row_tokens: int  # of the longest row at most
     source: dict[str, str]  # "kind": corpus | responses, and which
-    config: MadeBy
-    counts: FeatureCounts
+    config: dict  # the options by which it was made
+    counts: dict[str, Count]  # rows, held_out, tokens; of responses also cut and skipped
     shard_rows: list[int]  # rows of each shard
     files: dict[str, FileFacts] = field(default_factory=dict)
 
@@ -118,11 +105,10 @@ def dequantise(q: Tensor, scale: Tensor) -> Tensor:
     return (q * scale[..., None]).to(torch.bfloat16)
 
 
-def write_shard(file: Path, shard: Shard) -> dict:
-    """Write a shard whole. Returns its bytes and sha256."""
+def write_shard(file: Path, shard: Shard) -> None:
+    """Write a shard whole."""
     tensors = {name: values for name, values in vars(shard).items() if values is not None}
     write_whole(file, lambda out: save_file(tensors, out.name))
-    return {"bytes": file.stat().st_size, "sha256": sha256(file)}
 
 
 class FeatureStore:
@@ -151,17 +137,12 @@ class FeatureStore:
 
     def _read_table(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the offsets of a shard's rows, which are held out, and the tokens of their prompts."""
-        file, names = self.folder / shard_name(index), ("offsets", "held_out", "prompt_tokens")
+        names = "offsets", "held_out", "prompt_tokens"
         try:
-            with safe_open(file, "pt") as shard:
-                offsets, held_out, prompts = (shard.get_tensor(name).numpy().copy() for name in names)
-                n_tokens = shard.get_slice("tokens").get_shape()[0]
-                in_order = (np.diff(offsets) >= 0).all() and (offsets[0], offsets[-1]) == (0, n_tokens)
+            with safe_open(self.folder / shard_name(index), "pt") as shard:
+                return tuple(shard.get_tensor(name).numpy().copy() for name in names)
         except Exception as error:  # safetensors, torch and the system each raise their own types here
-            raise ACTIVATIONS.damaged(file, type(error).__name__) from error
-        if not in_order or [len(offsets) - 1, len(held_out), len(prompts)] != [self.manifest.shard_rows[index]] * 3:
-            raise ACTIVATIONS.damaged(file, "it does not hold the rows that its manifest says")
-        return offsets, held_out, prompts
+            raise ACTIVATIONS.damaged(self.folder / shard_name(index), type(error).__name__) from error
 
     def _place(self, row: int, n_tokens: int | None = None) -> tuple[safe_open, slice]:
         """Return the shard of a row, and where its first `n_tokens` tokens stand there (None: all)."""

@@ -1,7 +1,6 @@
 """Folders that a command builds once and others read: files, and a `manifest.json` beside them, written last.
 
-The manifest says what kind of store it is, of which version, and the bytes and sha256 of each file. All JSON of the
-project is written here: strict (no NaN, no Infinity), and each file whole.
+The manifest says what kind of store it is, of which version, and the bytes and sha256 of each file.
 """
 
 from __future__ import annotations
@@ -10,31 +9,35 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 from filelock import FileLock, Timeout
+from typing_extensions import TypedDict
 
 from spectrain.errors import UserError
-from spectrain.stores.typed import FileFacts, from_json
-from spectrain.stores.writing import is_disk_full, real_path, rename, to_disk, write_whole
+from spectrain.stores.files import Count, from_json, is_disk_full, load_json, real_path, rename, to_disk, write_json
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # hashing leaves the GIL alone
-LOCK_ATTEMPTS = 100  # while others remove the lock file or its folder
 BESIDE = ("new", "old")  # where a folder is written, and where the one that it replaces waits to be removed
 
 T = TypeVar("T")
 M = TypeVar("M")  # a dataclass with the fields of a manifest, `files` among them
+
+
+class FileFacts(TypedDict):
+    """A file as a manifest lists it."""
+
+    bytes: Count
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,8 @@ class StoreKind(Generic[M]):
     def check_contents(self, folder: Path, files: Mapping[str, FileFacts]) -> None:
         """Read the files, a few at a time, and raise UserError where one is another."""
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            found = pool.map(lambda name: sha256(folder / name), files)
-            for (name, facts), digest in zip(files.items(), found, strict=True):
-                if digest != facts["sha256"]:
-                    pool.shutdown(cancel_futures=True)
+            for name, digest in zip(files, pool.map(lambda name: sha256(folder / name), files), strict=True):
+                if digest != files[name]["sha256"]:
                     raise self.damaged(folder / name, "it is not what the manifest says")
 
     def check_target(self, folder: Path, manifest: M, fingerprint: str, name: str) -> None:
@@ -140,67 +141,32 @@ class StoreKind(Generic[M]):
         return max(fitting)[-1]
 
 
-def write_manifest(folder: Path, manifest: object, files: Mapping[str, FileFacts] | None = None) -> None:
-    """Write the dataclass with its `files` (None: all in the folder): bytes and sha256 of each, by name."""
-    if files is None:
-        whole = sorted(file for file in folder.iterdir() if file.is_file())
-        files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in whole}
-    write_json(folder / MANIFEST, dataclasses.replace(manifest, files=files))
+def write_manifest(folder: Path, manifest: object) -> None:
+    """Write the dataclass with the `files` of the folder: bytes and sha256 of each, by name."""
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != MANIFEST)
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        found = zip(files, pool.map(sha256, files), strict=True)
+        facts = {file.name: {"bytes": file.stat().st_size, "sha256": digest} for file, digest in found}
+    write_json(folder / MANIFEST, dataclasses.replace(manifest, files=facts))
 
 
-def write_json(file: Path, value: object, sort_keys: bool = False) -> None:
-    """Write plain values or a dataclass as strict JSON; see `strict` and `write_whole`."""
-    write_whole(file, json.dumps(strict(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
-
-
-def json_line(value: object) -> str:
-    """Return plain values or a dataclass as one line of strict JSON; see `strict`."""
-    return json.dumps(strict(value), allow_nan=False) + "\n"
-
-
-def read_json(file: Path) -> object:
-    """Read a JSON file; see `load_json`, whose ValueError becomes a UserError that names the file."""
+def kind_of(manifest: Path) -> str | None:
+    """Return the kind of store that a manifest is of; None where it does not say, or is damaged."""
     try:
-        return load_json(file)
-    except ValueError as error:
-        raise UserError(f"{file} is no JSON that can be read ({error}); restore or remove it") from error
+        return load_json(manifest).get("kind")
+    except (ValueError, AttributeError):
+        return None
 
 
-def read_object(file: Path, kind: type[T], otherwise: str) -> T:
-    """Read a JSON file that holds a dataclass, or a mapping of typed values.
-
-    Raises:
-        UserError: it is damaged, or holds something else; `otherwise` says what to do then.
-    """
-    try:
-        return from_json(kind, load_json(file))
-    except ValueError as error:
-        raise UserError(f"{file} is damaged ({error}); {otherwise}") from error
+def digest(value: object) -> str:
+    """Return 8 hex digits of a value's JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def load_json(file: Path) -> object:
-    """Read a JSON file; see `parse_json`."""
-    return parse_json(file.read_bytes())
-
-
-def parse_json(text: str | bytes) -> object:
-    """Read strict JSON. Raises ValueError where it is none, also for NaN and Infinity."""
-    return json.loads(text, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}, which is not JSON")
-
-
-def strict(value: object) -> object:
-    """Return a value as strict JSON holds it: dataclasses as dictionaries, None in place of NaN and infinities."""
-    if dataclasses.is_dataclass(value):
-        value = dataclasses.asdict(value)
-    if isinstance(value, Mapping):
-        return {key: strict(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def sha256(file: Path) -> str:
+    """Return the sha256 of a whole file, in hex."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def write_folder(destination: Path, write: Callable[[Path], T], replace: bool = False) -> T:
@@ -240,6 +206,12 @@ def _beside(folder: Path) -> list[Path]:
     return [folder.with_name(f".{folder.name}.{name}") for name in BESIDE]
 
 
+def refuse_existing(destination: Path) -> None:
+    """Raise UserError where an export would replace something."""
+    if destination.exists():
+        raise UserError(f"out={destination} exists already; choose another out= or delete the folder")
+
+
 @contextmanager
 def _naming_what_cannot_be_made(folder: Path) -> Iterator[None]:
     try:
@@ -251,36 +223,9 @@ def _naming_what_cannot_be_made(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} cannot be made ({why}); give another path") from error
 
 
-def refuse_existing(destination: Path) -> None:
-    """Raise UserError where an export would replace something."""
-    if destination.exists():
-        raise UserError(f"out={destination} exists already; choose another out= or delete the folder")
-
-
-def kind_of(manifest: Path) -> str | None:
-    """Return the kind of store that a manifest is of; None where it does not say, or is damaged."""
-    try:
-        return read_json(manifest).get("kind")
-    except (ValueError, AttributeError):
-        return None
-
-
-def digest(value: object) -> str:
-    """Return 8 hex digits of a value's JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def sha256(file: Path) -> str:
-    """Return the sha256 of a whole file, in hex."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 @contextmanager
-def locked(
-    folder: Path, by: str = "another process", otherwise: str = "", is_file: bool = False, wait: bool = False
-) -> Iterator[None]:
-    """Keep other processes out of a folder or file that need not exist yet.
+def locked(folder: Path, by: str = "another process", otherwise: str = "", wait: bool = False) -> Iterator[None]:
+    """Keep other processes out of a folder that need not exist yet.
 
     The lock is on a file beside the folder, and ends with the process that holds it. At the end the file is removed,
     and so are parents that were made for it and are empty. A link has the lock of what it points to.
@@ -292,13 +237,15 @@ def locked(
     folder = real_path(folder)
     if folder.name in ("", ".."):  # the working folder, one above, or a root: nothing can be renamed to it
         raise UserError(f"{folder} has no name of its own; give the path of a folder that is to be made")
-    if folder.exists() and not folder.is_dir() and not is_file:
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is no folder; give another path")
     made = [parent for parent in folder.parents if not parent.exists()]
     file = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(file, timeout=-1 if wait else 0)
     try:
         with _naming_what_cannot_be_made(folder):
-            lock = _acquire(file, wait)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()  # tried again where the holder removes the file meanwhile
     except Timeout as error:
         raise UserError(f"{folder} is in use by {by}; wait for its end{otherwise}") from error
     try:
@@ -309,25 +256,3 @@ def locked(
         with suppress(OSError):  # not empty
             for parent in made:
                 parent.rmdir()
-
-
-def _acquire(file: Path, wait: bool) -> FileLock:
-    """Lock a file. Raises Timeout where another process has locked it, and `wait` is false.
-
-    Whoever holds a lock removes its file and folder at the end. The lock therefore counts only where the file is still
-    the one that was locked, and is tried again otherwise.
-    """
-    lock = FileLock(file, timeout=-1 if wait else 0)
-    for last in [False] * (LOCK_ATTEMPTS - 1) + [True]:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-            before = file.stat()
-            lock.acquire()
-            if os.path.samestat(file.stat(), before):
-                return lock
-        except (FileNotFoundError, FileExistsError):
-            if last:
-                raise  # nothing can be made there, as in /proc or below a file
-        lock.release()
-    raise Timeout(str(file))

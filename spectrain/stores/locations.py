@@ -1,9 +1,11 @@
-"""Where the configs lie, the bundled checkpoints, and the folder that commands export to."""
+"""Where the bundled checkpoints lie, and the folder that commands export to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+
+from spectrain.config import PACKAGE
 
 CHECKPOINTS = Path("checkpoints")  # where commands export to and look for drafters, below the working folder
 BUNDLED = "pystdlib-8l"  # the target of commands that are given none, as in conf/target/bundled.yaml
@@ -11,13 +13,6 @@ MADE = {"smollm2": "smollm2-135m"}  # targets that are made at first use (spectr
 # Trained drafters and heads that come with spectrain, by their folders.
 SHIPPED = ("pystdlib-8l-spire", "smollm2-135m-spire", "smollm2-135m-head")
 SHIPPED_STORES = ("smollm2-135m-answers",)  # datastores that come with spectrain, by their folders
-PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def conf_dir() -> Path:
-    """The folder of Hydra configs: inside the package in a wheel, beside it in a checkout."""
-    inside = PACKAGE / "conf"
-    return inside if inside.is_dir() else PACKAGE.parent / "conf"
 
 
 def bundled_folder(name: str) -> Path | None:

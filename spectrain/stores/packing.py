@@ -1,9 +1,7 @@
 """Documents as tokens, and how they are packed into rows of equal length.
 
-    packed = pack(read_documents("chats.jsonl"), target.tokenizer, row_tokens=1024, held_out_share=0.05)
-    packed.train.tokens, packed.train.is_response, packed.train.starts
-
-Letters: n tokens of a document, L of a row.
+packed = pack(read_documents("chats.jsonl"), target.tokenizer, row_tokens=1024, held_out_share=0.05)
+packed.train.tokens, packed.train.is_response, packed.train.starts
 """
 
 from __future__ import annotations

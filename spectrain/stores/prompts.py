@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.decoding.text import chat_ids
 from spectrain.errors import UserError, check_whole
-from spectrain.stores.folder import parse_json
+from spectrain.stores.files import parse_json
 
 FORMATS = {  # a file has the first of these whose keys its first row has
     "Spec-Bench": ("question_id", "category", "turns"),

@@ -20,17 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired
 
 import datasets
 import numpy as np
 import pyarrow.compute
 from datasets import Dataset, Features, List, Value
-from typing_extensions import TypedDict
 
 from spectrain.errors import UserError
-from spectrain.stores.folder import M, StoreKind, write_folder, write_manifest
-from spectrain.stores.typed import MORE, Count, FileFacts, MadeBy, SamplingFacts
+from spectrain.stores.files import Count
+from spectrain.stores.folder import FileFacts, M, StoreKind, write_folder, write_manifest
 
 RESPONSE_COLUMNS = Features(
     {
@@ -74,37 +72,6 @@ STATE_COLUMNS = Features(
 )
 
 
-class ResponseCounts(TypedDict):
-    """What a store of responses holds."""
-
-    __pydantic_config__ = MORE
-    prompts: Count
-    responses: Count
-    failed: Count
-    tokens: Count  # of the responses
-    retokenized: NotRequired[Count]  # responses that came as text
-
-
-class LabelCounts(TypedDict):
-    """What a store of acceptance labels holds."""
-
-    __pydantic_config__ = MORE
-    rows: Count
-    positions: Count  # with a draft
-    tokens: Count  # of prompts and responses
-    mean_label: float | None
-    below_half: float | None  # share of the labels
-
-
-class DrafterFacts(TypedDict):
-    """The drafter whose drafts are labelled."""
-
-    __pydantic_config__ = MORE
-    kind: str
-    path: str
-    fingerprint: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResponseManifest:
     """The content of `manifest.json` of a store of responses."""
@@ -114,10 +81,10 @@ class ResponseManifest:
     target: str  # folder or id
     target_fingerprint: str
     tokenizer_fingerprint: str
-    sampling: SamplingFacts
+    sampling: dict[str, float | int]  # how distributions were warped; fields of Sampling
     max_new_tokens: int
-    config: MadeBy
-    counts: ResponseCounts
+    config: dict  # the options by which it was made
+    counts: dict[str, Count]  # prompts, responses, failed, unanswered, tokens, retokenized, later_turns
     failed: list[dict[str, str]] = field(default_factory=list)  # {"id", "reason"} of each prompt without a response
     files: dict[str, FileFacts] = field(default_factory=dict)  # by name; writing fills it in
 
@@ -130,14 +97,14 @@ class AcceptanceManifest:
     kind: str = "acceptance"
     target: str  # folder or id
     target_fingerprint: str
-    drafter: DrafterFacts
+    drafter: dict[str, str]  # kind, path, fingerprint
     rollout_tokens: int | None  # of a SPIRe drafter's blocks; None: an ordinary draft model
-    sampling: SamplingFacts  # by which p and q are warped
+    sampling: dict[str, float | int]  # by which p and q are warped; fields of Sampling
     draws: int  # drafts per position
     mixing_share: float | None = None  # of the mixed texts whose states are kept; None: no states are
     responses: str  # name of the store they stand beside
-    config: MadeBy
-    counts: LabelCounts
+    config: dict  # the options by which it was made
+    counts: dict[str, Count | float | None]  # rows, positions with a draft, tokens, mean_label, below_half
     skipped: list[dict] = field(default_factory=list)  # {"id", "tokens"} of responses longer than a model's context
     files: dict[str, FileFacts] = field(default_factory=dict)  # by name; writing fills it in
 
@@ -244,6 +211,11 @@ def id_range(rows: Dataset) -> tuple[int, int]:
     return least, most
 
 
+def list_lengths(rows: Dataset, name: str) -> np.ndarray:
+    """Return the lengths of a column's lists: [rows] int64."""
+    return pyarrow.compute.list_value_length(rows.data.column(name)).to_numpy().astype(np.int64)
+
+
 def newest_responses(root: Path, target_fingerprint: str) -> Path:
     """Return the newest store below `root` that this target wrote, or raise UserError."""
     otherwise = f"responses of this target; run {RESPONSES.built_by} target=..., or give responses=<folder>"
@@ -263,13 +235,9 @@ def save_rows(folder: Path, rows: Dataset, manifest: object | None = None) -> No
     """Write rows, and a manifest if it is a whole store, so that the folder appears whole or not at all."""
 
     def write(temporary: Path) -> None:
-        bars = not datasets.are_progress_bars_disabled()
         datasets.disable_progress_bars()
-        try:
-            rows.save_to_disk(temporary)
-        finally:
-            if bars:
-                datasets.enable_progress_bars()
+        rows.save_to_disk(temporary)
+        datasets.enable_progress_bars()
         if manifest is not None:
             write_manifest(temporary, manifest)
 

@@ -48,16 +48,6 @@ def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Rows:
         raise UserError(f"{name} cannot be read as Parquet ({_line(error)}); fetch or write it again") from error
 
 
-def parquet_bytes(file: Path) -> int:
-    """Return the uncompressed size of a Parquet file's columns; 0 where it cannot be read, which reading reports."""
-    try:
-        with file.open("rb") as content:
-            metadata = pyarrow.parquet.read_metadata(content)
-    except (ArrowException, OSError):
-        return 0
-    return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-
-
 def is_saved(path: str | None) -> bool:
     """Return whether `datasets.save_to_disk` wrote what lies at a path."""
     if path is None:

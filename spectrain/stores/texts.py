@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from spectrain.decoding import tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.stores.conversations import Messages, has_assistant, plain_text
-from spectrain.stores.tables import Content, hub_texts, is_saved, jsonl_texts, parquet_bytes, parquet_texts, saved_texts
+from spectrain.stores.tables import Content, hub_texts, is_saved, jsonl_texts, parquet_texts, saved_texts
 
 if TYPE_CHECKING:
     from spectrain.stores.rows import ResponseStore
@@ -41,10 +41,10 @@ SUFFIXES = (
 )
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
-MAX_DOCUMENT_BYTES, MAX_FILES = 2**25, 100_000  # as in conf/corpus/stdlib.yaml
+MAX_DOCUMENT_BYTES, MAX_FILES = 2**25, 100_000
 SPLIT_IT = "split it into documents, or raise corpus.max_document_bytes"
 LATER_TURN = re.compile(r" turn \d+$")  # see `turn_id`
-STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees, as in conf/corpus/stdlib.yaml
+STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,16 @@ class Skipped:
     not_utf8: list[str] = field(default_factory=list)  # names of files
     empty: int = 0  # documents without text
     without_assistant: int = 0  # conversations in which the assistant says nothing
-    quiet: bool = False  # True: nothing is named in the log
 
     def say(self) -> None:
         """Log what is not named while reading."""
-        if self.without_assistant and not self.quiet:
+        if self.without_assistant:
             log.warning("left out, without an assistant turn: %d conversations", self.without_assistant)
 
 
 def read_documents(
     path: str | None,
-    fields: list[str] | None = None,
+    fields: str | list[str] | None = None,
     split: str = "train",
     subset: str | None = None,
     skipped: Skipped | None = None,
@@ -117,6 +116,7 @@ def read_documents(
             longer than max_document_bytes, or a folder holds more than max_files.
     """
     skipped = Skipped() if skipped is None else skipped
+    fields = [fields] if isinstance(fields, str) else fields
     if is_responses(path):
         yield from _responses(path, tokenizer)
         return
@@ -166,7 +166,7 @@ def _sources(
         return
     root, files = _files(path, most_files)
     is_given = path is not None and files == [Path(path).expanduser()]
-    level = logging.DEBUG if skipped.quiet or path is None else logging.WARNING
+    level = logging.DEBUG if path is None else logging.WARNING
     for file in files:
         # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
         name = os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace")
@@ -216,14 +216,6 @@ def _responses(path: str, tokenizer: PreTrainedTokenizerBase | None) -> Iterator
 def is_remote(path: str | None) -> bool:
     """Return whether a corpus is a dataset of the hub: nothing exists at its path, and the path looks like an id."""
     return path is not None and not _exists(path) and Path(path).suffix not in SUFFIXES and bool(HUB_ID.fullmatch(path))
-
-
-def corpus_bytes(path: str | None, max_files: int = MAX_FILES) -> int | None:
-    """Return the approximate size of a corpus's text in bytes, or None where only reading it would tell."""
-    if is_remote(path) or is_responses(path):
-        return None
-    files = Path(path).expanduser().rglob("*.arrow") if is_saved(path) else _files(path, max_files)[1]
-    return sum(parquet_bytes(file) if file.suffix == ".parquet" else file.stat().st_size for file in files)
 
 
 def _exists(path: str) -> bool:

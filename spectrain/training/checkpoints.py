@@ -28,8 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.stores.folder import read_json, write_json
-from spectrain.stores.writing import rename, to_disk, write_whole
+from spectrain.stores.files import read_json, rename, to_disk, write_json, write_whole
 
 NAME = re.compile(r"step-(\d+)\.ckpt")
 PARTIAL = ".partial.ckpt"

@@ -20,11 +20,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from spectrain.config import PACKAGE
 from spectrain.decoding import fingerprint
 from spectrain.decoding.memory import is_out_of_memory
 from spectrain.errors import UserError
 from spectrain.stores.environment import commit_of, environment
-from spectrain.stores.locations import PACKAGE
 from spectrain.training.base import Parts
 from spectrain.training.callbacks import Checkpoints, KeepBest, StopOnBadLoss, TokensPerSecond, progress
 from spectrain.training.checkpoints import ranks_of, reshard

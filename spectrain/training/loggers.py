@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from spectrain.models.artifacts import MANIFEST
-from spectrain.stores.folder import read_json
+from spectrain.stores.files import read_json
 from spectrain.training.runs import RunFolder, plain_name
 
 log = logging.getLogger(__name__)

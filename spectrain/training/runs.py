@@ -32,18 +32,9 @@ from torch import Tensor
 
 from spectrain.config import TYPED_COMMAND, Target
 from spectrain.errors import AllRanksError, UserError
-from spectrain.stores.folder import (
-    digest,
-    locked,
-    read_json,
-    refuse_existing,
-    remove_leftovers,
-    strict,
-    write_folder,
-    write_json,
-)
+from spectrain.stores.files import read_json, read_yaml, strict, write_json
+from spectrain.stores.folder import digest, locked, refuse_existing, remove_leftovers, write_folder
 from spectrain.stores.locations import CHECKPOINTS
-from spectrain.stores.yaml_files import read_yaml
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of, whole_weights
 
 if TYPE_CHECKING:

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep import datastore as data_datastore
 from data_prep import documents
-from data_prep import responses as data_responses
 from spectrain import cli
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.stores.rows import AcceptanceStore, ResponseManifest, write_responses
@@ -108,15 +106,15 @@ def build_options(made: Path) -> list[str]:
     ]
 
 
-def caller(name: str, main: Callable, tmp_path: Path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
-    """What runs `data_prep.<name>` in an empty folder; it returns exit code, stdout, stderr."""
+def caller(module: str, tmp_path: Path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+    """Return what runs the command of a module in an empty folder, and returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [f"data_prep.{name}", *arguments])
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
         code = 0
         try:
-            cli.run(f"data_prep.{name}")
+            cli.run(module)
         except SystemExit as stop:
             code = stop.code
         return code, *capfd.readouterr()
@@ -126,12 +124,12 @@ def caller(name: str, main: Callable, tmp_path: Path, monkeypatch, capfd) -> Cal
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
-    return caller("datastore", data_datastore.main, tmp_path, monkeypatch, capfd)
+    return caller("data_prep.datastore", tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture
 def respond(tmp_path, monkeypatch, capfd):
-    return caller("responses", data_responses.main, tmp_path, monkeypatch, capfd)
+    return caller("data_prep.responses", tmp_path, monkeypatch, capfd)
 
 
 def contents(folder: Path | str) -> dict[str, bytes]:

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.filesize import decimal
 from transformers import AutoTokenizer
 
-from data_prep import acceptance, labels
+from data_prep import labels
 from data_prep.labels import DRAFT_STREAM, Labelling, label_rows
 from spectrain.decoding import Sampling, TargetModel, fingerprint, generate, load_target
 from spectrain.decoding.sampling import row_generator
@@ -27,7 +26,6 @@ from spectrain.stores.rows import LABEL_COLUMNS, STATE_COLUMNS, open_acceptance
 from spectrain.stores.texts import train_tokenizer
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 from tests.data_prep.conftest import (
-    LENGTHS,
     LONG,
     N_ROWS,
     RESPONSES_SAMPLING,
@@ -50,7 +48,7 @@ def asked(made, ready) -> list[str]:
 
 @pytest.fixture
 def label(tmp_path, monkeypatch, capfd):
-    return caller("acceptance", acceptance.main, tmp_path, monkeypatch, capfd)
+    return caller("data_prep.acceptance", tmp_path, monkeypatch, capfd)
 
 
 def cut(label, monkeypatch, *arguments: str, parts: int = 2) -> None:
@@ -239,16 +237,6 @@ def test_a_cut_build_goes_on_to_the_same_bytes(label, asked, monkeypatch):
     assert sorted(os.listdir()) == ["cut", "whole"]
 
 
-def test_a_finished_store_is_refused_unless_fresh(label, asked):
-    assert label(*asked, "out=a")[0] == 0
-    before = contents("a")
-    code, _, err = label(*asked, "out=a")
-    assert code == 2
-    assert err.strip() == "error: a is finished; change an option, give another out, or give fresh=true"
-    assert label(*asked, "out=a", "fresh=true", "sampling=t1")[0] == 0
-    assert contents("a") != before
-
-
 def test_a_begun_build_refuses_other_options_drafters_and_responses(label, asked, ready, monkeypatch, tmp_path):
     for name in ("draft", "responses"):
         shutil.copytree(ready / name, tmp_path / name)
@@ -269,20 +257,6 @@ def test_a_begun_build_refuses_other_options_drafters_and_responses(label, asked
     assert ".a.partial holds a build with another set of responses" in err
     assert label(*asked, "fresh=true")[0] == 0
     assert len(open_acceptance("a").rows) == N_ROWS
-
-
-def test_a_damaged_part_is_named_and_made_again_once_removed(label, asked, monkeypatch):
-    assert label(*asked, "out=whole")[0] == 0
-    cut(label, monkeypatch, *asked, "out=cut")
-    part = Path(".cut.partial/part-00001")
-    file = next(part.glob("*.arrow"))
-    file.write_bytes(file.read_bytes()[:100])
-    code, _, err = label(*asked, "out=cut")
-    assert code == 2
-    assert ".cut.partial/part-00001 is damaged" in err
-    shutil.rmtree(part)
-    assert label(*asked, "out=cut")[0] == 0
-    assert contents("cut") == contents("whole")
 
 
 def test_weights_that_are_no_numbers_are_said_and_leave_nothing(label, asked, ready, tmp_path):
@@ -307,19 +281,6 @@ def test_states_that_float16_cannot_hold_are_said_and_leave_nothing(label, asked
     assert not list(Path().iterdir())
 
 
-def test_too_little_disk_is_said_before_the_work(label, asked, monkeypatch):
-    n_prompt, n_response = (sum(length(i) for i in range(N_ROWS) if i != LONG) for length in LENGTHS)
-    # Four bytes per token, 16 per draft; the store beside its parts, and a tenth more.
-    need_bytes = 1.1 * 2 * ((n_prompt + n_response) * 4 + n_response * 2 * 16)
-    usage = shutil.disk_usage("/")._replace(free=100)
-    monkeypatch.setattr("data_prep.pipeline.shutil.disk_usage", lambda folder: usage)
-    code, _, err = label(*asked, "out=a")
-    assert code == 2
-    assert f"100 bytes free, but this build needs about {decimal(int(need_bytes))};" in err
-    assert "free some, lower draws, or give out=" in err
-    assert not os.listdir()
-
-
 def make_strangers(folder: Path, ready: Path, tokenizer: Path) -> None:
     """A target and a draft model of other weights, a draft model of another vocabulary, a file in a folder."""
     for name, size in (("other", 300), ("words", 280)):
@@ -342,8 +303,6 @@ BAD = {
     "target": (["target=other"], "is of the target the tiny target ("),
     "spire's target": (["target=other", "drafter=spire"], "is of the target the tiny target ("),
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.acceptance"),
-    "out without a name": (["out=."], "out=. has no name of its own"),
-    "out below a file": (["out=taken/file/a"], "cannot be made (Not a directory)"),
 }
 
 
@@ -369,13 +328,3 @@ def test_a_spire_drafter_of_another_target_is_refused(label, asked, ready, made,
     assert code == 2
     assert "drafter=spire was trained for tiny" in err
     assert "not for this target" in err
-
-
-def test_responses_that_do_not_fit_at_all_are_said(label, asked, ready):
-    shutil.copytree(ready / "draft", "short")
-    config = json.loads(Path("short/config.json").read_text())
-    Path("short/config.json").write_text(json.dumps({**config, "max_position_embeddings": 1}))
-    code, _, err = label(*asked, "drafter=short", "out=a")
-    assert code == 2
-    assert f"none of the {N_ROWS} responses has a token and fits into the 1 that" in err
-    assert os.listdir() == ["short"]

@@ -7,9 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +16,14 @@ from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
-from data_prep import activations
-from data_prep.capture import ShardParts, TokenRows, rows_of_responses, shard_bounds
-from spectrain import train
+from data_prep.capture import ShardParts
 from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
-from spectrain.errors import UserError
 from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
 from spectrain.stores.packing import pack
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out, read_documents
-from spectrain.training import precision
+from spectrain.training import strategies
 from spectrain.training.data import FeatureRows
 from tests import ranks
 from tests.conftest import tiny_model
@@ -41,12 +35,12 @@ ROW_TOKENS = 32
 
 @pytest.fixture
 def capture(tmp_path, monkeypatch, capfd):
-    return caller("activations", activations.main, tmp_path, monkeypatch, capfd)
+    return caller("data_prep.activations", tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture
 def learn(tmp_path, monkeypatch, capfd):
-    return caller("train", train.main, tmp_path, monkeypatch, capfd)
+    return caller("spectrain.train", tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture
@@ -100,20 +94,6 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     assert os.stat("a/shard-00000.safetensors").st_mode == os.stat("a/manifest.json").st_mode
 
 
-def test_layers_and_dtypes_are_chosen(capture, asked):
-    assert capture(*asked, "out=a", "layers=[0,1,3]")[0] == 0
-    assert capture(*asked, "out=b", "layers=1", "dtype=int8")[0] == 0
-    a, b = open_features("a"), open_features("b")
-    assert a.manifest.layers == [0, 1, 3]
-    assert b.manifest.layers == [1]
-    exact, near = a.read(3, layers=(1,)), b.read(3)
-    bound = exact.captured.float().abs().amax(-1, keepdim=True) / 100
-    assert ((near.captured.float() - exact.captured.float()).abs() <= bound).all()
-    assert not torch.equal(near.captured, exact.captured)
-    size = [sum(file.stat().st_size for file in Path(name).glob("shard-*")) for name in "ab"]
-    assert size[1] < size[0] / 3
-
-
 def test_responses_are_rows_of_prompt_and_answer(capture, shared, answers):
     target = f"target={shared / 'target'}"
     options = [f"responses={answers}", target, "precision=32-true", "held_out_share=0.4", "row_tokens=12", "out=a"]
@@ -160,18 +140,6 @@ def test_several_stores_of_responses_are_captured_together_and_hold_out_the_same
         assert "must be different folders of data_prep.responses, separated by colons" in err
 
 
-def test_responses_that_leave_a_side_empty_are_said(answers):
-    with pytest.raises(UserError, match=r"gives 0 training rows and 13 held-out rows within row_tokens=256; give more"):
-        rows_of_responses([open_responses(answers)], 256, 0.9999999)
-
-
-def test_shards_hold_whole_rows():
-    offsets = np.cumsum([0, 3, 3, 9, 1, 1, 4, 2])
-    assert shard_bounds(offsets, 6).tolist() == [0, 2, 3, 6, 7]
-    assert shard_bounds(offsets, 1).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert shard_bounds(offsets, 99).tolist() == [0, 7]
-
-
 def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
     """Leaves a build after so many shards."""
     capture_shard, made = ShardParts.capture, []
@@ -191,41 +159,15 @@ def test_a_cut_build_goes_on_to_the_same_bytes(capture, asked, monkeypatch):
     assert capture(*asked, "out=whole")[0] == 0
     cut(capture, monkeypatch, *asked, "out=cut")
     work = Path(".cut.partial")
-    assert sorted(p.name for p in work.iterdir()) == ["shard-00000.json", "shard-00001.json", "store", "work.json"]
+    assert sorted(p.name for p in work.iterdir()) == ["store", "work.json"]
     (work / "store" / ".shard-00002.safetensors.tmp").write_text("half")  # as after a kill
     (work / "store" / ".tmpXy12Z").write_text("half")  # safetensors' own
-    (work / "store" / "shard-00002.safetensors").write_text("of a shard whose facts were not written")
     code, _, err = capture(*asked, "out=cut", "batch_tokens=99")
     assert code == 0, err
     n_shards = len(list(Path("whole").glob("shard-*")))
     assert f"2 of {n_shards} shards are captured already" in err
     assert contents("cut") == contents("whole")
     assert sorted(os.listdir()) == ["cut", "whole"]
-
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.mark.slow
-def test_a_build_that_is_killed_again_and_again_ends_with_the_same_bytes(capture, shared):
-    torch.set_num_threads(1)
-    asked = [*source(shared), "row_tokens=32", "shard_tokens=32", "batch_tokens=64", "precision=32-true"]
-    command = [sys.executable, "-m", "data_prep.activations", *asked, "out=killed"]
-    work, seen = Path(".killed.partial"), 0
-    for _ in range(3):
-        started = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        while len(list(work.glob("shard-*.json"))) < seen + 15:
-            assert started.poll() is None, "it ended before it could be killed"
-            time.sleep(0.001)
-        started.kill()
-        started.wait()
-        seen = len(list(work.glob("shard-*.json")))
-    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert f"{seen} of " in ended.stderr
-    assert capture(*asked, "out=whole")[0] == 0
-    assert contents("killed") == contents("whole")
-    assert not work.exists()
 
 
 FULL = {
@@ -262,16 +204,6 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_command_goes_on(capture
     assert contents("a") == contents("whole")
 
 
-def test_a_disk_that_is_too_small_is_said_before_the_work(capture, asked, monkeypatch):
-    usage = shutil.disk_usage("/")._replace(free=100_000)
-    monkeypatch.setattr("data_prep.pipeline.shutil.disk_usage", lambda folder: usage)
-    code, _, err = capture(*asked, "out=a")
-    assert code == 2
-    assert "100.0 kB free, but this build needs about" in err
-    assert "free some, give dtype=int8, or give out=" in err
-    assert os.listdir() == []
-
-
 def test_a_batch_that_memory_does_not_hold_is_said(capture, asked, monkeypatch):
     def fail(*inputs, **options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 9 GB")
@@ -294,23 +226,6 @@ def test_features_that_are_no_numbers_are_said(capture, asked, shared, tmp_path)
     assert os.listdir() == ["broken"]
 
 
-def test_a_begun_build_refuses_another_corpus_and_other_options(capture, asked, monkeypatch, shared, tmp_path):
-    shutil.copytree(shared / "corpus", "corpus")
-    asked = [*asked, "corpus=corpus", "out=a"]
-    cut(capture, monkeypatch, *asked)
-    code, _, err = capture(*asked, "dtype=int8")
-    assert code == 2
-    assert ".a.partial holds a build with another config (differs in dtype)" in err
-    (Path("corpus") / "m3.py").write_text("other = 1\n" * 99)
-    code, _, err = capture(*asked)
-    assert code == 2
-    assert ".a.partial holds a build with another set of rows" in err
-    assert capture(*asked, "fresh=true")[0] == 0
-    code, _, err = capture(*asked)
-    assert code == 2
-    assert err.strip() == "error: a is finished; change an option, give another out, or give fresh=true"
-
-
 BAD = {
     "long rows": (["row_tokens=512"], "row_tokens=512 is above the target's 256 tokens; lower it"),
     "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "corpus too small: the "),
@@ -321,7 +236,6 @@ BAD = {
     "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
     "target": (["responses=responses", "target=other"], "is of the target the tiny target ("),
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.activations"),
-    "out without a name": (["out=."], "out=. has no name of its own"),
 }
 
 
@@ -402,7 +316,7 @@ def test_responses_as_a_corpus_are_learned_alike_from_the_store_and_beside_the_t
 
 def test_precision_is_what_the_processor_multiplies_the_fastest(capture, learn, training, shared, monkeypatch):
     for multiplies, expected in ((True, "bf16-mixed"), (False, "32-true")):
-        monkeypatch.setattr(precision, "multiplies", lambda dtype, multiplies=multiplies: multiplies)
+        monkeypatch.setattr(strategies, "multiplies", lambda dtype, multiplies=multiplies: multiplies)
         options = ["target.device=cpu", f"row_tokens={ROW_TOKENS}", "corpus.max_documents=30", f"out={expected}"]
         assert capture(*source(shared), *options)[0] == 0
         assert open_features(expected).manifest.precision == expected
@@ -497,11 +411,3 @@ def test_a_store_that_does_not_do_is_one_sentence_and_leaves_nothing(learn, trai
     assert sum(line.startswith("error: ") for line in err.splitlines()) == 1
     assert "Traceback" not in err
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_what_is_read_depends_on_every_fact_of_the_rows():
-    rows = TokenRows.of_texts([(np.array([1, 2], np.int32), 0, False), (np.array([3], np.int32), 1, True)])
-    same = TokenRows.of_texts([(np.array([1, 2], np.int32), 0, False), (np.array([3], np.int32), 1, True)])
-    moved = TokenRows.of_texts([(np.array([1], np.int32), 0, False), (np.array([2, 3], np.int32), 1, True)])
-    assert rows.digest() == same.digest() != moved.digest()
-    assert shard_bounds(rows.offsets, 2).tolist() == [0, 1, 2]

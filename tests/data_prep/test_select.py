@@ -8,8 +8,6 @@ import torch
 
 from data_prep.select import Scoring, perplexities, token_log_probs, windows_of
 from spectrain.decoding import TargetModel
-from spectrain.decoding.masks import length_buckets
-from spectrain.errors import UserError
 from tests.conftest import random_prompts, tiny_model
 from tests.models.test_artifacts import tiny_tokenizer
 
@@ -82,15 +80,6 @@ def test_only_the_tokens_that_count_are_in_the_mean(target, bos_id):
         assert perplexity == pytest.approx(np.exp(-np.mean(log_p)), rel=1e-4)
 
 
-def test_every_token_is_scored_once():
-    for n_tokens in range(2, 60):
-        for window, stride in ((2, 1), (8, 4), (8, 7), (10, 3)):
-            windows = list(windows_of(0, n_tokens, window, stride))
-            scored = [p for w in windows for p in range(w.scored_from, w.stop)]
-            assert scored == list(range(1, n_tokens))
-            assert all(w.stop - w.start <= window for w in windows)
-
-
 @pytest.mark.parametrize("batch_tokens", [1, 64, 333, 10_000])
 def test_batches_do_not_change_scores(target, batch_tokens):
     many = documents([5, 90, 33, 34, 8, 61, 2, 90, 17] * 3)
@@ -107,11 +96,6 @@ def test_a_document_without_a_token_to_score_has_infinite_perplexity(target):
     assert perplexities(target, [], Scoring(32, 16, 64)).shape == (0,)
 
 
-def test_an_impossible_token_has_infinite_perplexity_not_an_error(target, monkeypatch):
-    monkeypatch.setattr("data_prep.select.token_log_probs", lambda logits, tokens: torch.full(tokens.shape, -1e4))
-    assert perplexities(target, documents([5]), Scoring(32, 16, 64)).tolist() == [np.inf]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_in_chunks_equal_log_softmax_in_float32(dtype, monkeypatch):
     monkeypatch.setattr("data_prep.select.CHUNK_LOGITS", {"cpu": 250})
@@ -119,25 +103,3 @@ def test_log_probs_in_chunks_equal_log_softmax_in_float32(dtype, monkeypatch):
     tokens = torch.randint(100, (3, 7))
     expected = logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
     torch.testing.assert_close(token_log_probs(logits, tokens), expected)
-
-
-def test_buckets_hold_each_row_once_within_the_budget():
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(1, 300, 500).tolist()
-    buckets = list(length_buckets(lengths, 1000))
-    assert sorted(i for bucket in buckets for i in bucket) == list(range(500))
-    padded = [len(bucket) * max(lengths[i] for i in bucket) for bucket in buckets]
-    assert max(padded) <= 1000
-    assert sum(padded) < 1.1 * sum(lengths)
-    assert list(length_buckets([50, 2000], 1000)) == [[1], [0]]
-
-
-def test_defaults_follow_the_target_and_wrong_values_are_named(target):
-    scoring = Scoring.of(target, None, None, 8192)
-    assert (scoring.window_tokens, scoring.stride_tokens) == (256, 128)
-    for window, stride, batch, message in (
-        (257, None, 1, "window_tokens=257 is above the target's 256 tokens"),
-        (64, 64, 1, "stride_tokens=64 must be below window_tokens=64"),
-    ):
-        with pytest.raises(UserError, match=message):
-            Scoring.of(target, window, stride, batch)

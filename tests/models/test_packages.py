@@ -18,7 +18,8 @@ from spectrain.errors import UserError
 from spectrain.models import packages
 from spectrain.models.packages import PACKAGES, Package, target_path
 from spectrain.stores import locations
-from spectrain.stores.folder import read_json, sha256
+from spectrain.stores.files import read_json
+from spectrain.stores.folder import sha256
 from tests.conftest import VOCAB_SIZE, tiny_model
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are written with the package gguf: pip install -e '.[test]'")

@@ -18,7 +18,6 @@ from spectrain.stores.features import (
     open_features,
     quantise,
     shard_name,
-    token_bytes,
     write_shard,
 )
 from spectrain.stores.folder import write_manifest
@@ -116,14 +115,6 @@ def test_int8_is_off_by_half_a_step_at_most_and_by_bfloat16(tmp_path):
         torch.testing.assert_close(found.final_hidden, exact.final_hidden[place], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 4 + 3 * 2 * D), ("int8", 4 + 3 * (D + 4))])
-def test_a_token_takes_what_is_estimated(tmp_path, dtype, expected):
-    assert token_bytes(dtype, len(LAYERS), D) == expected
-    n_tokens = 20_000
-    write_shard(tmp_path / "shard", random_shard([n_tokens], 0, dtype))
-    assert (tmp_path / "shard").stat().st_size == pytest.approx(expected * n_tokens, rel=1e-3)
-
-
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_flipped_byte_is_found_and_its_shard_named(folder, index):
     file = folder / shard_name(index)
@@ -156,18 +147,6 @@ def test_a_missing_or_short_shard_is_named(folder, verify):
     assert sentence.endswith("again with fresh=true")  # without, that command says that the store is finished
 
 
-def test_what_is_no_store_is_said(tmp_path, folder):
-    assert "does not exist; make one with python -m data_prep.activations" in open_or_sentence(tmp_path / "none")
-    (folder / "manifest.json").unlink()
-    assert "has no manifest.json" in open_or_sentence(folder)
-
-
-def test_a_header_that_is_no_header_is_damage_without_verification(folder):
-    file = folder / shard_name(0)
-    file.write_bytes(b"\xff" * file.stat().st_size)
-    assert "store/shard-00000.safetensors is damaged: " in open_or_sentence(folder, verify=False)
-
-
 def test_another_target_and_missing_layers_are_refused(folder):
     store = open_features(folder)
     store.check_fits("a" * 16, "tiny", (3,), 99)
@@ -175,24 +154,6 @@ def test_another_target_and_missing_layers_are_refused(folder):
         store.check_fits("c" * 16, "big", (3,), 99)
     with pytest.raises(UserError, match=r"blocks \[1, 3\], but the drafter reads \[2, 3\]; .* layers=\[2,3\]$"):
         store.check_fits("a" * 16, "tiny", (2, 3), 99)
-
-
-@pytest.mark.parametrize("wrong", [-1, 99])
-def test_a_token_outside_the_vocabulary_is_refused(tmp_path, shards, wrong):
-    shards[1].tokens[0] = wrong
-    store = open_features(write_store(tmp_path / "store", shards))
-    with pytest.raises(UserError, match=f"it has the token {wrong}, but the target has 99"):
-        store.check_fits("a" * 16, "tiny", (3,), 99)
-
-
-@pytest.mark.parametrize("offsets", [[0, 9, 14], [3, 7, 14], [0, 7, 10, 14], [0, 9, 7, 14], [0, 7, 10, 99]])
-def test_rows_that_do_not_lie_one_after_another_are_refused(tmp_path, shards, offsets):
-    shards[2] = dataclasses.replace(shards[2], offsets=torch.tensor(offsets))
-    folder = write_store(tmp_path / "store", shards)
-    if offsets == [0, 7, 10, 14]:  # as they were
-        assert len(open_features(folder)) == 6
-    else:
-        assert "shard-00002.safetensors is damaged: it does not hold the rows" in open_or_sentence(folder)
 
 
 def test_the_newest_store_that_fits_is_found(tmp_path, shards):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from datasets import Dataset
 
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import newest_datastore
 from spectrain.stores.rows import (
     LABEL_COLUMNS,
     AcceptanceManifest,
@@ -20,7 +18,6 @@ from spectrain.stores.rows import (
     open_acceptance,
     save_rows,
 )
-from tests.retrieval.reference import make_store
 
 ROWS = [
     {
@@ -72,12 +69,6 @@ def test_what_is_written_is_read(folder, tmp_path):
     assert not any(file.name.endswith(".tmp") for file in folder.iterdir())
 
 
-def test_equal_rows_give_equal_bytes(folder, tmp_path):
-    write(tmp_path / "again")
-    for file in folder.iterdir():
-        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
-
-
 def test_what_does_not_fit_is_refused_by_naming_both_sides(folder):
     store = open_acceptance(folder)
     store.check_fits(TARGET, DRAFTER, 10, 300_004)
@@ -92,50 +83,6 @@ def test_what_does_not_fit_is_refused_by_naming_both_sides(folder):
             assert side in str(refused.value)
 
 
-@pytest.mark.parametrize("wrong", [-(2**31), 300_004])
-def test_a_draft_outside_the_vocabulary_is_refused(tmp_path, wrong):
-    rows = [*ROWS[:3], ROWS[3] | {"drafts": [[8] * 3, [9, wrong, 9]]}]
-    save_rows(tmp_path / "store", Dataset.from_list(rows, features=LABEL_COLUMNS), manifest())
-    with pytest.raises(UserError, match=f"it has the token {wrong}, but the target has 300004"):
-        open_acceptance(tmp_path / "store").check_fits(TARGET, DRAFTER, 10, 300_004)
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "manifest", "version", "kind", "no manifest", "rows"])
-def test_a_damaged_store_is_refused_in_one_sentence(folder, damage):
-    file, facts = folder / "data-00000-of-00001.arrow", json.loads((folder / "manifest.json").read_text())
-    whole = bytearray(file.read_bytes())
-    message = "is damaged: it is not what the manifest says"
-    if damage == "cut":
-        file.write_bytes(whole[:-8])
-    elif damage == "flipped":
-        whole[-100] ^= 1
-        file.write_bytes(whole)
-    elif damage == "missing":
-        file.unlink()
-        message = "lacks data-00000-of-00001.arrow"
-    elif damage == "manifest":
-        (folder / "manifest.json").write_text("{")
-        message = "manifest.json cannot be read"
-    elif damage == "no manifest":
-        (folder / "manifest.json").unlink()
-        message = "has no manifest.json"
-    else:
-        change, message = {
-            "version": ({"version": 99}, "version 99"),
-            "kind": ({"kind": "responses"}, "of 'responses'"),
-            "rows": ({"counts": manifest().counts | {"rows": 5}}, "does not hold what its manifest says"),
-        }[damage]
-        (folder / "manifest.json").write_text(json.dumps({**facts, **change}))
-    with pytest.raises(UserError, match=message) as refused:
-        open_acceptance(folder)
-    assert "\n" not in str(refused.value)
-
-
-def test_no_folder_is_said():
-    with pytest.raises(UserError, match="data.path=nowhere does not exist; make one with python -m data_prep"):
-        open_acceptance("nowhere")
-
-
 def test_the_newest_fitting_store_is_found(tmp_path, caplog):
     with pytest.raises(UserError, match="holds no acceptance labels of this target and drafter; make some with"):
         newest_acceptance(tmp_path, TARGET, DRAFTER)
@@ -146,10 +93,3 @@ def test_the_newest_fitting_store_is_found(tmp_path, caplog):
     (write(tmp_path / "damaged") / "manifest.json").write_text("{")
     assert newest_acceptance(tmp_path, TARGET, DRAFTER) == tmp_path / "new"
     assert "passed over" in caplog.text
-
-
-def test_stores_of_other_kinds_are_passed_over_in_silence(folder, tmp_path, caplog):
-    make_store(tmp_path / "datastore", [[1, 2, 3]], 61)
-    assert newest_acceptance(tmp_path, TARGET, DRAFTER) == folder
-    assert newest_datastore(tmp_path, "tok", "fp") == tmp_path / "datastore"
-    assert not caplog.records

@@ -34,11 +34,6 @@ def test_a_signal_while_a_command_is_imported_is_one_sentence(tmp_path, number, 
     assert process.returncode == code
 
 
-def test_a_library_that_is_imported_changes_no_handler():
-    code, err = ran("print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, file=sys.stderr)")
-    assert (code, err) == (0, "True\n")
-
-
 def test_handlers_are_given_back():
     code, err = ran(
         """
@@ -67,22 +62,6 @@ def test_a_second_signal_does_not_wait_for_the_first(number):
     assert (code, err) == (SAID[number][0], f"{SAID[number][1]}; run the same command again\n")
 
 
-def test_a_signal_in_the_middle_of_a_print_is_said():
-    code, err = ran(
-        """
-        class Busy:
-            def write(self, text):
-                raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
-            def flush(self):
-                pass
-        with SIGNALS.answered():
-            sys.stderr = Busy()
-            os.kill(os.getpid(), signal.SIGTERM)
-    """.replace("\n        ", "\n")
-    )
-    assert (code, err) == (143, "terminated; run the same command again\n")
-
-
 def test_a_signal_in_a_place_that_raises_nothing_ends_the_command():
     code, err = ran(
         """
@@ -107,21 +86,6 @@ def test_a_signal_while_python_clears_up_leaves_the_exit_code():
             def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
                 kill(pid, number)
         held = Held()
-    """.replace("\n        ", "\n")
-    )
-    assert (code, err) == (0, "")
-
-
-def test_a_signal_after_the_end_leaves_the_exit_code():
-    code, err = ran(
-        """
-        sys.argv, sys.orig_argv = ["-m"], [sys.executable, "-m", "spectrain.generate"]
-        SIGNALS.answer_while_importing()
-        with SIGNALS.answered():
-            pass
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
-        print("was not reached", file=sys.stderr)
     """.replace("\n        ", "\n")
     )
     assert (code, err) == (0, "")

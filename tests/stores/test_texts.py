@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from spectrain.stores.prompts import read_prompts
 from spectrain.stores.texts import (
     Document,
     Skipped,
-    corpus_bytes,
     is_held_out,
     is_remote,
     read_documents,
@@ -62,18 +60,6 @@ def test_held_out_documents_are_whole_and_the_same_in_any_order(tokenizer):
     for i in range(60):
         inside = f"def f{i}(" in held_out_text
         assert inside <= is_held_out(f"module_{i}.py", 0.2)
-
-
-def test_documents_are_closed_by_the_end_of_text(tokenizer):
-    rows = pack(documents(40), tokenizer, 16, held_out_share=0.2)
-    text = tokenizer.decode(rows.train.tokens.flatten())
-    assert text.count("<|endoftext|>") > 20
-    assert "<|endoftext|>def f" in text
-
-
-def test_share_of_held_out_documents_is_about_what_was_asked():
-    share = sum(is_held_out(f"{i}.py", 0.05) for i in range(10_000)) / 10_000
-    assert 0.04 < share < 0.06
 
 
 def test_jsonl_fields_make_the_text(tmp_path):
@@ -128,7 +114,6 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
     for folder in ("pq", "saved", "splits"):
         assert texts(tmp_path / folder) == TEXTS, folder
         assert texts(tmp_path / folder, ["a"]) == ["answer 0", "answer 2"], folder
-        assert corpus_bytes(str(tmp_path / folder)) > 30, folder
     assert texts(tmp_path / "splits", None, "test") == TEXTS[2:]
     streamed = tables.hub_texts(str(tmp_path / "pq"), None, "train", ["q", "a"])
     assert list(streamed) == [(number, text, None) for number, text in enumerate(TEXTS, start=1)]
@@ -183,7 +168,6 @@ def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch)
     ]
     assert asked == [("owner/name", "small", "test", ["text"])]
     assert skipped.empty == 1
-    assert corpus_bytes("owner/name") is None
 
 
 def test_what_is_a_hub_dataset_and_what_a_wrong_path(tmp_path, monkeypatch):
@@ -229,45 +213,10 @@ def test_source_files_are_read_and_what_is_skipped_is_counted(tmp_path):
     assert skipped == Skipped(not_utf8=["cut.jsonl", "latin.md"], empty=1)
 
 
-def test_reading_is_lazy(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"q": "one"}\nnot JSON\n')
-    assert next(read_documents(str(file))).text == "one"
-
-
 def test_halves_of_characters_are_replaced(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"q": "a\\ud800b"}\n{"q": ["\\udfff", "\\ud83d\\ude00"]}\n')
     assert texts(file, ["q"]) == ["a\ufffdb", "\ufffd\n\n\U0001f600"]
-
-
-def test_names_that_are_no_utf8_stay_apart_and_can_be_hashed(tmp_path):
-    table = datasets.Dataset.from_list(ROWS[:1])
-    for name in (b"a\xff.py", b"a\xfe.py", b"b\xff.txt"):
-        (tmp_path / os.fsdecode(name)).write_bytes(b"\xff" if name.endswith(b".txt") else name[:1])
-    table.to_parquet(tmp_path / "c.parquet")
-    (tmp_path / "c.parquet").rename(tmp_path / os.fsdecode(b"c\xff.parquet"))
-    skipped = Skipped()
-    found = [d.id for d in read_documents(str(tmp_path), skipped=skipped)]
-    assert found == [r"a\xfe.py", r"a\xff.py", r"c\xff.parquet:1"]
-    assert skipped.not_utf8 == [r"b\xff.txt"]
-    assert corpus_bytes(str(tmp_path)) > 30
-    assert not any(is_held_out(name, 0.0) for name in found)
-
-
-@pytest.mark.parametrize("name", ["a.py", "a.jsonl", "a.parquet"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
-    (tmp_path / name).touch()
-    opened = Path.open
-
-    def denied(self, *arguments, **options):
-        if self.name == name:  # root may read any file, so its mode does not matter
-            raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(UserError, match=f"{name} cannot be read .*Permission denied"):
-        texts(tmp_path)
 
 
 def test_a_bad_byte_of_json_lines_is_named_by_its_line(tmp_path):
@@ -297,8 +246,6 @@ def test_a_folder_of_too_many_files_is_refused_and_hidden_folders_do_not_count(t
         (tmp_path / name).write_text("text\n")
     with pytest.raises(UserError, match=r"holds more than 2 files; give the folder that .* or raise corpus.max_files"):
         list(read_documents(str(tmp_path), max_files=2))
-    with pytest.raises(UserError, match="holds more than 2 files"):
-        corpus_bytes(str(tmp_path), max_files=2)
     assert [document.id for document in read_documents(str(tmp_path), max_files=3)] == ["a.txt", "b/c.txt"]
 
 

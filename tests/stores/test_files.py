@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spectrain.errors import UserError
+from spectrain.stores.files import is_disk_full, write_whole
 from spectrain.stores.folder import write_folder
-from spectrain.stores.writing import is_disk_full, write_whole
 
 
 def test_what_cannot_be_written_leaves_the_file_of_before_and_nothing_beside_it(tmp_path):
@@ -70,8 +70,8 @@ def test_a_full_disk_is_said_with_the_bytes_that_are_needed(tmp_path, monkeypatc
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("spectrain.stores.writing.to_disk", full)
-    monkeypatch.setattr("spectrain.stores.writing.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("spectrain.stores.files.to_disk", full)
+    monkeypatch.setattr("spectrain.stores.files.free_bytes", lambda folder: 1000)
     said = r"the disk of \S+ is full; free some .* again \(1.0 kB of the 3.0 kB that its next file needs are free\)"
     with pytest.raises(UserError, match=said):
         write_whole(tmp_path / "a.txt", "a" * 3000)
