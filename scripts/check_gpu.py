@@ -46,6 +46,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
 from spectrain.cli import quiet_libraries
+from spectrain.config import TYPED_COMMAND
 from spectrain.decoding import Drafter, TargetModel, generate, load_target, stream
 from spectrain.decoding.loading import first_line
 from spectrain.errors import UserError
@@ -63,7 +64,7 @@ from spectrain.methods.registry import (
 )
 from spectrain.methods.speculative import Speculative
 from spectrain.models.vanilla import new_vanilla
-from spectrain.stores.environment import TYPED_COMMAND, device_facts, provenance
+from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.folder import write_json
 from spectrain.stores.lines import RowFile
 from spectrain.stores.locations import BUNDLED, bundled_folder

@@ -7,16 +7,14 @@ import platform
 import socket
 import subprocess
 import time
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
 import torch
 
-LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
+from spectrain.config import TYPED_COMMAND
 
-# The command line of this process as it was typed; spectrain.cli sets it, results keep it.
-TYPED_COMMAND: ContextVar[str | None] = ContextVar("typed_command", default=None)
+LIBRARIES = ("torch", "lightning", "transformers", "deepspeed", "spectrain")
 
 
 def environment(ranks: int) -> dict[str, object]:
