@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[type, dict[str, str | None]]] = {
     "acceptance": (commands.Acceptance, {"target": "bundled", "sampling": None}),
     "datastore": (commands.Datastore, {"target": "bundled", "corpus": "stdlib"}),
     "target": (commands.MakeTarget, {}),
-    "export": (commands.Export, {"target": "bundled", "method": None}),
+    "export": (commands.Export, {"method": None}),
     "report": (commands.Report, {}),
     "cost": (commands.Cost, {"hardware": "h100"}),
     "train": (
