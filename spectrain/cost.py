@@ -47,7 +47,7 @@ def prediction(options: dict) -> dict[str, object]:
     name = str(options["target"]["path"] or BUNDLED)
     target = shape_of_model(name) if given is None else shape_of_numbers("numbers.target", given)
     model = CostModel(target, read_hardware(options["hardware"], options["dtype"]), options["count_unembedding"])
-    axes = {axis: options[axis] if isinstance(options[axis], list) else [options[axis]] for axis in AXES}
+    axes = {axis: options[axis] for axis in AXES}
     plain_ms = model.hardware.milliseconds(model.verify(*axes.values()))
     methods = {}
     for method in methods_for(target, options):

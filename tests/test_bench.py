@@ -8,9 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from spectrain import bench
+from spectrain.cli import composed
+from spectrain.config import options_of
+from spectrain.config.commands import Bench
 from spectrain.decoding import Sampling, TargetModel, load_target
 from spectrain.errors import UserError
 from spectrain.measure.baselines import BASELINES
@@ -19,9 +22,8 @@ from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
 from spectrain.methods.registry import artifact_kinds, build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
 from spectrain.stores.prompts import conversation_ids
-from spectrain.stores.texts import is_held_out
+from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out
 from tests.methods.lookup_export import lookup_facts
-from tests.test_cli import composed
 
 ARTIFACTS = {name: next(iter(artifact_kinds(method_config(name)).values()), None) for name in method_names()}
 MODEL_FREE = {name for name, kind in ARTIFACTS.items() if kind is None}
@@ -42,6 +44,10 @@ def asked(tmp_path) -> str:
 def write(folder: Path, *rows: dict) -> str:
     (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return "prompts=asked.jsonl"
+
+
+def bench_options(*arguments: str) -> Bench:
+    return options_of("bench", composed("bench", *arguments))
 
 
 def results(folder: str) -> dict:
@@ -74,7 +80,7 @@ def test_all_methods_are_measured_side_by_side_and_lossless(run, asked):
 
 
 def test_every_method_of_the_project_is_known_to_the_bench():
-    assert set(method_configs(composed("bench"))) == set(method_names())
+    assert set(method_configs(bench_options())) == set(method_names())
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -176,7 +182,7 @@ def test_without_a_prompt_file_held_out_modules_are_continued():
     questions = read_questions(None, 3)
     assert len({question.id for question in questions}) == 3
     assert {question.category for question in questions} == {"stdlib"}
-    assert all(is_held_out(q.id, composed("train", "+exp=spire").corpus.held_out_share) for q in questions)
+    assert all(is_held_out(q.id, STDLIB_HELD_OUT) for q in questions)
     assert {len(turn) for question in questions for turn in question.turns} == {STDLIB_CHARACTERS}
 
 
@@ -296,10 +302,6 @@ def test_ctrl_c_keeps_what_is_measured(run, asked, monkeypatch):
         ),
         (["methods=all", "max_nodes=4"], "lookahead: max_nodes=4"),
         (["chat=true"], "has no chat template"),
-        (
-            ["sampling.repetition_penalty=1.2"],
-            "unknown sampling option: repetition_penalty; speculation supports temperature",
-        ),
         (["prompts=nowhere.jsonl"], "nowhere.jsonl"),
         (["drafter=nowhere", "methods=[speculative]"], "nowhere"),
         (["drafter=nowhere", "methods=[pld]"], "drafter=nowhere is a vanilla drafter, which none of the methods takes"),
@@ -314,7 +316,7 @@ def test_wrong_requests_are_refused(opened, tmp_path, monkeypatch, arguments, re
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a missing folder is looked for on the hub
     with pytest.raises(UserError) as error:
-        prepare(opened, composed("bench", *arguments))
+        prepare(opened, bench_options(*arguments))
     assert reason in str(error.value)
 
 
@@ -323,15 +325,14 @@ def opened(shared) -> TargetModel:
     return load_target(str(shared / "target"))
 
 
-def prepare(target: TargetModel, cfg: DictConfig) -> None:
+def prepare(target: TargetModel, options: Bench) -> None:
     """What the command does before it measures."""
-    sampling = Sampling.from_options(cfg.sampling)
-    bench.check(cfg)
-    methods = method_configs(cfg, reserved=BASELINES)
-    read_questions(cfg.prompts, cfg.limit)
-    conversation_ids(target.tokenizer, ["x"], [], cfg.chat)
-    drafters, _ = build_methods(cfg, methods, target, sampling)
-    bench.build_baselines(cfg, target, drafters)
+    bench.check(options)
+    methods = method_configs(options, reserved=BASELINES)
+    read_questions(options.prompts, options.limit)
+    conversation_ids(target.tokenizer, ["x"], [], options.chat)
+    drafters, _ = build_methods(options, methods, target, Sampling(**vars(options.sampling)))
+    bench.build_baselines(options, target, drafters)
 
 
 @pytest.mark.parametrize(

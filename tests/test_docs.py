@@ -1,4 +1,4 @@
-"""Every command that README and docs/ show can be composed: its options exist. Links and pictures lead somewhere."""
+"""Every command that README and docs/ show has options that exist. Links and pictures lead somewhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from spectrain.cli import expand_shorthands, refuse_what_hydra_fails_on
-from spectrain.config import conf_dir
+from spectrain.cli import composed
+from spectrain.config import options_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,14 +27,12 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands_can_be_composed(line):
+def test_commands_have_options_that_exist(line):
     name, *arguments = shlex.split(line)
-    arguments = [a for a in arguments if "=" in a and not a.startswith("[")]
-    primary = (conf_dir() / f"{name}.yaml").read_text()
-    refuse_what_hydra_fails_on(arguments, primary)
-    arguments = [a for a in expand_shorthands(arguments, samples="- sampling:" in primary) if not is_sweep(a)]
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        compose(name, overrides=arguments)
+    arguments = [a for a in arguments if "=" in a and not is_sweep(a) and "${hydra:" not in a]
+    if name == "generate" and not any(a.startswith("prompt=") for a in arguments):
+        arguments.append("prompt=x")
+    options_of(name, composed(name, *arguments))
 
 
 def is_sweep(argument: str) -> bool:

@@ -1,18 +1,20 @@
-"""Write the tables of docs/evidence.md anew from claims.json.
+"""Write the tables of docs/benchmarks.md and docs/evidence.md anew from the JSON files of this folder.
 
     python docs/results/tables.py
 
-A generated table stands between `<!-- claims: <paper> -->` and `<!-- end -->`.
+A table stands between `<!-- table: <file> -->` and `<!-- end -->`, with the date, the machine and the command below it;
+the claims of a paper between `<!-- claims: <paper> -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent / "evidence.md"
+PAGES = [FOLDER.parent / name for name in ("benchmarks.md", "evidence.md")]
 COLUMNS = {
     "claim": "claim of the paper",
     "lab_8l": "ours on lab-8l",
@@ -20,20 +22,34 @@ COLUMNS = {
     "verdict": "verdict",
     "why": "why",
 }
-GENERATED = re.compile(r"(<!-- claims: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+GENERATED = re.compile(r"(<!-- (table|claims): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    """Return the Markdown table of one paper's claims."""
-    lines = [list(COLUMNS.values()), ["---"] * len(COLUMNS), *([row[key] for key in COLUMNS] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def measured(name: str) -> str:
+    """Return the table of one file, and below it where, when and how it was measured."""
+    one = json.loads((FOLDER / f"{name}.json").read_text())
+    batch = f", batch {one['batch']}" if one["batch"] else ""
+    where = f"{one['date']}, {one['machine']}; {one['model']}, {one['dtype']}{batch}"
+    note = f" {one['note']}" if "note" in one else ""
+    return f"{markdown(one['columns'], one['rows'])}\n{where}: `{one['command']}`.{note}\n"
+
+
+def claims(paper: str) -> str:
+    """Return the table of one paper's claims."""
+    rows = json.loads((FOLDER / "claims.json").read_text())[paper]
+    return markdown(list(COLUMNS.values()), [[row[key] for key in COLUMNS] for row in rows])
 
 
 def generated(page: str) -> str:
     """Return the page with every generated table written anew."""
-    claims = json.loads((FOLDER / "claims.json").read_text())
-    return GENERATED.sub(lambda found: found[1] + table(claims[found[2]]) + found[3], page)
+    kinds = {"table": measured, "claims": claims}
+    return GENERATED.sub(lambda found: found[1] + kinds[found[2]](found[3]) + found[4], page)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(generated(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(generated(page.read_text()))

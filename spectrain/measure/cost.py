@@ -33,7 +33,6 @@ from spectrain.decoding.supported import unsupported_layer_type
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name
-from spectrain.stores.files import read_yaml
 
 BYTES_PER_VALUE = {"fp8": 1, "int8": 1, "fp16": 2, "bf16": 2, "tf32": 4, "fp32": 4}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -319,13 +318,3 @@ def methods_for(target: Shape, options: Mapping) -> list[Method]:
         Method("magicdec", target, accepted["magicdec"], cache),
         Method("spire", spire, accepted["spire"], cache, feedback=True),
     ]
-
-
-def paper_model() -> tuple[CostModel, dict[str, Method]]:
-    """Return the model of the SPIRe paper's Figure 4, and its methods by name."""
-    files = ("cost.yaml", "cost/spire_figure4.yaml")
-    defaults, figure = (read_yaml(conf_dir() / file) for file in files)
-    options = defaults | figure | {"numbers": defaults["numbers"] | figure["numbers"]}
-    target = shape_of_numbers("numbers.target", options["numbers"]["target"])
-    hardware = read_hardware(read_yaml(conf_dir() / "hardware/spire_paper.yaml"))
-    return CostModel(target, hardware), {method.name: method for method in methods_for(target, options)}

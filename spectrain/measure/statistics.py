@@ -22,20 +22,6 @@ class Estimate:
     low: float = math.nan
     high: float = math.nan
 
-    @classmethod
-    def of_samples(cls, value: float, samples: Sequence[float], level: float = 0.95) -> Estimate:
-        """Take the interval from bootstrap samples of the value; samples that are nan do not count."""
-        samples = np.asarray(samples, dtype=np.float64)
-        if np.isnan(samples).all():
-            return cls(float(value))
-        low, high = np.nanquantile(samples, [(1 - level) / 2, (1 + level) / 2])
-        return cls(float(value), float(low), float(high))
-
-    @property
-    def resolved(self) -> bool:
-        """Whether the interval excludes 0, for the estimate of a difference."""
-        return self.low > 0 or self.high < 0
-
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
@@ -44,32 +30,27 @@ class Estimate:
         return {name: None if math.isnan(value) else value for name, value in asdict(self).items()}
 
 
-def bootstrap_samples(
+def bootstrap(
     statistic: Callable[..., np.ndarray], *samples: Sequence[float], n_resamples: int = 2000, seed: int = 0
-) -> np.ndarray:
-    """Compute a statistic on B resamples of units such as questions. Returns [..., B].
+) -> Estimate:
+    """Estimate a single number with its percentile interval over units such as questions.
 
     Args:
-        statistic: called as statistic(*samples, axis=-1) with arrays of shape [Q] or [B, Q]; returns [...] or [..., B].
-        samples: one or several measurements of the same Q >= 2 units in the same order; they are drawn together.
+        statistic: called as statistic(*samples, axis=-1) with arrays of units, or of resamples of units.
+        samples: one or several measurements of the same units in the same order; they are drawn together.
+        n_resamples: drawn with replacement. Where the statistic of one is nan, it does not count.
+        seed: of the draws.
     """
     arrays = [np.asarray(one, dtype=np.float64) for one in samples]
     options = {"vectorized": True, "n_resamples": n_resamples, "method": "percentile", "paired": len(arrays) > 1}
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DegenerateDataWarning)  # a resample may have no step at all
-        return scipy_bootstrap(arrays, statistic, rng=np.random.default_rng(seed), **options).bootstrap_distribution
-
-
-def bootstrap(
-    statistic: Callable[..., np.ndarray], *samples: Sequence[float], level: float = 0.95, **options: int
-) -> Estimate:
-    """Estimate a single number with its percentile interval; arguments as of `bootstrap_samples`."""
-    arrays = [np.asarray(one, dtype=np.float64) for one in samples]
-    with np.errstate(invalid="ignore", divide="ignore"):
         value = float(statistic(*arrays, axis=-1)) if len(arrays[0]) else math.nan
-    if len(arrays[0]) < 2 or math.isnan(value):
-        return Estimate(value)
-    return Estimate.of_samples(value, bootstrap_samples(statistic, *arrays, **options), level)
+        if len(arrays[0]) < 2 or math.isnan(value):
+            return Estimate(value)
+        drawn = scipy_bootstrap(arrays, statistic, rng=np.random.default_rng(seed), **options).bootstrap_distribution
+    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    return Estimate(value, float(low), float(high))
 
 
 def median(values: Sequence[float], **options: float) -> Estimate:
@@ -85,11 +66,6 @@ def of_sums(function: Callable[..., np.ndarray], *samples: Sequence[float], **op
 def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], **options: float) -> Estimate:
     """Estimate sum / sum over questions, resampling both together."""
     return of_sums(lambda a, b: a / b, numerators, denominators, **options)
-
-
-def difference_of_ratios(*samples: Sequence[float], **options: float) -> Estimate:
-    """Estimate a / b - c / d from four samples over the same questions: how much larger one ratio is than another."""
-    return of_sums(lambda a, b, c, d: a / b - c / d, *samples, **options)
 
 
 def speedup(*samples: Sequence[float], **options: float) -> Estimate:

@@ -1,52 +1,36 @@
 """The acceptance length tau of drafters on the same contexts, with the real decoding loop (SPIRe, section 4).
 
 Contexts are the first tokens of held-out rows. Each is continued by the same number of tokens: an end of text does not
-end it, so that all weigh alike. Differences between drafters are paired: what both find hard cancels out.
-
-Letters: R rows, each with one context per length.
+end it, so that all weigh alike.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.errors import UserError
-from spectrain.measure.statistics import Estimate, acceptance_length, difference_of_ratios, ratio_of_sums, speedup
-
-POOLED = "all"
-COMPARISON_RESAMPLES = 4000
+from spectrain.measure.statistics import Estimate, acceptance_length, ratio_of_sums, speedup
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Contexts of one length under one temperature; None: of all lengths, or of all temperatures."""
+class Setting(NamedTuple):
+    """Contexts of one length under one temperature."""
 
-    context_tokens: int | None
-    temperature: float | None  # 0: greedy
+    context_tokens: int
+    temperature: float  # 0: greedy
 
     @property
     def name(self) -> str:
-        """The name in files: "256 tokens, greedy", "all, T=1", "all"."""
-        length = POOLED if self.context_tokens is None else f"{self.context_tokens} tokens"
-        return length if self.temperature is None else f"{length}, {self.sampling}"
+        """The name in files, such as "256 tokens, greedy"."""
+        return f"{self.context_tokens} tokens, {self.sampling}"
 
     @property
     def sampling(self) -> str:
-        return "greedy" if not self.temperature else f"T={self.temperature:g}"
-
-    @classmethod
-    def named(cls, name: str) -> Setting:
-        """Read the name of a setting of one length. Raises ValueError where it is none."""
-        parts = re.fullmatch(r"(\d+) tokens, (?:greedy|T=([\d.]+))", name)
-        if parts is None:
-            raise ValueError(f"setting {name!r}")
-        return cls(int(parts[1]), float(parts[2] or 0))
+        return f"T={self.temperature:g}" if self.temperature else "greedy"
 
 
 @dataclass(frozen=True)
@@ -118,16 +102,9 @@ def continue_rows(
     return generate(target, drafter, contexts, new_tokens, sampling, verification="token", **options)
 
 
-def counts_of(generations: Sequence[Generation]) -> np.ndarray:
-    """Count the tokens after the first, and the target forwards, of each continuation, [R, 2] float64."""
-    return np.array([(len(g.tokens) - 1, g.target_forwards) for g in generations], dtype=np.float64).reshape(-1, 2)
-
-
-def tau_estimate(counts: np.ndarray, other: np.ndarray | None = None, n_resamples: int = 2000) -> Estimate:
-    """Estimate tau from counts [R, 2]; or how much larger it is than that of another drafter on the same rows."""
-    if other is None:
-        return acceptance_length(*counts.T, n_resamples=n_resamples)
-    return difference_of_ratios(*counts.T, *other.T, n_resamples=n_resamples)
+def tau_estimate(generations: Sequence[Generation]) -> Estimate:
+    """Estimate tau from continuations: tokens after the first per target forward pass."""
+    return acceptance_length([len(g.tokens) - 1 for g in generations], [g.target_forwards for g in generations])
 
 
 def tau_of(
@@ -142,7 +119,7 @@ def tau_of(
     setting = setting or Setting(settings.context_tokens[0], settings.temperatures[0])
     some = rows[: settings.contexts]
     return tau_estimate(
-        counts_of(continue_rows(target, drafter, some, setting, settings.new_tokens, settings.batch_size, seed=seed))
+        continue_rows(target, drafter, some, setting, settings.new_tokens, settings.batch_size, seed=seed)
     )
 
 
@@ -153,7 +130,7 @@ def measure_tau(
     settings: TauSettings,
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Decode the same held-out rows [R, L] with every method.
+    """Decode the same held-out rows of tokens with every method.
 
     Returns `tau` by method and name of the setting, and `settings`, as results of a training hold them. Their `gamma`
     is how many tokens each method drafts.
@@ -208,7 +185,10 @@ def measure_speed(
     try:
         for temperature in settings.temperatures:
             timed = _in_turns(target, turns, rows, settings, temperature, seed)
-            baseline, name = _tokens_and_seconds(timed[plain]), Setting(None, temperature).sampling
+            baseline, name = (
+                _tokens_and_seconds(timed[plain]),
+                Setting(settings.context_tokens[0], temperature).sampling,
+            )
             found = {turn: _speed_row(generations, baseline) for turn, generations in timed.items()}
             gammas[name] = {str(gamma): found.pop(gamma) for gamma in range(1, longest + 1)}
             speeds[name] = found | {own: gammas[name][str(longest)]}
@@ -229,7 +209,7 @@ def _speed_row(generations: Sequence[Generation], plain: tuple[list[float], list
     tokens, seconds = _tokens_and_seconds(generations)
     accepted, drafted = [sum(g.accepted) for g in generations], [sum(g.drafted) for g in generations]
     return {
-        "tau": tau_estimate(counts_of(generations)).as_json(),
+        "tau": tau_estimate(generations).as_json(),
         "acceptance": ratio_of_sums(accepted, drafted).as_json(),
         "tokens_per_s": ratio_of_sums(tokens, seconds).as_json(),
         "speedup": speedup(tokens, seconds, *plain).as_json(),
@@ -263,28 +243,3 @@ def _in_turns(
 def _tokens_and_seconds(generations: Sequence[Generation]) -> tuple[list[float], list[float]]:
     """Return the tokens of each continuation and the seconds of its steps, both without those of the prefill."""
     return [len(g.tokens) - 1 for g in generations], [sum(g.time_s.values()) for g in generations]
-
-
-def compare(counts: Mapping[str, Mapping[Setting, np.ndarray]]) -> dict[str, dict[str, dict]]:
-    """Compare drafters with the first of them, in every setting and pooled.
-
-    `counts` has [R, 2] of each drafter and setting, of the same rows. Returns `tau` of each drafter and (but for the
-    first) `difference`, by the name of the setting, as drafters.json has it.
-    """
-    pooled = {name: with_pools(own) for name, own in counts.items()}
-    first, *others = pooled
-
-    def estimates(own: Mapping[Setting, np.ndarray], other: Mapping[Setting, np.ndarray]) -> dict[str, dict]:
-        return {s.name: tau_estimate(c, other.get(s), COMPARISON_RESAMPLES).as_json() for s, c in own.items()}
-
-    found = {name: {"tau": estimates(own, {})} for name, own in pooled.items()}
-    for name in others:
-        found[name]["difference"] = estimates(pooled[name], pooled[first])
-    return found
-
-
-def with_pools(counts: Mapping[Setting, np.ndarray]) -> dict[Setting, np.ndarray]:
-    """Add the sums over all lengths of each temperature, and over all settings, row by row."""
-    temperatures = dict.fromkeys(setting.temperature for setting in counts)
-    pools = {Setting(None, t): sum(c for s, c in counts.items() if s.temperature == t) for t in temperatures}
-    return {**counts, **pools, Setting(None, None): sum(counts.values())}

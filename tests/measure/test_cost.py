@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MistralConfig, MixtralConfig
 
+from spectrain.cli import composed
+from spectrain.config import options_of, plain
 from spectrain.decoding.modules import find_blocks
 from spectrain.errors import UserError
 from spectrain.measure.cost import (
@@ -22,7 +24,8 @@ from spectrain.measure.cost import (
     Shape,
     SparseCache,
     measured_cpu,
-    paper_model,
+    methods_for,
+    read_hardware,
     shape_of_model,
     shape_of_numbers,
 )
@@ -33,6 +36,14 @@ BATCH = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LLAMA_70B = Shape(n_layer=80, hidden_size=8192, n_head=64, n_kv_head=8, head_dim=128, intermediate_size=28672)
 TINY = Shape(n_layer=1, hidden_size=2, n_head=1, n_kv_head=1, head_dim=2, intermediate_size=3)
+
+
+def paper_model() -> tuple[CostModel, dict[str, Method]]:
+    """The model of Figure 4, and its methods by name."""
+    options = plain(options_of("cost", composed("cost", "+cost=spire_figure4")))
+    target = shape_of_numbers("numbers.target", options["numbers"]["target"])
+    model = CostModel(target, read_hardware(options["hardware"], options["dtype"]))
+    return model, {method.name: method for method in methods_for(target, options)}
 
 
 @pytest.mark.parametrize("name", FIGURE_4)
@@ -173,7 +184,7 @@ def test_the_cpu_is_measured_in_both_rates():
 
 def test_the_command_prints_a_table_and_writes_what_it_modelled(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = typed("cost", "+cost=spire_figure4", "batch=64", "context_tokens=512", "out=made")
+    code, out, err = typed("cost", "+cost=spire_figure4", "batch=[64]", "context_tokens=[512]", "out=made")
     assert code == 0, err
     assert [text in out for text in ("1.36 (4)", "2.05 (4)", "2.78 (4)")] == [True] * 3
     content = json.loads(Path("made/cost.json").read_text())
@@ -186,7 +197,7 @@ def test_the_command_prints_a_table_and_writes_what_it_modelled(typed, tmp_path,
     ("arguments", "message"),
     [
         (["hardware=tpu"], "hardware=tpu is unknown; choose among a100, cpu"),
-        (["dtype=fp64"], "has no peak for dtype=fp64; choose among fp8"),
+        (["hardware=a100", "dtype=fp8"], "has no peak for dtype=fp8; choose among "),
         (["hardware=cpu", "dtype=fp8"], "dtype=fp8 cannot be measured on the CPU"),
         (["tau.spire=5.5"], "tau.spire=5.5 must be a number in [1, 5]"),
         (["target.path=/none/there"], "/none/there"),

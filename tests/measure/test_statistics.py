@@ -84,11 +84,6 @@ def test_bootstrap_draws_as_numpy_does_and_pairs_its_samples():
     for estimate, drawn, value in (
         (metrics.ratio_of_sums(a, b, **options), sums[0] / sums[1], a.sum() / b.sum()),
         (
-            metrics.difference_of_ratios(a, b, c, d, **options),
-            sums[0] / sums[1] - sums[2] / sums[3],
-            a.sum() / b.sum() - c.sum() / d.sum(),
-        ),
-        (
             metrics.speedup(a, b, c, d, **options),
             (sums[0] / sums[1]) / (sums[2] / sums[3]),
             (a.sum() / b.sum()) / (c.sum() / d.sum()),
@@ -103,13 +98,6 @@ def test_resamples_without_a_denominator_do_not_count():
     estimate = metrics.ratio_of_sums([2.0, 0.0], [1.0, 0.0])
     assert (estimate.value, estimate.low, estimate.high) == (2.0, 2.0, 2.0)
     assert math.isnan(metrics.ratio_of_sums([0.0, 0.0], [0.0, 0.0]).value)
-
-
-def test_a_difference_is_resolved_where_its_interval_excludes_zero():
-    assert metrics.Estimate(1.0, 0.5, 1.5).resolved
-    assert metrics.Estimate(-1.0, -1.5, -0.5).resolved
-    assert not metrics.Estimate(0.1, -0.5, 0.7).resolved
-    assert not metrics.Estimate(1.0).resolved
 
 
 def test_an_estimate_without_an_interval_is_strict_json():
