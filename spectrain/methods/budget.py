@@ -11,8 +11,6 @@
 
 The same seed therefore gives the same drafts at any load. The environment variable SPECTRAIN_SECONDS names a file with
 another table, from which all seconds are read; nothing is timed then. Its "*" stands for all that it does not name.
-
-Letters: b rows, n nodes of a row's tree (root, guesses, probes), r reads (draft steps of a model), g draft length.
 """
 
 from __future__ import annotations

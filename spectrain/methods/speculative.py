@@ -1,7 +1,4 @@
-"""Vanilla speculative decoding: a small model drafts a chain (Leviathan et al. 2023, Chen et al. 2023).
-
-Letters: n active rows, R new rows, T tokens fed, gamma draft length, V vocabulary.
-"""
+"""Vanilla speculative decoding: a small model drafts a chain (Leviathan et al. 2023, Chen et al. 2023)."""
 
 from __future__ import annotations
 

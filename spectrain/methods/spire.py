@@ -5,8 +5,6 @@ window only, into a ring of slots per row. A draft step attends to those slots, 
 just read at that token's slot. After verification the slots of the root and of the accepted tokens are overwritten with
 K/V of the target's activations. Slots of rejected tokens lie ahead of the next root, where nothing sees them before
 they are overwritten.
-
-Letters: n rows, R new rows, C draft blocks, D hidden size, S slots, W window, g drafted tokens, A accepted path.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.verify import MOST_REPLAYED
@@ -354,8 +352,9 @@ class Spire(ChainDrafter):
             if self.stop is None:
                 return self._program_chain
             return self._ended_chain if self.stop.compiles else None
+        uniform = isinstance(context.sampling, Sampling)  # a graph has the options of its rows inside
         few = context.n_rows * self.gamma * self.drafter.config.shape.vocab_size <= MOST_REPLAYED
-        return self._graph_chain if self.graphs is not None and self.stop is None and few else None
+        return self._graph_chain if self.graphs is not None and uniform and self.stop is None and few else None
 
     def _program_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None

@@ -1,7 +1,4 @@
-"""Where a SPIRe drafter keeps keys and values of each row, and its draft steps as programs on a CPU.
-
-Letters: n rows, R new rows, D hidden size, S slots, W window, g drafted tokens, V vocabulary.
-"""
+"""Where a SPIRe drafter keeps keys and values of each row, and its draft steps as programs on a CPU."""
 
 from __future__ import annotations
 

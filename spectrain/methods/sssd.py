@@ -4,8 +4,6 @@ Three sources give trees of continuations with a pseudo-probability for each nod
 prefix of 1..P tokens; the datastore, from the longest suffix that it holds; and, in no paper, the candidates of the
 last logits (LogitSpec's idea), each followed by what followed it in the text. One queue fills the draft tree with the
 likeliest nodes of all. Rows are looked up in parallel on the CPU.
-
-Letters: n active rows, P longest prefix of the input, S longest of the datastore, E longest branch, N nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """ANPD: the chain of the likeliest tokens, worked out by hand, and that it changes no text."""
 
 from spectrain.decoding import Source
-from spectrain.methods import anpd
 from spectrain.methods.anpd import AdaptiveNgram
 from tests.methods.test_pld import check_text, proposed
 
@@ -36,4 +35,4 @@ def test_guesses_end_with_the_room_and_the_budget():
 
 
 def test_the_text_is_the_targets(llama_target):
-    check_text(llama_target, anpd.build(llama_target))
+    check_text(llama_target, AdaptiveNgram())

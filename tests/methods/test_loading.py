@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from spectrain.stores.options import schema
 
 import spectrain
 from spectrain import load_method
@@ -170,7 +169,7 @@ OUT_OF_RANGE = (-1, float("nan"), float("inf"), "x", [1], {})
 def test_no_number_of_a_method_takes_a_value_out_of_range(name, target):
     """Whatever the method: options go through one check, before its artifacts are looked for."""
     for option, default in plain_options(method_config(name)).items():
-        if isinstance(default, int | float) and f"method.{option}" in schema("generate"):
+        if isinstance(default, int | float):
             for value in (*OUT_OF_RANGE, *([2.5] if isinstance(default, int) else [True])):
                 with pytest.raises(UserError, match=f"^{option}="):
                     load_method(name, target, **{option: value})

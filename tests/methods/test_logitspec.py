@@ -220,7 +220,7 @@ def test_a_datastore_says_what_follows_where_the_text_does_not_know(tmp_path):
 def test_only_so_many_ranks_ask_the_store(tmp_path):
     make_store(tmp_path, [[5, 6, 20], [5, 7, 21]], 61)
     target = TargetModel(tiny_model("llama"))
-    method = logitspec.build_with_datastore(target, str(tmp_path), datastore_ranks=1, max_nodes=20)
+    method = logitspec.build(target, str(tmp_path), datastore_ranks=1, max_nodes=20)
     method.ranked = [[6, 7]]
     tree = CandidateTree(5, 20, 50)
     method.propose_row(method.new_row([1, 5]), tree, 0)

@@ -5,8 +5,8 @@ import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetOutput, Verified, generate
 from spectrain.errors import UserError
-from spectrain.methods.autoregressive import build as autoregressive
-from spectrain.methods.lookahead import Lookahead, LookaheadRow, build
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.lookahead import Lookahead, LookaheadRow
 from spectrain.methods.lookup import LookupDrafter
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.decoding.reference import greedy_by_full_forwards
@@ -66,7 +66,7 @@ def test_probes_hang_under_the_level_below_and_level_0_is_a_chain(llama_target):
 
 
 def test_default_sizes_are_those_of_the_paper():
-    drafter = build(None)
+    drafter = Lookahead()
     assert (drafter.n_columns, drafter.levels, drafter.max_guesses) == (15, 4, 15)
     assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (120, 59)
     assert drafter.probe_shape.n_silent == 44  # all but the last level's
@@ -174,7 +174,7 @@ def test_greedy_text_is_the_targets_own_while_rows_join_and_leave(llama_target):
 
 def test_sampled_text_is_what_autoregressive_decoding_samples(llama_target):
     prompts = random_prompts([5, 17, 1, 9])
-    expected = generate(llama_target, autoregressive(llama_target), prompts, 25, SAMPLED, seed=3)
+    expected = generate(llama_target, Autoregressive(), prompts, 25, SAMPLED, seed=3)
     got = generate(llama_target, Lookahead(), prompts, 25, SAMPLED, seed=3, batch_size=3)
     assert [generation.tokens for generation in got] == [generation.tokens for generation in expected]
 

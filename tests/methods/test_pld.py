@@ -9,7 +9,6 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from spectrain.decoding import Context, Sampling, Source, generate
 from spectrain.errors import UserError
-from spectrain.methods import pld
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
 from spectrain.retrieval.ngram_table import PositionTable
@@ -123,7 +122,7 @@ def check_text(target, drafter) -> None:
 
 @pytest.mark.parametrize("match", ["latest", "earliest"])
 def test_the_text_is_the_targets(llama_target, match):
-    check_text(llama_target, pld.build(llama_target, match=match))
+    check_text(llama_target, PromptLookup(match=match))
 
 
 def test_observed_text_is_looked_up(llama_target):

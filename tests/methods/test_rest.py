@@ -6,7 +6,7 @@ import pytest
 
 from spectrain.decoding import Source
 from spectrain.errors import UserError
-from spectrain.methods.lookup import StoreDrafter
+from spectrain.methods.rest import Rest
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions
 from tests.retrieval.reference import make_store
@@ -14,15 +14,15 @@ from tests.retrieval.reference import make_store
 V = 200
 
 
-def drafted(method: StoreDrafter, text: list[int], max_nodes: int = 65, max_depth: int = 50) -> CandidateTree:
+def drafted(method: Rest, text: list[int], max_nodes: int = 65, max_depth: int = 50) -> CandidateTree:
     tree = CandidateTree(text[-1], max_nodes, max_depth)
     method.propose_row(method.new_row(text), tree, 0)
     return tree
 
 
-def rest(store, max_nodes: int = 65, **options) -> StoreDrafter:
+def rest(store, max_nodes: int = 65, **options) -> Rest:
     defaults = {"min_suffix": 2, "max_suffix": 16, "branch_tokens": 10, "max_matches": 5000, "first_matches": True}
-    return StoreDrafter(store, RetrievalOptions(**defaults | options), max_nodes)
+    return Rest(store, RetrievalOptions(**defaults | options), max_nodes)
 
 
 def test_the_longest_suffix_wins_and_shorter_ones_are_not_added(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from spectrain.decoding import Sampling, Source, generate
 from spectrain.errors import UserError
-from spectrain.methods.autoregressive import build as autoregressive
+from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
 from spectrain.retrieval.candidate_tree import CandidateTree
 from tests.conftest import VOCAB_SIZE, random_prompts
@@ -21,7 +21,7 @@ def listed(storage: NgramStorage) -> dict[int, list[tuple[int, ...]]]:
 
 
 def core(max_nodes: int | None = None, pool_from_output: bool = False, **options) -> SpectraCore:
-    return build(None, max_nodes, pool_from_output=pool_from_output, **options)
+    return build(max_nodes, pool_from_output=pool_from_output, **options)
 
 
 def test_each_candidate_is_a_branch_of_probes_under_the_root(llama_target):
@@ -285,7 +285,7 @@ def test_greedy_text_is_the_targets_own_while_rows_join_and_leave(llama_target, 
 
 def test_sampled_text_is_what_autoregressive_decoding_samples(llama_target):
     prompts = random_prompts([5, 17, 1, 9])
-    expected = generate(llama_target, autoregressive(llama_target), prompts, 25, SAMPLED, seed=3)
+    expected = generate(llama_target, Autoregressive(), prompts, 25, SAMPLED, seed=3)
     got = generate(llama_target, core(), prompts, 25, SAMPLED, seed=3, batch_size=3)
     assert [generation.tokens for generation in got] == [generation.tokens for generation in expected]
 

@@ -13,7 +13,7 @@ from spectrain.errors import UserError
 from spectrain.methods import spire
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, NeverStop, StopRule
+from spectrain.methods.stopping import HeadStop, StopRule, UnsureStop
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.rollout import rollout
 from tests.conftest import EOS_ID, VOCAB_SIZE, random_prompts, tiny_model
@@ -112,15 +112,17 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
     plain = AcceptanceHead(HeadConfig(32, n_blocks=0)).requires_grad_(False)
     plain.output.bias.fill_(1.0)
     head.blocks = on_cpu(head.blocks, linear)
+    never = StopRule()
+    never.compiles = True
     return {
         "head": HeadStop(head, 0.6),
         "head, two at least": HeadStop(head, 0.3, min_candidates=2),
         "head, one later": HeadStop(head, 0.6, judge="previous"),
         "head, one later, three at least": HeadStop(head, 0.2, min_candidates=3, judge="previous"),
         "head without blocks": HeadStop(plain, 0.5),
-        "confidence": ConfidenceStop(0.2),
-        "entropy": EntropyStop(2.6, min_candidates=2),
-        "never": NeverStop(),
+        "confidence": UnsureStop("confidence", 0.2),
+        "entropy": UnsureStop("entropy", 2.6, min_candidates=2),
+        "never": never,
     }
 
 

@@ -14,7 +14,7 @@ from spectrain.decoding.sampling import row_generator
 from spectrain.errors import UserError
 from spectrain.methods.draft_chain import DraftStep, candidates_within, draft_chain
 from spectrain.methods.speculative import Speculative
-from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, OracleStop, StopRule, confidence, entropy
+from spectrain.methods.stopping import HeadStop, StopRule, UnsureStop, confidence, entropy
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from tests.conftest import noisy_copy, random_prompts, tiny_model
 
@@ -147,10 +147,10 @@ def test_confidence_and_entropy_stop_before_an_uncertain_token_is_drawn():
     sure, unsure = torch.zeros(1, V), torch.zeros(1, V)
     sure[0, 0] = 9.0
     steps = [sure, sure, unsure, sure]
-    assert drafted_by(ConfidenceStop(0.5), steps) == [2]
-    assert drafted_by(EntropyStop(1.0), steps) == [2]
-    assert drafted_by(ConfidenceStop(0.5, min_candidates=4), steps) == [4]
-    assert drafted_by(EntropyStop(1.0), [unsure, unsure]) == [1]  # the first is drafted in any case
+    assert drafted_by(UnsureStop("confidence", 0.5), steps) == [2]
+    assert drafted_by(UnsureStop("entropy", 1.0), steps) == [2]
+    assert drafted_by(UnsureStop("confidence", 0.5, min_candidates=4), steps) == [4]
+    assert drafted_by(UnsureStop("entropy", 1.0), [unsure, unsure]) == [1]  # the first is drafted in any case
 
 
 def test_confidence_and_entropy_are_those_of_the_distribution():
@@ -162,14 +162,14 @@ def test_confidence_and_entropy_are_those_of_the_distribution():
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -0.1, 1.5, "high", True])
 def test_thresholds_outside_the_open_interval_are_refused(threshold):
-    for make in (lambda: HeadStop(ScriptedHead(), threshold), lambda: ConfidenceStop(threshold)):
+    for make in (lambda: HeadStop(ScriptedHead(), threshold), lambda: UnsureStop("confidence", threshold)):
         with pytest.raises(UserError, match=r"must be a number in \(0, 1\)"):
             make()
 
 
 def test_other_options_out_of_range_are_refused():
     with pytest.raises(UserError, match=r"threshold=0 must be a number in \(0, inf\)"):
-        EntropyStop(0)
+        UnsureStop("entropy", 0)
     with pytest.raises(UserError, match="min_candidates=0"):
         candidates_within(0, 6, None)
 
@@ -230,22 +230,3 @@ def test_a_row_does_not_depend_on_when_its_neighbours_stop():
     assert [g.tokens for g in together] == [g.tokens for g in alone]
     assert [g.drafted for g in together] == [g.drafted for g in alone]
     assert len({length for g in together for length in g.drafted}) > 2  # it does adapt
-
-
-@pytest.mark.parametrize("stop_token_ids", [None, ()])
-def test_the_oracle_discards_nothing_and_calls_the_target_once_a_disagreement(stop_token_ids):
-    target = TargetModel(tiny_model("llama"))
-    draft = TargetModel(noisy_copy(target.model, 0.1))
-    prompts = random_prompts([4, 11, 7, 20])
-    plain = generate(target, Speculative(draft, 1), prompts, 30, stop_token_ids=stop_token_ids)
-    texts = [g.tokens for g in plain]
-    oracle = Speculative(draft, gamma=30, stop=OracleStop([p + t for p, t in zip(prompts, texts, strict=True)]))
-    measured = generate(target, oracle, prompts, 30, stop_token_ids=stop_token_ids, batch_size=2)
-    for prompt, generation, text in zip(prompts, measured, texts, strict=True):
-        assert generation.tokens == text
-        assert sum(generation.drafted) == sum(generation.accepted)  # N_discarded = 0
-        logits = draft.forward(torch.tensor([prompt + text])).logits[0]
-        guesses = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        disagreements = [i for i in range(1, len(text)) if guesses[i] != text[i]]
-        last = len(text) - 1
-        assert generation.target_forwards == len(disagreements) + (last > 0 and last not in disagreements)
