@@ -220,9 +220,8 @@ def build_method(
     if target is None:  # whose steps cannot be timed
         method = with_papers_nodes(method)
     options = plain_options(method)
-    check_options(
-        build, {key: value for key, value in options.items() if value is not None or key not in FOLDERS}, name
-    )
+    given = {key: value for key, value in options.items() if value is not None or key not in FOLDERS}
+    check_options(build, given, name)
     if build is Auto:
         drafter = _build_auto(names(options["methods"]), target, artifacts, sampling)
         drafter.target = target

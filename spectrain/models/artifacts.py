@@ -171,9 +171,7 @@ def default_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
     measured = {folder: tau for folder, tau in fitting.items() if tau is not None}
     best = max(measured, key=measured.get) if newest in measured else newest
     if len(fitting) > 1:
-        why = (
-            "the newest, whose tau was not measured" if newest not in measured else f"measured tau {measured[best]:.2f}"
-        )
+        why = f"measured tau {measured[best]:.2f}" if best in measured else "the newest, whose tau was not measured"
         log.info("%s of %d that fit: %s (%s)", about(kind).noun, len(fitting), best, why)
     return best
 
