@@ -29,7 +29,7 @@ def option_types(build: Callable) -> dict[str, object]:
     hints, found = get_type_hints(function, include_extras=True), {}
     for name, parameter in inspect.signature(build).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= option_types(hints[name]) if name in hints else {}
+            found = (option_types(hints[name]) if name in hints else {}) | found
         elif name != "target":
             found[name] = hints.get(name, object)
     return found

@@ -116,13 +116,6 @@ def test_noise_that_is_shared_with_the_target_itself_has_all_tokens_accepted():
     assert all(set(one.accepted[:-1]) == {4} for one in found)
 
 
-def test_a_chain_that_shares_the_targets_noise_has_all_tokens_accepted():
-    model, sampling = tiny_model("llama"), Sampling(1.0, draws="shared")
-    target, method = TargetModel(model), Speculative(TargetModel(model), 4)
-    found = generate(target, method, random_prompts([9, 5]), 21, sampling, stop_token_ids=())
-    assert all(set(one.accepted[:-1]) == {4} for one in found)
-
-
 def test_what_a_lookup_finds_joins_the_models_tree():
     model = tiny_model("llama", seed=5)
     target, text = TargetModel(tiny_model("llama")), [5, 6, 7, 8, 9] * 6

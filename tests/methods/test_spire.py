@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified, generate
+from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, Verified, generate
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
 from spectrain.errors import UserError
 from spectrain.methods import spire
@@ -16,7 +14,7 @@ from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop, StopRule, UnsureStop
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.rollout import rollout
-from tests.conftest import EOS_ID, VOCAB_SIZE, random_prompts, tiny_model
+from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.models.test_spire import make
 
 INPUTS = [
@@ -157,21 +155,6 @@ def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(
     assert (lengths == never) == (name == "never")
 
 
-def test_a_rule_ends_chains_with_any_number_of_threads():
-    target, drafter = make(**INPUTS[4])
-    prompts, found, before = random_prompts([3, 17, 1, 9, 30]), [], torch.get_num_threads()
-    try:
-        for n_threads in (1, 2, 3, 5):
-            torch.set_num_threads(n_threads)
-            for name in ("head", "entropy"):
-                method = Spire(drafter, gamma=7, stop=rules()[name])
-                generations = generate(target, method, prompts, 40, Sampling(1.0), batch_size=4, stop_token_ids=())
-                found.append((name, [(g.tokens, g.drafted) for g in generations], method.stop.draft_forwards))
-    finally:
-        torch.set_num_threads(before)
-    assert found == found[:2] * 4
-
-
 class Noted(Spire):
     """Keeps what its drafts were drawn from."""
 
@@ -184,23 +167,6 @@ class Noted(Spire):
         if tree.probs is not None:
             self.drawn_from.append(tree.probs[tree.drafted].clone())
         return tree
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"family": "llama_gqa"}, {"family": "qwen3"}, {"feedback": False, "target_activations": False}, INPUTS[4]],
-    ids=str,
-)
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_output_equals_the_target_s_own(options, batch_size):
-    """Five ragged prompts, rows joining and leaving, several cache growths."""
-    target, drafter = make(**options)
-    prompts = random_prompts([3, 17, 1, 9, 30])
-    arguments = {"max_new_tokens": 40, "stop_token_ids": (EOS_ID,)}
-    expected = generate(target, Autoregressive(), prompts, **arguments)
-    found = generate(target, Spire(drafter), prompts, batch_size=batch_size, cache_block_tokens=16, **arguments)
-    assert [g.tokens for g in found] == [g.tokens for g in expected]
-    assert [g.finish_reason for g in found] == [g.finish_reason for g in expected]
 
 
 def whole_target_drafter(noise: float = 0.0, **options):
@@ -239,16 +205,6 @@ def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, batch_size)
     assert noise == 0.0 or len(set(per_step)) > 2
 
 
-@pytest.mark.parametrize("options", [{}, {"feedback": False, "target_activations": False}, INPUTS[4]], ids=str)
-def test_a_sample_does_not_depend_on_the_batch(options):
-    target, drafter = make(**options)
-    prompts, sampling = random_prompts([3, 17, 1, 9]), Sampling(temperature=1.0)
-    alone, together = (
-        generate(target, Spire(drafter), prompts, 15, sampling, batch_size=n, stop_token_ids=()) for n in (1, 3)
-    )
-    assert [g.tokens for g in alone] == [g.tokens for g in together]
-
-
 def test_reading_the_context_itself_equals_training():
     """`target_activations=false`: the first draft logits are those of the sparse Transformer at the root."""
     target, drafter = make(feedback=False, target_activations=False)
@@ -261,39 +217,6 @@ def test_reading_the_context_itself_equals_training():
         for row, length in enumerate([30, 12]):
             place = expected[row, length + step]
             torch.testing.assert_close(logits[row].softmax(-1), place.softmax(-1), atol=1e-5, rtol=0)
-
-
-@pytest.mark.gpu
-def test_greedy_output_equals_the_target_s_own_on_a_gpu():
-    target, drafter = whole_target_drafter(0.03)
-    target.model.cuda()
-    prompts = random_prompts([3, 17, 1, 9, 30])
-    expected = generate(target, Autoregressive(), prompts, 40, stop_token_ids=())
-    found = generate(target, Spire(drafter), prompts, 40, batch_size=3, stop_token_ids=())
-    assert [g.tokens for g in found] == [g.tokens for g in expected]
-
-
-def test_max_nodes_caps_gamma():
-    target, drafter = make()
-    for max_nodes, drafted in ((None, 4), (9, 4), (5, 4), (3, 2)):
-        method = Spire(drafter, max_nodes=max_nodes)
-        (generation,) = generate(target, method, random_prompts([12]), 12, stop_token_ids=())
-        assert max(generation.drafted) == drafted
-    with pytest.raises(UserError, match="max_nodes=1 must be"):
-        Spire(drafter, max_nodes=1)
-
-
-@pytest.mark.parametrize("draft_dtype", ["auto", "float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("options", [{}, {"feedback": False, "target_activations": False}, INPUTS[0]], ids=str)
-def test_the_text_is_the_target_s_own_whatever_the_weights_of_drafting(draft_dtype, options):
-    target, drafter = make(tied=True, **options)
-    before = {name: weight.clone() for name, weight in drafter.named_parameters()}
-    method = Spire(drafter, draft_dtype=draft_dtype)
-    for prompt in random_prompts([3, 30]):
-        found = generate(target, method, [prompt], 20, stop_token_ids=())[0].tokens
-        assert found == generate(target, Autoregressive(), [prompt], 20, stop_token_ids=())[0].tokens
-    for name, weight in drafter.named_parameters():
-        assert torch.equal(weight, before[name])
 
 
 @pytest.mark.parametrize("draft_dtype", ["float32", "bfloat16", "int8"])
@@ -435,45 +358,6 @@ def test_where_steps_skipped_the_drafter_it_reads_prompts_before_what_was_writte
     assert_same_memories(later, at_once, 2)
 
 
-def test_a_text_that_joined_later_does_not_make_the_states_of_longer_ones_be_read(monkeypatch):
-    """Twelve steps of a window of eight; a short text joins in the middle, and all is kept as if read at once."""
-    _, drafter = make(**INPUTS[4])
-    at_once, later, calls = Spire(drafter), Spire(drafter), []
-    for method in (at_once, later):
-        method.start(SimpleNamespace(**_facts(drafter)), KVCache(max_rows=2))
-    monkeypatch.setattr(later, "_catch_up", lambda: calls.append(len(later._missed)) or Spire._catch_up(later))
-    width, n_tokens = (drafter.config.n_layer + 1, drafter.config.shape.hidden_size), []
-    none = Verified(torch.zeros(2, 1, dtype=torch.long), *(torch.zeros(2, dtype=torch.long) for _ in range(2)))
-
-    def joins(length: int) -> None:
-        rows = range(len(n_tokens), len(n_tokens) + 1)
-        n_tokens.append(length)
-        positions = later.read_of_prompts(torch.tensor([length - 1]))
-        output = TargetOutput(None, torch.randn(*positions.shape, *width), positions)
-        context = SimpleNamespace(n_rows=len(n_tokens), n_tokens=n_tokens, lengths=torch.tensor(n_tokens))
-        for method in (at_once, later):
-            method.prefill(context, output, rows)
-
-    joins(20)
-    for step in range(12):
-        if step == 4:
-            joins(3)
-        positions = torch.tensor(n_tokens)[:, None] - 1
-        output = TargetOutput(None, torch.randn(*positions.shape, *width), positions)
-        n_tokens = [n + 1 for n in n_tokens]
-        context = SimpleNamespace(n_rows=len(n_tokens), n_tokens=n_tokens)
-        for method in (at_once, later):
-            method.watch(context, output, none)
-        at_once._catch_up()
-    assert calls == []
-    assert len(later._missed) == drafter.config.window_tokens
-    later._catch_up()
-    for method in (at_once, later):  # what no window reaches any more may be anything
-        kept = method.slots.positions
-        kept[(kept >= 1) & (kept < torch.tensor(n_tokens)[:, None] - 1 - drafter.config.window_tokens)] = -1
-    assert_same_memories(later, at_once, 2)
-
-
 def test_gamma_longer_than_the_window_is_refused():
     _, drafter = make()
     with pytest.raises(UserError, match="gamma=9 must be"):
@@ -486,21 +370,3 @@ def test_a_drafter_of_another_target_is_refused():
     other = TargetModel(tiny_model("llama", hidden_size=64))
     with pytest.raises(UserError, match="for a target of vocabulary 61 and width 32"):
         generate(other, Spire(drafter), [[5, 6]], 4)
-
-
-def test_slots_hold_sinks_and_window_only():
-    _, drafter = make()
-    method = Spire(drafter)
-    method.start(SimpleNamespace(**_facts(drafter)), KVCache(max_rows=2))
-    assert method.slots.positions.shape == (2, 1 + (8 + 4) + 1)  # sink, window + gamma, one to throw away into
-
-
-def _facts(drafter) -> dict:
-    shape = drafter.config.shape
-    return {
-        "vocab_size": shape.vocab_size,
-        "config": SimpleNamespace(hidden_size=shape.hidden_size),
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "graphs": None,
-    }

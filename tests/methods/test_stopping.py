@@ -12,7 +12,7 @@ from spectrain.decoding import Sampling, TargetModel, generate
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.sampling import row_generator
 from spectrain.errors import UserError
-from spectrain.methods.draft_chain import DraftStep, candidates_within, draft_chain
+from spectrain.methods.draft_chain import DraftStep, draft_chain
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.stopping import HeadStop, StopRule, UnsureStop, confidence, entropy
 from spectrain.models.head import AcceptanceHead, HeadConfig
@@ -83,10 +83,6 @@ def test_each_row_stops_for_itself_and_the_last_token_is_not_read():
     assert lengths([rows[0], rows[2]], HeadStop(ScriptedHead(), 0.3)) == ([1, 3], 4)  # all stopped: nobody waits
 
 
-def test_room_ends_a_draft_before_the_rule():
-    assert lengths([[1.0] * 6], HeadStop(ScriptedHead(), 0.3), room=3)[0] == [2]
-
-
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "T=1"])
 def test_a_draft_stops_with_the_first_token_that_ends_its_text(is_whole, sampling):
@@ -130,12 +126,6 @@ def test_a_draft_of_rows_that_all_end_is_as_long_as_the_longest():
         assert tree.drafted.tolist() == [[False, True, True, True], [False, True, False, False]]
 
 
-def test_a_head_begins_each_draft_anew():
-    stop = HeadStop(ScriptedHead(), 0.3)
-    assert lengths([[0.5] * 6], stop)[0] == [1]
-    assert lengths([[1.0] * 6], stop)[0] == [6]
-
-
 def drafted_by(stop: StopRule, logits_by_step: list[torch.Tensor]) -> list[int]:
     n_rows = len(logits_by_step[0])
     say = [DraftStep(logits) for logits in logits_by_step]
@@ -165,13 +155,6 @@ def test_thresholds_outside_the_open_interval_are_refused(threshold):
     for make in (lambda: HeadStop(ScriptedHead(), threshold), lambda: UnsureStop("confidence", threshold)):
         with pytest.raises(UserError, match=r"must be a number in \(0, 1\)"):
             make()
-
-
-def test_other_options_out_of_range_are_refused():
-    with pytest.raises(UserError, match=r"threshold=0 must be a number in \(0, inf\)"):
-        UnsureStop("entropy", 0)
-    with pytest.raises(UserError, match="min_candidates=0"):
-        candidates_within(0, 6, None)
 
 
 def real_head(seed: int = 0) -> AcceptanceHead:
