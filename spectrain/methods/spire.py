@@ -26,7 +26,7 @@ from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs
 from spectrain.methods.budget import AUTO
-from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
+from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
@@ -103,7 +103,6 @@ class Spire(ChainDrafter):
     Args:
         drafter: trained for the target at hand.
         gamma: draft tokens per step; None takes the k it was trained with.
-        max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         adapts, acceptance: see `ChainDrafter`.
         stop: ends drafts before gamma tokens.
         draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
@@ -119,7 +118,6 @@ class Spire(ChainDrafter):
         self,
         drafter: SpireDrafter,
         gamma: int | None = None,
-        max_nodes: int | None = None,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
         adapts: bool = False,
@@ -128,7 +126,7 @@ class Spire(ChainDrafter):
         draft_vocab: int | str | None = None,
     ) -> None:
         config, self.tree_nodes = drafter.config, tree_nodes
-        super().__init__(gamma_within(config.k if gamma is None else gamma, max_nodes), adapts, acceptance)
+        super().__init__(config.k if gamma is None else gamma, adapts, acceptance)
         self.trained, self.stop, self.draft_dtype, self.draft_vocab = drafter, stop, draft_dtype, draft_vocab
         if draft_vocab not in (None, AUTO):
             check_drafted(drafter, draft_vocab)
@@ -349,9 +347,7 @@ class Spire(ChainDrafter):
     def _shortest_way(self, context: Context) -> Callable | None:
         """Return what drafts whole chains, see `draft_chain`: a program or a CUDA graph; None: neither does."""
         if self.slots.fuses:
-            if self.stop is None:
-                return self._program_chain
-            return self._ended_chain if self.stop.compiles else None
+            return self._program_chain if self.stop is None or self.stop.compiles else None
         uniform = isinstance(context.sampling, Sampling)  # a graph has the options of its rows inside
         few = context.n_rows * self.gamma * self.drafter.config.shape.vocab_size <= MOST_REPLAYED
         return self._graph_chain if self.graphs is not None and uniform and self.stop is None and few else None
@@ -359,21 +355,18 @@ class Spire(ChainDrafter):
     def _program_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        program = self.slots.chain(context.n_rows, n_steps, context.sampling)
-        numbers = None if context.sampling.greedy else context.uniforms.take(n_steps, lengths)
-        tokens, probs, _ = program.draft(context.roots, context.lengths - 1, self.state, numbers)
-        return tokens, probs, lengths
-
-    def _ended_chain(
-        self, context: Context, n_steps: int, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        program = self.slots.chain(context.n_rows, self.gamma, context.sampling, self.stop)
-        program.ends.begin(n_steps if lengths is None else lengths, context.stop_ids)
-        numbers = None if context.sampling.greedy else context.uniforms.next(self.gamma)
-        tokens, probs, lengths = program.draft(context.roots, context.lengths - 1, self.state, numbers)
-        if numbers is not None:
-            context.uniforms.skip(lengths, self.gamma)
-        return tokens, probs, lengths
+        ends, greedy, uniforms = self.stop is not None, context.sampling.greedy, context.uniforms
+        # A program that a rule may end is made for the longest chain.
+        program = self.slots.chain(context.n_rows, self.gamma if ends else n_steps, context.sampling, self.stop)
+        numbers = None
+        if not greedy:
+            numbers = uniforms.next(self.gamma) if ends else uniforms.take(n_steps, lengths)
+        if ends:
+            program.ends.begin(n_steps if lengths is None else lengths, context.stop_ids)
+        tokens, probs, ended = program.draft(context.roots, context.lengths - 1, self.state, numbers)
+        if ends and not greedy:
+            uniforms.skip(ended, self.gamma)
+        return tokens, probs, ended if ends else lengths
 
     def _graph_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None
