@@ -191,7 +191,11 @@ class TreeDrafter(LookupDrafter):
         n_rows = context.n_rows
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
         gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0])
-        if not self._asks(n_rows, gained / n_rows):
+        if self.pace is not None:
+            asks = self.pace > 0
+        else:
+            asks = self.budget is None or self.asking.asks(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)
+        if not asks:
             self.reads = 0
             return self.drafted(context, found, found_sizes)
         drafts, sizes = self._model_drafts(context, likely[:, 1:])
@@ -207,12 +211,6 @@ class TreeDrafter(LookupDrafter):
             deeper = self._price(n_rows, 1, self.reads)
             self.asking.count((self.ranking.value - value - deeper) / n_rows)
         return tree
-
-    def _asks(self, n_rows: int, found: float) -> bool:
-        """Whether the model is read in this step, where the lookup may gain so many tokens per row."""
-        if self.pace is not None:
-            return self.pace > 0
-        return self.budget is None or self.asking.asks(found, self._price(n_rows, 0, 1) / n_rows)
 
     def _price(self, n_rows: int, before: int, after: int) -> float:
         """The tokens that could be gained in the seconds between so many draft steps and more."""
