@@ -223,7 +223,7 @@ def build_method(
     given = {key: value for key, value in options.items() if value is not None or key not in FOLDERS}
     check_options(build, given, name)
     if build is Auto:
-        drafter = _build_auto(names(options["methods"]), target, artifacts, sampling)
+        drafter = _build_auto(names(options.get("methods")), target, artifacts, sampling)
         drafter.target = target
         return drafter
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None

@@ -19,8 +19,6 @@ from spectrain.errors import check_number
 from spectrain.kernels.cpu.layout import GOING, LENGTH, ROOM
 from spectrain.models.head import AcceptanceHead
 
-SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies
-
 
 class StopRule:
     """Never stops. A rule overrides the methods that it needs.
@@ -118,7 +116,6 @@ class HeadStop(StopRule):
     needs_hidden = True
 
     def __init__(self, head: AcceptanceHead, threshold: float, min_candidates: int = 1, judge: str = "current") -> None:
-        check_number("threshold", threshold, SHARE)
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
@@ -172,7 +169,7 @@ class UnsureStop(StopRule):
     compiles = True
 
     def __init__(self, rule: str, threshold: float, min_candidates: int = 1) -> None:
-        check_number("threshold", threshold, SHARE if rule == "confidence" else NATS)
+        check_number("threshold", threshold, "(0, 1)" if rule == "confidence" else "(0, inf)")
         self.rule, self.threshold, self.min_candidates = rule, threshold, min_candidates
 
     def before(self, i: int, logits: Tensor) -> list[bool] | None:

@@ -118,12 +118,6 @@ def test_ablations():
     assert tree.shape == (1, 64)
 
 
-def test_guesses_end_with_the_room():
-    text, logits = [ROOT, *FOLLOWED, ROOT], logits_in_order([ROOT, *RANKED], 1000)
-    assert proposed(LogitSpec(), [text], 3, logits).depth.max() == 2
-    assert proposed(LogitSpec(), [text], 1, logits).shape == (1, 1)
-
-
 def test_the_logits_are_those_the_root_was_drawn_from(llama_target):
     """The first guesses of each step are the ranks of the plain model's logits at the token before the root."""
 

@@ -103,7 +103,7 @@ def test_pool_keeps_the_latest_ngrams_of_a_token_and_refreshes_one_seen_again(ll
     assert tree_guesses(walk.step([{0: (4,)}], [[11]])) == [(3,), (1,)]
 
 
-@pytest.mark.parametrize("max_nodes", range(6, 130))
+@pytest.mark.parametrize("max_nodes", [6, 7, 14, 61, 119, 120, 129])
 def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
     drafter = Lookahead(max_nodes=max_nodes)
     if max_nodes < 120:

@@ -210,12 +210,3 @@ def test_fixed_scalings_of_rope_are_turned(scaling):
     context, drafts = drafted(target, method, [prompt])
     expected = through_gathered_cache("llama", target, method, prompt, drafts[0].tolist())
     torch.testing.assert_close(torch.cat(context.asked), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_rows_draft_within_the_context_of_the_target():
-    """A row at the end of the context is read on with its neighbours; learned positions have no more rows."""
-    target = TargetModel(model_of(GPT2LMHeadModel, GPT2Config, max_position_embeddings=24))
-    prompts, method = random_prompts([24, 5]), MagicDec(gamma=4, window_tokens=8, positions="text")
-    _, together = drafted(target, method, prompts, room=(1, 9))
-    _, alone = drafted(target, method, prompts[1:], room=(9,))
-    assert together[1].tolist() == alone[0].tolist()

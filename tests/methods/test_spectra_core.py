@@ -4,12 +4,10 @@ import random
 
 import pytest
 
-from spectrain.decoding import generate
 from spectrain.errors import UserError
 from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
 from spectrain.retrieval.candidate_tree import CandidateTree
-from tests.conftest import VOCAB_SIZE, random_prompts
-from tests.decoding.reference import greedy_by_full_forwards
+from tests.conftest import VOCAB_SIZE
 from tests.methods.test_lookahead import Walk, tree_guesses
 
 
@@ -55,13 +53,6 @@ def test_pool_shifts_left_and_its_sub_sequences_enter_both_dictionaries(llama_ta
     assert forward[11] == [(12, 13, 14)]  # grown from (12, 13)
     assert forward[13] == [(14,)]
     assert state.ngrams.backward[11, 12, 13] == 14
-
-
-def test_without_sub_ngrams_only_whole_candidates_enter():
-    storage = NgramStorage(max_key_tokens=3, max_forward=14, sub_ngrams=False)
-    storage.enter((10, 11, 12, 13))
-    assert listed(storage) == {10: [(11, 12, 13)]}
-    assert storage.backward == {(10, 11, 12): 13}
 
 
 def test_lists_keep_the_latest_and_no_duplicates(llama_target):
@@ -153,7 +144,7 @@ def spelled(tree: CandidateTree, guess) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_backward_guess_is_never_cut_by_the_budget(seed):
     rng = random.Random(seed)
     row = CoreRow([1, 2, 3], CoreOptions(), n_candidates=1)
@@ -186,7 +177,7 @@ def test_pool_from_prompt_enters_the_prompts_ngrams():
     assert CoreRow([1, 2, 3, 4, 99], CoreOptions(ngram_tokens=3), n_candidates=1).ngrams.forward == {}
 
 
-@pytest.mark.parametrize("max_nodes", range(8, 132))
+@pytest.mark.parametrize("max_nodes", [8, 9, 16, 61, 121, 122, 131])
 def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
     drafter = core(max_nodes)
     assert drafter.n_columns == min(15, max_nodes // 8)
@@ -210,25 +201,6 @@ def test_options_out_of_range_are_refused():
         core(forward=False, backward=False)
     for n in range(2, 9):  # what the sentence names as the least is enough
         core(max(n + 1, 2 * (n - 1)), ngram_tokens=n)
-
-
-def test_a_probe_that_is_right_is_not_accepted(llama_target):
-    prompt = random_prompts([9])[0]
-    text = greedy_by_full_forwards(llama_target.model, prompt, 12)
-
-    class Knowing(SpectraCore):
-        """Each candidate is the target's own continuation."""
-
-        def propose(self, context):
-            done = context.n_tokens[0] - len(prompt)
-            for j, token in enumerate(text[done : done + 4]):
-                self.rows[0].candidates[15 * j : 15 * (j + 1)] = [token] * 15
-            self.rows[0].ngrams = NgramStorage(4, 14, True)
-            return super().propose(context)
-
-    generation = generate(llama_target, Knowing(), [prompt], 12, stop_token_ids=())[0]
-    assert generation.tokens == text
-    assert generation.accepted == [0] * 11
 
 
 def test_what_was_written_enters_the_dictionaries_too():

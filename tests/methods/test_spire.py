@@ -179,13 +179,6 @@ def whole_target_drafter(noise: float = 0.0, **options):
     return target, drafter
 
 
-def test_every_draft_is_accepted_when_the_drafter_is_the_target():
-    target, drafter = whole_target_drafter()
-    (generation,) = generate(target, Spire(drafter), random_prompts([12]), 61, stop_token_ids=())
-    assert generation.accepted == [4] * 12
-    assert len(generation.tokens) == 61
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, batch_size):
