@@ -82,7 +82,7 @@ def test_decoding_equals_the_training_rollout(options, tied):
 @pytest.mark.parametrize(
     "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str
 )
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
 @pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
 def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_token_ids, monkeypatch):
     """Rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
@@ -125,14 +125,9 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
 
 
 @pytest.mark.parametrize("name", list(rules()))
-@pytest.mark.parametrize(
-    ("options", "draft_dtype"), [({}, "float32"), (INPUTS[4], "int8"), (INPUTS[7], "float32")], ids=str
-)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
-@pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
-def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(
-    name, options, draft_dtype, sampling, stop_token_ids
-):
+@pytest.mark.parametrize(("options", "draft_dtype"), [(INPUTS[4], "int8"), (INPUTS[7], "float32")], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
+def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, options, draft_dtype, sampling):
     """The same tokens and lengths of drafts, and as many steps of the drafter; rows stop at different places."""
     target, drafter = make(**options)
     prompts, linear = random_prompts([3, 17, 1, 9, 30]), Int8Linear if draft_dtype == "int8" else RowsLinear
@@ -142,7 +137,7 @@ def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(
         assert rule.compiles
         rule.compiles = compiles
         method = Spire(drafter, gamma=7, stop=rule, draft_dtype=draft_dtype)
-        options = {"batch_size": batch_size, "stop_token_ids": stop_token_ids}
+        options = {"batch_size": batch_size, "stop_token_ids": range(0, VOCAB_SIZE, 9)}
         generations = generate(target, method, prompts, 30, sampling, **options)
         assert method.slots.fuses
         return [(g.tokens, g.drafted, g.accepted) for g in generations], rule.draft_forwards
