@@ -63,14 +63,11 @@ FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long
 
 def check_drafted(drafter: SpireDrafter, draft_vocab: int) -> None:
     """Raise UserError unless a drafter can be held to so many tokens."""
-    check_whole("draft_vocab", draft_vocab, 1)
     most = drafter.config.draft_vocab or drafter.config.shape.vocab_size
-    if draft_vocab > most:
-        raise UserError(f"draft_vocab={draft_vocab} is more than the {most} tokens that the drafter has; lower it")
+    check_whole("draft_vocab", draft_vocab, 1, most)
     if draft_vocab < most and not drafter.ranks_tokens:
         raise UserError(
-            f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N and exported since "
-            "2026-11-25, which says which tokens are frequent; give draft_vocab=null, or train one"
+            f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N; give null here"
         )
 
 
