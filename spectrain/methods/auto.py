@@ -4,8 +4,6 @@ Each method is scored by its own tokens per step and the seconds of its steps in
 beat plain decoding first run a few steps in turn; then the best one runs, and the others are tried again, ever more
 seldom, and sooner where a generation begins or the number of rows changes. Plain decoding is always a candidate. Every
 method with `max_nodes=auto` runs under this class, as the only one beside plain decoding.
-
-Letters: n active rows, C captured layers.
 """
 
 from __future__ import annotations
@@ -40,11 +38,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "pld": (),
     "logitspec": (),
 }
-
-
-def build(target: TargetModel, methods: Mapping[str, Drafter]) -> Auto:
-    """The method over others that the registry has built."""
-    return Auto(methods)
 
 
 @dataclass(eq=False)

@@ -11,8 +11,6 @@
 
 The same seed therefore gives the same drafts at any load. The environment variable SPECTRAIN_SECONDS names a file with
 another table, from which all seconds are read; nothing is timed then. Its "*" stands for all that it does not name.
-
-Letters: b rows, n nodes of a row's tree (root, guesses, probes), r reads (draft steps of a model), g draft length.
 """
 
 from __future__ import annotations
@@ -49,14 +47,11 @@ MOST_READS = 32
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 MOST_SCORED = 1024  # nodes of all rows in a timed forward; larger ones are extrapolated
 DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
-ROUNDS, MOST_ROUNDS = (
-    3,
-    12,
-)  # in each of which a size is visited twice; more than the first only while the seconds disagree
+# In each round a size is visited twice; more than the first rounds only while the seconds disagree.
+ROUNDS, MOST_ROUNDS = 3, 12
 MOST_S = 4.0  # after which no more rounds begin
 SPREAD, TOLERANCE_S = 1.2, 5e-5  # of the two fastest visits of one size
 MASK_S = 5e-4  # that the mask of several nodes may take, which a single one does not have
-FASTEST_BYTES_PER_S = 2e13  # no memory is read faster than this
 CONTEXT_TOKENS = 160  # of the timed text, at its beginning
 TEXT = (
     "def read_config(path):\n    with open(path) as file:\n        return json.load(file)\n\nThe next day, she said: "
@@ -187,8 +182,7 @@ class Table:
             return found
         if key not in self.seconds:
             began = time.perf_counter()
-            least_s = weight_bytes(target) / FASTEST_BYTES_PER_S if what.startswith("forward") else 0.0
-            self.seconds[key], problem = timed(target, sampling, n_rows, steps(target, sampling, n_rows), least_s)
+            self.seconds[key], problem = timed(target, sampling, n_rows, steps(target, sampling, n_rows))
             log.info("timed %s in %.1f s", key, time.perf_counter() - began)
             if problem:
                 self.spoiled.add(key)
@@ -215,11 +209,6 @@ def machine_of(target: TargetModel) -> dict[str, object]:
         name, threads = f"{cpu_name()} ({device.type})", torch.get_num_threads()
     dtype, graphs = str(target.dtype).removeprefix("torch."), target.graphs is not None
     return {"device": name, "dtype": dtype, "threads": threads, "engine": target.engine, "graphs": graphs}
-
-
-def weight_bytes(target: TargetModel) -> int:
-    """Bytes that each forward reads, at one byte per parameter: no engine here has fewer."""
-    return sum(p.numel() for p in target.model.parameters()) - target.model.get_input_embeddings().weight.numel()
 
 
 class Paced(Drafter):
@@ -316,9 +305,7 @@ def _forward_steps(is_chain: bool, target: TargetModel, sampling: Sampling, n_ro
     return Paced(_AnyTrees(is_chain), sizes, times_rest=True)
 
 
-def timed(
-    target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced, least_s: float
-) -> tuple[dict[int, float], str | None]:
+def timed(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced) -> tuple[dict[int, float], str | None]:
     """Run steps in turns, and return the fastest of each size; and why they cannot be right, if they cannot."""
     _run(target, sampling, n_rows, paced, 1)  # which compile, record and warm up
     if paced.times_rest:
@@ -327,7 +314,7 @@ def timed(
     while problem and n_rounds < MOST_ROUNDS and (not n_rounds or time.perf_counter() - began < MOST_S):
         _run(target, sampling, n_rows, paced, ROUNDS)
         n_rounds += ROUNDS
-        problem = doubt(paced.taken, least_s)
+        problem = doubt(paced.taken)
     return {size: min(taken) for size, taken in sorted(paced.taken.items()) if taken}, problem
 
 
@@ -344,20 +331,17 @@ def _run(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced, n_r
                 return
 
 
-def doubt(taken: Mapping[int, Sequence[float]], least_s: float = 0.0) -> str | None:
+def doubt(taken: Mapping[int, Sequence[float]]) -> str | None:
     """Say what cannot be right about the seconds of some sizes: something disturbed them; None: nothing is wrong."""
     best = {size: sorted(seconds) for size, seconds in sorted(taken.items()) if seconds}
     first = next((size for size in best if size), 0)
-    one = best[first or next(iter(best))][0]
-    if one < least_s:
-        return f"{one:.2g} s are too few to read the weights"
     lower = [seconds[0] for seconds in best.values()]
     for i, (size, seconds) in enumerate(best.items()):
         if len(seconds) > 1 and seconds[1] > SPREAD * seconds[0] + TOLERANCE_S:
             return f"size {size} took {seconds[0]:.2g} s and {seconds[1]:.2g} s"
         if seconds[0] > SPREAD * min(lower[i:]) + TOLERANCE_S:
             return f"size {size} took longer than a larger one"
-        if size > first and seconds[0] > SPREAD * size / max(1, first) * one + MASK_S:
+        if size > first and seconds[0] > SPREAD * size / max(1, first) * best[first][0] + MASK_S:
             return f"size {size} took more than {size} times size {first}"
     return None
 

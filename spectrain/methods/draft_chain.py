@@ -1,7 +1,4 @@
-"""What all methods with a draft model share: a chain of tokens, drawn one after the other for all rows at once.
-
-Letters: n active rows, g draft length, V vocabulary, D hidden size of the drafter.
-"""
+"""What all methods with a draft model share: a chain of tokens, drawn one after the other for all rows at once."""
 
 from __future__ import annotations
 

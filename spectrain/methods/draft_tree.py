@@ -12,15 +12,13 @@ is likely to add more than its seconds are worth (`Asking`).
 
 Where target and drafter share their noise, a candidate's rank is by E / q, as the target ranks by E / p. The first ones
 are then draws from q without replacement (Kool et al. 2019).
-
-Letters: n active rows, N nodes of a draft, m nodes that a draft step reads of each row, B branches, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -47,6 +45,7 @@ from spectrain.methods.model_candidates import (
     likeliest,
     likeliest_on_device,
     next_read,
+    sharpness_of,
 )
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.ranking import KINDS, PARENTS, SOURCES, TOKENS
@@ -73,25 +72,14 @@ def build(
     draft_vocab: Whole | Literal["auto"] | None = AUTO,
     max_nodes: Nodes = AUTO,
 ) -> TreeDrafter:
-    """Trees over a trained drafter.
-
-    Args:
-        target: which the drafter was trained for.
-        drafter: its folder; of a vanilla drafter, any Hugging Face folder or id.
-        tree: the kind of the drafter, spire or vanilla.
-        lookup: sssd, whose candidates join the tree; None: the drafter's alone.
-        datastore: folder of the datastore that the lookup reads besides the row's own text; None: none.
-        branches: see `TreeDrafter`.
-        levels: see `TreeDrafter`; None: LEVELS, or a SPIRe drafter's window where it is shorter.
-        draft_dtype: of the drafter's weights while it drafts, see `draft_dtype_of`.
-        draft_vocab: how many tokens a SPIRe drafter drafts, see `Spire`.
-        max_nodes: see `LookupDrafter`.
-    """
+    """Build trees over a trained drafter; conf/method/spire_tree.yaml explains the options."""
+    check_whole("branches", branches, 1)
+    check_whole("levels", LEVELS if levels is None else levels, 1)
     if tree == "spire":
         loaded = load_spire(Path(drafter), target)
         levels = min(LEVELS, loaded.config.window_tokens) if levels is None else levels
-        drafting = {"draft_dtype": draft_dtype, "draft_vocab": draft_vocab, "tree_nodes": _read(branches, levels)}
-        model = Spire(loaded, levels, **drafting)
+        n_read = 1 + branches * (levels - 1)  # the root, and the branches of each level but the last
+        model = Spire(loaded, levels, draft_dtype=draft_dtype, draft_vocab=draft_vocab, tree_nodes=n_read)
     else:
         levels = LEVELS if levels is None else levels
         model = Speculative(load_draft_model(target, drafter, draft_dtype), levels, draft_dtype=draft_dtype)
@@ -102,35 +90,14 @@ def build(
     return TreeDrafter(model, max_nodes, branches, levels, found)
 
 
-def _read(branches: int, levels: int) -> int:
-    """Nodes of a tree that a draft model reads: the root, and the branches of each level but the last."""
-    check_whole("branches", branches, 1)
-    check_whole("levels", levels, 1)
-    return 1 + branches * (levels - 1)
-
-
-class NodeReader(Protocol):
-    """What a draft model, itself a `Drafter`, must be able to do."""
-
-    def read_roots(self, context: Context) -> Tensor:
-        """Read the roots. Return the logits [n, K] of what follows them; the next call may overwrite them."""
-
-    def read_nodes(self, context: Context, tree: DraftTree, n_new: int) -> Tensor:
-        """Read the last n_new nodes of each row, in a tree of all that were read.
-
-        Return their logits [n, n_new, K]; the next call may overwrite them.
-        """
-
-    @property
-    def names(self) -> Tensor | None:
-        """The tokens [K] int64 that its logits stand for; None: 0, 1, ..."""
-
-
 class TreeDrafter(LookupDrafter):
     """One tree per step of what a draft model, and perhaps SSSD, hold for likely.
 
     Args:
-        model: a `NodeReader`.
+        model: a drafter with `read_roots(context)`, which returns the logits [n, K] behind the roots;
+            `read_nodes(context, tree, n_new)`, which reads the last n_new nodes of a tree of all nodes that were read
+            and returns their logits [n, n_new, K]; and `names`, the tokens [K] that logits stand for (None: 0, 1, ...).
+            The next call may overwrite what they return.
         max_nodes: see `LookupDrafter`.
         branches: most nodes that a draft step reads of each row, and candidates behind each of them.
         levels: most draft steps, and tokens of the longest branch that the model drafts.
@@ -224,7 +191,11 @@ class TreeDrafter(LookupDrafter):
         n_rows = context.n_rows
         found, found_sizes = self.lookup.candidates(context, 1 + self.ranking.n_candidates)
         gained, value, likely = self.ranking.value_of(found, found_sizes[:, 0])
-        if not self._asks(n_rows, gained / n_rows):
+        if self.pace is not None:
+            asks = self.pace > 0
+        else:
+            asks = self.budget is None or self.asking.asks(gained / n_rows, self._price(n_rows, 0, 1) / n_rows)
+        if not asks:
             self.reads = 0
             return self.drafted(context, found, found_sizes)
         drafts, sizes = self._model_drafts(context, likely[:, 1:])
@@ -240,12 +211,6 @@ class TreeDrafter(LookupDrafter):
             deeper = self._price(n_rows, 1, self.reads)
             self.asking.count((self.ranking.value - value - deeper) / n_rows)
         return tree
-
-    def _asks(self, n_rows: int, found: float) -> bool:
-        """Whether the model is read in this step, where the lookup may gain so many tokens per row."""
-        if self.pace is not None:
-            return self.pace > 0
-        return self.budget is None or self.asking.asks(found, self._price(n_rows, 0, 1) / n_rows)
 
     def _price(self, n_rows: int, before: int, after: int) -> float:
         """The tokens that could be gained in the seconds between so many draft steps and more."""
@@ -297,20 +262,20 @@ class TreeDrafter(LookupDrafter):
         self, context: Context, logits: Tensor, branches: int, keys: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The B likeliest tokens behind nodes with these logits [n, m, K], and their kinds, [n, m, B] each."""
-        temperature = 1.0 if context.sampling.greedy else context.sampling.temperature
+        sharpness = sharpness_of(context)
         ranks, names = np.minimum(np.arange(branches), RANKS - 1), self._names
         tokens, numbers = (np.zeros((*logits.shape[:2], branches), dtype=kind) for kind in (np.int64, np.float64))
         if keys is not None:
-            probs = (logits.float() / temperature).softmax(-1)
+            probs = (logits.float() * to_device(torch.from_numpy(sharpness), logits.device)[:, None, None]).softmax(-1)
             first_ones(probs.cpu().numpy(), names, keys, tokens, numbers)
             other = numbers.copy()
             other[..., 0], other[..., 1:] = numbers[..., 1 % branches], numbers[..., :1]
             buckets = np.searchsorted(LEADS, np.minimum(numbers, other) / np.maximum(numbers, other))
         elif logits.device.type == "cpu":
-            likeliest(logits.float().contiguous().numpy(), 1 / temperature, names, tokens, numbers)
+            likeliest(logits.float().contiguous().numpy(), sharpness, names, tokens, numbers)
             buckets = np.searchsorted(SHARES, numbers)
         else:
-            tokens, numbers = likeliest_on_device(logits, temperature, names, branches)
+            tokens, numbers = likeliest_on_device(logits, sharpness, names, branches)
             buckets = np.searchsorted(SHARES, numbers)
         return tokens, self.first_kind + ranks * N_SHARES + buckets
 
@@ -333,9 +298,8 @@ class TreeDrafter(LookupDrafter):
 class Asking:
     """Chooses in which steps a draft model is read, given what a lookup has found for the step.
 
-    It is read if it has lately added more tokens to the lookup's than could be gained in its seconds otherwise. What it
-    adds depends on how sure the lookup is: the more tokens that may gain, the less is left to add. Where the model does
-    not pay it is still read now and then, as texts change.
+    It is read if it has lately added more tokens to the lookup's than could be gained in its seconds otherwise. Where
+    it does not pay, it is still read now and then, as texts change. What it adds depends on how sure the lookup is.
     """
 
     FOUND = np.array([0.25, 0.5, 1.0, 2.0])  # tokens that a lookup may gain, where another mean begins

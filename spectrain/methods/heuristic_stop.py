@@ -11,7 +11,7 @@ from spectrain.decoding import TargetModel
 from spectrain.methods.draft_chain import candidates_within
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.speculative import Speculative, load_draft_model
-from spectrain.methods.stopping import HEURISTICS
+from spectrain.methods.stopping import UnsureStop
 
 DRAFTER = "vanilla"
 
@@ -32,5 +32,5 @@ def build(
     "entropy" where the entropy (nats) is above it. `max_nodes` counts the root, too, and caps max_candidates.
     """
     gamma = candidates_within(min_candidates, max_candidates, max_nodes)
-    stop = HEURISTICS[rule](threshold, min_candidates)
+    stop = UnsureStop(rule, threshold, min_candidates)
     return Speculative(load_draft_model(target, drafter, draft_dtype), gamma, stop=stop, draft_dtype=draft_dtype)

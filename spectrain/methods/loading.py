@@ -18,17 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.methods import auto
-from spectrain.methods.registry import (
-    build_function,
-    build_method,
-    given_artifacts,
-    kind_of_drafter,
-    method_config,
-    method_names,
-    module_of,
-    with_options,
-)
+from spectrain.methods.registry import FOLDERS, build_given, method_config, method_names, module_of
 from spectrain.models.artifacts import (
     check_artifact,
     check_tokenizer,
@@ -64,7 +54,7 @@ def load_method(source: str | Path, target: TargetModel, **options: object) -> D
         if Path(source).name == str(source) and not Path(source).is_dir():
             raise UserError(f"method {source} is unknown; give a folder, or one of {', '.join(method_names())}")
         return open_export(Path(source), target, options)
-    return _built(str(source), method_config(str(source)), target, options)
+    return _built(method_config(str(source)), target, options)
 
 
 def open_export(folder: Path, target: TargetModel | None, options: Mapping = MappingProxyType({})) -> Drafter:
@@ -94,25 +84,16 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
     if kind == "vanilla":  # the others are checked where they are built
         check_artifact(folder, kind, fingerprint(target.model, target.tokenizer))
         check_weights(folder, "drafter")
-    config = method_config(name)
     kept = ("_target_", "max_nodes", "tree") if kind != "lookup" else ("_target_",)
-    described = {key: value for key, value in config.items() if key in kept}
+    described = {key: value for key, value in method_config(name).items() if key in kept}
     # An exported lookup drafts what the serving engine drafts: the first candidates in its own order.
-    return _built(name, OmegaConf.create(described | own), target, options, ranks=kind != "lookup")
+    return _built(OmegaConf.create(described | own), target, options, ranks=kind != "lookup")
 
 
-def _built(name: str, config: DictConfig, target: TargetModel | None, options: Mapping, ranks: bool = True) -> Drafter:
-    """Build a method. `config`: its yaml, or what describes it there and the options of an exported folder."""
-    options, artifacts = dict(options), {}
-    if build_function(config) is auto.build:
-        drafter = options.pop("drafter", [])
-        drafters = [drafter] if isinstance(drafter, str | Path) else drafter
-        given = {name: str(options.pop(name)) for name in ("head", "datastore") if name in options}
-        artifacts = given_artifacts(list(map(str, drafters)), **given)
-    else:
-        options |= {key: str(options[key]) for key in ("drafter", "head", "datastore") if options.get(key)}
-        with_options(config, options, name)
-        if "head" in config and "drafter" in options:
-            folder = options.pop("drafter")
-            artifacts = {kind_of_drafter(folder): folder}
-    return build_method(OmegaConf.merge(config, options), target, artifacts, ranks=ranks)
+def _built(method: DictConfig, target: TargetModel | None, options: Mapping, ranks: bool = True) -> Drafter:
+    """Build a method with other options: folders take the place of those that it names itself."""
+    given = {name: options[name] for name in FOLDERS if options.get(name)}
+    others = {name: value for name, value in options.items() if name not in given}
+    method = OmegaConf.create({name: value for name, value in method.items() if name not in given})
+    folders = {name: list(map(str, one)) if isinstance(one, list | tuple) else str(one) for name, one in given.items()}
+    return build_given(OmegaConf.merge(method, others), target, folders, ranks=ranks)

@@ -8,8 +8,6 @@ steps (paper, Figure 2). So the draft has two parts, both from a table of the n-
 
 In no paper: a copy goes on past the end of the text, so that the latest occurrence always has as many tokens as the
 tree has room for; and a datastore says what follows where the text knows nothing, or only what followed a single token.
-
-Letters: n active rows, V vocabulary, K nodes of a tree, y a guessed token behind the root.
 """
 
 from __future__ import annotations
@@ -44,16 +42,9 @@ def build(
     datastore_ranks: Annotated[int, 0] = 9,
     **options: LogitSpec,
 ) -> LogitSpec:
-    """The method, with the datastore of a folder behind the row's own text, or without one.
+    """Build the method, with the datastore of a folder behind the row's own text, or without one.
 
-    Args:
-        target: whose tokens the store must hold.
-        datastore: folder; None: none.
-        max_suffix: longest suffix that is looked for there.
-        min_suffix: shortest one.
-        max_matches: continuations read there; the likeliest of them is guessed.
-        datastore_ranks: candidates of the last logits that the store is asked about.
-        options: those of `LogitSpec`.
+    conf/method/logitspec.yaml explains the options.
     """
     method = LogitSpec(**options)
     if datastore is not None:
@@ -64,18 +55,17 @@ def build(
 
 
 class LogitSpec(LookupDrafter):
-    """A tree a step: one unpruned branch of (a), then the branches of (b) by rank until K nodes stand.
+    """One tree per step: one unpruned branch of (a), then the branches of (b) by rank until K = max_nodes nodes stand.
 
     Args:
-        max_nodes: K, the root included; see `LookupDrafter`.
+        max_nodes: see `LookupDrafter`.
         max_ngram: longest suffix that is looked for.
         continuation_tokens: tokens of a full continuation: the latest occurrence that has as many in the text wins
             (reference: 20). None: the latest occurrence wins, and its copy goes on with what it has copied where it
             reaches the end of the text.
-        input_tokens: most nodes of (a). The paper does not limit it, so its 20 tokens come before all of (b); in small
-            trees (K = 16) they leave no room for it. Which is better depends on the text: one that repeats itself
-            gains more from (a).
-        last_logits: False leaves (b) out, retrieval: False leaves all continuations out (paper, Table 3).
+        input_tokens: most nodes of (a). The paper does not limit it.
+        last_logits: False leaves (b) out.
+        retrieval: False leaves all continuations out (paper, Table 3).
 
     Raises:
         UserError: nothing is left to propose.

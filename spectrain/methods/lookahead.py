@@ -5,7 +5,7 @@ its levels are successive guesses of one Jacobi iteration: `parent(level, col) =
 chain, `parent(0, col) = (0, col - 1)`, whose (0, 0) is the root itself. The target's argmax at (N - 2, i) ends the
 n-gram that begins with token (0, i). A pool keeps the latest G of each first token; those of the root are the guesses.
 
-Letters: W columns, N tokens of an n-gram, G guesses, P probes.
+Letters, as in the paper: W columns, N tokens of an n-gram, G guesses.
 """
 
 from __future__ import annotations

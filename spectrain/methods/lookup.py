@@ -2,8 +2,6 @@
 
 A lookup method is deterministic: given a row's text it always guesses the same. It takes nothing from the row's
 generator, so at equal seeds its sampled text is, token by token, what autoregressive decoding samples.
-
-Letters: n active rows, N nodes, P probes.
 """
 
 from __future__ import annotations

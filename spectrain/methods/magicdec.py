@@ -4,8 +4,6 @@ MagicDec (Chen et al. 2024) with StreamingLLM's view: a draft reads the first to
 ones before the root (the window) and the drafts before it, never the rest. At each step K and V of sink and window are
 copied from the target's cache into a small one, so a draft forward costs the same at any context length. Verification
 reads the full cache.
-
-Letters: n active rows, K tokens of the view, H key/value heads, F rotary frequencies, gamma draft length, V vocabulary.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A candidate's kind is its rank among its siblings and its probability q under the draft model or, where target and
 drafter share their noise, the lead of its E / q. One that a lookup has found as well has a kind by how sure the lookup
 is of it (`join`).
-
-Letters: n rows, N candidates and root, m nodes read of each row, B branches, K tokens that a draft model knows.
 """
 
 from __future__ import annotations
@@ -16,6 +14,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from spectrain.decoding import Context
+from spectrain.decoding.transfer import to_device
+from spectrain.kernels import TEMPERATURE
 from spectrain.kernels.cpu.intrinsics import MATHS, exp
 from spectrain.kernels.cpu.warping import BLOCK, largest, uniform_of
 from spectrain.methods.ranking import KINDS, LIKELIEST, PARENTS, TOKENS
@@ -128,9 +129,17 @@ def join(draft, size, found, found_size, likely, kinds):
     return size
 
 
-def likeliest_on_device(logits: Tensor, temperature: float, names: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+def sharpness_of(context: Context) -> np.ndarray:
+    """What each row's logits are multiplied with before the softmax, [n] float32: 1 / temperature, 1 of greedy rows."""
+    temperatures = context.sampling.options[:, TEMPERATURE].expand(context.n_rows).float()
+    return torch.where(temperatures > 0, 1 / temperatures, 1.0).numpy()
+
+
+def likeliest_on_device(
+    logits: Tensor, sharpness: np.ndarray, names: np.ndarray, n: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The n likeliest tokens and their probabilities as `likeliest` finds them, in one transfer from a device."""
-    found = (logits.float() / temperature).softmax(-1).topk(n)
+    found = (logits.float() * to_device(torch.from_numpy(sharpness), logits.device)[:, None, None]).softmax(-1).topk(n)
     shares, tokens = torch.stack([found.values.double(), found.indices.double()]).cpu().numpy()
     tokens = tokens.astype(np.int64)
     return names[tokens] if len(names) else tokens, shares
@@ -142,7 +151,7 @@ def likeliest(logits, sharpness, names, tokens, shares):
 
     Args:
         logits: [n, m, K] float32, contiguous.
-        sharpness: 1 / temperature.
+        sharpness: [n] float32 of `sharpness_of`.
         names: [K] int64 tokens that the logits are of; empty: 0, 1, ...
         tokens: [n, m, B] int64, filled.
         shares: [n, m, B] float64, filled.
@@ -154,7 +163,7 @@ def likeliest(logits, sharpness, names, tokens, shares):
             x, chosen, best = logits[row, node], tokens[row, node], shares[row, node]
             for block in range(len(most)):
                 most[block] = largest(x.ctypes.data, block * BLOCK, min((block + 1) * BLOCK, size))
-            top, factor, total = most.max(), np.float32(sharpness), np.float32(0.0)
+            top, factor, total = most.max(), sharpness[row], np.float32(0.0)
             for v in range(size):
                 total += exp((x[v] - top) * factor)
             best[:] = -np.inf

@@ -10,17 +10,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
+from spectrain.config.fields import WORDS, shown
 from spectrain.errors import UserError, is_in
 
 Whole = Annotated[int, 1]
 Share = Annotated[float, "(0, 1)"]
 Nodes = Annotated[int, 2] | Literal["auto", "paper"] | None  # a step's: root, guesses and probes
 Dtype = Literal["auto", "float32", "bfloat16", "int8"]
-
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
 
 
 def option_types(build: Callable) -> dict[str, object]:
@@ -29,7 +28,7 @@ def option_types(build: Callable) -> dict[str, object]:
     hints, found = get_type_hints(function, include_extras=True), {}
     for name, parameter in inspect.signature(build).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= option_types(hints[name]) if name in hints else {}
+            found = (option_types(hints[name]) if name in hints else {}) | found
         elif name != "target":
             found[name] = hints.get(name, object)
     return found
@@ -52,12 +51,7 @@ def check_options(build: Callable, options: Mapping, method: str, where: str = "
             raise UserError(f"{where}{name} is not an option of {method}; {hint}")
         kinds = _members(types[name])
         if not any(_fits(value, kind) for kind in kinds):
-            shown = {None: "null", True: "true", False: "false"}[value] if _is_plain(value) else value
-            raise UserError(f"{where}{name}={shown} must be {', or '.join(map(_words, kinds))}")
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool)
+            raise UserError(f"{where}{name}={shown(value)} must be {', or '.join(map(_words, kinds))}")
 
 
 def _members(kind: object) -> Sequence[object]:

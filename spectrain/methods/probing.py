@@ -2,8 +2,6 @@
 
 Columns of N - 1 tokens run beside the text. In every step the target scores all of them as probes and predicts the
 token behind each column, which ends an n-gram. N-grams that begin with the root are the guesses of a later step.
-
-Letters: n active rows, W columns, N tokens of an n-gram, P probes, V vocabulary.
 """
 
 from __future__ import annotations

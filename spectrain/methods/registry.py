@@ -28,11 +28,11 @@ from spectrain.config import conf_dir
 from spectrain.config.commands import Bench, Generate, Responses
 from spectrain.decoding import Drafter, Sampling, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.methods import auto
+from spectrain.methods.auto import METHODS, Auto
 from spectrain.methods.budget import AUTO
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.options import check_options, option_types
-from spectrain.models.artifacts import check_weights, decoded_by, is_export, newest_artifact, read_manifest
+from spectrain.models.artifacts import check_weights, decoded_by, default_artifact, is_export, read_manifest
 from spectrain.models.head import own_drafter, read_head_facts
 from spectrain.models.kinds import about
 from spectrain.retrieval.datastore import newest_datastore
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 PAPER = "paper"  # max_nodes=paper
 BASELINE = "autoregressive"  # the method that all others are compared with
+FOLDERS = ("drafter", "head", "datastore")  # options that name folders
 
 
 def method_names() -> list[str]:
@@ -66,7 +67,8 @@ def with_nodes(method: DictConfig, max_nodes: int | str | None) -> DictConfig:
     """
     if max_nodes == PAPER:
         return with_papers_nodes(method)
-    if max_nodes is not None and "max_nodes" in method and (max_nodes == AUTO or drafts_trees(method)):
+    drafts_trees = not any(length in method for length in ("gamma", "max_candidates"))
+    if max_nodes is not None and "max_nodes" in method and (max_nodes == AUTO or drafts_trees):
         return OmegaConf.merge(method, {"max_nodes": max_nodes})
     return method
 
@@ -103,7 +105,8 @@ def method_configs(command: Bench, reserved: Collection[str] = ()) -> dict[str, 
         if base not in files:
             raise UserError(f"variants.{name} has method={base}, which is unknown; choose among {', '.join(files)}")
         options = method_config(base, command.max_nodes)
-        found[name] = OmegaConf.merge(with_options(options, changes, base, f"variants.{name}."), exported)
+        check_options(build_function(options), changes, base, f"variants.{name}.")
+        found[name] = OmegaConf.merge(options, changes, exported)
     return found
 
 
@@ -128,22 +131,8 @@ def module_of(method: Mapping) -> ModuleType:
 
 def plain_options(method: Mapping) -> dict:
     """The options in a yaml: all but what builds the method."""
-    return {key: value for key, value in method.items() if not key.startswith("_")}
-
-
-def with_options(method: DictConfig, changes: Mapping, name: str, where: str = "") -> DictConfig:
-    """A method with some of its options changed. Raises UserError where it has no such option, or a value is wrong.
-
-    `name` is what the method is called, and `where` what stands before an option that the user has typed.
-    """
-    values = OmegaConf.to_container(OmegaConf.create(dict(changes)))
-    check_options(build_function(method), values, name, where)
-    return OmegaConf.merge(method, changes)
-
-
-def drafts_trees(method: DictConfig) -> bool:
-    """Whether the method's yaml has a node budget that is not just the length of a chain."""
-    return "max_nodes" in method and not any(length in method for length in ("gamma", "max_candidates"))
+    values = OmegaConf.to_container(OmegaConf.create(dict(method)))
+    return {key: value for key, value in values.items() if not key.startswith("_")}
 
 
 def names(value: str | float | ListConfig | Sequence[str | float] | None) -> list:
@@ -167,18 +156,16 @@ def artifact_kinds(method: Mapping) -> dict[str, str]:
     return kinds
 
 
-def kind_of_drafter(folder: str | Path) -> str:
-    """The kind of a folder given as drafter=. What is not one of our exports is a plain Hugging Face model: vanilla."""
-    return read_manifest(Path(folder)).kind if is_export(folder) else "vanilla"
-
-
 def given_artifacts(
     drafter: str | Sequence[str] | None, head: str | None = None, datastore: str | None = None
 ) -> dict[str, str]:
-    """The folders of `drafter=`, `head=` and `datastore=`, by kind. Raises UserError where two are of one kind."""
+    """The folders of `drafter=`, `head=` and `datastore=`, by kind. Raises UserError where two are of one kind.
+
+    A drafter that is none of our exports is a plain Hugging Face model, of kind vanilla.
+    """
     given = {kind: folder for kind, folder in {"head": head, "datastore": datastore}.items() if folder}
     for folder in names(drafter):
-        kind = kind_of_drafter(folder)
+        kind = read_manifest(Path(folder)).kind if is_export(folder) else "vanilla"
         option = about(kind).option
         if option != "drafter":
             raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
@@ -189,10 +176,7 @@ def given_artifacts(
 
 
 def check_taken(
-    given: Mapping[str, str],
-    methods: Mapping[str, DictConfig],
-    built: Iterable[Drafter],
-    by_baselines: Iterable[str] = (),
+    given: Mapping[str, str], methods: Iterable[DictConfig], built: Iterable[Drafter], by_baselines: Iterable[str] = ()
 ) -> None:
     """Raise UserError where the user gave a folder that none of the methods, nor a baseline, takes.
 
@@ -202,7 +186,7 @@ def check_taken(
         built: the built methods: only then is it known which kind of drafter a head takes.
         by_baselines: kinds.
     """
-    taken = {kind for options in methods.values() for kind in artifact_kinds(options).values()} | set(by_baselines)
+    taken = {kind for options in methods for kind in artifact_kinds(options).values()} | set(by_baselines)
     taken |= {kind for drafter in built for kind in drafter.artifacts}
     for kind in given.keys() - taken:
         one = about(kind)
@@ -230,14 +214,19 @@ def build_method(
             own order, as "paper" does in any case.
 
     Raises:
-        UserError: a folder is missing or does not fit.
+        UserError: an option is unknown or out of range, or a folder is missing or does not fit.
     """
     artifacts, build = {} if artifacts is None else artifacts, build_function(method)
-    if build is auto.build:
-        return _build_auto(method, target, artifacts, sampling)
+    name = build.__module__.rpartition(".")[2]
     if target is None:  # whose steps cannot be timed
         method = with_papers_nodes(method)
-    options = OmegaConf.to_container(OmegaConf.create(plain_options(method)))
+    options = plain_options(method)
+    given = {key: value for key, value in options.items() if value is not None or key not in FOLDERS}
+    check_options(build, given, name)
+    if build is Auto:
+        drafter = _build_auto(names(options.get("methods")), target, artifacts, sampling)
+        drafter.target = target
+        return drafter
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
     ranks = ranks and target is not None and type(options.get("max_nodes")) is int
     if options.get("max_nodes") == PAPER:
@@ -256,21 +245,23 @@ def build_method(
         drafter.warning = facts.why_off(options["head"], sampling) if sampling is not None else None
         if drafter.warning:
             log.warning("%s", drafter.warning)
-    drafter.timed_as = f"{module_of(method).__name__.rpartition('.')[2]}-{digest(options)}"
+    drafter.timed_as = f"{name}-{digest(options)}"
     if ranks and isinstance(drafter, LookupDrafter):
         drafter.rank()
     if chooses:
-        drafter = auto.Auto({module_of(method).__name__.rpartition(".")[2]: drafter})
+        drafter = Auto({name: drafter})
     drafter.target = target
     return drafter
 
 
 def _folder(option: str, kind: str, own: str | None, given: str | None, target: TargetModel) -> str | None:
     """The folder of an artifact. `own`: as the method's options name it; "auto": one if there is one."""
-    if own not in (None, AUTO) and given and own != given:  # of a variant or an exported folder
-        log.warning("the method's own %s=%s is used instead of %s", option, own, given)
-    if own not in (None, AUTO) or given:
-        return given if own in (None, AUTO) else own
+    if own not in (None, AUTO):  # of a variant or an exported folder
+        if given and own != given:
+            log.warning("the method's own %s=%s is used instead of %s", option, own, given)
+        return own
+    if given:
+        return given
     try:
         return find_artifact(kind, target)
     except UserError as error:
@@ -281,52 +272,42 @@ def _folder(option: str, kind: str, own: str | None, given: str | None, target: 
 
 
 def _build_auto(
-    method: DictConfig, target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling | None
-) -> Drafter:
-    drafter = auto.build(target, _to_choose_from(method, target, artifacts, sampling))
-    drafter.target = target
-    kinds = {kind for arm in drafter.arms for kind in artifact_kinds(method_config(arm.name)).values()}
-    drafter.artifacts |= {kind: folder for kind, folder in artifacts.items() if kind in kinds}
-    return drafter
-
-
-def _to_choose_from(
-    method: DictConfig, target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling | None
-) -> dict[str, Drafter]:
-    """The methods that method=auto runs: those that it names; else all of `auto.METHODS` that can be built.
+    asked: Sequence[str], target: TargetModel, artifacts: Mapping[str, str], sampling: Sampling | None
+) -> Auto:
+    """Build method=auto over the methods that it names; else over all of `auto.METHODS` that can be built.
 
     Raises:
         UserError: one that is named, or whose folder was given, cannot be built.
     """
-    asked, found, models = names(method.methods), {}, {}
+    found, models = {}, {}
     left_out: dict[str, list[str]] = {}  # names by the reason
-    for name in asked or auto.METHODS:
+    for name in asked or METHODS:
         if name not in method_names() or name == "auto":
             known = (one for one in method_names() if one != "auto")
             raise UserError(f"method.methods={name} is unknown; choose among {', '.join(known)}")
-        if name == BASELINE or (not asked and any(name in auto.METHODS[other] for other in found)):
+        if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)
         is_chosen = asked or any(kind in artifacts for kind in artifact_kinds(config).values())
         try:
-            built = build_method(config, target, artifacts, sampling)
+            drafter = build_method(config, target, artifacts, sampling).arms[0].drafter
+            if drafter.max_positions < target.max_positions and not is_chosen:
+                raise UserError(f"the drafter's context holds {drafter.max_positions} tokens, the target's more")
         except UserError as error:
             if is_chosen:
                 raise
             left_out.setdefault(str(error), []).append(name)
             continue
-        drafter = built.arms[0].drafter
-        if drafter.max_positions < target.max_positions and not is_chosen:
-            reason = f"the drafter's context holds {drafter.max_positions} tokens, the target's more"
-            left_out.setdefault(reason, []).append(name)
-            continue
         model = getattr(drafter, "model", drafter)  # of a tree; its chain is of the same folder and options
-        if name in auto.METHODS and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
+        if name in METHODS and hasattr(model, "share") and models.setdefault(type(model), model) is not model:
             model.share(models[type(model)])
         found[name] = drafter
     for reason, without in left_out.items():
         log.info("without %s: %s", ", ".join(without), reason)
-    return found
+    drafter = Auto(found)
+    kinds = {kind for name in found for kind in artifact_kinds(method_config(name)).values()}
+    drafter.artifacts |= {kind: folder for kind, folder in artifacts.items() if kind in kinds}
+    return drafter
 
 
 def build_methods(
@@ -343,18 +324,14 @@ def build_methods(
     given, built, skipped = given_artifacts(command.drafter, command.head, command.datastore), {}, {}
     for name, options in methods.items():
         kinds = artifact_kinds(options).values()
+        may_lack = command.method is None and takes_all(command) and kinds and not given.keys() & set(kinds)
         try:
             built[name] = build_method(options, target, given, sampling)
         except UserError as error:
-            if (
-                command.method is not None
-                or not takes_all(command)
-                or not kinds
-                or any(kind in given for kind in kinds)
-            ):
+            if not may_lack:
                 raise UserError(f"{name}: {error}") from error
             skipped[name] = str(error)
-    check_taken(given, methods, built.values(), by_baselines=["vanilla"] if command.peers else [])
+    check_taken(given, methods.values(), built.values(), by_baselines=["vanilla"] if command.peers else [])
     return built, skipped
 
 
@@ -370,9 +347,9 @@ def _drafter_of_head(head: str, target: TargetModel, artifacts: Mapping[str, str
 
 
 def find_artifact(kind: str, target: TargetModel) -> str:
-    """The newest folder of this kind below `checkpoints/` that fits, else the one that comes with spectrain.
+    """The best folder of this kind that fits, of those below `checkpoints/` and those that come with spectrain.
 
-    Raises UserError where there is neither.
+    Raises UserError where there is none.
     """
     print_ = fingerprint(target.model, target.tokenizer)
     if kind == "datastore":
@@ -380,25 +357,35 @@ def find_artifact(kind: str, target: TargetModel) -> str:
             raise UserError("a datastore is of a tokenizer, which this target does not have; give datastore=<folder>")
         folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
     else:
-        folder = newest_artifact(CHECKPOINTS, kind, print_)
+        folder = default_artifact(CHECKPOINTS, kind, print_)
     log.info("%s: %s", about(kind).option, folder)
     return str(folder)
 
 
-def build_configured(command: Generate | Responses, target: TargetModel, sampling: Sampling) -> Drafter:
-    """The one method of a command's config: `method`, and the artifacts that it was given.
+def build_given(
+    method: DictConfig,
+    target: TargetModel | None,
+    folders: Mapping[str, str | Sequence[str] | None],
+    sampling: Sampling | None = None,
+    ranks: bool = True,
+) -> Drafter:
+    """Build one method with the folders that the user gave as `drafter`, `head` and `datastore`.
 
     Raises:
-        UserError: see `build_method`; or something was given that the method does not take.
+        UserError: see `build_method`; or the method does not take one of them.
     """
-    given, kind = (
-        given_artifacts(command.drafter, command.head, command.datastore),
-        artifact_kinds(command.method).get("drafter"),
-    )
-    if kind is not None and isinstance(command.drafter, str):  # whatever it is: the method says what is wrong
-        given = {other: folder for other, folder in given.items() if folder != command.drafter} | {
-            kind: command.drafter
-        }
-    drafter = build_method(command.method, target, given, sampling)
-    check_taken(given, {"this method": command.method}, [drafter])
-    return drafter
+    kind, drafter = artifact_kinds(method).get("drafter"), folders.get("drafter")
+    others = folders.get("head"), folders.get("datastore")
+    if kind is not None and isinstance(drafter, str):  # whatever it is: the method says what is wrong with it
+        given = given_artifacts(None, *others) | {kind: drafter}
+    else:
+        given = given_artifacts(drafter, *others)
+    built = build_method(method, target, given, sampling, ranks)
+    check_taken(given, [method], [built])
+    return built
+
+
+def build_configured(command: Generate | Responses, target: TargetModel, sampling: Sampling) -> Drafter:
+    """Build the method of a command, see `build_given`."""
+    folders = {"drafter": command.drafter, "head": command.head, "datastore": command.datastore}
+    return build_given(OmegaConf.create(command.method), target, folders, sampling)

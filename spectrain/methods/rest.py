@@ -31,17 +31,9 @@ def build(
     branch_tokens: Whole = 10,
     max_nodes: Nodes = 65,
 ) -> Rest:
-    """The method over the datastore of this folder.
+    """Build the method over the datastore of a folder; conf/method/rest.yaml explains the options.
 
-    Args:
-        target: whose tokens the store must hold.
-        datastore: folder.
-        max_suffix: longest suffix that is looked for.
-        min_suffix: shortest suffix.
-        max_matches: continuations read, the first ones in sorted order, as the reference reads them; of a store of
-            several shards the first ones of each, by its share of all matches.
-        branch_tokens: tokens of a continuation.
-        max_nodes: of a tree, the root included.
+    The first matches in sorted order are read, as the reference reads them, of each shard by its share of all.
     """
     options = RetrievalOptions(min_suffix, max_suffix, branch_tokens, max_matches, first_matches=True)
     return Rest(open_datastore(datastore, target), options, max_nodes)

@@ -19,18 +19,7 @@ def build(
     min_matches: Whole = 1,
     **options: CoreOptions,
 ) -> SpectraCore:
-    """The core with a retriever over the datastore of this folder.
-
-    Args:
-        target: whose tokens the store must hold.
-        datastore: folder.
-        max_nodes: see `SpectraCore`.
-        max_suffix: this and the next three options are those of `spectra_retrieval.build`.
-        min_suffix: see there.
-        max_matches: see there.
-        min_matches: see there.
-        options: those of `CoreOptions`.
-    """
+    """Build the core with a retriever over the datastore of a folder; conf/method/spectra.yaml explains the options."""
     core = CoreOptions(**options)
     lookup = RetrievalOptions(min_suffix, max_suffix, core.ngram_tokens, max_matches, min_matches)
     retriever = Retriever(open_datastore(datastore, target), lookup)

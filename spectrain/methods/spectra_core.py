@@ -5,7 +5,7 @@ probes under the root, and the target predicts the last one. All sub-sequences o
 forward: token -> sequences that followed it, backward: sequence -> the one token that followed it. Then the pool shifts
 left by one.
 
-Letters: n active rows, B rows at most, W candidates, N tokens of one, G guesses, V vocabulary, r ~ U(0, 1).
+Letters, as in the paper: W candidates, N tokens of one, G guesses, r ~ U(0, 1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of fo
 
 
 def build(max_nodes: Nodes = None, **options: CoreOptions) -> SpectraCore:
-    """The method."""
+    """Build the method."""
     return SpectraCore(CoreOptions(**options), max_nodes)
 
 

@@ -26,20 +26,6 @@ def build(
     max_matches: Whole = 100,
     min_matches: Whole = 1,
 ) -> Rest:
-    """The method over the datastore of this folder.
-
-    Args:
-        target: whose tokens the store must hold.
-        datastore: folder.
-        max_guesses: G, branches of a tree.
-        ngram_tokens: N, tokens of a branch.
-        max_nodes: of a tree, the root included; None: all, 1 + G N.
-        max_suffix: longest suffix that is looked for.
-        min_suffix: shortest suffix.
-        max_matches: continuations that are read, at regular intervals of all.
-        min_matches: with fewer, shorter suffixes are looked up too; 1: the longest suffix that is found is used.
-    """
+    """Build the method over the datastore of a folder; conf/method/spectra_retrieval.yaml explains the options."""
     options = RetrievalOptions(min_suffix, max_suffix, ngram_tokens, max_matches, min_matches)
-    all_nodes = 1 + max_guesses * ngram_tokens
-    store = open_datastore(datastore, target)
-    return Rest(store, options, all_nodes if max_nodes is None else max_nodes, max_guesses)
+    return Rest(open_datastore(datastore, target), options, max_nodes or 1 + max_guesses * ngram_tokens, max_guesses)

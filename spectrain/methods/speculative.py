@@ -1,7 +1,4 @@
-"""Vanilla speculative decoding: a small model drafts a chain (Leviathan et al. 2023, Chen et al. 2023).
-
-Letters: n active rows, R new rows, T tokens fed, gamma draft length, V vocabulary.
-"""
+"""Vanilla speculative decoding: a small model drafts a chain (Leviathan et al. 2023, Chen et al. 2023)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import draft_dtype_of
 from spectrain.errors import UserError
 from spectrain.kernels import MOST_TOKENS
-from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
+from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.stopping import StopRule
 from spectrain.models.artifacts import fastest_gamma, trained_acceptance
@@ -79,7 +76,6 @@ class Speculative(ChainDrafter):
     Args:
         draft_model: the small model, with its tokenizer where the target has one.
         gamma: drafted tokens per step; fewer where a row has less room.
-        max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         stop: ends drafts before gamma tokens.
         adapts, acceptance: see `ChainDrafter`.
         draft_dtype: float32 leaves the model's weights as they are; for auto and int8 see `draft_dtype_of`.
@@ -91,13 +87,12 @@ class Speculative(ChainDrafter):
         self,
         draft_model: TargetModel,
         gamma: int = GAMMA,
-        max_nodes: int | None = None,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
         adapts: bool = False,
         acceptance: float | None = None,
     ):
-        super().__init__(gamma_within(gamma, max_nodes), adapts, acceptance)
+        super().__init__(gamma, adapts, acceptance)
         if draft_dtype_of(draft_dtype, draft_model.device, draft_model.dtype) == torch.int8:
             draft_model = draft_model.in_8_bits()
         self.draft_model = draft_model.with_hidden() if stop is not None and stop.needs_hidden else draft_model

@@ -5,8 +5,6 @@ window only, into a ring of slots per row. A draft step attends to those slots, 
 just read at that token's slot. After verification the slots of the root and of the accepted tokens are overwritten with
 K/V of the target's activations. Slots of rejected tokens lie ahead of the next root, where nothing sees them before
 they are overwritten.
-
-Letters: n rows, R new rows, C draft blocks, D hidden size, S slots, W window, g drafted tokens, A accepted path.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
 from spectrain.decoding.llama import KeysValues, additive
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.verify import MOST_REPLAYED
@@ -28,7 +26,7 @@ from spectrain.decoding.weights import for_drafting, version
 from spectrain.errors import UserError, check_whole
 from spectrain.kernels import MOST_TOKENS, Graphs
 from spectrain.methods.budget import AUTO
-from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, gamma_within, lengths_of
+from spectrain.methods.draft_chain import ChainDrafter, DraftStep, draft_chain, lengths_of
 from spectrain.methods.options import Dtype, Nodes, Whole
 from spectrain.methods.spire_slots import SlotStore
 from spectrain.methods.stopping import StopRule
@@ -78,14 +76,11 @@ FEW_TOKENS = 8192  # that are drafted on a CPU, where a draft step takes as long
 
 def check_drafted(drafter: SpireDrafter, draft_vocab: int) -> None:
     """Raise UserError unless a drafter can be held to so many tokens."""
-    check_whole("draft_vocab", draft_vocab, 1)
     most = drafter.config.draft_vocab or drafter.config.shape.vocab_size
-    if draft_vocab > most:
-        raise UserError(f"draft_vocab={draft_vocab} is more than the {most} tokens that the drafter has; lower it")
+    check_whole("draft_vocab", draft_vocab, 1, most)
     if draft_vocab < most and not drafter.ranks_tokens:
         raise UserError(
-            f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N and exported since "
-            "2026-11-25, which says which tokens are frequent; give draft_vocab=null, or train one"
+            f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N; give null here"
         )
 
 
@@ -118,7 +113,6 @@ class Spire(ChainDrafter):
     Args:
         drafter: trained for the target at hand.
         gamma: draft tokens per step; None takes the k it was trained with.
-        max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
         adapts, acceptance: see `ChainDrafter`.
         stop: ends drafts before gamma tokens.
         draft_dtype: of its weights while it drafts, see `draft_dtype_of`.
@@ -134,7 +128,6 @@ class Spire(ChainDrafter):
         self,
         drafter: SpireDrafter,
         gamma: int | None = None,
-        max_nodes: int | None = None,
         stop: StopRule | None = None,
         draft_dtype: str = "float32",
         adapts: bool = False,
@@ -143,7 +136,7 @@ class Spire(ChainDrafter):
         draft_vocab: int | str | None = None,
     ) -> None:
         config, self.tree_nodes = drafter.config, tree_nodes
-        super().__init__(gamma_within(config.k if gamma is None else gamma, max_nodes), adapts, acceptance)
+        super().__init__(config.k if gamma is None else gamma, adapts, acceptance)
         self.trained, self.stop, self.draft_dtype, self.draft_vocab = drafter, stop, draft_dtype, draft_vocab
         if draft_vocab not in (None, AUTO):
             check_drafted(drafter, draft_vocab)
@@ -364,30 +357,26 @@ class Spire(ChainDrafter):
     def _shortest_way(self, context: Context) -> Callable | None:
         """Return what drafts whole chains, see `draft_chain`: a program or a CUDA graph; None: neither does."""
         if self.slots.fuses:
-            if self.stop is None:
-                return self._program_chain
-            return self._ended_chain if self.stop.compiles else None
+            return self._program_chain if self.stop is None or self.stop.compiles else None
+        uniform = isinstance(context.sampling, Sampling)  # a graph has the options of its rows inside
         few = context.n_rows * self.gamma * self.drafter.config.shape.vocab_size <= MOST_REPLAYED
-        return self._graph_chain if self.graphs is not None and self.stop is None and few else None
+        return self._graph_chain if self.graphs is not None and uniform and self.stop is None and few else None
 
     def _program_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        program = self.slots.chain(context.n_rows, n_steps, context.sampling)
-        numbers = None if context.sampling.greedy else context.uniforms.take(n_steps, lengths)
-        tokens, probs, _ = program.draft(context.roots, context.lengths - 1, self.state, numbers)
-        return tokens, probs, lengths
-
-    def _ended_chain(
-        self, context: Context, n_steps: int, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        program = self.slots.chain(context.n_rows, self.gamma, context.sampling, self.stop)
-        program.ends.begin(n_steps if lengths is None else lengths, context.stop_ids)
-        numbers = None if context.sampling.greedy else context.uniforms.next(self.gamma)
-        tokens, probs, lengths = program.draft(context.roots, context.lengths - 1, self.state, numbers)
-        if numbers is not None:
-            context.uniforms.skip(lengths, self.gamma)
-        return tokens, probs, lengths
+        ends, greedy, uniforms = self.stop is not None, context.sampling.greedy, context.uniforms
+        # A program that a rule may end is made for the longest chain.
+        program = self.slots.chain(context.n_rows, self.gamma if ends else n_steps, context.sampling, self.stop)
+        numbers = None
+        if not greedy:
+            numbers = uniforms.next(self.gamma) if ends else uniforms.take(n_steps, lengths)
+        if ends:
+            program.ends.begin(n_steps if lengths is None else lengths, context.stop_ids)
+        tokens, probs, ended = program.draft(context.roots, context.lengths - 1, self.state, numbers)
+        if ends and not greedy:
+            uniforms.skip(ended, self.gamma)
+        return tokens, probs, ended if ends else lengths
 
     def _graph_chain(
         self, context: Context, n_steps: int, lengths: Tensor | None
@@ -415,10 +404,7 @@ class Spire(ChainDrafter):
 
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""
-        if self.slots.fuses:
-            x = self.drafter.joined(self.drafter.embed(tokens), self.state)
-            logits, self.state = self.slots.reader(len(tokens)).read(x, positions)
-        elif self.graphs is None:
+        if self.graphs is None:
             logits, self.state = self._read(tokens, positions, self.state)
         else:
             key = "spire", self.slots.storage

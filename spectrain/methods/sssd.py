@@ -4,8 +4,6 @@ Three sources give trees of continuations with a pseudo-probability for each nod
 prefix of 1..P tokens; the datastore, from the longest suffix that it holds; and, in no paper, the candidates of the
 last logits (LogitSpec's idea), each followed by what followed it in the text. One queue fills the draft tree with the
 likeliest nodes of all. Rows are looked up in parallel on the CPU.
-
-Letters: n active rows, P longest prefix of the input, S longest of the datastore, E longest branch, N nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -50,16 +48,20 @@ DISCOUNTS = (
 ROWS_A_THREAD = 4  # fewer are done before a thread has woken up
 
 
-def build(target: TargetModel, datastore: str | None, max_nodes: Nodes = 64, **options: SssdOptions) -> Sssd:
-    """The method over the datastore of this folder; further options are those of `SssdOptions`.
+def build(
+    target: TargetModel,
+    datastore: str | None,
+    max_nodes: Nodes = 64,
+    calibration: Literal["auto"] | None = None,
+    **options: SssdOptions,
+) -> Sssd:
+    """Build the method over the datastore of a folder; conf/method/sssd.yaml explains the options.
 
     With calibration="auto", the factors that the datastore was calibrated with take the place of the discounts.
     """
-    uses_calibration = options.get("calibration") == "auto"
-    chosen = SssdOptions(**options | ({"calibration": None} if uses_calibration else {}))
+    chosen = SssdOptions(**options)
     store = open_datastore(datastore, target) if chosen.datastore_source else None
-    factors = read_calibration(store.folder) if uses_calibration and store is not None else None
-    if factors is not None:
+    if calibration is not None and store is not None and (factors := read_calibration(store.folder)) is not None:
         chosen = replace(chosen, **dict.fromkeys(DISCOUNTS, 1.0), calibration=factors)
     return Sssd(store, chosen, max_nodes)
 
@@ -72,7 +74,7 @@ class SssdOptions:
     calibration where there is one. The datastore's scale is 1.
 
     Raises:
-        UserError: nothing is left to propose, or the calibration is malformed.
+        UserError: nothing is left to propose.
     """
 
     max_prefix: Whole = 4  # P (paper, section 3.1.1)
@@ -91,7 +93,7 @@ class SssdOptions:
     logits_candidates: Whole = 32
     logits_scale: Scale = 0.03  # pseudo-probability of the likeliest candidate
     logits_rank_decay: Scale = 0.5  # the one of rank r has scale / (r + 1) ^ decay
-    calibration: Mapping[str, Sequence] | None = None  # input, datastore: [prefix - 1][depth - 1]; logits: [depth - 1]
+    calibration: Mapping[str, Sequence] | None = None  # by source, input or datastore: [prefix - 1][depth - 1]
 
     def __post_init__(self) -> None:
         if not (self.input_source or self.datastore_source or self.last_logits):
@@ -99,9 +101,6 @@ class SssdOptions:
                 "input_source, datastore_source and last_logits are all false, which leaves nothing to propose; set "
                 "one of them to true"
             )
-        for source in self.calibration or {}:
-            if source not in ("input", "datastore", "logits"):
-                raise UserError(f"calibration.{source} is unknown; it takes input, datastore and logits")
 
 
 def branch_of(max_nodes: int) -> int:
@@ -123,9 +122,11 @@ class Sssd(LookupDrafter):
 
     def __init__(self, store: Datastore | None, options: SssdOptions, max_nodes: int | str = 64):
         factors = options.calibration or {}
-        of_store = _first_factors(factors.get("datastore"), options.datastore_prefix)
-        of_input = _first_factors(factors.get("input"), options.max_prefix)
-        self.priors = [*store_priors(of_store), *input_priors(options.max_prefix, of_input), *LOGITS_PRIORS]
+        # What a node's first token claims is what its acceptance is learnt from.
+        longest = {"datastore": options.datastore_prefix, "input": options.max_prefix}
+        first = {source: _factors(table, longest[source], 1)[1:, 1] for source, table in factors.items()}
+        of_input = input_priors(options.max_prefix, first.get("input"))
+        self.priors = [*store_priors(first.get("datastore")), *of_input, *LOGITS_PRIORS]
         super().__init__(max_nodes)
         self.store, self.options = store, options
         self.branch_tokens = options.branch_tokens or branch_of(self.max_nodes)
@@ -149,17 +150,24 @@ class Sssd(LookupDrafter):
 
     def candidates(self, context: Context, n_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """The likeliest candidates of each row, up to n_nodes with the root, as `drafted` takes them."""
-        n_rows = context.n_rows
-        tokens, candidates = context.tokens.numpy(), self._candidates(context)
+        n_rows, options, discounts = context.n_rows, self.options, self.discounts
+        tokens, guesses = context.tokens.numpy(), self._guesses(context)
         drafts = np.zeros((n_rows, 4, n_nodes), dtype=np.int64)  # tokens, parents, sources, kinds
         sizes = np.zeros((n_rows, 2), dtype=np.int64)  # nodes and depth of each draft
+        branch_tokens = min(self.branch_tokens, options.branch_tokens or branch_of(n_nodes))
 
         def draft(rows: range, retriever: Retriever | None) -> None:
             for row in rows:
                 stop = context.n_tokens[row]
-                text = tokens[row, max(0, stop - self.options.datastore_prefix) : stop]
-                known = self.rows[row], candidates[row]
-                sizes[row] = self._draft_row(text, *known, retriever, context.room[row] - 1, drafts[row])
+                text = tokens[row, max(0, stop - options.datastore_prefix) : stop]
+                store_tree, longest = NO_STORE, 0
+                if retriever is not None:
+                    store_tree, longest = retriever.tree, retriever.gather(text, branch_tokens)
+                store = store_tree, discounts.datastore[longest], longest
+                own = (*self.rows[row].arrays, discounts.input)
+                logits = guesses[row], discounts.ranks[: len(guesses[row])], discounts.logits
+                limits = n_nodes, min(context.room[row] - 1, branch_tokens), n_nodes
+                sizes[row] = fuse(store, own, logits, limits, text[-1], drafts[row])
 
         n_threads = min(torch.get_num_threads(), n_rows // ROWS_A_THREAD)
         if n_threads < 2:
@@ -173,91 +181,46 @@ class Sssd(LookupDrafter):
         list(others)
         return drafts, sizes
 
-    def _candidates(self, context: Context) -> list[np.ndarray]:
+    def _guesses(self, context: Context) -> list[np.ndarray]:
         """The likeliest tokens of each row's last logits, best first, without the root."""
         if not self.n_ranked:
             return [NO_TOKENS] * context.n_rows
         best, roots = np.array(self.ranked, dtype=np.int64), context.tail(1)
         return [tokens[tokens != root][: self.n_ranked - 1] for tokens, root in zip(best, roots, strict=True)]
 
-    def _draft_row(
-        self,
-        text: np.ndarray,
-        state: ContinuationTrie,
-        candidates: np.ndarray,
-        retriever: Retriever | None,
-        max_depth: int,
-        draft: np.ndarray,
-    ) -> tuple[int, int]:
-        """Fill draft [4, N] int64 with a row's tree: tokens, parents, sources, kinds. Return its nodes and its depth.
-
-        Args:
-            text: [S or fewer] int64, the end of the row's text, the root last.
-            state: of the row.
-            candidates: [K or fewer] int64 of the last logits, the likeliest first.
-            retriever: of this thread.
-            max_depth: that can still be emitted.
-            draft: see above.
-        """
-        discounts, n_nodes = self.discounts, draft.shape[1]
-        branch_tokens = min(self.branch_tokens, self.options.branch_tokens or branch_of(n_nodes))
-        store_tree, longest = NO_STORE, 0
-        if retriever is not None:
-            store_tree, longest = retriever.tree, retriever.gather(text, branch_tokens)
-        store = store_tree, discounts.datastore[longest], longest
-        own = (*state.arrays, discounts.input)
-        logits = candidates, discounts.ranks[: len(candidates)], discounts.logits
-        return fuse(store, own, logits, (n_nodes, min(max_depth, branch_tokens), n_nodes), text[-1], draft)
-
 
 @dataclass(frozen=True)
 class Discounts:
     """Tables of `fuse`: entry [p, d] is for a prefix of p tokens and depth d; those of 0 are never read."""
 
-    datastore: np.ndarray  # [S + 1, E + 1] float64
-    input: np.ndarray  # [P + 1, E + 1] float64
-    logits: np.ndarray  # [E + 1] float64
-    ranks: np.ndarray  # [K] float64: pseudo-probability of each candidate of the last logits
+    datastore: np.ndarray  # [longest prefix + 1, longest branch + 1] float64
+    input: np.ndarray  # likewise
+    logits: np.ndarray  # [longest branch + 1] float64
+    ranks: np.ndarray  # [candidates] float64: pseudo-probability of each candidate of the last logits
 
     @classmethod
     def of(cls, options: SssdOptions, branch_tokens: int) -> Discounts:
-        calibration = options.calibration or {}
-        depths = np.arange(-1.0, branch_tokens)
+        factors, depths = options.calibration or {}, np.arange(-1.0, branch_tokens)
 
-        def table(scale: float, prefix_decay: float, depth_decay: float, longest: int, factors) -> np.ndarray:
+        def table(source: str, scale: float, prefix_decay: float, depth_decay: float, longest: int) -> np.ndarray:
             by_prefix = prefix_decay ** np.arange(longest, -1, -1.0)[:, None]
-            return scale * by_prefix * depth_decay**depths * _calibration(factors, longest, branch_tokens)
+            return scale * by_prefix * depth_decay**depths * _factors(factors.get(source), longest, branch_tokens)
 
         own, store = options.input_depth_decay, options.datastore_depth_decay
         scale = options.input_scale if options.input_source else 0.0
-        ranks = options.logits_scale / np.arange(1.0, options.logits_candidates + 1) ** options.logits_rank_decay
-        logits = calibration.get("logits")
         return cls(
-            table(1.0, options.datastore_prefix_decay, store, options.datastore_prefix, calibration.get("datastore")),
-            table(scale, options.input_prefix_decay, own, options.max_prefix, calibration.get("input")),
-            table(1.0, 1.0, own, 1, None if logits is None else [logits])[1],
-            ranks,
+            table("datastore", 1.0, options.datastore_prefix_decay, store, options.datastore_prefix),
+            table("input", scale, options.input_prefix_decay, own, options.max_prefix),
+            own**depths,
+            options.logits_scale / np.arange(1.0, options.logits_candidates + 1) ** options.logits_rank_decay,
         )
 
 
-def _first_factors(factors: Sequence[Sequence[float]] | None, longest: int) -> np.ndarray | None:
-    """[longest]: factors of the first token behind a prefix, by its length; None: nothing was calibrated."""
-    return None if factors is None else _calibration(factors, longest, 1)[1:, 1]
-
-
-def _calibration(factors: Sequence[Sequence[float]] | None, longest: int, branch_tokens: int) -> np.ndarray:
+def _factors(factors: Sequence[Sequence[float]] | None, longest: int, branch_tokens: int) -> np.ndarray:
     """[longest + 1, E + 1]: factors by prefix and depth; what lies beyond the table takes its last entry."""
     if factors is None:
         return np.ones((longest + 1, branch_tokens + 1))
-    try:
-        table = np.asarray(factors, dtype=np.float64)
-        fits = table.ndim == 2 and table.size > 0 and bool((table >= 0).all()) and bool(np.isfinite(table).all())
-    except (ValueError, TypeError):  # rows of unequal length, words
-        fits = False
-    if not fits:
-        raise UserError(
-            "calibration must hold a row of numbers of at least 0 for each prefix length; calibrate the datastore again"
-        )
+    table = np.asarray(factors, dtype=np.float64)
     prefixes = np.clip(np.arange(longest + 1) - 1, 0, len(table) - 1)
     depths = np.clip(np.arange(branch_tokens + 1) - 1, 0, table.shape[1] - 1)
     return table[prefixes][:, depths]

@@ -1,18 +1,13 @@
-"""Stop rules, which end draft chains: the acceptance head of SpecDec++, the heuristics that it is compared with, and
-the oracle of its Theorem 4.1.
+"""Stop rules, which end draft chains: the acceptance head of SpecDec++, and the heuristics that it is compared with.
 
 A rule may look at the distribution that the next token will be drawn from (`before`), at a token that has joined the
 chain (`drawn`), or at the drafter's state once it has read that token (`read`). A token that was drawn is submitted
 whatever the rule says of it.
 
 On a CPU a rule may be part of the program that drafts a whole chain: it appends its own operations (`append`).
-
-Letters: n rows, V vocabulary, D hidden size of the drafter.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,8 +18,6 @@ from spectrain.decoding.weights import RowsLinear
 from spectrain.errors import check_number
 from spectrain.kernels.cpu.layout import GOING, LENGTH, ROOM
 from spectrain.models.head import AcceptanceHead
-
-SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies
 
 
 class StopRule:
@@ -56,12 +49,6 @@ class StopRule:
 
         The drafter's final states are `hidden` [n, D], and the next token is to be drawn from `logits` [n, V].
         """
-
-
-class NeverStop(StopRule):
-    """Drafts have their full length; the steps of the drafter are counted."""
-
-    compiles = True
 
 
 class DraftEnds:
@@ -129,7 +116,6 @@ class HeadStop(StopRule):
     needs_hidden = True
 
     def __init__(self, head: AcceptanceHead, threshold: float, min_candidates: int = 1, judge: str = "current") -> None:
-        check_number("threshold", threshold, SHARE)
         self.head = head.eval()
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
@@ -172,64 +158,30 @@ class UnsureStop(StopRule):
     """Stops before drawing from a distribution of which the draft model is unsure.
 
     The distribution is the draft model's own, before temperature and the like.
+
+    Args:
+        rule: "confidence" ends a draft where the largest probability is below the threshold (Kim 2024, Liu 2024),
+            "entropy" where the entropy, in nats, is above it (SpecDec++, appendix B.1).
+        threshold: see above.
+        min_candidates: tokens that are drafted in any case.
     """
 
     compiles = True
-    thresholds: str  # the interval that they lie in
-    by_entropy = False  # what a program compares: see `judge_logits`
 
-    def __init__(self, threshold: float, min_candidates: int = 1) -> None:
-        check_number("threshold", threshold, self.thresholds)
-        self.threshold, self.min_candidates = threshold, min_candidates
+    def __init__(self, rule: str, threshold: float, min_candidates: int = 1) -> None:
+        check_number("threshold", threshold, "(0, 1)" if rule == "confidence" else "(0, inf)")
+        self.rule, self.threshold, self.min_candidates = rule, threshold, min_candidates
 
     def before(self, i: int, logits: Tensor) -> list[bool] | None:
-        return self.unsure(logits).tolist() if i > self.min_candidates else None
+        if i <= self.min_candidates:
+            return None
+        unsure = entropy(logits) > self.threshold if self.rule == "entropy" else confidence(logits) < self.threshold
+        return unsure.tolist()
 
     def append(self, ends: DraftEnds, i: int, hidden: Tensor, logits: Tensor) -> None:
         if i >= self.min_candidates:
             program, threshold = ends.program, ends.program.hold(torch.tensor([self.threshold]))
-            program.judge_logits(logits, self.by_entropy, threshold, ends.state)
-
-
-class ConfidenceStop(UnsureStop):
-    """Where the largest probability is below the threshold (Kim 2024, Liu 2024)."""
-
-    thresholds = SHARE
-
-    def unsure(self, logits: Tensor) -> Tensor:
-        return confidence(logits) < self.threshold
-
-
-class EntropyStop(UnsureStop):
-    """Where the entropy, in nats, is above the threshold (SpecDec++, appendix B.1)."""
-
-    thresholds, by_entropy = NATS, True
-
-    def unsure(self, logits: Tensor) -> Tensor:
-        return entropy(logits) > self.threshold
-
-
-HEURISTICS = {"confidence": ConfidenceStop, "entropy": EntropyStop}
-
-
-class OracleStop(StopRule):
-    """Knows the target's greedy texts, prompts included, and ends each draft right before its first disagreement.
-
-    SpecDec++, Theorem 4.1.
-    """
-
-    def __init__(self, texts: Sequence[list[int]]) -> None:
-        self.texts = texts
-
-    def begin(self, context: Context) -> None:
-        written = context.tail(max(context.n_tokens))
-        # The tokens after each root.
-        self._next = [next(text[len(own) :] for text in self.texts if text[: len(own)] == own) for own in written]
-
-    def before(self, i: int, logits: Tensor) -> list[bool]:
-        guesses = logits.argmax(-1).tolist()
-        # The last token of a text comes as the bonus.
-        return [i >= len(rest) or guess != rest[i - 1] for guess, rest in zip(guesses, self._next, strict=True)]
+            program.judge_logits(logits, self.rule == "entropy", threshold, ends.state)
 
 
 def confidence(logits: Tensor) -> Tensor:

@@ -140,13 +140,15 @@ def trained_acceptance(folder: Path) -> float | None:
     return (metrics or {}).get("eval/alpha")
 
 
-def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
-    """Return the newest folder of this kind below `root` for this target, else the one that comes with spectrain.
+def default_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
+    """Return the folder of this kind that methods take for this target where the user gives none.
 
-    Raise UserError if there is neither.
+    It is the newest one below `root`, else the one that comes with spectrain. Where its training has measured the
+    acceptance length, the folder with the highest one takes its place. Raise UserError if there is none.
     """
     own = [file for file in root.glob(f"*/{MANIFEST}") if file.parent.name not in locations.SHIPPED]
     own = [file.parent for file in sorted(own, key=lambda file: file.stat().st_mtime, reverse=True)]
+    fitting: dict[Path, float | None] = {}
     for folder in (*own, *locations.shipped_folders(locations.SHIPPED)):
         try:
             artifact = read_manifest(folder)
@@ -154,12 +156,27 @@ def newest_artifact(root: Path, kind: str, target_fingerprint: str) -> Path:
             log.warning("passed over: %s", error)
             continue
         if (artifact.kind, artifact.target_fingerprint) == (kind, target_fingerprint):
-            return folder
-    one = about(kind)
-    raise UserError(
-        f"{root}/ holds no {one.noun} for this target; train one with python -m {one.made_by}, or give "
-        f"{one.option}=<folder>"
-    )
+            fitting[folder] = measured_tau(artifact)
+    if not fitting:
+        one = about(kind)
+        raise UserError(
+            f"{root}/ holds no {one.noun} for this target; train one with python -m {one.made_by}, or give "
+            f"{one.option}=<folder>"
+        )
+    newest = next(iter(fitting))
+    measured = {folder: tau for folder, tau in fitting.items() if tau is not None}
+    best = max(measured, key=measured.get) if newest in measured else newest
+    if len(fitting) > 1:
+        why = f"measured tau {measured[best]:.2f}" if best in measured else "the newest, whose tau was not measured"
+        log.info("%s of %d that fit: %s (%s)", about(kind).noun, len(fitting), best, why)
+    return best
+
+
+def measured_tau(artifact: Artifact) -> float | None:
+    """Return the mean acceptance length that training measured on held-out rows; None where it measured none."""
+    taus = artifact.trained.get("tau") or {}
+    values = [one["value"] for one in (taus.get(artifact.kind) or taus.get(artifact.method) or {}).values()]
+    return sum(values) / len(values) if values else None
 
 
 def save_spire(folder: Path, drafter: SpireDrafter, dtype: torch.dtype = torch.float32) -> None:

@@ -3,8 +3,6 @@
 At every place of a text, the tree of each source says how much probability it gives to continuations of each depth, all
 nodes together, and the text says whether its own continuation was among them. Their ratio over all places is the factor
 by which that source over- or understates, for a prefix of that length, at that depth.
-
-Letters: P longest prefix of the input, S longest of the datastore, E longest branch.
 """
 
 from __future__ import annotations

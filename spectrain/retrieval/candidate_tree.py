@@ -3,8 +3,6 @@
 A lookup method adds its guesses best first; those that exceed the budget are left out. Probes, which the target scores
 but never accepts, have the same shape in every row and follow the root, so that their logits are at the same nodes in
 every row.
-
-Letters: B rows, N nodes (the root included), P probes.
 """
 
 from __future__ import annotations

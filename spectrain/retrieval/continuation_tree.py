@@ -5,8 +5,6 @@ and output (SSSD's input source).
 
 A tree is an int32 array [capacity, 4] with the columns TOKEN, COUNT, CHILD (the newest one) and SIBLING (the next older
 one). Node 0 is the root; 0 as a child or sibling means that there is none.
-
-Letters: P longest prefix of the trie, D its depth: P and the longest continuation.
 """
 
 from __future__ import annotations

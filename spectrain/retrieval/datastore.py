@@ -8,8 +8,6 @@
     offsets-00000.npy       [documents + 1] int64: where each document begins
 
 Opening one maps its files without reading them: resident memory grows with the lookups, and processes share it.
-
-Letters: V vocabulary, n tokens of a shard.
 """
 
 from __future__ import annotations

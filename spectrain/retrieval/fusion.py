@@ -9,8 +9,6 @@ children. Equal priorities are ordered by smaller depth, earlier source, smaller
 
 Differs from the paper: Algorithm 1 prints the root's own probability for the first level (`node.prob`), by mistake;
 here it is the child's at every level.
-
-Letters: P longest prefix of the input, E depth of the discount tables, K candidates of the last logits.
 """
 
 from __future__ import annotations

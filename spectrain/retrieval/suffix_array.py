@@ -7,8 +7,6 @@ with its own array. Searches take an index, the tuples of the shards' (tokens, s
 shards as one text.
 
 Searches are compiled by numba, release the GIL, and read memory-mapped arrays in place.
-
-Letters: V vocabulary, n tokens of a shard.
 """
 
 from __future__ import annotations

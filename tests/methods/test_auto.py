@@ -150,17 +150,6 @@ def test_text_is_the_targets_own_while_methods_take_turns_by_lot(artifacts, name
     assert methods_of(found) == {name, PLAIN}
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_many_methods_share_a_generation(artifacts, batch_size):
-    target = artifacts.target
-    names = ["pld", "spire", "logitspec", "speculative", "sssd", "lookahead"]
-    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
-    drafter = Shuffled({name: fixed(name, artifacts) for name in names})
-    found = generate(target, drafter, prompts(), N_NEW, batch_size=batch_size)
-    assert [one.tokens for one in found] == plain
-    assert len(methods_of(found)) > 4
-
-
 @pytest.mark.parametrize("reads_all", [False, True])
 def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artifacts, reads_all):
     """Rows of unequal length, longer than the window; what stands behind the shorter one is no text."""
@@ -181,13 +170,6 @@ def test_two_drafters_that_read_states_keep_those_of_each_row_s_own_prompt(artif
         return [(one.tokens, one.accepted) for one in found]
 
     assert drafted("spire", "spire_tree") == drafted("spire")
-
-
-def test_lookups_sample_what_plain_decoding_samples_while_they_take_turns(artifacts):
-    target, sampling = artifacts.target, Sampling(temperature=1.3)
-    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW, sampling, seed=3)]
-    drafter = Shuffled({name: fixed(name, artifacts) for name in ("pld", "logitspec", "sssd")})
-    assert [one.tokens for one in generate(target, drafter, prompts(), N_NEW, sampling, seed=3)] == plain
 
 
 @pytest.mark.parametrize(("right", "share"), [(True, 0.6), (False, 0.2)])
@@ -261,32 +243,6 @@ def test_every_method_with_max_nodes_auto_decodes_beside_plain_decoding(artifact
         assert [one.tokens for one in found] == plain, name
 
 
-def test_auto_chooses_among_what_can_be_built(artifacts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # where no checkpoints/ lie
-    config, target = method_config("auto"), artifacts.target
-    nothing = build_method(config, target)
-    assert [arm.name for arm in nothing.arms] == ["pld", "logitspec", PLAIN]
-    store = {"datastore": artifacts.get("datastore"), "spire": artifacts.get("spire")}
-    with_store = build_method(config, target, store)
-    assert [arm.name for arm in with_store.arms] == ["spire_sssd", "spire", "pld", PLAIN]
-    assert with_store.artifacts == store
-    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
-    for drafter in (nothing, with_store):
-        found = generate(target, drafter, prompts(), N_NEW, batch_size=2)
-        assert [one.tokens for one in found] == plain
-        assert all(sum(one.steps for one in row.choices) == row.target_forwards for row in found)
-
-
-def test_auto_without_anything_to_choose_from_still_decodes(artifacts):
-    target = artifacts.target
-    plain = [one.tokens for one in generate(target, Autoregressive(), prompts(), N_NEW)]
-    config = OmegaConf.merge(method_config("auto"), {"methods": [PLAIN]})
-    drafter = build_method(config, target)
-    found = generate(target, drafter, prompts(), N_NEW)
-    assert [one.tokens for one in found] == plain
-    assert methods_of(found) == {PLAIN}
-
-
 @pytest.mark.parametrize(
     ("methods", "says"),
     [(["plt"], "plt is unknown; choose among"), ("auto", "auto is unknown"), (["sssd"], "holds no datastore")],
@@ -305,7 +261,7 @@ def test_a_given_length_is_kept(artifacts):
 def test_a_draft_model_of_a_shorter_context_is_no_choice_unless_it_was_given(artifacts, monkeypatch, tmp_path):
     short = Artifacts(tmp_path, artifacts.target, lambda: tiny_model("llama", max_position_embeddings=32), lambda: [])
     folder = short.get("vanilla")
-    monkeypatch.setattr(auto, "METHODS", {"pld": (), "speculative": ()})
+    monkeypatch.setattr(registry, "METHODS", {"pld": (), "speculative": ()})
     monkeypatch.setattr(registry, "find_artifact", lambda kind, target: folder)
     config = OmegaConf.merge(method_config("auto"), {"methods": None})
     assert "speculative" in [arm.name for arm in build_method(config, short.target, {"vanilla": folder}).arms]

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from spectrain.stores.options import schema
 
-import spectrain
 from spectrain import load_method
 from spectrain.decoding import TargetModel, generate
 from spectrain.errors import UserError
@@ -89,13 +87,6 @@ def test_options_are_those_of_the_method(exports, target):
             load_method(exports / name, target, colour="red")
 
 
-@pytest.mark.parametrize("name", ["spire", "vanilla", "head-vanilla"])
-def test_another_target_is_refused(name, exports, target):
-    other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
-    with pytest.raises(UserError, match=r"was trained for tiny .* not for this target"):
-        load_method(exports / name, other)
-
-
 def test_a_lookup_method_takes_any_target_of_its_tokenizer(exports, target):
     load_method(exports / "rest", TargetModel(tiny_model("llama", seed=1), target.tokenizer))
     with pytest.raises(UserError, match="was exported for the tokenizer"):
@@ -158,11 +149,6 @@ def test_other_folders_are_refused(exports, target, tmp_path):
         load_method(changed("config.json", vocab_size=90), target)
 
 
-def test_the_package_itself_says_what_it_does_not_have():
-    with pytest.raises(AttributeError, match="has no attribute 'load_methods'"):
-        spectrain.load_methods  # noqa: B018
-
-
 OUT_OF_RANGE = (-1, float("nan"), float("inf"), "x", [1], {})
 
 
@@ -170,7 +156,7 @@ OUT_OF_RANGE = (-1, float("nan"), float("inf"), "x", [1], {})
 def test_no_number_of_a_method_takes_a_value_out_of_range(name, target):
     """Whatever the method: options go through one check, before its artifacts are looked for."""
     for option, default in plain_options(method_config(name)).items():
-        if isinstance(default, int | float) and f"method.{option}" in schema("generate"):
+        if isinstance(default, int | float):
             for value in (*OUT_OF_RANGE, *([2.5] if isinstance(default, int) else [True])):
                 with pytest.raises(UserError, match=f"^{option}="):
                     load_method(name, target, **{option: value})

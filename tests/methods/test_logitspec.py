@@ -10,7 +10,7 @@ from spectrain.methods.logitspec import LogitSpec
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
-from tests.methods.test_pld import check_text, proposed
+from tests.methods.test_pld import proposed
 from tests.retrieval.reference import make_store
 
 
@@ -70,13 +70,6 @@ def test_branches_keep_4_3_or_1_tokens_by_rank():
     assert paths(tree)[:60] == expected
 
 
-def test_the_tree_is_filled_by_rank_until_64_nodes():
-    tree = proposed(LogitSpec(), [[*FOLLOWED, ROOT]], last_logits=logits_in_order([ROOT, *RANKED], 1000))
-    assert tree.shape == (1, 64)
-    # The root has rank 0. Ranks 1 to 8: 8 x 4 = 32 nodes, then 10 x 3 = 30: 62, the root, and one more.
-    assert [len(tokens) for tokens, _ in paths(tree)] == [4] * 8 + [3] * 10 + [1]
-
-
 @pytest.mark.parametrize(
     ("continuation_tokens", "expected"),
     [
@@ -94,15 +87,6 @@ def test_the_roots_continuation_has_as_many_tokens_as_fit(continuation_tokens, e
     assert proposed(drafter, [text]).tokens[0, 1:].tolist() == expected
 
 
-def test_the_roots_continuation_is_not_pruned_and_comes_first():
-    text = [ROOT, *range(1, 41), ROOT]
-    tree = proposed(LogitSpec(), [text], last_logits=logits_in_order([ROOT, *range(60, 98)], 1000))
-    found = paths(tree)
-    assert found[0] == (list(range(1, 21)), [INPUT] * 20)
-    assert [tokens for tokens, _ in found[1:39]] == [[y] for y in range(60, 98)]
-    assert tree.shape == (1, 64)  # 1 + 20 + 43
-
-
 def test_suffixes_of_the_guess_have_up_to_three_tokens():
     #               1 2 3 -> 4     2 3 -> 5     3 -> 6
     text = [1, 2, 3, 4, 0, 2, 3, 5, 0, 0, 3, 6, 0, 0, 1, 2]
@@ -110,21 +94,6 @@ def test_suffixes_of_the_guess_have_up_to_three_tokens():
     for max_ngram, expected in ((3, 4), (2, 5), (1, 6)):
         drafter = LogitSpec(max_ngram=max_ngram, continuation_tokens=1, input_tokens=0)
         assert paths(proposed(drafter, [text], last_logits=logits))[0][0] == [3, expected]
-
-
-@pytest.mark.parametrize("max_nodes", [2, 5, 16, 64])
-def test_max_nodes_is_respected(max_nodes):
-    text = [ROOT, *FOLLOWED, ROOT]
-    tree = proposed(LogitSpec(max_nodes=max_nodes), [text], last_logits=logits_in_order([ROOT, *RANKED], 1000))
-    assert tree.shape == (1, max_nodes)
-
-
-def test_input_tokens_leave_room_for_the_last_logits_in_small_trees():
-    text, logits = [ROOT, *range(1, 41), ROOT], logits_in_order([ROOT, *range(60, 98)], 1000)
-    (_, sources), *rest = paths(proposed(LogitSpec(max_nodes=16), [text], last_logits=logits))
-    assert (sources, rest) == ([INPUT] * 15, [])
-    (_, sources), *rest = paths(proposed(LogitSpec(max_nodes=16, input_tokens=8), [text], last_logits=logits))
-    assert (len(sources), len(rest)) == (8, 7)
 
 
 @pytest.mark.parametrize("max_nodes", [4, 8, "auto"])
@@ -147,30 +116,6 @@ def test_ablations():
     tree = proposed(LogitSpec(retrieval=False), [text], last_logits=logits)
     assert paths(tree)[:59] == [([y], [LOGITS]) for y in RANKED[1:]]
     assert tree.shape == (1, 64)
-
-
-def test_small_vocabularies_give_all_their_tokens():
-    tree = proposed(LogitSpec(), [[1, 2, 3]], last_logits=logits_in_order([3, 0], 5))
-    assert sorted(tokens[0] for tokens, _ in paths(tree)) == [0, 1, 2, 4]
-
-
-def test_each_row_reads_its_own_logits():
-    logits = torch.cat([logits_in_order([5, 6], 12), logits_in_order([7, 8], 12)])
-    tree = proposed(LogitSpec(max_nodes=3), [[1, 2, 3], [9, 10]], last_logits=logits)
-    assert tree.tokens.tolist() == [[3, 5, 6], [10, 7, 8]]
-
-
-def test_guesses_end_with_the_room():
-    text, logits = [ROOT, *FOLLOWED, ROOT], logits_in_order([ROOT, *RANKED], 1000)
-    assert proposed(LogitSpec(), [text], 3, logits).depth.max() == 2
-    assert proposed(LogitSpec(), [text], 1, logits).shape == (1, 1)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"last_logits": False}, {"retrieval": False}, {"max_nodes": 16, "input_tokens": 4}], ids=str
-)
-def test_the_text_is_the_targets(llama_target, options):
-    check_text(llama_target, logitspec.build(llama_target, **options))
 
 
 def test_the_logits_are_those_the_root_was_drawn_from(llama_target):
@@ -220,7 +165,7 @@ def test_a_datastore_says_what_follows_where_the_text_does_not_know(tmp_path):
 def test_only_so_many_ranks_ask_the_store(tmp_path):
     make_store(tmp_path, [[5, 6, 20], [5, 7, 21]], 61)
     target = TargetModel(tiny_model("llama"))
-    method = logitspec.build_with_datastore(target, str(tmp_path), datastore_ranks=1, max_nodes=20)
+    method = logitspec.build(target, str(tmp_path), datastore_ranks=1, max_nodes=20)
     method.ranked = [[6, 7]]
     tree = CandidateTree(5, 20, 50)
     method.propose_row(method.new_row([1, 5]), tree, 0)

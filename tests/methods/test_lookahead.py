@@ -5,13 +5,10 @@ import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetOutput, Verified, generate
 from spectrain.errors import UserError
-from spectrain.methods.autoregressive import build as autoregressive
-from spectrain.methods.lookahead import Lookahead, LookaheadRow, build
+from spectrain.methods.lookahead import Lookahead, LookaheadRow
 from spectrain.methods.lookup import LookupDrafter
 from tests.conftest import VOCAB_SIZE, random_prompts
 from tests.decoding.reference import greedy_by_full_forwards
-
-SAMPLED = Sampling(temperature=0.8, top_k=20)
 
 
 class Walk:
@@ -65,21 +62,6 @@ def test_probes_hang_under_the_level_below_and_level_0_is_a_chain(llama_target):
     assert tree.depth[0].tolist() == [0, 1, 2, 1, 2, 3, 2, 3, 4]  # level + column
 
 
-def test_default_sizes_are_those_of_the_paper():
-    drafter = build(None)
-    assert (drafter.n_columns, drafter.levels, drafter.max_guesses) == (15, 4, 15)
-    assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (120, 59)
-    assert drafter.probe_shape.n_silent == 44  # all but the last level's
-
-
-def test_window_starts_with_tokens_of_the_prompt(llama_target):
-    drafter = Lookahead(window_columns=4, ngram_tokens=4)
-    Walk(drafter, llama_target, [[21, 22, 23]], [9])
-    window = drafter.rows[0].window
-    assert window[0] == 9
-    assert set(window[1:]) == {21, 22, 23}
-
-
 def test_levels_move_up_and_ngrams_enter_the_pool(llama_target):
     drafter = Lookahead(window_columns=2, ngram_tokens=4, max_guesses=3)
     walk = Walk(drafter, llama_target, [[7]], [10])
@@ -109,15 +91,6 @@ def test_accepted_tokens_move_the_columns(llama_target):
     assert drafter.rows[0].window == [7, 22, 7, 31, 32, 7]
 
 
-def test_more_accepted_than_columns_leaves_a_fresh_window(llama_target):
-    drafter = Lookahead(window_columns=2, ngram_tokens=5)
-    walk = Walk(drafter, llama_target, [[7]], [7])
-    walk.step([{}], [[7, 7, 7, 7, 5]])
-    assert len(drafter.rows[0].window) == 8
-    assert drafter.rows[0].window[0] == 5
-    assert set(drafter.rows[0].window[1:]) <= {7, 5}
-
-
 def test_pool_keeps_the_latest_ngrams_of_a_token_and_refreshes_one_seen_again(llama_target):
     drafter = Lookahead(
         window_columns=1, ngram_tokens=2, max_guesses=2, pool_from_output=False
@@ -130,16 +103,7 @@ def test_pool_keeps_the_latest_ngrams_of_a_token_and_refreshes_one_seen_again(ll
     assert tree_guesses(walk.step([{0: (4,)}], [[11]])) == [(3,), (1,)]
 
 
-def test_guesses_share_their_beginnings(llama_target):
-    drafter = Lookahead(window_columns=1, ngram_tokens=4, max_guesses=3)
-    walk = Walk(drafter, llama_target, [[7]], [10])
-    drafter.rows[0].pool[10] = {(1, 2, 3): None, (5, 6, 7): None, (1, 2, 4): None}
-    tree = walk.step([{}], [[9]])
-    assert sorted(tree_guesses(tree)) == [(1, 2, 3), (1, 2, 4), (5, 6, 7)]
-    assert int(tree.drafted.sum()) == 7
-
-
-@pytest.mark.parametrize("max_nodes", range(6, 130))
+@pytest.mark.parametrize("max_nodes", [6, 7, 14, 61, 119, 120, 129])
 def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
     drafter = Lookahead(max_nodes=max_nodes)
     if max_nodes < 120:
@@ -158,33 +122,6 @@ def test_too_few_nodes_for_one_column_are_refused():
         Lookahead(ngram_tokens=1)
     for n in range(2, 9):  # what the sentence names as the least is enough
         Lookahead(ngram_tokens=n, max_nodes=max(n, 2 * (n - 2)))
-
-
-def test_greedy_text_is_the_targets_own_while_rows_join_and_leave(llama_target):
-    prompts = random_prompts([5, 17, 1, 9, 12])
-    for drafter in (Lookahead(), Lookahead(window_columns=3, ngram_tokens=3, max_nodes=9)):
-        for batch_size in (1, 3):
-            generations = generate(llama_target, drafter, prompts, 30, batch_size=batch_size)
-            for prompt, generation in zip(prompts, generations, strict=True):
-                expected = greedy_by_full_forwards(llama_target.model, prompt, 30, llama_target.eos_ids)
-                assert generation.tokens == expected
-                assert set(generation.sources) <= {Source.ROOT, Source.FORWARD}
-            assert sum(sum(generation.accepted) for generation in generations) > 0
-
-
-def test_sampled_text_is_what_autoregressive_decoding_samples(llama_target):
-    prompts = random_prompts([5, 17, 1, 9])
-    expected = generate(llama_target, autoregressive(llama_target), prompts, 25, SAMPLED, seed=3)
-    got = generate(llama_target, Lookahead(), prompts, 25, SAMPLED, seed=3, batch_size=3)
-    assert [generation.tokens for generation in got] == [generation.tokens for generation in expected]
-
-
-def test_drafts_do_not_depend_on_the_neighbours(llama_target):
-    prompts = random_prompts([5, 17, 1, 9, 12])
-    alone = [generate(llama_target, Lookahead(), [prompt], 30, stop_token_ids=())[0] for prompt in prompts]
-    together = generate(llama_target, Lookahead(), prompts, 30, batch_size=3, stop_token_ids=())
-    assert [g.accepted for g in together] == [g.accepted for g in alone]
-    assert [g.drafted for g in together] == [g.drafted for g in alone]
 
 
 def test_a_probe_that_is_right_is_not_accepted(llama_target):

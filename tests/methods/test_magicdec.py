@@ -22,10 +22,8 @@ from transformers.models.llama import modeling_llama
 from spectrain.decoding import Context, KVCache, Sampling, TargetModel, generate
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.magicdec import MagicDec, rotary_frequencies
-from tests.conftest import COMMON, EOS_ID, random_prompts, tiny_model
-
-SAMPLED = Sampling(temperature=1.0)
+from spectrain.methods.magicdec import MagicDec
+from tests.conftest import COMMON, random_prompts, tiny_model
 
 
 class Recorded(Context):
@@ -133,12 +131,6 @@ class TestDraftLogits:
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_two_kinds_of_positions_differ(llama_target):
-    prompts = random_prompts([30])
-    cache, text = (drafted(llama_target, MagicDec(4, 2, 9, kind), prompts)[0].asked[0] for kind in ("cache", "text"))
-    assert float((cache - text).abs().max()) > 0.1
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("positions", ["cache", "text"])
 def test_every_draft_is_accepted_when_the_window_holds_the_context(family_target, positions, batch_size):
@@ -156,54 +148,6 @@ def test_the_sparse_cache_has_room_for_sink_window_and_gamma_only(llama_target):
     assert method.cache.capacity == 2 + 9 + 3
     # 3 layers x (K and V) x 1 row x 4 heads x 14 slots x 8 wide x 4 bytes
     assert sum(states.nbytes for states in (*method.cache.keys, *method.cache.values)) == 3 * 2 * 1 * 4 * 14 * 8 * 4
-
-
-def test_the_target_s_cache_is_not_written(llama_target):
-    prompts = random_prompts([30, 17])
-    cache = KVCache(2)
-    padded = torch.tensor([prompt + [0] * (30 - len(prompt)) for prompt in prompts])
-    output = llama_target.prefill(padded, [30, 17], cache, range(2))
-    before = [states.clone() for states in (*cache.keys, *cache.values)]
-    context = Context(Sampling(), max_rows=2)
-    context.append(prompts, 9, [None] * 2)
-    context.root(range(2), output.logits[:, 0].argmax(-1), output.logits[:, 0])
-    method = MagicDec(4, 2, 9)
-    method.start(llama_target, cache)
-    method.propose(context)
-    after = [*cache.keys, *cache.values]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    assert cache.lengths == [30, 17]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 7])
-@pytest.mark.parametrize("positions", ["cache", "text"])
-def test_greedy_output_equals_the_target_s_own(family_target, positions, batch_size):
-    """Rows of very different lengths join and leave, end by EOS and by length, accept all, some and no drafts."""
-    prompts = random_prompts([3, 37, 1, 9, 50, 5, 18])
-    expected = generate(family_target, Autoregressive(), prompts, 30, stop_token_ids=(EOS_ID,))
-    method = MagicDec(gamma=3, sink_tokens=1, window_tokens=20, positions=positions)
-    found = generate(
-        family_target, method, prompts, 30, batch_size=batch_size, stop_token_ids=(EOS_ID,), cache_block_tokens=8
-    )
-    assert [g.tokens for g in found] == [g.tokens for g in expected]
-    assert [g.finish_reason for g in found] == [g.finish_reason for g in expected]
-    assert {0, 3} <= {a for g in found for a in g.accepted}
-
-
-def test_a_sample_does_not_depend_on_the_batch(llama_target):
-    prompts = random_prompts([3, 37, 1, 9, 26])
-    method = MagicDec(gamma=3, window_tokens=8)
-    alone, together = (
-        generate(llama_target, method, prompts, 20, SAMPLED, batch_size=n, stop_token_ids=()) for n in (1, 3)
-    )
-    assert [g.tokens for g in alone] == [g.tokens for g in together]
-    assert [g.accepted for g in alone] == [g.accepted for g in together]
-
-
-def test_half_precision_drafts():
-    target = TargetModel(tiny_model("llama_gqa").to(torch.bfloat16))
-    (generation,) = generate(target, MagicDec(window_tokens=8), random_prompts([40]), 12, stop_token_ids=())
-    assert len(generation.tokens) == 12
 
 
 SMALL = {key: value for key, value in COMMON.items() if key != "initializer_range"}
@@ -266,51 +210,3 @@ def test_fixed_scalings_of_rope_are_turned(scaling):
     context, drafts = drafted(target, method, [prompt])
     expected = through_gathered_cache("llama", target, method, prompt, drafts[0].tolist())
     torch.testing.assert_close(torch.cat(context.asked), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_keys_are_tried_once_a_model(llama_target, monkeypatch):
-    module = __import__("sys").modules[MagicDec.__module__]
-    tried = []
-    monkeypatch.setattr(module, "rotary_frequencies", lambda t: tried.append(t.model) or rotary_frequencies(t))
-    method, other = MagicDec(), TargetModel(tiny_model("qwen3"))
-    for target in (llama_target, llama_target.with_capture([1]), other, other):
-        generate(target, method, [[5, 6]], 3)
-    assert tried == [llama_target.model, other.model]
-
-
-def test_rows_draft_within_the_context_of_the_target():
-    """A row at the end of the context is read on with its neighbours; learned positions have no more rows."""
-    target = TargetModel(model_of(GPT2LMHeadModel, GPT2Config, max_position_embeddings=24))
-    prompts, method = random_prompts([24, 5]), MagicDec(gamma=4, window_tokens=8, positions="text")
-    _, together = drafted(target, method, prompts, room=(1, 9))
-    _, alone = drafted(target, method, prompts[1:], room=(9,))
-    assert together[1].tolist() == alone[0].tolist()
-
-
-@pytest.mark.parametrize(("max_nodes", "drafts"), [(None, 4), (9, 4), (5, 4), (3, 2), (2, 1)])
-def test_max_nodes_caps_gamma(llama_target, max_nodes, drafts):
-    method = MagicDec(gamma=4, max_nodes=max_nodes)
-    (generation,) = generate(llama_target, method, random_prompts([9]), 12, stop_token_ids=())
-    assert max(generation.drafted) == drafts
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"gamma": 0}, "gamma=0 must be a whole number of at least 1"),
-        ({"max_nodes": 1}, "max_nodes=1 must be a whole number of at least 2"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused(options, reason):
-    with pytest.raises(UserError, match=reason):
-        MagicDec(**options)
-
-
-@pytest.mark.gpu
-def test_greedy_output_equals_the_target_s_own_on_a_gpu():
-    target = TargetModel(tiny_model("llama_gqa").cuda())
-    prompts = random_prompts([3, 37, 1, 9, 50])
-    expected = generate(target, Autoregressive(), prompts, 30, stop_token_ids=())
-    found = generate(target, MagicDec(window_tokens=20), prompts, 30, batch_size=3, stop_token_ids=())
-    assert [g.tokens for g in found] == [g.tokens for g in expected]

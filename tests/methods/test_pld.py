@@ -1,20 +1,15 @@
 """Prompt lookup: what it copies, against a slow search and Hugging Face's own, and that it changes no text."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from spectrain.decoding import Context, Sampling, Source, generate
-from spectrain.errors import UserError
-from spectrain.methods import pld
-from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.pld import PromptLookup
 from spectrain.retrieval.ngram_table import PositionTable
 from tests.conftest import random_prompts
-from tests.decoding.reference import greedy_by_full_forwards
 
 TEXTS = st.lists(st.integers(0, 4), min_size=2, max_size=80)
 
@@ -44,13 +39,6 @@ def test_copies_what_followed_the_longest_suffix():
     assert tree.is_chain
 
 
-def test_match_chooses_the_occurrence():
-    text = [[3, 5, 6, 3, 7, 8, 3]]
-    assert proposed(PromptLookup(past_end=False), text).tokens.tolist() == [[3, 7, 8, 3]]
-    earliest = PromptLookup(match="earliest", past_end=False)
-    assert proposed(earliest, text).tokens.tolist() == [[3, 5, 6, 3, 7, 8, 3]]
-
-
 def test_a_copy_goes_on_past_the_end_of_the_text():
     text = [[3, 5, 6, 3, 7, 8, 3]]
     assert proposed(PromptLookup(draft_tokens=7), text).tokens.tolist() == [[3, 7, 8, 3, 7, 8, 3, 7]]
@@ -58,16 +46,6 @@ def test_a_copy_goes_on_past_the_end_of_the_text():
     assert table.continuation(7, (2,))[0] == [3, 4, 5, 2, 3, 4, 5]  # a guessed token behind the text is copied, too
     assert table.continuation(3, (2,))[0] == [3, 4, 5]
     assert table.continuation(3, (9,))[0] == []
-
-
-def test_without_a_match_only_the_root_is_scored():
-    assert proposed(PromptLookup(), [[1, 2, 3, 4]]).tokens.tolist() == [[4]]
-
-
-def test_a_row_without_a_match_is_padded_beside_one_that_has_it():
-    tree = proposed(PromptLookup(past_end=False), [[1, 2, 3, 4], [6, 7, 8, 6]])
-    assert tree.tokens.tolist() == [[4, 0, 0, 0], [6, 7, 8, 6]]
-    assert tree.parents.tolist() == [[-1, -2, -2, -2], [-1, 0, 1, 2]]
 
 
 def test_guesses_end_with_the_room_and_the_budget():
@@ -103,49 +81,6 @@ def test_earliest_equals_hugging_face(text):
     candidates, _ = theirs.get_candidates(torch.tensor([text]))
     ours = proposed(PromptLookup(match="earliest", past_end=False), [text]).tokens
     assert ours.tolist() == [[text[-1], *candidates[0, len(text) :].tolist()]]
-
-
-def check_text(target, drafter) -> None:
-    """The text is the target's own, at batch 1 and in a ragged batch, and some guesses were accepted.
-
-    Greedy: that of full forwards. Sampled: at equal seeds a lookup method emits what autoregressive decoding does.
-    """
-    prompts = [*random_prompts([5, 17, 1]), random_prompts([6])[0] * 3]
-    greedy = [greedy_by_full_forwards(target.model, prompt, 24) for prompt in prompts]
-    warm = Sampling(temperature=0.7)
-    sampled = [g.tokens for g in generate(target, Autoregressive(), prompts, 24, warm, stop_token_ids=())]
-    for sampling, expected in ((None, greedy), (warm, sampled)):
-        for batch_size in (1, 3):
-            generations = generate(target, drafter, prompts, 24, sampling, batch_size=batch_size, stop_token_ids=())
-            assert [generation.tokens for generation in generations] == expected
-            assert sum(sum(generation.accepted) for generation in generations) > 0
-
-
-@pytest.mark.parametrize("match", ["latest", "earliest"])
-def test_the_text_is_the_targets(llama_target, match):
-    check_text(llama_target, pld.build(llama_target, match=match))
-
-
-def test_observed_text_is_looked_up(llama_target):
-    """After each step the table holds the row's text, also where rows moved."""
-
-    class Watched(PromptLookup):
-        checked = 0
-
-        def propose(self, context):
-            for row, state in enumerate(self.rows):
-                assert state.tokens == context.tokens[row, : context.n_tokens[row]].tolist()
-                self.checked += 1
-            return super().propose(context)
-
-    drafter = Watched()
-    generate(llama_target, drafter, random_prompts([5, 17, 1, 9, 3]), 25, batch_size=2)
-    assert drafter.checked > 20
-
-
-def test_a_tree_of_one_node_is_refused():
-    with pytest.raises(UserError, match="max_nodes=1"):
-        PromptLookup(max_nodes=1)
 
 
 def test_rows_that_join_and_leave_teach_what_they_teach_alone(llama_target):

@@ -80,14 +80,6 @@ def test_what_was_right_is_learnt_by_kind_and_depth():
     assert found[2] < 0.1
 
 
-def test_a_candidate_that_was_not_scored_is_judged_as_well():
-    """The bonus tells whether the first candidate behind the last accepted one was right."""
-    stats = new_stats([0.5])
-    learn(draft_of((1, 0, 0), (2, 1, 0)), 3, 0, np.array([1]), stats, np.zeros((2, 2)))
-    assert stats[0][0, :2].tolist() == [1, 0]
-    assert stats[1][0, :2].tolist() == [1, 0]
-
-
 def test_candidates_that_joined_other_trees_are_learnt_under_their_own_kinds_and_once():
     ranking = Ranking([0.5, 0.5, 0.5], 9)
     ranking.begin_rows(1)
@@ -127,7 +119,7 @@ def random_drafts(random: np.random.Generator, n_rows: int, n_probes: int) -> tu
     return drafts, sizes, likely
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_width_that_is_worth_most_is_kept_and_no_other_is_worth_more(seed):
     random = np.random.default_rng(seed)
     n_rows, n_probes = int(random.integers(1, 4)), int(random.integers(0, 3))

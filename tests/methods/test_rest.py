@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from spectrain.decoding import Source
-from spectrain.errors import UserError
-from spectrain.methods.lookup import StoreDrafter
+from spectrain.methods.rest import Rest
 from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.fusion import RetrievalOptions
 from tests.retrieval.reference import make_store
@@ -14,15 +11,15 @@ from tests.retrieval.reference import make_store
 V = 200
 
 
-def drafted(method: StoreDrafter, text: list[int], max_nodes: int = 65, max_depth: int = 50) -> CandidateTree:
+def drafted(method: Rest, text: list[int], max_nodes: int = 65, max_depth: int = 50) -> CandidateTree:
     tree = CandidateTree(text[-1], max_nodes, max_depth)
     method.propose_row(method.new_row(text), tree, 0)
     return tree
 
 
-def rest(store, max_nodes: int = 65, **options) -> StoreDrafter:
+def rest(store, max_nodes: int = 65, **options) -> Rest:
     defaults = {"min_suffix": 2, "max_suffix": 16, "branch_tokens": 10, "max_matches": 5000, "first_matches": True}
-    return StoreDrafter(store, RetrievalOptions(**defaults | options), max_nodes)
+    return Rest(store, RetrievalOptions(**defaults | options), max_nodes)
 
 
 def test_the_longest_suffix_wins_and_shorter_ones_are_not_added(tmp_path):
@@ -54,20 +51,3 @@ def test_every_shard_gives_its_share_of_the_matches(tmp_path):
     tree = drafted(rest(store, max_matches=10), [0, 1])
     assert tree.tokens == [1, *range(100, 106), *range(130, 133), 150]
     assert drafted(rest(store), [0, 1]).tokens == [1, *sorted(token for _, _, token in matches)]
-
-
-def test_depth_is_what_may_still_be_emitted(tmp_path):
-    store = make_store(tmp_path, [list(range(40))], V)
-    assert len(drafted(rest(store), [0, 1]).tokens) == 11
-    assert drafted(rest(store), [0, 1], max_depth=3).tokens == [1, 2, 3, 4]
-
-
-def test_a_row_keeps_the_end_of_its_text(tmp_path):
-    row = rest(make_store(tmp_path, [[1]], V), max_suffix=3).new_row([1, 2, 3, 4])
-    row.extend([5, 6])
-    assert list(row) == [4, 5, 6]
-
-
-def test_wrong_options_are_refused():
-    with pytest.raises(UserError, match="max_suffix=1 must be at least min_suffix=2"):
-        RetrievalOptions(2, 1, 10)

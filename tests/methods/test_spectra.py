@@ -7,9 +7,8 @@ import pytest
 from spectrain.decoding import Source, TargetModel, generate
 from spectrain.methods import spectra, spectra_retrieval
 from spectrain.methods.spectra_core import CoreOptions, SpectraCore
-from spectrain.methods.spectra_retrieval import retrieval_options
 from spectrain.retrieval.candidate_tree import CandidateTree
-from spectrain.retrieval.fusion import Retriever
+from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.conftest import random_prompts, tiny_model
 from tests.retrieval.reference import make_store
 
@@ -35,7 +34,7 @@ def test_retrieval_alone_proposes_g_branches_of_n_tokens(tmp_path):
 @pytest.mark.parametrize(("core_guesses", "retrieved"), [(0, 5), (2, 3), (4, 1), (9, 1)])  # the core: G - 1
 def test_retrieval_fills_what_the_core_leaves_of_g(tmp_path, core_guesses, retrieved):
     options = CoreOptions(ngram_tokens=3, pool_sequences=2, max_guesses=5, backward=False)
-    retriever = Retriever(make_store(tmp_path, FAN, V), retrieval_options(3))
+    retriever = Retriever(make_store(tmp_path, FAN, V), RetrievalOptions(1, 16, 3))
     method = SpectraCore(options, None, retriever)
     method.start(TargetModel(tiny_model("llama", vocab_size=V)), type("Cache", (), {"max_rows": 1})())
     row = method.new_row([3, 4, 0])
@@ -50,7 +49,7 @@ def test_retrieval_fills_what_the_core_leaves_of_g(tmp_path, core_guesses, retri
 
 def test_the_retriever_reads_more_of_the_text_than_the_core_keeps(tmp_path):
     store = make_store(tmp_path, [[*range(1, 9), 99], *[[8, 77]] * 5], V)
-    retriever = Retriever(store, retrieval_options(2, max_suffix=8))
+    retriever = Retriever(store, RetrievalOptions(1, 8, 2))
     method = SpectraCore(CoreOptions(ngram_tokens=2, pool_sequences=1, max_guesses=3), None, retriever)
     method.start(TargetModel(tiny_model("llama", vocab_size=V)), type("Cache", (), {"max_rows": 1})())
     row = method.new_row([1, 2, 3, 4, 5, 6])

@@ -4,16 +4,11 @@ import random
 
 import pytest
 
-from spectrain.decoding import Sampling, Source, generate
 from spectrain.errors import UserError
-from spectrain.methods.autoregressive import build as autoregressive
 from spectrain.methods.spectra_core import CoreOptions, CoreRow, NgramStorage, SpectraCore, build
 from spectrain.retrieval.candidate_tree import CandidateTree
-from tests.conftest import VOCAB_SIZE, random_prompts
-from tests.decoding.reference import greedy_by_full_forwards
+from tests.conftest import VOCAB_SIZE
 from tests.methods.test_lookahead import Walk, tree_guesses
-
-SAMPLED = Sampling(temperature=0.8, top_k=20)
 
 
 def listed(storage: NgramStorage) -> dict[int, list[tuple[int, ...]]]:
@@ -21,7 +16,7 @@ def listed(storage: NgramStorage) -> dict[int, list[tuple[int, ...]]]:
 
 
 def core(max_nodes: int | None = None, pool_from_output: bool = False, **options) -> SpectraCore:
-    return build(None, max_nodes, pool_from_output=pool_from_output, **options)
+    return build(max_nodes, pool_from_output=pool_from_output, **options)
 
 
 def test_each_candidate_is_a_branch_of_probes_under_the_root(llama_target):
@@ -33,20 +28,6 @@ def test_each_candidate_is_a_branch_of_probes_under_the_root(llama_target):
     tree = walk.step([{}], [[5]])
     assert tree.tokens[0].tolist() == [9, 10, 20, 11, 21, 12, 22]
     assert tree.probe[0].tolist() == [False] + [True] * 6
-
-
-def test_default_sizes_are_those_of_the_paper():
-    drafter = core()
-    options = drafter.options
-    assert (options.ngram_tokens, options.pool_sequences, options.max_guesses, options.threshold) == (5, 15, 15, 0.1)
-    # Root, 15 branches of 4 probes, 14 forward guesses of 4 tokens, one backward guess of 5.
-    assert (drafter.max_nodes, drafter.probe_shape.n_probes) == (1 + 60 + 56 + 5, 60)
-
-
-def test_pool_starts_with_tokens_of_the_prompt(llama_target):
-    drafter = core()
-    Walk(drafter, llama_target, [[21, 22, 23]], [9])
-    assert set(drafter.rows[0].candidates) == {21, 22, 23}
 
 
 def test_pool_shifts_left_and_its_sub_sequences_enter_both_dictionaries(llama_target):
@@ -72,13 +53,6 @@ def test_pool_shifts_left_and_its_sub_sequences_enter_both_dictionaries(llama_ta
     assert forward[11] == [(12, 13, 14)]  # grown from (12, 13)
     assert forward[13] == [(14,)]
     assert state.ngrams.backward[11, 12, 13] == 14
-
-
-def test_without_sub_ngrams_only_whole_candidates_enter():
-    storage = NgramStorage(max_key_tokens=3, max_forward=14, sub_ngrams=False)
-    storage.enter((10, 11, 12, 13))
-    assert listed(storage) == {10: [(11, 12, 13)]}
-    assert storage.backward == {(10, 11, 12): 13}
 
 
 def test_lists_keep_the_latest_and_no_duplicates(llama_target):
@@ -119,16 +93,6 @@ def test_an_unseen_token_is_the_most_probable_that_is_no_key(llama_target):
         assert drafter.rows[0].candidates == [51, expected]
         # The keys of row 0 are not row 1's, and what becomes a key in a step counts from the next.
         assert drafter.rows[1].candidates == [31, 50]
-
-
-def test_where_every_token_is_a_key_the_most_probable_is_taken(llama_target):
-    drafter = core(ngram_tokens=2, pool_sequences=1, threshold=1)
-    walk = Walk(drafter, llama_target, [[7]], [9])
-    state = drafter.rows[0]
-    for token in range(VOCAB_SIZE):
-        state.ngrams.enter((token, 1))
-    walk.step([{1: (17, 18)}], [[5]])
-    assert state.candidates == [17]
 
 
 def test_keys_move_with_their_row(llama_target):
@@ -180,7 +144,7 @@ def spelled(tree: CandidateTree, guess) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_backward_guess_is_never_cut_by_the_budget(seed):
     rng = random.Random(seed)
     row = CoreRow([1, 2, 3], CoreOptions(), n_candidates=1)
@@ -203,16 +167,6 @@ def test_backward_guess_is_never_cut_by_the_budget(seed):
             assert len(tree.tokens) == min(max_nodes, len(unlimited.tokens))  # nothing is left free
 
 
-def test_forward_false_still_keeps_the_dictionary_for_the_rule(llama_target):
-    drafter = core(ngram_tokens=2, pool_sequences=1, threshold=1, forward=False)
-    walk = Walk(drafter, llama_target, [[7]], [9])
-    drafter.rows[0].candidates = [30]
-    walk.step([{}], [[30]])
-    tree = walk.step([{1: (30, 31)}], [[5]])
-    assert drafter.rows[0].candidates == [31]
-    assert tree.source[0][tree.drafted[0]].unique().tolist() == [Source.BACKWARD]
-
-
 def test_pool_from_prompt_enters_the_prompts_ngrams():
     options = CoreOptions(ngram_tokens=3, pool_from_prompt=True)
     row = CoreRow([1, 2, 3, 4, 99], options, n_candidates=1)  # 99 is the root
@@ -223,14 +177,7 @@ def test_pool_from_prompt_enters_the_prompts_ngrams():
     assert CoreRow([1, 2, 3, 4, 99], CoreOptions(ngram_tokens=3), n_candidates=1).ngrams.forward == {}
 
 
-def test_the_prompts_ngrams_are_keys_from_the_first_step(llama_target):
-    drafter = core(ngram_tokens=2, pool_sequences=1, threshold=1, pool_from_prompt=True)
-    walk = Walk(drafter, llama_target, [[30, 31]], [9])
-    walk.step([{1: (30, 32)}], [[5]])
-    assert drafter.rows[0].candidates == [32]
-
-
-@pytest.mark.parametrize("max_nodes", range(8, 132))
+@pytest.mark.parametrize("max_nodes", [8, 9, 16, 61, 121, 122, 131])
 def test_max_nodes_counts_root_probes_and_guesses(llama_target, max_nodes):
     drafter = core(max_nodes)
     assert drafter.n_columns == min(15, max_nodes // 8)
@@ -254,69 +201,6 @@ def test_options_out_of_range_are_refused():
         core(forward=False, backward=False)
     for n in range(2, 9):  # what the sentence names as the least is enough
         core(max(n + 1, 2 * (n - 1)), ngram_tokens=n)
-
-
-def test_one_guess_is_the_backward_one(llama_target):
-    generations = generate(llama_target, core(max_guesses=1), random_prompts([9]), 30, stop_token_ids=())
-    assert set(generations[0].sources) <= {Source.ROOT, Source.BACKWARD}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"forward": False},
-        {"backward": False},
-        {"sub_ngrams": False, "pool_from_prompt": True},
-        {"ngram_tokens": 3, "pool_sequences": 3, "max_nodes": 9},
-    ],
-    ids=str,
-)
-def test_greedy_text_is_the_targets_own_while_rows_join_and_leave(llama_target, options):
-    prompts = random_prompts([5, 17, 1, 9, 12])
-    drafter = core(**options)
-    for batch_size in (1, 3):
-        generations = generate(llama_target, drafter, prompts, 30, batch_size=batch_size)
-        for prompt, generation in zip(prompts, generations, strict=True):
-            expected = greedy_by_full_forwards(llama_target.model, prompt, 30, llama_target.eos_ids)
-            assert generation.tokens == expected
-            assert set(generation.sources) <= {Source.ROOT, Source.FORWARD, Source.BACKWARD}
-
-
-def test_sampled_text_is_what_autoregressive_decoding_samples(llama_target):
-    prompts = random_prompts([5, 17, 1, 9])
-    expected = generate(llama_target, autoregressive(llama_target), prompts, 25, SAMPLED, seed=3)
-    got = generate(llama_target, core(), prompts, 25, SAMPLED, seed=3, batch_size=3)
-    assert [generation.tokens for generation in got] == [generation.tokens for generation in expected]
-
-
-def test_drafts_do_not_depend_on_the_neighbours(llama_target):
-    prompts = random_prompts([5, 17, 1, 9, 12])
-    drafter = core(threshold=0.5)
-    alone = [generate(llama_target, drafter, [prompt], 30, stop_token_ids=())[0] for prompt in prompts]
-    together = generate(llama_target, drafter, prompts, 30, batch_size=3, stop_token_ids=())
-    assert [g.accepted for g in together] == [g.accepted for g in alone]
-    assert [g.drafted for g in together] == [g.drafted for g in alone]
-    assert sum(sum(g.accepted) for g in together) > 0
-
-
-def test_a_probe_that_is_right_is_not_accepted(llama_target):
-    prompt = random_prompts([9])[0]
-    text = greedy_by_full_forwards(llama_target.model, prompt, 12)
-
-    class Knowing(SpectraCore):
-        """Each candidate is the target's own continuation."""
-
-        def propose(self, context):
-            done = context.n_tokens[0] - len(prompt)
-            for j, token in enumerate(text[done : done + 4]):
-                self.rows[0].candidates[15 * j : 15 * (j + 1)] = [token] * 15
-            self.rows[0].ngrams = NgramStorage(4, 14, True)
-            return super().propose(context)
-
-    generation = generate(llama_target, Knowing(), [prompt], 12, stop_token_ids=())[0]
-    assert generation.tokens == text
-    assert generation.accepted == [0] * 11
 
 
 def test_what_was_written_enters_the_dictionaries_too():

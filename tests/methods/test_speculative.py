@@ -52,12 +52,6 @@ def test_draft_cache_holds_the_committed_text_in_a_ragged_batch(llama_target, sa
     assert 0 < drafter.fed_two < drafter.checked  # both kinds of catch-up occurred
 
 
-def test_rows_with_little_room_draft_less(llama_target):
-    generations = generate(llama_target, Speculative(llama_target, gamma=8), random_prompts([5]), 6, stop_token_ids=())
-    assert generations[0].drafted == [4]  # five tokens after the first: four drafts and the bonus
-    assert len(generations[0].tokens) == 6
-
-
 def test_padded_embeddings_of_the_same_tokenizer_are_cut_or_filled():
     prompts = random_prompts([5, 9])
     for draft_vocab, target_vocab in ((64, 61), (61, 64)):
@@ -91,17 +85,3 @@ def test_other_tokenizer_is_refused():
     model = tiny_model("llama")
     with pytest.raises(UserError, match="tokenizer"):
         generate(TargetModel(model, word_tokenizer()), Speculative(TargetModel(model, other)), [[4]], 5)
-
-
-@pytest.mark.parametrize(("max_nodes", "drafted"), [(None, 4), (9, 4), (5, 4), (3, 2)])
-def test_max_nodes_caps_gamma(llama_target, max_nodes, drafted):
-    drafter = Speculative(llama_target, gamma=4, max_nodes=max_nodes)
-    (generation,) = generate(llama_target, drafter, random_prompts([5]), 12, stop_token_ids=())
-    assert max(generation.drafted) == drafted
-
-
-def test_gamma_and_max_nodes_without_a_draft_are_refused(llama_target):
-    with pytest.raises(UserError, match="gamma=0"):
-        Speculative(llama_target, gamma=0)
-    with pytest.raises(UserError, match="max_nodes=1 must be a whole number of at least 2"):
-        Speculative(llama_target, max_nodes=1)

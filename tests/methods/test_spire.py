@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified, generate
+from spectrain.decoding import Context, DraftTree, KVCache, Sampling, TargetModel, Verified, generate
 from spectrain.decoding.weights import Int8Linear, RowsLinear, on_cpu
 from spectrain.errors import UserError
 from spectrain.methods import spire
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.spire import Spire
-from spectrain.methods.stopping import ConfidenceStop, EntropyStop, HeadStop, NeverStop, StopRule
+from spectrain.methods.stopping import HeadStop, StopRule, UnsureStop
 from spectrain.models.head import AcceptanceHead, HeadConfig
 from spectrain.models.rollout import rollout
-from tests.conftest import EOS_ID, VOCAB_SIZE, random_prompts, tiny_model
+from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.models.test_spire import make
 
 INPUTS = [
@@ -84,7 +82,7 @@ def test_decoding_equals_the_training_rollout(options, tied):
 @pytest.mark.parametrize(
     "options", [{}, {"family": "qwen3", "sink_tokens": 2}, {"feedback": False}, *INPUTS[-4:]], ids=str
 )
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
 @pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
 def test_a_chain_in_one_program_is_that_of_step_by_step(options, sampling, stop_token_ids, monkeypatch):
     """Rows that end at different steps, so that chains are ragged, in float32 and in 8 bits."""
@@ -112,27 +110,24 @@ def rules(linear: type[RowsLinear] = RowsLinear) -> dict[str, StopRule]:
     plain = AcceptanceHead(HeadConfig(32, n_blocks=0)).requires_grad_(False)
     plain.output.bias.fill_(1.0)
     head.blocks = on_cpu(head.blocks, linear)
+    never = StopRule()
+    never.compiles = True
     return {
         "head": HeadStop(head, 0.6),
         "head, two at least": HeadStop(head, 0.3, min_candidates=2),
         "head, one later": HeadStop(head, 0.6, judge="previous"),
         "head, one later, three at least": HeadStop(head, 0.2, min_candidates=3, judge="previous"),
         "head without blocks": HeadStop(plain, 0.5),
-        "confidence": ConfidenceStop(0.2),
-        "entropy": EntropyStop(2.6, min_candidates=2),
-        "never": NeverStop(),
+        "confidence": UnsureStop("confidence", 0.2),
+        "entropy": UnsureStop("entropy", 2.6, min_candidates=2),
+        "never": never,
     }
 
 
 @pytest.mark.parametrize("name", list(rules()))
-@pytest.mark.parametrize(
-    ("options", "draft_dtype"), [({}, "float32"), (INPUTS[4], "int8"), (INPUTS[7], "float32")], ids=str
-)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
-@pytest.mark.parametrize("stop_token_ids", [(), range(0, VOCAB_SIZE, 9)], ids=["no ends", "many ends"])
-def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(
-    name, options, draft_dtype, sampling, stop_token_ids
-):
+@pytest.mark.parametrize(("options", "draft_dtype"), [(INPUTS[4], "int8"), (INPUTS[7], "float32")], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.3, top_k=20, top_p=0.9)], ids=str)
+def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(name, options, draft_dtype, sampling):
     """The same tokens and lengths of drafts, and as many steps of the drafter; rows stop at different places."""
     target, drafter = make(**options)
     prompts, linear = random_prompts([3, 17, 1, 9, 30]), Int8Linear if draft_dtype == "int8" else RowsLinear
@@ -142,7 +137,7 @@ def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(
         assert rule.compiles
         rule.compiles = compiles
         method = Spire(drafter, gamma=7, stop=rule, draft_dtype=draft_dtype)
-        options = {"batch_size": batch_size, "stop_token_ids": stop_token_ids}
+        options = {"batch_size": batch_size, "stop_token_ids": range(0, VOCAB_SIZE, 9)}
         generations = generate(target, method, prompts, 30, sampling, **options)
         assert method.slots.fuses
         return [(g.tokens, g.drafted, g.accepted) for g in generations], rule.draft_forwards
@@ -153,21 +148,6 @@ def test_a_rule_ends_the_chain_of_a_program_as_it_ends_one_step_by_step(
     assert [tokens for tokens, *_ in alone[0]] == [tokens for tokens, *_ in together[0]]
     lengths, never = ([drafted for _, drafted, _ in found] for found in (alone[0], decoded("never", True, 1)[0]))
     assert (lengths == never) == (name == "never")
-
-
-def test_a_rule_ends_chains_with_any_number_of_threads():
-    target, drafter = make(**INPUTS[4])
-    prompts, found, before = random_prompts([3, 17, 1, 9, 30]), [], torch.get_num_threads()
-    try:
-        for n_threads in (1, 2, 3, 5):
-            torch.set_num_threads(n_threads)
-            for name in ("head", "entropy"):
-                method = Spire(drafter, gamma=7, stop=rules()[name])
-                generations = generate(target, method, prompts, 40, Sampling(1.0), batch_size=4, stop_token_ids=())
-                found.append((name, [(g.tokens, g.drafted) for g in generations], method.stop.draft_forwards))
-    finally:
-        torch.set_num_threads(before)
-    assert found == found[:2] * 4
 
 
 class Noted(Spire):
@@ -184,23 +164,6 @@ class Noted(Spire):
         return tree
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"family": "llama_gqa"}, {"family": "qwen3"}, {"feedback": False, "target_activations": False}, INPUTS[4]],
-    ids=str,
-)
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_greedy_output_equals_the_target_s_own(options, batch_size):
-    """Five ragged prompts, rows joining and leaving, several cache growths."""
-    target, drafter = make(**options)
-    prompts = random_prompts([3, 17, 1, 9, 30])
-    arguments = {"max_new_tokens": 40, "stop_token_ids": (EOS_ID,)}
-    expected = generate(target, Autoregressive(), prompts, **arguments)
-    found = generate(target, Spire(drafter), prompts, batch_size=batch_size, cache_block_tokens=16, **arguments)
-    assert [g.tokens for g in found] == [g.tokens for g in expected]
-    assert [g.finish_reason for g in found] == [g.finish_reason for g in expected]
-
-
 def whole_target_drafter(noise: float = 0.0, **options):
     """A drafter of all the target's blocks with a window over everything, which computes what the target computes; with
     noise it is often right, not always."""
@@ -209,13 +172,6 @@ def whole_target_drafter(noise: float = 0.0, **options):
         for weight in drafter.parameters():
             weight.mul_(1 + noise * torch.randn(weight.shape))
     return target, drafter
-
-
-def test_every_draft_is_accepted_when_the_drafter_is_the_target():
-    target, drafter = whole_target_drafter()
-    (generation,) = generate(target, Spire(drafter), random_prompts([12]), 61, stop_token_ids=())
-    assert generation.accepted == [4] * 12
-    assert len(generation.tokens) == 61
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
@@ -237,16 +193,6 @@ def test_output_is_the_target_s_own_where_drafts_are_accepted(noise, batch_size)
     assert noise == 0.0 or len(set(per_step)) > 2
 
 
-@pytest.mark.parametrize("options", [{}, {"feedback": False, "target_activations": False}, INPUTS[4]], ids=str)
-def test_a_sample_does_not_depend_on_the_batch(options):
-    target, drafter = make(**options)
-    prompts, sampling = random_prompts([3, 17, 1, 9]), Sampling(temperature=1.0)
-    alone, together = (
-        generate(target, Spire(drafter), prompts, 15, sampling, batch_size=n, stop_token_ids=()) for n in (1, 3)
-    )
-    assert [g.tokens for g in alone] == [g.tokens for g in together]
-
-
 def test_reading_the_context_itself_equals_training():
     """`target_activations=false`: the first draft logits are those of the sparse Transformer at the root."""
     target, drafter = make(feedback=False, target_activations=False)
@@ -259,39 +205,6 @@ def test_reading_the_context_itself_equals_training():
         for row, length in enumerate([30, 12]):
             place = expected[row, length + step]
             torch.testing.assert_close(logits[row].softmax(-1), place.softmax(-1), atol=1e-5, rtol=0)
-
-
-@pytest.mark.gpu
-def test_greedy_output_equals_the_target_s_own_on_a_gpu():
-    target, drafter = whole_target_drafter(0.03)
-    target.model.cuda()
-    prompts = random_prompts([3, 17, 1, 9, 30])
-    expected = generate(target, Autoregressive(), prompts, 40, stop_token_ids=())
-    found = generate(target, Spire(drafter), prompts, 40, batch_size=3, stop_token_ids=())
-    assert [g.tokens for g in found] == [g.tokens for g in expected]
-
-
-def test_max_nodes_caps_gamma():
-    target, drafter = make()
-    for max_nodes, drafted in ((None, 4), (9, 4), (5, 4), (3, 2)):
-        method = Spire(drafter, max_nodes=max_nodes)
-        (generation,) = generate(target, method, random_prompts([12]), 12, stop_token_ids=())
-        assert max(generation.drafted) == drafted
-    with pytest.raises(UserError, match="max_nodes=1 must be"):
-        Spire(drafter, max_nodes=1)
-
-
-@pytest.mark.parametrize("draft_dtype", ["auto", "float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("options", [{}, {"feedback": False, "target_activations": False}, INPUTS[0]], ids=str)
-def test_the_text_is_the_target_s_own_whatever_the_weights_of_drafting(draft_dtype, options):
-    target, drafter = make(tied=True, **options)
-    before = {name: weight.clone() for name, weight in drafter.named_parameters()}
-    method = Spire(drafter, draft_dtype=draft_dtype)
-    for prompt in random_prompts([3, 30]):
-        found = generate(target, method, [prompt], 20, stop_token_ids=())[0].tokens
-        assert found == generate(target, Autoregressive(), [prompt], 20, stop_token_ids=())[0].tokens
-    for name, weight in drafter.named_parameters():
-        assert torch.equal(weight, before[name])
 
 
 @pytest.mark.parametrize("draft_dtype", ["float32", "bfloat16", "int8"])
@@ -349,9 +262,9 @@ def test_how_many_tokens_are_drafted_where_nobody_says(monkeypatch):
     drafter.kept.copy_(drafter.kept.sort().values)  # an older export, which does not say which ones are frequent
     assert len(Spire(drafter, draft_vocab="auto").fitted(target).kept) == 30
     for one, n, why in (
-        (drafter, 9, "draft_vocab=9 needs a drafter that was trained with draft_vocab=N and exported since"),
+        (drafter, 9, "draft_vocab=9 needs a drafter that was trained with draft_vocab=N"),
         (whole, 9, "draft_vocab=9 needs a drafter"),
-        (drafter, 31, "draft_vocab=31 is more than the 30 tokens"),
+        (drafter, 31, "draft_vocab=31 must be at most 30"),
         (whole, 0, "draft_vocab=0 must be"),
     ):
         with pytest.raises(UserError, match=why):
@@ -433,50 +346,10 @@ def test_where_steps_skipped_the_drafter_it_reads_prompts_before_what_was_writte
     assert_same_memories(later, at_once, 2)
 
 
-def test_a_text_that_joined_later_does_not_make_the_states_of_longer_ones_be_read(monkeypatch):
-    """Twelve steps of a window of eight; a short text joins in the middle, and all is kept as if read at once."""
-    _, drafter = make(**INPUTS[4])
-    at_once, later, calls = Spire(drafter), Spire(drafter), []
-    for method in (at_once, later):
-        method.start(SimpleNamespace(**_facts(drafter)), KVCache(max_rows=2))
-    monkeypatch.setattr(later, "_catch_up", lambda: calls.append(len(later._missed)) or Spire._catch_up(later))
-    width, n_tokens = (drafter.config.n_layer + 1, drafter.config.shape.hidden_size), []
-    none = Verified(torch.zeros(2, 1, dtype=torch.long), *(torch.zeros(2, dtype=torch.long) for _ in range(2)))
-
-    def joins(length: int) -> None:
-        rows = range(len(n_tokens), len(n_tokens) + 1)
-        n_tokens.append(length)
-        positions = later.read_of_prompts(torch.tensor([length - 1]))
-        output = TargetOutput(None, torch.randn(*positions.shape, *width), positions)
-        context = SimpleNamespace(n_rows=len(n_tokens), n_tokens=n_tokens, lengths=torch.tensor(n_tokens))
-        for method in (at_once, later):
-            method.prefill(context, output, rows)
-
-    joins(20)
-    for step in range(12):
-        if step == 4:
-            joins(3)
-        positions = torch.tensor(n_tokens)[:, None] - 1
-        output = TargetOutput(None, torch.randn(*positions.shape, *width), positions)
-        n_tokens = [n + 1 for n in n_tokens]
-        context = SimpleNamespace(n_rows=len(n_tokens), n_tokens=n_tokens)
-        for method in (at_once, later):
-            method.watch(context, output, none)
-        at_once._catch_up()
-    assert calls == []
-    assert len(later._missed) == drafter.config.window_tokens
-    later._catch_up()
-    for method in (at_once, later):  # what no window reaches any more may be anything
-        kept = method.slots.positions
-        kept[(kept >= 1) & (kept < torch.tensor(n_tokens)[:, None] - 1 - drafter.config.window_tokens)] = -1
-    assert_same_memories(later, at_once, 2)
-
-
 def test_gamma_longer_than_the_window_is_refused():
     _, drafter = make()
     with pytest.raises(UserError, match="gamma=9 must be"):
         Spire(drafter, gamma=9)
-    assert Spire(drafter, gamma=9, max_nodes=9).gamma == 8
 
 
 def test_a_drafter_of_another_target_is_refused():
@@ -484,21 +357,3 @@ def test_a_drafter_of_another_target_is_refused():
     other = TargetModel(tiny_model("llama", hidden_size=64))
     with pytest.raises(UserError, match="for a target of vocabulary 61 and width 32"):
         generate(other, Spire(drafter), [[5, 6]], 4)
-
-
-def test_slots_hold_sinks_and_window_only():
-    _, drafter = make()
-    method = Spire(drafter)
-    method.start(SimpleNamespace(**_facts(drafter)), KVCache(max_rows=2))
-    assert method.slots.positions.shape == (2, 1 + (8 + 4) + 1)  # sink, window + gamma, one to throw away into
-
-
-def _facts(drafter) -> dict:
-    shape = drafter.config.shape
-    return {
-        "vocab_size": shape.vocab_size,
-        "config": SimpleNamespace(hidden_size=shape.hidden_size),
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "graphs": None,
-    }

@@ -10,7 +10,6 @@ import torch
 
 from spectrain.decoding import Context, KVCache, Sampling, Source, TargetModel, generate
 from spectrain.errors import UserError
-from spectrain.methods import sssd
 from spectrain.methods.sssd import Discounts, Sssd, SssdOptions, branch_of
 from spectrain.retrieval.fusion import N_EACH
 from tests.conftest import random_prompts, tiny_model
@@ -55,14 +54,6 @@ def test_sources_add_up(store):
     assert found[40, 41] == Source.INPUT
 
 
-def test_each_source_alone(store):
-    text = [2, 40, 41, 1, 2]
-    own = Sssd(None, SssdOptions(datastore_source=False), 64)
-    assert set(paths(tree_of(own, text)).values()) == {Source.INPUT}
-    other = Sssd(store, SssdOptions(input_source=False), 64)
-    assert set(paths(tree_of(other, text)).values()) == {Source.DATASTORE}
-
-
 def test_nodes_come_by_pseudo_probability_and_discount(store):
     # The store: 3 follows (1, 2) in 2 of 3 places, then 4 and 5 in 1 of 3 each; 6 in 1 of 3.
     options = SssdOptions(min_matches=1, datastore_prefix=2, datastore_depth_decay=1, datastore_prefix_decay=1)
@@ -101,11 +92,10 @@ def test_discount_tables_follow_the_formula():
 
 def test_calibration_multiplies_by_prefix_and_depth_and_goes_on_with_its_last_entry():
     plain = Discounts.of(SssdOptions(), 4)
-    tables = {"input": [[2, 3], [4, 5]], "datastore": [[7]], "logits": [1, 6]}
+    tables = {"input": [[2, 3], [4, 5]], "datastore": [[7]]}
     found = Discounts.of(SssdOptions(calibration=tables), 4)
     np.testing.assert_allclose(found.input[1:, 1:] / plain.input[1:, 1:], [[2, 3, 3, 3], *[[4, 5, 5, 5]] * 3])
     np.testing.assert_allclose(found.datastore[1:, 1:] / plain.datastore[1:, 1:], 7)
-    np.testing.assert_allclose(found.logits[1:] / plain.logits[1:], [1, 6, 6, 6])
 
 
 def test_what_tuning_found_is_what_acceptance_is_learnt_from():
@@ -128,13 +118,6 @@ def test_branches_shrink_with_the_budget():
         assert tree.depth.max() == min(branch_of(max_nodes), max_nodes - 1)
 
 
-def test_room_cuts_the_depth(store):
-    text = [*range(1, 40), 1]
-    for room in (2, 3, 6):  # the root's own token included
-        tree = tree_of(Sssd(None, SssdOptions(datastore_source=False), 64), text, room=room)
-        assert tree.depth.max() == room - 2
-
-
 def test_a_batch_drafts_what_its_rows_would_alone(store, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     method = Sssd(store, SssdOptions(last_logits=True), 24)
@@ -146,12 +129,6 @@ def test_a_batch_drafts_what_its_rows_would_alone(store, monkeypatch):
     for row, text in enumerate(texts):
         alone = tree_of(Sssd(store, SssdOptions(last_logits=True), 24), text, last_logits=logits[row : row + 1])
         assert paths(together, row) == paths(alone)
-
-
-def test_a_chain_is_known_as_one(store):
-    text = [*range(1, 40), 1]
-    assert tree_of(Sssd(None, SssdOptions(datastore_source=False), 8), text).is_chain
-    assert not tree_of(Sssd(store, SssdOptions(min_matches=1), 8), [1, 2]).is_chain
 
 
 def test_rows_that_leave_take_their_tries_with_them(tmp_path):
@@ -170,20 +147,8 @@ def test_rows_that_leave_take_their_tries_with_them(tmp_path):
     ("options", "message"),
     [
         ({"input_source": False, "datastore_source": False}, "leaves nothing to propose"),
-        ({"calibration": {"speaker": [[1]]}}, "calibration.speaker is unknown"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         SssdOptions(**options)
-
-
-@pytest.mark.parametrize("rows", [[1, 2], [[1], [2, 3]], [["x"]], [[float("nan")]], [[-1.0]], [], "abc"], ids=str)
-def test_a_malformed_calibration_is_refused(rows):
-    with pytest.raises(UserError, match="calibration must hold a row of numbers"):
-        Sssd(None, SssdOptions(datastore_source=False, calibration={"input": rows}), 8)
-
-
-def test_build_refuses_a_missing_store(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        sssd.build(TargetModel(tiny_model("llama")), str(tmp_path / "none"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from spectrain.methods.budget import ChainBudget
 from spectrain.models.artifacts import (
     MANIFEST,
     decoded_by,
+    default_artifact,
     fastest_gamma,
     load_spire,
-    newest_artifact,
     save_spire,
     trained_acceptance,
     trained_artifact,
@@ -163,14 +164,29 @@ def test_a_length_that_adapts_starts_from_the_acceptance_that_training_measured(
 def test_the_newest_fitting_export_is_found(tmp_path, target):
     name = fingerprint(target.model, target.tokenizer)
     with pytest.raises(UserError, match=r"holds no spire drafter for this target; train one with .*\+exp=spire"):
-        newest_artifact(tmp_path, "spire", name)
+        default_artifact(tmp_path, "spire", name)
     export_vanilla(tmp_path / "v", target)
     export_spire(tmp_path / "s", target)
     other = TargetModel(tiny_model("llama", seed=1), target.tokenizer)
     export_spire(tmp_path / "other", other)
     export_spire(tmp_path / "damaged", target)
     (tmp_path / "damaged" / "spectrain.json").write_text("{")
-    assert newest_artifact(tmp_path, "spire", name) == tmp_path / "s"
+    assert default_artifact(tmp_path, "spire", name) == tmp_path / "s"
+
+
+def test_of_several_fitting_exports_the_one_with_the_highest_measured_tau_is_taken(tmp_path, target, caplog):
+    name = fingerprint(target.model, target.tokenizer)
+    for i, taus in enumerate(({"256 tokens, T=1": 2.9}, {"256 tokens, T=1": 2.0, "512 tokens, T=1": 3.0}, None)):
+        folder = export_spire(tmp_path / f"s{i}", target)
+        manifest = json.loads((folder / MANIFEST).read_text())
+        trained = {} if taus is None else {"tau": {"spire": {key: {"value": tau} for key, tau in taus.items()}}}
+        (folder / MANIFEST).write_text(json.dumps(manifest | {"trained": trained}))
+        os.utime(folder / MANIFEST, (i, i))
+        with caplog.at_level("INFO"):
+            found = default_artifact(tmp_path, "spire", name)
+        assert found == tmp_path / ("s0", "s0", "s2")[i]  # a new one that was not measured cannot be compared
+    assert "spire drafter of 2 that fit: " in caplog.text.lower()
+    assert "measured tau 2.90" in caplog.text
 
 
 def test_vanilla_is_an_eighth_of_the_body_and_an_ordinary_model(tmp_path):

@@ -23,22 +23,6 @@ def test_equal_prefixes_are_merged_and_keep_the_first_source():
     assert (tree.depth, tree.n_free) == (3, 14)
 
 
-def test_a_guess_below_a_node_starts_at_its_depth():
-    tree = CandidateTree(9, max_nodes=20, max_depth=3)
-    node = tree.add([1], Source.LOGITS)
-    assert tree.add([2, 3, 4], Source.INPUT, node) == 3  # the 4 would be 4 edges deep
-    assert tree.parents == [-1, 0, 1, 2]
-
-
-def test_what_the_budget_has_no_room_for_is_left_out():
-    tree = CandidateTree(9, max_nodes=4, max_depth=9)
-    assert tree.add([1, 2, 3, 4, 5], Source.INPUT) == 3
-    assert tree.n_free == 0
-    assert tree.add([1, 2, 7], Source.INPUT) == 2  # the shared part costs nothing
-    assert tree.add([8], Source.INPUT) == 0
-    assert tree.tokens == [9, 1, 2, 3]
-
-
 @given(guesses=GUESSES, max_nodes=st.integers(1, 15), max_depth=st.integers(0, 5))
 def test_tree_equals_a_slow_trie(guesses, max_nodes, max_depth):
     tree = CandidateTree(9, max_nodes, max_depth)
@@ -102,22 +86,3 @@ def test_probes_stand_behind_the_root_and_shift_the_guesses():
     assert batch.probe.tolist() == [[False, True, True, True, False, False, False]] * 2
     assert batch.drafted.tolist() == [[False] * 4 + [True] * 3, [False] * 4 + [True, False, False]]
     assert not batch.is_chain
-
-
-def test_probes_deeper_than_the_guesses_count_for_the_depth():
-    shape = ProbeShape((0, 1, 2, 3))
-    row = CandidateTree(9, 20, 9, [5, 6, 7, 8], shape)
-    row.add([4], Source.INPUT)
-    batch = draft_tree([row])
-    assert shape.depth == batch.max_depth == 4
-    assert batch.depth.tolist() == [[0, 1, 2, 3, 4, 1]]
-
-
-def test_chains_of_different_lengths_stay_chains():
-    rows = [CandidateTree(8, 20, 9), CandidateTree(9, 20, 9), CandidateTree(7, 20, 9)]
-    rows[0].add([1, 2, 3], Source.INPUT)
-    rows[1].add([4], Source.INPUT)
-    batch = draft_tree(rows)
-    assert batch.is_chain
-    assert batch.valid.sum(-1).tolist() == [4, 2, 1]
-    assert batch.depth.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0, 0, 0, 0]]

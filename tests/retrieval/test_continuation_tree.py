@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spectrain.retrieval.continuation_tree import COUNT, ContinuationTrie, find_child
+from spectrain.retrieval.continuation_tree import COUNT, ContinuationTrie
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from tests.retrieval.reference import continuations, counts_of, longest, make_store, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import CONTEXT, DOCUMENTS, REPETITIVE, TOKEN, VOCAB_SIZE
@@ -66,15 +66,6 @@ def test_the_limit_on_matches_holds_over_all_suffixes(tmp_path):
     assert counts_of(found.tree) == {(2,): 1, (3,): 9}
 
 
-def test_nothing_known_leaves_an_empty_tree(tmp_path):
-    found = retriever(make_store(tmp_path, [[0, 1]], VOCAB_SIZE))
-    found.gather(np.array([0]))
-    assert found.gather(np.array([3])) == 0
-    assert found.tree[0].tolist() == [0, 0, 0, 0]
-    assert found.draft([3], 9, 4) == ([3], [-1], [0])
-    assert found.chain([3], 4) == []
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 @settings(max_examples=60, deadline=None)
 @given(
@@ -94,13 +85,3 @@ def test_the_trie_counts_what_followed_the_last_tokens(chunk, text):
 def below_depth(counts: dict, depth: int) -> dict:
     """The trie goes deeper below short prefixes."""
     return {path: count for path, count in counts.items() if len(path) <= depth}
-
-
-def test_the_trie_grows_and_finds_its_children():
-    text = np.random.default_rng(0).integers(0, 50, size=3000).tolist()
-    trie = ContinuationTrie(text, 2, 6)
-    assert len(trie.nodes) > 10000
-    for token in range(50):
-        child = find_child(*trie.arrays[:2], 0, token)
-        assert trie.nodes[child, COUNT] == text.count(token)
-    assert find_child(*trie.arrays[:2], 0, 77) == 0

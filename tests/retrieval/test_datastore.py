@@ -11,15 +11,10 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain.retrieval.datastore import DATASTORES, Datastore, newest_datastore
-from spectrain.stores.folder import sha256
 from tests.retrieval.reference import make_store
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [[1, 2, 3], [], [2, 2], [0]]
-
-
-def files(folder) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize("n_shards", [1, 3])
@@ -38,12 +33,6 @@ def test_every_token_and_the_separator_fit_their_type(tmp_path, vocab_size, dtyp
     assert store.tokens[0].dtype == dtype
     assert [document.tolist() for document in store.documents()] == documents
     assert store.longest_suffix([5, vocab_size - 1], 1, 4)[1].tolist() == [[1, 4]]
-
-
-def test_equal_documents_give_equal_bytes(tmp_path):
-    make_store(tmp_path / "a", DOCUMENTS, 5, 2)
-    make_store(tmp_path / "b", DOCUMENTS, 5, 2)
-    assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
 def test_files_are_mapped_and_read_only(tmp_path):
@@ -110,14 +99,6 @@ def test_the_newest_store_of_the_tokenizer_is_found(tmp_path):
         newest_datastore(tmp_path, "tok", "fp")
     make_store(tmp_path / "fits", DOCUMENTS, 5)
     assert newest_datastore(tmp_path, "tok", "another target of this tokenizer") == tmp_path / "fits"
-
-
-def replace_array(folder, name: str, change) -> None:
-    """Write a changed array into a shard, and what describes it into the manifest."""
-    file, manifest = folder / name, json.loads((folder / "manifest.json").read_text())
-    np.save(file, change(np.load(file)))
-    manifest["shards"][0]["files"][name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_a_store_with_tokens_above_the_targets_is_refused(tmp_path):

@@ -52,17 +52,6 @@ def test_continuation_equals_a_search_of_the_whole_text(text, cuts, max_ngram, m
     assert table.tokens == text
 
 
-def test_match_rules_by_hand():
-    #       0  1  2  3  4  5  6  7  8  9
-    text = [7, 1, 2, 7, 3, 4, 5, 7, 6, 7]
-    assert PositionTable(text, match="latest").continuation(3)[0] == [6, 7]
-    assert PositionTable(text, match="earliest").continuation(3)[0] == [1, 2, 7]
-    assert PositionTable(text, match="latest_full", horizon=3).continuation(3)[0] == [3, 4, 5]
-    assert PositionTable(text, match="latest_full", horizon=2).continuation(3)[0] == [6, 7]
-    # None is full: the first.
-    assert PositionTable(text, match="latest_full", horizon=10).continuation(3)[0] == [1, 2, 7]
-
-
 def slow_likeliest(text: list[int], context: list[int]) -> int | None:
     """Counts the tokens behind a context; of equal counts the one seen last."""
     n = len(context)
@@ -88,12 +77,6 @@ def test_chain_equals_counting_the_whole_text(text, cuts, max_order, limit):
     for piece in in_pieces(text, cuts):
         table.extend(piece)
         assert [token for token, _ in table.chain(limit)] == slow_chain(table.tokens, max_order, limit)
-
-
-def test_the_highest_count_wins_and_of_equal_ones_the_latest():
-    assert CountTable([1, 2, 1, 2, 1, 3, 1], max_order=2).chain(1) == [(2, 1)]
-    assert CountTable([1, 2, 1, 3, 1], max_order=2).chain(1) == [(3, 1)]
-    assert CountTable([1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1, 3, 1, 2, 1], max_order=2).chain(1) == [(2, 1)]
 
 
 def test_the_length_of_what_matched_is_told():

@@ -339,6 +339,7 @@ def compiled() -> CFunc:
             if op[0] == LEAVE:
                 if all_ended(op, state):
                     break
+                first_unknown = i + 1  # it has no pieces to wait for
                 continue
             while atomic_read(state + TAKEN) < n_pieces:
                 piece = atomic_add(state + TAKEN, 1)
