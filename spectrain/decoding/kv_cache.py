@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -156,21 +155,7 @@ class KVCache(Cache):
         self._lengths = lengths + accepted + 1
 
     def _move(self, path: Tensor, lengths: Tensor) -> None:
-        if self._move_compiled(path, lengths):
-            return
-        kernels.reference.move([*self.keys, *self.values], path, lengths)
-
-    def _move_compiled(self, path: Tensor, lengths: Tensor) -> bool:
-        """The same on a CPU, where the buffers are alike. Returns whether it was done."""
-        buffers = [*self.keys, *self.values]
-        first = buffers[0]
-        n_bytes = first.shape[3] * first.element_size()
-        kind = first.shape, first.dtype, torch.device("cpu")
-        if n_bytes % 4 or any((one.shape, one.dtype, one.device) != kind for one in buffers):
-            return False
-        addresses = np.array([states.data_ptr() for states in buffers])
-        kernels.move(addresses, first.shape[1], first.shape[2], n_bytes // 4, path.numpy(), lengths.numpy())
-        return True
+        kernels.move([*self.keys, *self.values], path, lengths)
 
     def extend(self, counts: Sequence[int]) -> None:
         """The same on the host: each row has counts[b] tokens more, the root included."""

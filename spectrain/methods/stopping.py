@@ -21,7 +21,7 @@ from spectrain.decoding.drafter import Context
 from spectrain.decoding.forward import DecoderProgram
 from spectrain.decoding.weights import RowsLinear
 from spectrain.errors import check_number
-from spectrain.kernels.cpu.layout import GOING, LENGTH, ROOM
+from spectrain.kernels import GOING, LENGTH, ROOM
 from spectrain.models.head import AcceptanceHead
 
 SHARE, NATS = "(0, 1)", "(0, inf)"  # the intervals of thresholds: of probabilities, and of entropies

@@ -73,16 +73,6 @@ class TestScriptedTarget:
         assert verified.path.tolist() == [[0, 2, 3, -1]]
         assert verified.bonus.tolist() == [5]
 
-    def test_padding_never_matches(self, sampling):
-        tree = tree_of([[1, 4, 0, 0]], [[-1, 0, -2, -2]])
-        verified = verify(tree, says([0, 0, 0, 0]), sampling, generators(1))
-        assert (verified.accepted.tolist(), verified.bonus.tolist()) == ([0], [0])
-
-    def test_root_only_draws_the_bonus(self, sampling):
-        verified = verify(DraftTree.root_only(torch.tensor([1, 2])), says([3], [4]), sampling, generators(2))
-        assert verified.path.tolist() == [[0], [0]]
-        assert verified.bonus.tolist() == [3, 4]
-
 
 def drafted(tokens: list[list[int]], q: list[list[float]], lengths=None) -> DraftTree:
     """Chains whose column i was drawn from q[i] (over 3 tokens)."""
@@ -101,12 +91,6 @@ def test_rejects_everything_when_p_is_zero():
     assert (verified.accepted.tolist(), verified.bonus.tolist()) == ([0], [2])
 
 
-def test_accepts_everything_when_q_is_p():
-    p = [0.2, 0.3, 0.5]
-    chain = drafted([[0, 1, 2]] * 500, [p] * 3)
-    assert verify(chain, logits_of([p] * 4, 500), ANY, generators(500)).accepted.tolist() == [3] * 500
-
-
 def test_rejection_draws_from_the_residual_only():
     # max(0, p - q) = (0, 0, 0.4): after a rejection of token 0 the bonus is 2, never 1, though p(1) > 0.
     chain = drafted([[0]] * 400, [[0.6, 0.3, 0.1]])
@@ -114,14 +98,6 @@ def test_rejection_draws_from_the_residual_only():
     rejected = verified.accepted == 0
     assert 200 < int(rejected.sum()) < 330  # 1 - 0.2 / 0.6 of 400 is 267
     assert set(verified.bonus[rejected].tolist()) == {2}
-
-
-def test_rounding_that_leaves_no_residual_falls_back_to_p():
-    p = [0.0, 0.5, 0.5]
-    chain = drafted([[0]] * 200, [[1.0, 0.5, 0.5]])  # q above p everywhere: the residual is zero
-    verified = verify(chain, logits_of([p] * 2, 200), ANY, generators(200))
-    assert verified.accepted.tolist() == [0] * 200
-    assert set(verified.bonus.tolist()) == {1, 2}
 
 
 def test_a_row_without_drafts_draws_from_p_not_from_the_residual():
@@ -137,30 +113,3 @@ def test_warping_is_applied_before_the_ratio():
     chain = drafted([[0]], [[1.0, 0.0, 0.0]])
     verified = verify(chain, logits_of([[0.45, 0.05, 0.5]] * 2), Sampling(temperature=1.0, top_k=1), generators(1))
     assert (verified.accepted.tolist(), verified.bonus.tolist()) == ([0], [2])
-
-
-@pytest.mark.parametrize("kind", ["drafted", "deterministic"])
-def test_a_row_does_not_depend_on_its_neighbours(kind):
-    torch.manual_seed(0)
-    q = torch.rand(3, 4, 6).softmax(-1)
-    tokens, lengths = torch.randint(6, (3, 4)), torch.tensor([4, 1, 3])
-    probs = list(q.unbind(1)) if kind == "drafted" else None
-    logits = torch.randn(3, 5, 6)
-    together = verify(DraftTree.chain(torch.zeros(3).long(), tokens, lengths, probs), logits, ANY, generators(3))
-    for row in range(3):
-        n = int(lengths[row])
-        alone = verify(
-            DraftTree.chain(torch.zeros(1).long(), tokens[[row], :n], None, probs and [x[[row]] for x in probs[:n]]),
-            logits[[row], : n + 1],
-            ANY,
-            Uniforms([row_generator(0, row)]),
-        )
-        assert int(alone.bonus) == int(together.bonus[row])
-        assert int(alone.accepted) == int(together.accepted[row])
-
-
-def test_a_drawn_tree_that_branches_is_an_internal_error():
-    tree = tree_of([[1, 2, 3]], [[-1, 0, 0]])
-    tree = DraftTree(tree.tokens, tree.parents, tree.source, probs=torch.ones(1, 3, VOCAB_SIZE))
-    with pytest.raises(AssertionError, match="chains"):
-        verify(tree, says([2, 3, 4]), ANY, generators(1))

@@ -13,7 +13,6 @@ from spectrain import kernels
 from spectrain.decoding import DraftTree, Sampling, Verified, verify
 from spectrain.decoding.sampling import Uniforms, draw_token, row_generator
 from spectrain.errors import UserError
-from tests.decoding.reference import tree_of
 
 ALPHA = 1e-4
 ANY = Sampling(temperature=1.0)
@@ -237,13 +236,6 @@ def test_biased_rules_fail_the_same_test(biased):
     assert p_value(biased, seed=1) < ALPHA
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_accepts_no_less_than_token_by_token(seed):
-    """The same drafts, the same uniform numbers."""
-    gained = (emit(block, seed, False)[1] - emit(verify, seed, False)[1]).double()
-    assert float(gained.mean()) > -4 * float(gained.std()) / N_SAMPLES**0.5
-
-
 def test_accepts_strictly_more_in_the_paper_s_example():
     drafts = torch.multinomial(torch.tensor(COIN_Q).expand(N_SAMPLES, 2), 2, replacement=True)
     chain = chains(drafts.tolist(), [COIN_Q] * 2)
@@ -251,34 +243,6 @@ def test_accepts_strictly_more_in_the_paper_s_example():
     for verification, expected in (("token", 10 / 9), ("block", 11 / 9)):
         accepted = verify(*arguments, generators(N_SAMPLES), verification).accepted.double()
         assert abs(float(accepted.mean()) - expected) < 4 * float(accepted.std()) / N_SAMPLES**0.5
-
-
-def test_a_row_does_not_depend_on_its_neighbours():
-    n_rows, lengths = 40, [4, 1, 3, 0] * 10
-    q = torch.rand(n_rows, 4, 6).softmax(-1)
-    tokens, logits = torch.randint(6, (n_rows, 4)), torch.randn(n_rows, 5, 6)
-    roots = torch.zeros(n_rows, dtype=torch.int64)
-    chain = DraftTree.chain(roots, tokens, torch.tensor(lengths), list(q.unbind(1)))
-    together = block(chain, logits, ANY, generators(n_rows))
-    for row, n in enumerate(lengths):
-        alone = DraftTree.chain(roots[[row]], tokens[[row], :n], None, [x[[row]] for x in q[:, :n].unbind(1)])
-        verified = block(alone, logits[[row], : n + 1], ANY, Uniforms([row_generator(0, row)]))
-        assert (int(verified.accepted), int(verified.bonus)) == (
-            int(together.accepted[row]),
-            int(together.bonus[row]),
-        )
-    assert len(set(together.accepted.tolist())) > 3
-
-
-def test_greedy_and_deterministic_drafts_have_one_rule():
-    logits = torch.randn(1, 4, 6)
-    best = logits.argmax(-1)[0].tolist()
-    drawn = chains([[best[0], best[1], 5]], [[1 / 6] * 6] * 3)
-    branching = tree_of([[0, best[0], 3, best[1]]], [[-1, 0, 0, 1]])
-    for tree, sampling in ((drawn, Sampling()), (branching, Sampling()), (branching, ANY)):
-        token, as_block = (verify(tree, logits, sampling, generators(1), v) for v in ("token", "block"))
-        assert as_block.path.tolist() == token.path.tolist()
-        assert as_block.bonus.tolist() == token.bonus.tolist()
 
 
 def test_an_unknown_rule_is_refused():
