@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils.logging import set_tqdm_hook
 
 from spectrain.decoding.lean import why_not_lean
-from spectrain.decoding.supported import check_layers
+from spectrain.decoding.modules import check_layers
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.weights import to_dtype
 from spectrain.errors import UserError, check_choice
@@ -76,7 +76,6 @@ def load_target(
     if engine != "transformers" and why_not_lean(model) is None:
         shorten(model)
     target = TargetModel(model, tokenizer, capture_layers, engine=engine, dtype=DTYPES[dtype], graphs=graphs)
-    _ = target.eos_ids  # which refuses what is none, before a text is begun
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
     return target

@@ -2,8 +2,6 @@
 
 Llama-like models run on the lean decoder of `llama.py`. Any other full-attention decoder of transformers runs on its
 own modules (`modules.py`): it takes a complete 4-D mask, explicit position ids and our `KVCache`.
-
-Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C captured layers, D hidden size.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
 from spectrain.decoding.masks import causal_mask, document_offsets, length_buckets, nodes_mask, packed_mask, tree_mask
-from spectrain.decoding.modules import TransformersEngine
-from spectrain.decoding.supported import check_supported
+from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 from spectrain.errors import UserError, check_choice
@@ -158,10 +155,7 @@ class TargetModel:
         for config in (self.model.generation_config, self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
-                ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-                if not all(type(token) is int and abs(token) < 2**63 for token in ids):
-                    raise UserError(f"the target's eos_token_id={list(ids)} holds no token ids; mend its configs")
-                return ids
+                return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
         return ()
 
     @property

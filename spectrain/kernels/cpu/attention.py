@@ -1,7 +1,6 @@
 """Attention of a few tokens to a cache, as operations of a program, and moving of accepted nodes in the cache.
 
-Letters: n tokens of a row, H query heads, K key/value heads, G = H / K, E width of a head, q queries of a key/value
-head.
+Letters: K key/value heads, G = H / K, E width of a head, q queries of a key/value head.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A step of a small model is some hundred operations of a few microseconds each, s
 costs more than they do. Each method here appends what its name says; arguments are tensors, whose memory the program
 reads and writes at every run.
 
-Letters: B rows, n tokens per row, M = B n, D hidden size, F width of the MLP, H query heads, K key/value heads, E width
-of a head, S slots, V vocabulary.
+Letters: n tokens per row, M = B n, F width of the MLP, K key/value heads, E width of a head.
 """
 
 from __future__ import annotations
