@@ -110,25 +110,20 @@ class TargetModel:
         """Return the same model with weights of 8 bits where it runs on the lean decoder and a CPU; for drafting."""
         if not isinstance(self._engine, LeanEngine) or self._engine.layers is Int8Linear:
             return self
-        other = copy.copy(self)
-        other._engine = LeanEngine(self.model, self.dtype, Int8Linear)
-        other._kept = []  # whose programs are of other weights
-        return other
+        # Kept caches have programs of other weights.
+        return self._with(_engine=LeanEngine(self.model, self.dtype, Int8Linear), _kept=[])
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
         """Return the same model, capturing other layers."""
-        if tuple(capture_layers) == self.capture_layers:
-            return self
-        other = copy.copy(self)
-        other.capture_layers = self._checked(capture_layers)
-        return other
+        return self._with(capture_layers=self._checked(capture_layers))
 
     def with_hidden(self) -> TargetModel:
         """Return the same model, whose `score` keeps the final hidden states."""
-        if self.keeps_hidden:
-            return self
+        return self._with(keeps_hidden=True)
+
+    def _with(self, **changes: object) -> TargetModel:
         other = copy.copy(self)
-        other.keeps_hidden = True
+        vars(other).update(changes)
         return other
 
     @property

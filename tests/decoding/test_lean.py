@@ -142,17 +142,10 @@ def test_weights_stay_in_one_place_and_move_with_the_model(model, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma", "gpt_neox"])
-def test_other_architectures_run_on_the_modules_of_transformers(family):
-    model = tiny_model(family)
-    assert TargetModel(model).engine == "transformers"
-    with pytest.raises(
-        UserError, match=r"engine=lean runs llama, mistral, qwen2, qwen3, but .*; give target.engine=transformers"
-    ):
-        TargetModel(model, engine="lean")
-
-
-def test_llama_runs_lean_unless_told_otherwise(llama_target):
+def test_other_architectures_run_on_the_modules_of_transformers(family, llama_target):
     assert llama_target.engine == "lean"
-    assert TargetModel(llama_target.model, engine="transformers").engine == "transformers"
+    assert TargetModel(tiny_model(family)).engine == "transformers"
+    with pytest.raises(UserError, match=r"engine=lean runs llama, .*qwen3, but .*; give target.engine=transformers"):
+        TargetModel(tiny_model(family), engine="lean")
     with pytest.raises(UserError, match="target.engine=fast must be one of auto, lean, transformers"):
         TargetModel(llama_target.model, engine="fast")

@@ -173,33 +173,30 @@ def test_a_token_beyond_the_table_reads_nothing_outside_of_it():
 def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen(monkeypatch):
     model = tiny_model(initializer_range=0.2, max_position_embeddings=1024)
     target, before = TargetModel(model), torch.get_num_threads()
+
+    def text(length: int, n_new: int = 30) -> None:
+        prompts = random_prompts([length], seed=length)
+        found = generate(target, Autoregressive(), prompts, n_new, stop_token_ids=())[0].tokens
+        assert found == greedy_by_full_forwards(model, prompts[0], n_new)
+
     try:
-        for n_threads, length, n_new in ((1, 300, 40), (1, 9, 40), (2, 9, 40), (2, 700, 5), (1, 12, 30)):
+        for n_threads, length, n_new in ((1, 300, 40), (2, 9, 40), (2, 700, 5), (1, 12, 30)):
             torch.set_num_threads(n_threads)
-            prompts = random_prompts([length], seed=length)
-            found = generate(target, Autoregressive(), prompts, n_new, stop_token_ids=())[0].tokens
-            assert found == greedy_by_full_forwards(model, prompts[0], n_new)
+            text(length, n_new)
             (kept,) = target._kept
             assert [threads for _, threads in kept.programs._programs][-1] == n_threads
-        again = generate(target, Autoregressive(), random_prompts([9]), 4, stop_token_ids=())
-        assert target._kept == [kept], "the longest was large enough for those after it"
-        assert len(again[0].tokens) == 4
         stream = loop.stream(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())
         next(stream)
         stream.close()
-        found = generate(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())[0].tokens
-        assert found == greedy_by_full_forwards(model, random_prompts([9])[0], 30)
-        assert target._kept == [kept]
+        text(9)
+        assert target._kept == [kept], "the longest was large enough for those after it"
         assert copy.deepcopy(target)._kept[0].programs._programs == {}, "a copy has other addresses"
         assert target.in_8_bits()._kept == []
         model.lm_head.weight.data = model.lm_head.weight.data.flip(0).contiguous()
-        found = generate(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())[0].tokens
-        assert found == greedy_by_full_forwards(model, random_prompts([9])[0], 30)
+        text(9)
         assert target._kept != [kept], "weights have other addresses"
-        generate(target, Autoregressive(), random_prompts([9, 5]), 4, batch_size=2)
-        assert target._kept == [], "of several rows"
         monkeypatch.setattr(target_module, "KEPT_BYTES", 1000)
-        generate(target, Autoregressive(), random_prompts([9]), 4)
+        text(9)
         assert target._kept == [], "too large"
     finally:
         torch.set_num_threads(before)
