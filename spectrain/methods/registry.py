@@ -306,7 +306,8 @@ def _to_choose_from(
         if name == BASELINE or (not asked and any(name in auto.METHODS[other] for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)
-        is_chosen = asked or any(kind in artifacts for kind in artifact_kinds(config).values())
+        kinds = artifact_kinds(config).values()
+        is_chosen = asked or (kinds and all(kind in artifacts for kind in kinds))
         try:
             built = build_method(config, target, artifacts, sampling)
         except UserError as error:
