@@ -1,8 +1,6 @@
 """What a drafter reads of the rows that are being decoded.
 
 Rows are dense: 0..n-1 are active. `free(row)` moves the last row into the freed place, and a new prompt is appended.
-
-Letters: n active rows, R new rows, S tokens, V vocabulary.
 """
 
 from __future__ import annotations

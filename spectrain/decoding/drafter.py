@@ -3,8 +3,6 @@
 A drafter never writes the target's cache and never meets the sampling options: where it has to draw a token at random
 it calls `context.draw`, which warps the logits as the target's are warped and uses the row's own generator. A
 drafter that wants to stop where a text ends asks `context.ends`.
-
-Letters: n active rows, R new rows, N nodes, P positions of a prompt, C captured layers, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A few tokens through a Llama-like decoder on a CPU, as one program.
-
-Letters: B rows, n tokens of a row, M = B n, D hidden size, V vocabulary, C captured layers.
-"""
+"""A few tokens through a Llama-like decoder on a CPU, as one program."""
 
 from __future__ import annotations
 

@@ -6,15 +6,12 @@ model's attention calls `update`, which receives no positions, so `begin` sets t
 
 Lengths are known twice: to the device, where `commit` changes them right after verification, and to the host, which
 learns them when the step has been read back, by `extend`.
-
-Letters: n active rows, R rows of a forward, H key/value heads, S slots, N nodes, A path entries, D_head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -95,12 +92,10 @@ class KVCache(Cache):
                     buffers[i] = torch.nn.functional.pad(states, (0, 0, 0, missing))
         return self._used
 
-    def allocate(self, n_layer: int, n_heads: int, size: int) -> None:
-        """Make the buffers of all blocks in float32 on a CPU, if no forward has made them yet."""
+    def allocate(self, n_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the buffers of one more block. Zeros: a masked slot has weight 0, but 0 * NaN of empty memory is NaN."""
         for buffers in (self.keys, self.values):
-            for _ in range(n_layer - len(buffers)):
-                shape = self.max_rows, n_heads, self.capacity, size
-                buffers.append(torch.zeros(shape, dtype=torch.float32, device="cpu"))
+            buffers.append(torch.zeros(self.max_rows, n_heads, self.capacity, size, dtype=dtype, device=device))
 
     def place(self, slots: Tensor, used: int) -> None:
         """Let the next forward write to slots [R, N] int64, wherever these are, and read the first `used` ones."""
@@ -112,9 +107,7 @@ class KVCache(Cache):
         Each attention layer of the model calls this.
         """
         if layer_idx == len(self.keys):
-            # Zeros, not empty: a masked slot has weight 0, but 0 * NaN of uninitialised memory is NaN.
-            for buffers, states in ((self.keys, key_states), (self.values, value_states)):
-                buffers.append(states.new_zeros(self.max_rows, states.shape[1], self.capacity, states.shape[3]))
+            self.allocate(key_states.shape[1], key_states.shape[3], key_states.dtype, key_states.device)
         first, n_rows = self._rows.start, len(self._rows)
         written = []
         # `narrow` rather than slicing: this runs twice per layer, and a Python slice costs as much as the copy.
@@ -156,21 +149,7 @@ class KVCache(Cache):
         self._lengths = lengths + accepted + 1
 
     def _move(self, path: Tensor, lengths: Tensor) -> None:
-        if self._move_compiled(path, lengths):
-            return
-        kernels.reference.move([*self.keys, *self.values], path, lengths)
-
-    def _move_compiled(self, path: Tensor, lengths: Tensor) -> bool:
-        """The same on a CPU, where the buffers are alike. Returns whether it was done."""
-        buffers = [*self.keys, *self.values]
-        first = buffers[0]
-        n_bytes = first.shape[3] * first.element_size()
-        kind = first.shape, first.dtype, torch.device("cpu")
-        if n_bytes % 4 or any((one.shape, one.dtype, one.device) != kind for one in buffers):
-            return False
-        addresses = np.array([states.data_ptr() for states in buffers])
-        kernels.move(addresses, first.shape[1], first.shape[2], n_bytes // 4, path.numpy(), lengths.numpy())
-        return True
+        kernels.move([*self.keys, *self.values], path, lengths)
 
     def extend(self, counts: Sequence[int]) -> None:
         """The same on the host: each row has counts[b] tokens more, the root included."""

@@ -1,7 +1,4 @@
-"""A target on the lean decoder: which models it knows, how it shares their memory, and its forwards.
-
-Letters: B rows, n tokens of a call, D hidden size, V vocabulary.
-"""
+"""A target on the lean decoder: which models it knows, how it shares their memory, and its forwards."""
 
 from __future__ import annotations
 
@@ -264,7 +261,8 @@ class LeanEngine:
         assert min(lengths) > 0, lengths
         shape, last = self._decoder.shape, []
         cache.begin(rows, [0] * len(rows), -(-max(lengths) // PIECE_STEP) * PIECE_STEP)
-        cache.allocate(len(self._decoder.blocks), shape.n_kv_head, shape.head_dim)
+        for _ in range(len(self._decoder.blocks) - len(cache.keys)):
+            cache.allocate(shape.n_kv_head, shape.head_dim, torch.float32, torch.device("cpu"))
         states_shape = *read.shape, len(capture_layers), shape.hidden_size
         captured = torch.zeros(states_shape, dtype=torch.float32, device="cpu") if capture_layers else None
         for place, (text, length) in enumerate(zip(tokens, lengths, strict=True)):

@@ -4,8 +4,7 @@ It computes what the modules of transformers compute (`tests/decoding/test_llama
 tensors, with a third of the calls: projections of the same input are one matrix, grouped keys and values are never
 expanded, and the inputs of blocks are returned without hooks.
 
-Letters: B rows, n tokens of a call, S slots that attention reads, H query heads, K key/value heads, G = H / K, E width
-of a head, D hidden size, F width of the MLP, C captured blocks, V vocabulary.
+Letters: K key/value heads, G = H / K, E width of a head, F width of the MLP.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +21,7 @@ from transformers import (
 from transformers.utils.logging import set_tqdm_hook
 
 from spectrain.decoding.lean import why_not_lean
-from spectrain.decoding.supported import check_layers
+from spectrain.decoding.modules import check_layers
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.weights import to_dtype
 from spectrain.errors import UserError, check_choice
@@ -31,21 +29,6 @@ from spectrain.kernels import works
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_TIMEOUT_S = 10
-# Each is some ten times that of the largest known model.
-LARGEST_DIMENSIONS = {
-    "num_hidden_layers": 2**10,
-    "num_experts": 2**13,
-    "num_local_experts": 2**13,
-    "n_routed_experts": 2**13,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**20,
-    "vocab_size": 2**22,
-    "num_attention_heads": 2**13,
-    "head_dim": 2**14,
-    "max_position_embeddings": 2**28,
-}
-WEIGHTS_PER_BYTE, PACKED_WEIGHTS_PER_BYTE = 2, 16  # of a file, at most; twice what is known, as tied ones count twice
-ALWAYS_BUILT_WEIGHTS = 2**26  # so few take little memory, and what is wrong with them is named better later
 SHOWN_WEIGHTS = 3  # names of weights in a refusal
 FOREIGN_CODE = "needs code of its own folder, which is never run"
 NOT_CAUSAL = "is no causal language model; choose a decoder-only model"
@@ -93,7 +76,6 @@ def load_target(
     if engine != "transformers" and why_not_lean(model) is None:
         shorten(model)
     target = TargetModel(model, tokenizer, capture_layers, engine=engine, dtype=DTYPES[dtype], graphs=graphs)
-    _ = target.eos_ids  # which refuses what is none, before a text is begun
     if not _is_causal(target):
         raise UserError(f"{called} {NOT_CAUSAL}")
     return target
@@ -104,16 +86,10 @@ def _load_model(name: str, called: str, config: PretrainedConfig, options: Mappi
     reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
     options = {"config": config, "attn_implementation": "sdpa", **options, **reported}
     try:
-        if Path(name).is_dir():
-            per_byte = PACKED_WEIGHTS_PER_BYTE if hasattr(config, "quantization_config") else WEIGHTS_PER_BYTE
-            model = partial(AutoModelForCausalLM.from_config, copy.deepcopy(config), trust_remote_code=False)
-            check_size(model, Path(name), called, per_byte)
         with quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **options)
             if (Path(name) / "generation_config.json").is_file():  # transformers passes over a broken one
                 GenerationConfig.from_pretrained(name)
-    except UserError:
-        raise
     except Exception as error:  # safetensors, torch and transformers each raise their own types here
         raise UserError(f"{called} {_why_no_model(error)}") from error
     check_complete(called, found)
@@ -149,37 +125,9 @@ def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def read_config(name: str | Path) -> PretrainedConfig:
-    """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises.
-
-    Also raises ValueError where a dimension is no number of any model; see `check_dimensions`.
-    """
+    """Read a config of a folder or the hub, never running code beside it. Raises what transformers raises."""
     _ask_hub(name)
-    check_dimensions(PretrainedConfig.get_config_dict(name)[0])
     return AutoConfig.from_pretrained(name, trust_remote_code=False)
-
-
-def check_dimensions(content: Mapping) -> None:
-    """Raise ValueError where a dimension of a config is zero, a text, or so many that building it would take hours."""
-    for part in (content, *(part for part in content.values() if isinstance(part, Mapping))):
-        for dimension, most in LARGEST_DIMENSIONS.items():
-            value, least = part.get(dimension), 0 if "experts" in dimension else 1
-            for one in value if isinstance(value, list) else [value]:  # of some models, one for each layer
-                if one is not None and not (type(one) is int and least <= one <= most):  # null: transformers' default
-                    raise ValueError(f"{dimension}={one} must be a whole number from {least} to {most}")
-
-
-def check_size(
-    build: Callable[[], nn.Module], folder: Path, name: str, weights_per_byte: int = WEIGHTS_PER_BYTE
-) -> None:
-    """Raise UserError where a model has far more weights than its files hold. None of them is allocated."""
-    n_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".bin"))
-    with torch.device("meta"):
-        n_weights = sum(parameter.numel() for parameter in build().parameters())
-    if n_bytes and n_weights > max(weights_per_byte * n_bytes, ALWAYS_BUILT_WEIGHTS):
-        raise UserError(
-            f"{name} has {n_weights} weights by its config.json, which its files of {n_bytes} bytes cannot hold; "
-            "export or fetch it again"
-        )
 
 
 def _ask_hub(name: str | Path) -> None:

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.memory import free_bytes, is_out_of_memory, out_of_memory_advice
+from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
 from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
@@ -115,7 +114,6 @@ def stream(
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
     drafter.prepare(target, sampling or Sampling(), n_slots)
     target = target.with_capture(drafter.capture_layers)
-    free_before = free_bytes(target.device)
     longest = max(map(len, prompts)) + max_new_tokens
     cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
     known_stops = [token for token in stop_ids if 0 <= token < target.vocab_size]
@@ -137,7 +135,7 @@ def stream(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(out_of_memory_advice(target, cache, n_slots, longest, free_before)) from error
+        raise UserError(out_of_memory_advice(target.device, n_slots, longest)) from error
     finally:
         target.keep_cache(cache)
 
@@ -312,54 +310,26 @@ def _moving(tree: DraftTree, verified: Verified) -> Tensor | None:
 
 def _read_back(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _Step:
     """Copy a step, and what the drafter asked for, [n, K] int64, to the host in one transfer."""
-    n_rows, n_nodes = tree.shape
-    if n_nodes == 1:
-        bonus = verified.bonus[:, None]
-        found = (bonus if asked is None else torch.cat([bonus, asked], dim=1)).tolist()
-        roots, none_drafted = [[int(Source.ROOT)]] * n_rows, [[0] * len(Source)] * n_rows
-        return _Step([row[:1] for row in found], roots, none_drafted, [[0]] * n_rows, [row[1:] for row in found])
-    if not tree.is_chain and tree.tokens.device.type == "cpu":
-        return _read_trees(tree, verified, asked)
-    n_depths = 1 + tree.deepest
-    parts, asked = [verified.accepted[:, None], verified.bonus[:, None]], [] if asked is None else [asked]
-    if tree.is_chain:  # the host counts what is drafted
-        n_counts, width = n_nodes, n_nodes
-        parts += [tree.parents, tree.tokens, tree.source]
-    else:
-        path = verified.path[:, :n_depths].clamp_min(0)
-        drafted = tree.drafted.to(tree.tokens.dtype)
-        zeros = drafted.new_zeros(n_rows, len(Source) + n_depths)
-        counts = zeros.scatter_add(1, tree.source, drafted).scatter_add(1, len(Source) + tree.depth, drafted)
-        n_counts, width = counts.shape[1], n_depths
-        parts += [counts, tree.tokens.gather(1, path), tree.source.gather(1, path)]
-    step = _Step([], [], [], [], [])
-    for accepted, bonus, *rest in _joined([*parts, *asked]):
-        counted, rest = rest[:n_counts], rest[n_counts:]
-        tokens, origins = rest[:width], rest[width : 2 * width]
-        if tree.is_chain:
-            n_drafted = sum(parent >= 0 for parent in counted)
-            drafted_from = origins[1 : n_drafted + 1]
-            counted = [drafted_from.count(source) for source in range(len(Source))] + [0] + [1] * n_drafted
-        step.emitted.append([*tokens[1 : accepted + 1], bonus])
-        step.sources.append([*origins[1 : accepted + 1], int(Source.ROOT)])
-        step.by_source.append(counted[: len(Source)])
-        step.by_depth.append(counted[len(Source) :])
-        step.asked.append(rest[2 * width :])
-    return step
-
-
-def _read_trees(tree: DraftTree, verified: Verified, asked: Tensor | None) -> _Step:
-    """The same for trees on a CPU, where a call of torch costs more than a loop over a few nodes."""
-    step = _Step([], [], [], [], [[]] * tree.shape[0] if asked is None else asked.tolist())
-    n_depths, n_sources = 1 + tree.deepest, len(Source)
-    drafted, depth, source = tree.drafted.numpy(), tree.depth.numpy(), tree.source.numpy()
-    ends = zip(verified.path.tolist(), verified.accepted.tolist(), verified.bonus.tolist(), strict=True)
-    for row, (path, accepted, bonus) in enumerate(ends):
-        tokens, own, nodes = tree.tokens[row].tolist(), source[row], path[1 : accepted + 1]
-        step.emitted.append([*(tokens[node] for node in nodes), bonus])
-        step.sources.append([*own[nodes].tolist(), int(Source.ROOT)])
-        step.by_source.append(np.bincount(own[drafted[row]], minlength=n_sources).tolist())
-        step.by_depth.append(np.bincount(depth[row][drafted[row]], minlength=n_depths).tolist())
+    (n_rows, n), n_depths = tree.shape, 1 + tree.deepest
+    bonus, asked = verified.bonus[:, None], [] if asked is None else [asked]
+    if n == 1:
+        found, roots, no_sources = _joined([bonus, *asked]), [[int(Source.ROOT)]] * n_rows, [[0] * len(Source)] * n_rows
+        return _Step([row[:1] for row in found], roots, no_sources, [[0]] * n_rows, [row[1:] for row in found])
+    # Of each node, 0 or less where it is no draft.
+    depth = tree.parents + 1 if tree.is_chain else torch.where(tree.drafted, tree.depth, 0)
+    path, step = verified.path[:, :n_depths], _Step([], [], [], [], [])
+    for row in _joined([bonus, verified.accepted[:, None], depth, tree.tokens, tree.source, path, *asked]):
+        depths, tokens, sources = row[2 : 2 + n], row[2 + n : 2 + 2 * n], row[2 + 2 * n : 2 + 3 * n]
+        nodes, by_source, by_depth = row[3 + 3 * n : 3 + 3 * n + row[1]], [0] * len(Source), [0] * n_depths
+        for node_depth, source in zip(depths, sources, strict=True):
+            if node_depth > 0:
+                by_source[source] += 1
+                by_depth[node_depth] += 1
+        step.emitted.append([*(tokens[node] for node in nodes), row[0]])
+        step.sources.append([*(sources[node] for node in nodes), int(Source.ROOT)])
+        step.by_source.append(by_source)
+        step.by_depth.append(by_depth)
+        step.asked.append(row[2 + 3 * n + n_depths :])
     return step
 
 

@@ -1,8 +1,6 @@
 """Which positions attend to which: masks of bool for causal texts, trees behind cached tokens, and packed documents.
 
 Packed documents can also be read without a mask, as texts of their own in batches of like length.
-
-Letters: B rows, N nodes, T tokens.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ number from the exponential distribution. This draws from p exactly (Maddison et
 seed, the place in the text and the token. So whoever knows the seed knows the noise of tokens that are still to come:
 a draft model that draws with the same noise often draws what the target will (Daliri et al. 2024), and a guess whose E
 is large need not be scored.
-
-Letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations

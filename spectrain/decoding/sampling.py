@@ -3,8 +3,6 @@
 Randomness is one CPU generator per row, and a row takes from it only for itself: its sample does not depend on its
 neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).
 With `draws=shared` random numbers belong to places in the text instead; see `noise.py`.
-
-Letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -99,12 +97,7 @@ class Sampling:
         The numbers [B] are float32 in [0, 1) of `Uniforms`, or int64 of `SharedNoise`. Returns the tokens [B] int64,
         and the probabilities [B, V] they were drawn from (None when greedy).
         """
-        if self.greedy:
-            return likeliest(logits), None
-        if kernels.reads(logits):
-            return kernels.warp_and_draw(logits, self.options, uniforms)
-        probs = self.warp(logits)
-        return draw_token(probs, uniforms), probs
+        return (likeliest(logits), None) if self.greedy else _drawn(self, logits, uniforms)
 
 
 class RowSampling:
@@ -139,10 +132,14 @@ class RowSampling:
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """See `Sampling.draw`."""
-        if kernels.reads(logits):
-            return kernels.warp_and_draw(logits, self.options, uniforms)
-        probs = self.warp(logits)
-        return draw_token(probs, uniforms), probs
+        return _drawn(self, logits, uniforms)
+
+
+def _drawn(sampling: Sampling | RowSampling, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    if kernels.reads(logits):
+        return kernels.warp_and_draw(logits, sampling.options, uniforms)
+    probs = sampling.warp(logits)
+    return draw_token(probs, uniforms), probs
 
 
 def sampling_of(rows: Sequence[Sampling]) -> Sampling | RowSampling:

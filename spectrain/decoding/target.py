@@ -2,8 +2,6 @@
 
 Llama-like models run on the lean decoder of `llama.py`. Any other full-attention decoder of transformers runs on its
 own modules (`modules.py`): it takes a complete 4-D mask, explicit position ids and our `KVCache`.
-
-Letters: B rows, R rows of a prefill, T prompt tokens, N nodes, V vocabulary, C captured layers, D hidden size.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.lean import LLAMA_LIKE, LeanEngine, why_not_lean
 from spectrain.decoding.masks import causal_mask, document_offsets, length_buckets, nodes_mask, packed_mask, tree_mask
-from spectrain.decoding.modules import TransformersEngine
-from spectrain.decoding.supported import check_supported
+from spectrain.decoding.modules import TransformersEngine, check_supported
 from spectrain.decoding.tree import DraftTree
 from spectrain.decoding.weights import Int8Linear
 from spectrain.errors import UserError, check_choice
@@ -113,25 +110,20 @@ class TargetModel:
         """Return the same model with weights of 8 bits where it runs on the lean decoder and a CPU; for drafting."""
         if not isinstance(self._engine, LeanEngine) or self._engine.layers is Int8Linear:
             return self
-        other = copy.copy(self)
-        other._engine = LeanEngine(self.model, self.dtype, Int8Linear)
-        other._kept = []  # whose programs are of other weights
-        return other
+        # Kept caches have programs of other weights.
+        return self._with(_engine=LeanEngine(self.model, self.dtype, Int8Linear), _kept=[])
 
     def with_capture(self, capture_layers: Sequence[int]) -> TargetModel:
         """Return the same model, capturing other layers."""
-        if tuple(capture_layers) == self.capture_layers:
-            return self
-        other = copy.copy(self)
-        other.capture_layers = self._checked(capture_layers)
-        return other
+        return self._with(capture_layers=self._checked(capture_layers))
 
     def with_hidden(self) -> TargetModel:
         """Return the same model, whose `score` keeps the final hidden states."""
-        if self.keeps_hidden:
-            return self
+        return self._with(keeps_hidden=True)
+
+    def _with(self, **changes: object) -> TargetModel:
         other = copy.copy(self)
-        other.keeps_hidden = True
+        vars(other).update(changes)
         return other
 
     @property
@@ -158,10 +150,7 @@ class TargetModel:
         for config in (self.model.generation_config, self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
-                ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-                if not all(type(token) is int and abs(token) < 2**63 for token in ids):
-                    raise UserError(f"the target's eos_token_id={list(ids)} holds no token ids; mend its configs")
-                return ids
+                return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
         return ()
 
     @property

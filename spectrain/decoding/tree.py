@@ -2,8 +2,6 @@
 
 A tree is parent pointers. Depth and ancestors follow from them by vector operations; a chain, the shape that every
 model-based drafter proposes, knows them beforehand.
-
-Letters: B rows, N nodes (the root included), V vocabulary, gamma draft length (N = gamma + 1 in a chain).
 """
 
 from __future__ import annotations

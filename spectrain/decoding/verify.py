@@ -2,9 +2,6 @@
 
 Every rule leaves the text to the target: greedy output equals the target's greedy decoding, and samples follow its
 warped distribution. Chains drawn from a q are judged as a block (Sun et al. 2024) or token by token (Leviathan 2023).
-
-Letters: B rows, N nodes, A = N path entries, V vocabulary; p target, q draft, x_1..x_gamma the drafted
-tokens of a chain (gamma = N - 1).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Linear layers as decoding runs them on a CPU: by our kernel where it is faster, with weights of any dtype it knows.
-
-Letters: I input features, O output features.
-"""
+"""Linear layers as decoding runs them on a CPU: by our kernel where it is faster, for weights of any dtype it knows."""
 
 from __future__ import annotations
 

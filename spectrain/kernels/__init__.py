@@ -4,17 +4,19 @@
 """
 
 from spectrain.kernels import reference
-from spectrain.kernels.cpu.layout import TEMPERATURE
-from spectrain.kernels.cpu.moving import move
+from spectrain.kernels.cpu.judging import GOING, LENGTH, ROOM
 from spectrain.kernels.cpu.products import LEAST_OUTPUTS, multiplies, outruns_torch
 from spectrain.kernels.cpu.program import MOST_TOKENS, Program, Programs
-from spectrain.kernels.cpu.running import fits, product, runner, works
-from spectrain.kernels.cpu.sampling import accept, draw, reads, warp, warp_and_draw
+from spectrain.kernels.cpu.running import accept, draw, fits, move, product, reads, runner, warp, warp_and_draw, works
+from spectrain.kernels.cpu.warping import TEMPERATURE
 from spectrain.kernels.cuda.graphs import SLOTS, Graphs, padded_nodes, record, unique
 
 __all__ = [
+    "GOING",
     "LEAST_OUTPUTS",
+    "LENGTH",
     "MOST_TOKENS",
+    "ROOM",
     "SLOTS",
     "TEMPERATURE",
     "Graphs",

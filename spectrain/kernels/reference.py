@@ -1,7 +1,4 @@
-"""What the kernels compute, in torch: it runs where they do not, and tests compare them with it.
-
-Letters: B rows, V vocabulary.
-"""
+"""What the kernels compute, in torch: it runs where they do not, and tests compare them with it."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.config import conf_dir
 from spectrain.decoding.loading import first_line, read_config
-from spectrain.decoding.modules import find_blocks
-from spectrain.decoding.supported import unsupported_layer_type
+from spectrain.decoding.modules import find_blocks, unsupported_layer_type
 from spectrain.errors import UserError, check_number, check_whole
 from spectrain.models.packages import target_path
 from spectrain.stores.environment import cpu_name

@@ -288,7 +288,8 @@ def _build_auto(
         if name == BASELINE or (not asked and any(name in METHODS[other] for other in found)):
             continue  # it is always one of them, or another one is as fast
         config = method_config(name)
-        is_chosen = asked or any(kind in artifacts for kind in artifact_kinds(config).values())
+        kinds = artifact_kinds(config).values()
+        is_chosen = asked or (kinds and all(kind in artifacts for kind in kinds))
         try:
             drafter = build_method(config, target, artifacts, sampling).arms[0].drafter
             if drafter.max_positions < target.max_positions and not is_chosen:

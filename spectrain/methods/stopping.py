@@ -16,7 +16,7 @@ from spectrain.decoding.drafter import Context
 from spectrain.decoding.forward import DecoderProgram
 from spectrain.decoding.weights import RowsLinear
 from spectrain.errors import check_number
-from spectrain.kernels.cpu.layout import GOING, LENGTH, ROOM
+from spectrain.kernels import GOING, LENGTH, ROOM
 from spectrain.models.head import AcceptanceHead
 
 

@@ -47,12 +47,6 @@ def test_free_moves_the_last_row_and_a_new_one_joins_behind():
     assert context.n_rows == 0
 
 
-def test_greedy_draw_is_deterministic():
-    tokens, q = rooted_context().draw(torch.tensor([[0.0, 1.0], [2.0, 1.0], [0.0, 3.0]]))
-    assert tokens.tolist() == [1, 0, 1]
-    assert q is None
-
-
 def test_draw_warps_and_leaves_inactive_rows_their_randomness():
     sampling = Sampling(temperature=0.5, top_k=2)
     context = rooted_context(sampling)

@@ -53,8 +53,10 @@ def artifacts() -> Artifacts:
 def method_of(name: str, target: TargetModel) -> Drafter:
     """Its draft model computes in float32, as the target: on a CPU it would be in int8."""
     config = with_papers_nodes(method_config(name))
-    float32 = {"draft_dtype": "float32"} if "draft_dtype" in config else {}
-    return build_method(OmegaConf.merge(config, SMALL.get(name, {}), float32), target, artifacts())
+    options = {"draft_dtype": "float32"} if "draft_dtype" in config else {}
+    if name == "auto":  # without methods that have a draft model, whose dtype it would leave to the device
+        options = {"methods": ["pld", "lookahead"]}
+    return build_method(OmegaConf.merge(config, SMALL.get(name, {}), options), target, artifacts())
 
 
 def decoded(name: str, target: TargetModel, sampling: Sampling) -> list[list[int]]:

@@ -32,19 +32,6 @@ def commit(cache: KVCache, path: torch.Tensor | None, counts: list[int]) -> None
     assert cache.lengths_on(torch.device("cpu")).tolist() == cache.lengths
 
 
-def test_commit_of_tree_paths_equals_fresh_prefill(family_target):
-    prompts = random_prompts([5, 13, 9])
-    cache = prefilled(family_target, prompts)
-    #   0 - 1 - 3 - 6      row 0 keeps 0 2 4 5, row 1 the root, row 2 0 1 3 6
-    #    \ 2 - 4 - 5
-    tokens = random_prompts([7, 7, 7], seed=1)
-    tree = tree_of(tokens, [[-1, 0, 0, 1, 2, 4, 3]] * 3)
-    family_target.score(tree, cache)
-    commit(cache, torch.tensor([[0, 2, 4, 5, -1], [0, -1, -1, -1, -1], [0, 1, 3, 6, -1]]), [4, 1, 4])
-    for row, path in enumerate(([0, 2, 4, 5], [0], [0, 1, 3, 6])):
-        assert_row_holds(family_target, cache, row, prompts[row] + [tokens[row][node] for node in path])
-
-
 def test_many_random_commits_across_growth_equal_fresh_prefill(llama_target):
     generator = torch.Generator().manual_seed(3)
     texts = random_prompts([3, 6])
@@ -62,14 +49,6 @@ def test_many_random_commits_across_growth_equal_fresh_prefill(llama_target):
     assert cache.capacity >= 20
     for row, text in enumerate(texts):
         assert_row_holds(llama_target, cache, row, text)
-
-
-def test_chain_commit_moves_nothing_and_cuts_the_rest(llama_target):
-    (prompt,) = random_prompts([4])
-    cache = prefilled(llama_target, [prompt])
-    llama_target.score(DraftTree.chain(torch.tensor([7]), torch.tensor([[8, 9, 10]])), cache)
-    commit(cache, None, [2])
-    assert_row_holds(llama_target, cache, 0, [*prompt, 7, 8])
 
 
 @pytest.mark.parametrize("freed", [0, 1, 2])
@@ -91,22 +70,6 @@ def test_a_new_row_joins_while_others_are_under_way(llama_target):
     llama_target.prefill(torch.tensor([new]), [30], cache, range(2, 3))
     for row, prompt in enumerate([*prompts, new]):
         assert_row_holds(llama_target, cache, row, prompt)
-
-
-def test_capacity_grows_by_blocks_and_is_reported(llama_target):
-    cache = prefilled(llama_target, random_prompts([17]), block_tokens=8, max_rows=2)
-    assert cache.capacity == 24
-    # 3 layers x (K and V) x 2 rows x 4 heads x 24 slots x 8 wide x 4 bytes
-    assert sum(states.nbytes for states in (*cache.keys, *cache.values)) == 3 * 2 * 2 * 4 * 24 * 8 * 4
-
-
-def test_read_gathers_slots(llama_target):
-    cache = prefilled(llama_target, random_prompts([9, 6]))
-    slots = torch.tensor([[0, 7, 3], [5, 0, 1]])
-    keys, values = cache.read(1, slots)
-    for row in range(2):
-        assert torch.equal(keys[row], cache.keys[1][row][:, slots[row]])
-        assert torch.equal(values[row], cache.values[1][row][:, slots[row]])
 
 
 def test_truncate_forgets_the_end(llama_target):
@@ -131,16 +94,6 @@ def test_fill_makes_a_cache_as_if_it_had_read_the_tokens(llama_target):
     tokens = torch.tensor([7, 8])
     expected, got = (llama_target.score(DraftTree.root_only(tokens), c).logits for c in (source, cache))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_fill_copies_and_takes_no_row_longer_than_given(llama_target):
-    source, cache = prefilled(llama_target, random_prompts([9])), KVCache(1)
-    keys, values = source.read(0, torch.arange(5)[None])
-    cache.fill(0, keys, values, [5])
-    keys.zero_()
-    assert torch.equal(cache.keys[0][0, :, :5], source.keys[0][0, :, :5])
-    with pytest.raises(AssertionError):
-        cache.fill(0, keys, values, [6])
 
 
 def test_a_generation_allocates_its_caches_once(llama_target, monkeypatch):

@@ -190,11 +190,6 @@ def test_first_three_tokens_follow_the_targets_distribution(method):
     assert p_value(DRAFTERS[method](), WARPED) > ALPHA
 
 
-@pytest.mark.parametrize("method", ["speculative", "tree"])
-def test_so_they_do_where_only_the_temperature_warps(method):
-    assert p_value(DRAFTERS[method](), PLAIN) > ALPHA
-
-
 @pytest.mark.parametrize("method", DRAWING)
 def test_block_verification_samples_from_the_same_distribution(method):
     assert p_value(DRAFTERS[method](), WARPED, "block") > ALPHA

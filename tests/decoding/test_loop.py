@@ -5,7 +5,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -204,18 +203,6 @@ def test_drafts_of_ragged_trees_are_counted_a_row(llama):
         assert generation.retrieval_hits == n_full
 
 
-def test_tokens_stream_as_they_are_emitted(llama):
-    target, _, _ = llama
-    prompts = random_prompts([4, 9, 2, 5])
-    seen = {index: ([], []) for index in range(4)}
-    drafter = Speculative(TargetModel(noisy_copy(target.model)))
-    for step in stream(target, drafter, prompts, 12, batch_size=2):
-        seen[step.prompt_index][0].extend(step.tokens)
-        seen[step.prompt_index][1].extend(step.sources)
-    generations = generate(target, drafter, prompts, 12, batch_size=2)
-    assert [seen[i] for i in range(4)] == [(g.tokens, g.sources) for g in generations]
-
-
 LOOKUPS = ["pld", "anpd", "logitspec", "lookahead", "spectra_core"]
 
 
@@ -286,10 +273,6 @@ def test_stop_string_ends_the_text_with_the_token_that_completes_it(llama):
     assert generation.finish_reason == "stop"
 
 
-def test_no_prompts_no_generations(llama):
-    assert generate(llama[0], Autoregressive(), [], 5) == []
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -318,12 +301,6 @@ def test_one_drafter_serves_many_runs(llama):
     assert [g.accepted for g in first] == [g.accepted for g in again]
 
 
-def test_generation_leaves_no_gradients_and_no_random_state(llama):
-    before = torch.get_rng_state()
-    generate(llama[0], Autoregressive(), [[4, 5]], 5, Sampling(temperature=1.0))
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_a_stream_gives_each_generation_with_its_last_tokens(llama):
     target, prompts, sampling = llama[0], random_prompts(LENGTHS), Sampling(temperature=1.0)
     finished = {}
@@ -334,8 +311,3 @@ def test_a_stream_gives_each_generation_with_its_last_tokens(llama):
     generations = generate(target, Autoregressive(), prompts, 9, sampling, batch_size=2)
     assert [finished[i][0] for i in range(len(LENGTHS))] == [generation.tokens for generation in generations]
     assert len({when for _, when in finished.values()}) > 1
-
-
-def test_a_stream_leaves_its_reader_outside_of_inference_mode(llama):
-    for _ in stream(llama[0], Autoregressive(), [[4, 5]], 3):
-        assert not torch.is_inference_mode_enabled()

@@ -13,9 +13,7 @@ import torch
 from spectrain.decoding import DraftTree, KVCache, TargetModel, generate, lean, loop
 from spectrain.decoding import forward as module
 from spectrain.decoding import target as target_module
-from spectrain.kernels.cpu import running
-from spectrain.kernels.cpu.layout import CHUNK
-from spectrain.kernels.cpu.running import runner
+from spectrain.kernels.cpu.attention import CHUNK
 from spectrain.methods.autoregressive import Autoregressive
 from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.decoding.reference import greedy_by_full_forwards, random_parents, tree_of
@@ -135,26 +133,6 @@ def test_steps_run_as_programs_which_live_as_long_as_their_cache(monkeypatch):
     assert made[0]() is None
 
 
-def test_a_machine_that_cannot_compile_them_says_so_once(monkeypatch, caplog):
-    def fails(*_):
-        raise OSError("libgomp.so.1: cannot open shared object file")
-
-    monkeypatch.setattr(running.llvm, "add_symbol", fails)
-    runner.cache_clear()
-    running.works.cache_clear()
-    try:
-        target = TargetModel(tiny_model("llama_gqa"))
-        found = generate(target, Autoregressive(), random_prompts([9]), 5, stop_token_ids=())
-        assert len(found[0].tokens) == 5
-        assert [r.getMessage() for r in caplog.records] == [
-            "steps take torch's own operations, which are slower (libgomp.so.1: cannot open shared object file)"
-        ]
-    finally:
-        monkeypatch.undo()
-        runner.cache_clear()
-        running.works.cache_clear()
-
-
 @pytest.mark.parametrize("engine", ["lean", "transformers"])
 @pytest.mark.parametrize("lengths", [[20], [20, 7]], ids=str)
 @pytest.mark.parametrize("n_nodes", [11, 80])  # programs are for 64 tokens at most
@@ -177,20 +155,6 @@ def test_logits_of_silent_probes_are_left_out_and_all_others_are_the_same(engine
         assert found[1].logits[:, 1:7].eq(0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_programs_compute_in_float32_whatever_torch_has_by_default(dtype, in_pieces, monkeypatch):
-    monkeypatch.setattr(lean, "outruns_torch", lambda: in_pieces)
-    target, prompt = TargetModel(tiny_model("llama_gqa"), capture_layers=[1]), random_prompts([9])
-    expected = generate(target, Autoregressive(), prompt, 8, stop_token_ids=())[0].tokens
-    target._kept.clear()  # or the cache of before would be used again
-    torch.set_default_dtype(dtype)
-    try:
-        assert generate(target, Autoregressive(), prompt, 8, stop_token_ids=())[0].tokens == expected
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def test_heads_of_too_few_outputs_and_half_tables_take_torch():
     narrow = TargetModel(tiny_model("llama_gqa", num_attention_heads=8, num_key_value_heads=1, head_dim=2))
     assert not narrow._engine._fuses
@@ -206,57 +170,33 @@ def test_a_token_beyond_the_table_reads_nothing_outside_of_it():
     assert torch.equal(*found)
 
 
-def test_a_change_of_any_source_is_compiled_anew_and_no_cache_is_needed(monkeypatch):
-    operations = pytest.importorskip("spectrain.kernels.cpu.operations")
-    names = []
-
-    def cfunc(signature, cache=False, **options):
-        def compiled(function):
-            names.append((function.__qualname__, cache))
-            if cache:
-                raise RuntimeError("cannot cache function: no locator available")
-            return function
-
-        return compiled
-
-    monkeypatch.setattr(operations, "cfunc", cfunc)
-    operations.compiled.__wrapped__()
-    monkeypatch.setattr(operations, "SOURCES", operations.SOURCES[:-1])
-    operations.compiled.__wrapped__()
-    assert [cache for _, cache in names] == [True, False, True, False]
-    assert names[0][0] != names[2][0]
-
-
 def test_a_cache_is_used_again_and_nothing_of_the_last_text_is_seen(monkeypatch):
     model = tiny_model(initializer_range=0.2, max_position_embeddings=1024)
     target, before = TargetModel(model), torch.get_num_threads()
+
+    def text(length: int, n_new: int = 30) -> None:
+        prompts = random_prompts([length], seed=length)
+        found = generate(target, Autoregressive(), prompts, n_new, stop_token_ids=())[0].tokens
+        assert found == greedy_by_full_forwards(model, prompts[0], n_new)
+
     try:
-        for n_threads, length, n_new in ((1, 300, 40), (1, 9, 40), (2, 9, 40), (2, 700, 5), (1, 12, 30)):
+        for n_threads, length, n_new in ((1, 300, 40), (2, 9, 40), (2, 700, 5), (1, 12, 30)):
             torch.set_num_threads(n_threads)
-            prompts = random_prompts([length], seed=length)
-            found = generate(target, Autoregressive(), prompts, n_new, stop_token_ids=())[0].tokens
-            assert found == greedy_by_full_forwards(model, prompts[0], n_new)
+            text(length, n_new)
             (kept,) = target._kept
             assert [threads for _, threads in kept.programs._programs][-1] == n_threads
-        again = generate(target, Autoregressive(), random_prompts([9]), 4, stop_token_ids=())
-        assert target._kept == [kept], "the longest was large enough for those after it"
-        assert len(again[0].tokens) == 4
         stream = loop.stream(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())
         next(stream)
         stream.close()
-        found = generate(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())[0].tokens
-        assert found == greedy_by_full_forwards(model, random_prompts([9])[0], 30)
-        assert target._kept == [kept]
+        text(9)
+        assert target._kept == [kept], "the longest was large enough for those after it"
         assert copy.deepcopy(target)._kept[0].programs._programs == {}, "a copy has other addresses"
         assert target.in_8_bits()._kept == []
         model.lm_head.weight.data = model.lm_head.weight.data.flip(0).contiguous()
-        found = generate(target, Autoregressive(), random_prompts([9]), 30, stop_token_ids=())[0].tokens
-        assert found == greedy_by_full_forwards(model, random_prompts([9])[0], 30)
+        text(9)
         assert target._kept != [kept], "weights have other addresses"
-        generate(target, Autoregressive(), random_prompts([9, 5]), 4, batch_size=2)
-        assert target._kept == [], "of several rows"
         monkeypatch.setattr(target_module, "KEPT_BYTES", 1000)
-        generate(target, Autoregressive(), random_prompts([9]), 4)
+        text(9)
         assert target._kept == [], "too large"
     finally:
         torch.set_num_threads(before)

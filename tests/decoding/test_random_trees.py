@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spectrain import kernels
-from spectrain.decoding import DraftTree, KVCache, Sampling, TargetModel, verify
+from spectrain.decoding import DraftTree, Sampling, verify
 from spectrain.decoding.sampling import Uniforms, row_generator
-from tests.conftest import random_prompts, tiny_model
-from tests.decoding.reference import cached_states, slow_ancestors, tree_of
+from tests.conftest import tiny_model
+from tests.decoding.reference import slow_ancestors, tree_of
 
 VOCAB_SIZE = 5  # so small that siblings and whole paths repeat
 PADDING = -2
@@ -136,36 +136,3 @@ def test_sampled_walk_draws_one_token_a_node(tree, seed):
         accepted, bonus = slow_walk(tree, row, draw)
         path = verified.path[row, 1 : int(verified.accepted[row]) + 1]
         assert (tree.tokens[row][path].tolist(), int(verified.bonus[row])) == (accepted, bonus)
-
-
-@settings(max_examples=25, deadline=None)
-@given(trees(vocab_size=61), st.integers(0, 1000))
-@torch.inference_mode()
-def test_a_step_leaves_the_cache_of_a_fresh_prefill(tree, seed):
-    """Scores a random tree, checks every node's logits against a plain forward of its path, and commits one path."""
-    target = TargetModel(MODEL)
-    n_rows = tree.shape[0]
-    prompts = random_prompts([3 + 4 * row for row in range(n_rows)], seed)
-    cache = KVCache(n_rows, block_tokens=8)
-    padded = torch.zeros(n_rows, max(map(len, prompts)), dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = torch.tensor(prompt)
-    target.prefill(padded, [len(prompt) for prompt in prompts], cache, range(n_rows))
-    output = target.score(tree, cache)
-    generator = torch.Generator().manual_seed(seed)
-    ends = [int(torch.randint(int(tree.valid[row].sum()), (1,), generator=generator)) for row in range(n_rows)]
-    for row in range(n_rows):
-        for node in range(int(tree.valid[row].sum())):
-            path = tree.tokens[row][tree.ancestors[row, node]].tolist()
-            plain = MODEL(torch.tensor([prompts[row] + path])).logits[0, -1]
-            torch.testing.assert_close(output.logits[row, node], plain, rtol=1e-4, atol=1e-4)
-    paths = tree.path_to(torch.tensor(ends))
-    counts = (paths >= 0).sum(1).tolist()
-    cache.commit(paths, torch.tensor(counts) - 1)
-    cache.extend(counts)
-    for row in range(n_rows):
-        text = prompts[row] + tree.tokens[row][paths[row, : counts[row]]].tolist()
-        fresh = KVCache(1, block_tokens=8)
-        target.prefill(torch.tensor([text]), [len(text)], fresh, range(1))
-        for ours, theirs in zip(cached_states(cache, row), cached_states(fresh, 0), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -39,16 +39,6 @@ def test_warp_equals_hugging_face(options):
     torch.testing.assert_close(Sampling(**options).warp(logits), scores.softmax(-1), rtol=1e-5, atol=1e-7)
 
 
-def test_warp_is_float32_and_keeps_leading_dimensions():
-    probs = Sampling(temperature=1.0, top_p=0.9).warp(torch.randn(2, 3, 11).bfloat16())
-    assert probs.shape == (2, 3, 11)
-    assert probs.dtype == torch.float32
-
-
-def test_greedy_warp_is_one_hot_at_the_argmax():
-    assert Sampling().warp(torch.tensor([[0.1, 2.0, -1.0]])).tolist() == [[0.0, 1.0, 0.0]]
-
-
 def test_tokens_that_tie_with_the_last_one_kept_are_kept():
     probs = Sampling(temperature=1.0, top_k=2).warp(torch.tensor([[2.0, 1.0, 1.0, 0.0]]))
     assert (probs[0] > 0).tolist() == [True, True, True, False]
@@ -92,17 +82,6 @@ def test_top_k_where_whole_stretches_of_the_vocabulary_have_no_weight():
     wide = 3 * torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
     wide[0, 640:] = -40.0
     assert int((Sampling(temperature=0.3, top_k=50).warp(wide) > 0).sum()) == 50
-
-
-def test_random_numbers_are_float32_whatever_torch_has_by_default():
-    before, expected = torch.get_default_dtype(), Uniforms([row_generator(0, 0)], ahead=4).take(10)
-    try:
-        torch.set_default_dtype(torch.float64)
-        found = Uniforms([row_generator(0, 0)], ahead=4).take(10)
-    finally:
-        torch.set_default_dtype(before)
-    assert found.dtype == torch.float32
-    assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
@@ -165,12 +144,6 @@ def test_each_row_reads_its_own_stream_whatever_its_neighbours_take():
 def test_impossible_option_is_named(option):
     with pytest.raises(UserError, match=next(iter(option))):
         Sampling(**option)
-
-
-@pytest.mark.parametrize("option", [{"temperature": "hot"}, {"top_k": None}, {"top_k": 1.5}, {"min_p": True}], ids=str)
-def test_an_option_that_is_no_number_is_named(option):
-    with pytest.raises(UserError, match=f"sampling.{next(iter(option))}=.* must be a (whole )?number"):
-        Sampling.from_options(option)
 
 
 def test_options_that_depend_on_the_text_are_refused_with_those_that_do_not():

@@ -12,8 +12,7 @@ from transformers import (
 )
 
 from spectrain.decoding import DraftTree, KVCache, TargetModel
-from spectrain.decoding.modules import TransformersEngine, find_blocks
-from spectrain.decoding.supported import check_supported
+from spectrain.decoding.modules import TransformersEngine
 from spectrain.decoding.target import FINAL
 from spectrain.errors import UserError
 from tests.conftest import random_prompts, tiny_model
@@ -44,18 +43,6 @@ def test_tree_forward_equals_separate_forwards_of_its_paths(family_target, lengt
                 expected = plain.hidden_states[layer][0, -1]
                 torch.testing.assert_close(output.captured[row, node, place], expected, rtol=1e-4, atol=1e-4)
             assert int(output.positions[row, node]) == text.shape[1] - 1
-
-
-@pytest.mark.parametrize("lengths", [[7, 7], [3, 12]], ids=str)
-def test_ragged_chain_forward_equals_plain_forward(family_target, lengths):
-    prompts = random_prompts(lengths)
-    cache = KVCache(2, block_tokens=4)
-    family_target.prefill(pad(prompts), lengths, cache, range(2))
-    chain = DraftTree.chain(torch.tensor([5, 6]), torch.tensor([[7, 8, 9], [10, 0, 0]]), torch.tensor([3, 1]))
-    logits = family_target.score(chain, cache).logits
-    for row, tail in enumerate(([5, 7, 8, 9], [6, 10])):
-        plain = family_target.model(torch.tensor([prompts[row] + tail])).logits[0, -len(tail) :]
-        torch.testing.assert_close(logits[row, : len(tail)], plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
@@ -91,20 +78,6 @@ def test_forward_equals_the_model_and_builds_no_mask(family_target, monkeypatch)
     torch.testing.assert_close(output.captured, torch.stack([plain.hidden_states[2], plain.hidden_states[1]], dim=2))
 
 
-def test_packed_documents_do_not_see_each_other(family_target):
-    lengths = [5, 1, 9]
-    tokens = torch.tensor([[token for document in random_prompts(lengths) for token in document]])
-    starts = torch.tensor([[sum(lengths[:i]) for i, n in enumerate(lengths) for _ in range(n)]])
-    target = family_target.with_capture([1])
-    output, features = target.forward(tokens, starts), target.features(tokens, starts)
-    for i, n_tokens in enumerate(lengths):
-        document = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
-        alone = target.forward(tokens[:, document])
-        assert output.positions[0, document].tolist() == list(range(n_tokens))
-        torch.testing.assert_close(output.logits[:, document], alone.logits, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(features.captured[:, document], alone.captured, rtol=1e-4, atol=1e-4)
-
-
 def test_packed_documents_of_several_rows_are_texts_of_their_own(family_target, monkeypatch):
     lengths = [[5, 1, 9], [15], [7, 8]]
     tokens = torch.tensor(random_prompts([15, 15, 15]))
@@ -122,16 +95,6 @@ def test_packed_documents_of_several_rows_are_texts_of_their_own(family_target, 
     alone = family_target.with_capture([]).features(tokens, starts)
     assert alone.captured is None
     torch.testing.assert_close(alone.final_hidden, features.final_hidden)
-
-
-def test_nothing_is_left_on_the_model(llama_target):
-    target = llama_target.with_capture([0, 1])
-    target.prefill(torch.tensor([[4, 5, 6]]), [3], KVCache(1), range(1))
-    assert not any(module._forward_pre_hooks for module in target.model.modules())
-
-
-def test_capture_is_none_when_not_asked(llama_target):
-    assert llama_target.forward(torch.tensor([[4, 5]])).captured is None
 
 
 def test_positions_past_the_context_do_not_crash(llama_target):
@@ -157,12 +120,6 @@ def test_given_positions_replace_those_behind_the_cached_tokens(family_target):
             attention_mask=torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril(),
         )
         torch.testing.assert_close(output.logits[row], plain.logits[0, -3:], rtol=1e-4, atol=1e-4)
-
-
-def test_properties_come_from_the_config(llama_target):
-    assert (llama_target.vocab_size, llama_target.max_positions, llama_target.eos_ids) == (61, 256, (3,))
-    assert llama_target.n_layer == 3
-    assert find_blocks(llama_target.model) is llama_target.model.model.layers
 
 
 @pytest.mark.parametrize("engine", ["lean", "transformers"])
@@ -212,10 +169,6 @@ def mistral(sliding_window: int | None) -> MistralConfig:
     )
 
 
-def test_mistral_without_window_is_supported():
-    check_supported(MistralForCausalLM(mistral(sliding_window=None)))
-
-
 def test_kept_hidden_states_are_what_the_unembedding_takes(family_target):
     """Without hooks where a forward is body and unembedding, by a hook elsewhere."""
     target, tree = family_target, DraftTree.root_only(torch.tensor([5]))
@@ -235,10 +188,3 @@ def test_kept_hidden_states_are_what_the_unembedding_takes(family_target):
     torch.testing.assert_close(hooked.logits, plain.logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept.hidden, hooked.hidden, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept.hidden, target.features(torch.tensor([[7, 8, 9, 5]])).final_hidden[:, -1:])
-
-
-def test_an_end_of_text_that_is_no_token_id_is_refused(llama_target):
-    for wrong in ("x", 10**30):
-        llama_target.model.generation_config.eos_token_id = wrong
-        with pytest.raises(UserError, match=r"eos_token_id=\['?[x0-9]+'?\] holds no token ids"):
-            _ = llama_target.eos_ids

@@ -70,21 +70,9 @@ def test_messages_go_through_the_chat_template(target, monkeypatch):
         method.generate(messages, 4)
 
 
-def test_errors_reach_the_caller_of_a_stream(target):
-    with pytest.raises(UserError, match="max_new_tokens=0 must be a whole number of at least 1"):
-        next(load_method("pld", target).stream(PROMPT, 0))
-
-
 def test_a_character_is_held_back_until_all_its_bytes_are_there(target):
     ids = target.tokenizer("x = '\u20ac\U0001f600'")["input_ids"]
     pieces = Pieces(target.tokenizer)
     texts = [pieces.add(token) for token in ids]
     assert "".join(texts) == "x = '\u20ac\U0001f600'"
     assert not any("\ufffd" in text for text in texts)
-
-
-def test_unknown_names_and_options_say_what_there_is(target):
-    with pytest.raises(UserError, match=r"method plt is unknown; give a folder, or one of anpd, .*pld"):
-        load_method("plt", target)
-    with pytest.raises(UserError, match="gamma is not an option of pld; its options are max_ngram, draft_tokens"):
-        load_method("pld", target, gamma=3)

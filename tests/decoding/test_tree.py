@@ -3,22 +3,7 @@
 import torch
 
 from spectrain.decoding import DraftTree, Source
-from tests.decoding.reference import random_parents, slow_ancestors, tree_of
-
-
-def test_random_trees_equal_the_slow_version():
-    generator = torch.Generator().manual_seed(0)
-    for n_nodes in (1, 2, 3, 7, 16, 33):
-        parents = [random_parents(n_nodes, generator) for _ in range(4)]
-        tree = tree_of([[0] * n_nodes] * 4, parents)
-        expected = torch.tensor([slow_ancestors(row) for row in parents])
-        assert torch.equal(tree.ancestors, expected)
-        assert torch.equal(tree.depth, expected.sum(-1) - 1)
-
-
-def test_longest_possible_chain_in_general_form():
-    tree = tree_of([[0] * 17], [list(range(-1, 16))])
-    assert tree.depth[0].tolist() == list(range(17))
+from tests.decoding.reference import tree_of
 
 
 def test_chain_knows_what_the_general_form_computes():
@@ -30,18 +15,6 @@ def test_chain_knows_what_the_general_form_computes():
     for node in range(2):
         assert torch.equal(chain.path_to(torch.tensor([node] * 2)), general.path_to(torch.tensor([node] * 2)))
     assert chain.source.tolist() == [[Source.ROOT] + [Source.DRAFT] * 3] * 2
-
-
-def test_nobody_sees_padding_and_padding_is_no_draft():
-    tree = tree_of([[9, 1, 2, 0, 0]], [[-1, 0, 0, -2, -2]])
-    assert not tree.ancestors[0, :3, 3:].any()
-    assert tree.drafted.tolist() == [[False, True, True, False, False]]
-    assert tree.depth[0].tolist() == [0, 1, 1, 0, 0]
-
-
-def test_probes_are_no_draft():
-    tree = tree_of([[9, 1, 2]], [[-1, 0, 0]], probe=[[False, False, True]])
-    assert tree.drafted.tolist() == [[False, True, False]]
 
 
 def test_path_runs_from_the_root():
@@ -56,10 +29,3 @@ def test_path_runs_from_the_root():
         [0, 1, -1, -1, -1, -1],
         [0, 2, 4, 5, -1, -1],
     ]
-
-
-def test_root_only_is_a_chain_of_one():
-    tree = DraftTree.root_only(torch.tensor([4, 7]))
-    assert tree.shape == (2, 1)
-    assert tree.depth.tolist() == [[0], [0]]
-    assert not tree.drafted.any()

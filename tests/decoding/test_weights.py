@@ -107,32 +107,6 @@ def test_matrices_that_the_kernel_does_not_take_go_through_torch():
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_texts_of_a_dtype_without_arithmetic_are_multiplied_in_float32(monkeypatch, dtype):
-    monkeypatch.setattr(weights, "multiplies", lambda one: one == torch.float32)
-    for module in (weights, lean):
-        monkeypatch.setattr(module, "outruns_torch", lambda: False)
-    weights.is_emulated.cache_clear()
-    weights.most_rows.cache_clear()
-    try:
-        linear, used, multiply = nn.Linear(32, 40).requires_grad_(False).to(dtype), [], F.linear
-        monkeypatch.setattr(weights.F, "linear", lambda x, w, *bias: used.append(w.dtype) or multiply(x, w, *bias))
-        for layer, n in ((weights.TextLinear, 1), (weights.TextLinear, 90), (RowsLinear, 90)):
-            rows = torch.randn(n, 32).to(dtype)
-            found = layer(linear)(rows)
-            assert (found.dtype, used.pop()) == (dtype, torch.float32)
-            exact = rows.float() @ linear.weight.float().T + linear.bias.float()
-            torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.02)
-        target = TargetModel(tiny_model("llama").to(dtype), dtype=dtype)
-        used.clear()
-        target.forward(torch.ones(1, 9, dtype=torch.long))
-        assert used
-        assert set(used) == {torch.float32}
-    finally:
-        weights.is_emulated.cache_clear()
-        weights.most_rows.cache_clear()
-
-
 @pytest.mark.parametrize("outruns", [True, False])
 def test_where_the_kernel_is_always_faster_it_takes_any_number_of_rows(monkeypatch, outruns):
     multiplied = []
@@ -229,18 +203,6 @@ def test_kernels_that_a_machine_lacks_are_a_line_in_the_log(fault, monkeypatch, 
     assert found == generate(TargetModel(model, engine="transformers"), Autoregressive(), prompts, 8)[0].tokens
     lines = [record.message for record in caplog.records if "torch's own" in record.message]
     assert len(lines) == (2 if fault == "wrong" else 1)  # products are checked for each dtype that was asked for
-
-
-@pytest.mark.parametrize("n_in", [8, 16, 24, 48, 66])
-@pytest.mark.parametrize("bias", [False, True])
-def test_8_bit_products_are_near_the_plain_ones(n_in, bias):
-    torch.manual_seed(0)
-    linear, x = nn.Linear(n_in, 61, bias=bias).requires_grad_(False), torch.randn(2, 50, n_in)
-    linear.weight[3] = 0
-    for rows in (x, x[:, :3]):
-        found, expected = Int8Linear(linear)(rows), linear(rows)
-        assert found.shape == expected.shape
-        assert (found - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 def test_drafters_in_8_bits_follow_the_weights_that_they_were_made_of():

@@ -22,12 +22,6 @@ def x(device):
     return torch.arange(6.0, device=device.device).view(2, 3)
 
 
-def test_a_tensor_of_the_device_is_not_on_the_host(x):
-    assert x.device.type not in ("cpu", "cuda")
-    with pytest.raises(TypeError, match="numpy"):
-        x.numpy()
-
-
 READS = {
     "tolist": lambda x: x.tolist(),
     "item": lambda x: x[0, 1].item(),
@@ -107,39 +101,6 @@ MIXTURES = {
 def test_refuses_to_mix_host_and_device(x, name):
     with pytest.raises(RuntimeError, match="same device|generator of the device"):
         MIXTURES[name](x)
-
-
-def test_what_is_drawn_on_the_device_leaves_the_generator_of_the_host(device):
-    state = torch.get_rng_state()
-    assert torch.rand(100, device=device.device).mean().item() == pytest.approx(0.5, abs=0.2)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_views_share_memory(device, x):
-    x.narrow(1, 0, 1).copy_(x[:, 2:])
-    x[0].masked_fill_(x[0] == 1, 7)
-    x.t()[1, 1:] = -1
-    x.view(-1).index_put_((torch.tensor([5], device=device.device),), x.new_zeros(()))
-    row = x.select(0, 1)
-    row.scatter_(0, torch.zeros(1, dtype=torch.int64, device=device.device), 9.0)
-    row.unsqueeze_(0).add_(0.5)
-    assert x.tolist() == [[2, 7, 2], [9.5, -0.5, 0.5]]
-
-
-def test_inference_mode_reads_tensors_that_were_made_before_it():
-    with pretend_device() as device:
-        weight = torch.nn.Parameter(torch.ones(2, 3).to(device.device))
-        with torch.inference_mode():
-            assert not weight[1:].is_inference()
-            assert (weight[1:] + 1).tolist() == [[2, 2, 2]]
-        (weight[1:] ** 2).sum().backward()
-        assert weight.grad.tolist() == [[0, 0, 0], [2, 2, 2]]
-
-
-def test_memory_that_no_operator_gave_is_refused():
-    outside = torch.zeros(3, device="meta")
-    with pytest.raises(RuntimeError, match="holds nothing"), pretend_device():
-        outside.add(1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,17 +1,17 @@
-"""Attention of a few tokens to a cache, as operations of a program: see `operations.py`.
+"""Attention of a few tokens to a cache, as operations of a program, and moving of accepted nodes in the cache.
 
-Letters: n tokens of a row, H query heads, K key/value heads, G = H / K, E width of a head, q queries of a key/value
-head.
+Letters: K key/value heads, G = H / K, E width of a head, q queries of a key/value head.
 """
 
 from __future__ import annotations
 
-from numba import types
+from numba import njit, types
 
-from spectrain.kernels.cpu.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes
-from spectrain.kernels.cpu.layout import CHUNK
+from spectrain.kernels.cpu.intrinsics import call, exp, fast, flags, floats, inverse_norm, wholes, words
 from spectrain.kernels.cpu.products import MOST_QUERIES
 from spectrain.kernels.cpu.warping import largest
+
+CHUNK = 512  # slots that a thread attends to at a time
 
 
 @fast
@@ -176,3 +176,29 @@ def combine(op, thread, n_threads):
                 attended[e] += weight * part[e]
         for e in range(size):
             attended[e] /= total
+
+
+@njit(nogil=True, cache=True)
+def move(addresses, n_heads, capacity, n_words, path, starts):
+    """Move node path[b, j] of each row to place j, for all j: torch would take two calls for each layer.
+
+    A node stands no further to the left than its place on the path, so nothing is overwritten before it is read.
+
+    Args:
+        addresses: [2 layers] int64 of buffers [rows, H, capacity, head_dim] that lie in one piece.
+        n_heads: H.
+        capacity: slots of a row.
+        n_words: head_dim in words of 32 bits.
+        path: [n, A] int64 nodes in order, then -1.
+        starts: [n] int64 slot of each row's first node.
+    """
+    for row in range(len(path)):
+        for place in range(path.shape[1]):
+            node = path[row, place]
+            if node > place:
+                for address in addresses:
+                    buffer = words(address)
+                    for head in range(n_heads):
+                        first = ((row * n_heads + head) * capacity + starts[row]) * n_words
+                        for i in range(n_words):
+                            buffer[first + place * n_words + i] = buffer[first + node * n_words + i]

@@ -6,14 +6,13 @@ core to another process delays nobody, unless it holds a piece. If that piece is
 all time goes, who waits for it computes it as well. So a machine that is busy costs what the missing cores would do.
 
 Everything is computed in float32. Addresses and sizes are those that `program.py` writes down.
-
-Letters: M tokens, n tokens of a row, D hidden size, F width of the MLP, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from numba import cfunc, types
 from numba.core.ccallback import CFunc
 
 from spectrain.kernels.cpu.attention import attend, combine, rotate
-from spectrain.kernels.cpu.ending import all_ended, bend, count, judge_logits, judge_states
 from spectrain.kernels.cpu.intrinsics import (
     atomic_add,
     atomic_or,
@@ -39,47 +37,20 @@ from spectrain.kernels.cpu.intrinsics import (
     wholes,
     widened,
 )
-from spectrain.kernels.cpu.judging import judge
-from spectrain.kernels.cpu.layout import (
-    ANGLES,
-    ARGMAX,
-    ATTEND,
-    BEND,
-    COMBINE,
-    COPY,
-    COUNT,
-    DONE,
-    DRAW,
-    EMBED,
-    FIELDS,
-    GOES_ON,
-    JUDGE,
-    JUDGE_LOGITS,
-    JUDGE_STATES,
-    KEEP,
-    LEAVE,
-    LINE_BYTES,
-    MIX,
-    NORM,
-    PICK,
-    PIECES,
-    PRODUCT,
-    PUBLISHED,
-    ROTATE,
-    SILU,
-    STATE_BYTES,
-    TAKEN,
-    WARP,
-    WINDOW,
-)
+from spectrain.kernels.cpu.judging import all_ended, bend, count, judge, judge_logits, judge_states
 from spectrain.kernels.cpu.warping import BLOCK, draw, largest, warp
 
+FIELDS = 22  # of an operation: its kind, addresses and sizes, how many pieces it has, and whether the next may begin
+PIECES, GOES_ON = FIELDS - 2, FIELDS - 1
+TAKEN, DONE, PUBLISHED, STATE_BYTES = 0, 8, 16, 64  # of an operation that runs
+LINE_BYTES = 64  # that processors move at a time
+MOST_PIECES = 64  # of a product, whose finished pieces are bits of a number
 PATIENCE = 2000  # rounds of waiting for a thread, some twenty microseconds; then it has lost its core
 SOURCES = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "reference.py"]
 
 
 @fast
-def _norm(op, thread, n_threads):
+def norm(op, thread, n_threads):
     x, added, weight, y, eps, size, n_rows = op[1], op[2], floats(op[3]), op[4], floats(op[5])[0], op[6], op[7]
     for row in range(thread, n_rows, n_threads):
         states, normed = floats(x + 4 * row * size), floats(y + 4 * row * size)
@@ -93,7 +64,7 @@ def _norm(op, thread, n_threads):
 
 
 @fast
-def _angles(op, thread, n_threads):
+def angles(op, thread, n_threads):
     positions, frequencies, cos, sin = wholes(op[1]), floats(op[2]), floats(op[3]), floats(op[4])
     scaling, half, n_rows = floats(op[5])[0], op[6], op[7]
     for i in range(thread, n_rows * half, n_threads):
@@ -102,7 +73,7 @@ def _angles(op, thread, n_threads):
 
 
 @fast
-def _silu(op, thread, n_threads):
+def silu(op, thread, n_threads):
     """silu(gate) * up from the joined projection [M, 2 F]."""
     joined, y, size, n_rows = op[1], op[2], op[3], op[4]
     first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
@@ -114,14 +85,14 @@ def _silu(op, thread, n_threads):
 
 
 @fast
-def _copy(op, thread, n_threads):
+def copy(op, thread, n_threads):
     x, y, size = floats(op[1]), floats(op[2]), op[3] * op[4]
     for d in range(size * thread // n_threads, size * (thread + 1) // n_threads):
         y[d] = x[d]
 
 
 @fast
-def _mix(op, thread, n_threads):
+def mix(op, thread, n_threads):
     """Weighted sum [M D] of states [L, M D]."""
     states, weights, y, n_states, size = op[1], floats(op[2]), floats(op[3]), op[4], op[5]
     first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
@@ -140,7 +111,7 @@ def _slot(t, n_sinks, n_ring):
 
 
 @fast
-def _window(op, thread, n_threads):
+def window(op, thread, n_threads):
     """Where rows write the K/V of position t in a ring behind sinks, and which of its slots they see; see `Spire`."""
     stored, now, slots, seen = op[1], wholes(op[2]), wholes(op[3]), op[4]
     window, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
@@ -154,7 +125,7 @@ def _window(op, thread, n_threads):
 
 
 @fast
-def _embed(op, thread, n_threads):
+def embed(op, thread, n_threads):
     tokens, table, bits, x, size, n_rows, n_lines = wholes(op[1]), op[2], op[3], op[4], op[5], op[6], op[7]
     first, stop = size * thread // n_threads, size * (thread + 1) // n_threads
     for row in range(n_rows):
@@ -171,7 +142,7 @@ def _embed(op, thread, n_threads):
 
 
 @fast
-def _argmax(op, thread, n_threads):
+def argmax(op, thread, n_threads):
     """Each thread finds the largest of its share of each row's logits."""
     logits, values, places, size, n_rows = op[1], floats(op[2]), wholes(op[3]), op[4], op[5]
     for row in range(n_rows):
@@ -190,7 +161,7 @@ def _argmax(op, thread, n_threads):
 
 
 @fast
-def _pick(op, thread, n_threads):
+def pick(op, thread, n_threads):
     """The token of each row is the largest of all threads'; it may become the next input, at the next position."""
     values, places, tokens, chosen = floats(op[1]), wholes(op[2]), wholes(op[3]), wholes(op[4])
     positions, stride, n_rows = wholes(op[5]), op[6], op[7]
@@ -207,8 +178,8 @@ def _pick(op, thread, n_threads):
 
 
 @fast
-def _keep(op, thread, n_threads):
-    """Where the memories of a chain's accepted nodes are written: see `_window`; the others go to the last slot."""
+def keep(op, thread, n_threads):
+    """Where the memories of a chain's accepted nodes are written: see `window`; the others go to the last slot."""
     stored, positions, accepted, slots = op[1], wholes(op[2]), wholes(op[3]), wholes(op[4])
     n, n_sinks, n_ring, n_slots, n_rows = op[5], op[6], op[7], op[8], op[9]
     for row in range(thread, n_rows, n_threads):
@@ -223,54 +194,36 @@ def _keep(op, thread, n_threads):
             slots[row * n + i] = slot
 
 
-@fast
-def _perform(op, state, piece, n_pieces, mine):
-    """Compute a piece of an operation, and say that it is done."""
-    kind = op[0]
-    if kind == PRODUCT:
-        _product(op, state, piece, n_pieces, mine)
-        return
-    if kind == NORM:
-        _norm(op, piece, n_pieces)
-    elif kind == ANGLES:
-        _angles(op, piece, n_pieces)
-    elif kind == ROTATE:
-        rotate(op, piece, n_pieces)
-    elif kind == ATTEND:
-        attend(op, piece, n_pieces)
-    elif kind == COMBINE:
-        combine(op, piece, n_pieces)
-    elif kind == SILU:
-        _silu(op, piece, n_pieces)
-    elif kind == COPY:
-        _copy(op, piece, n_pieces)
-    elif kind == MIX:
-        _mix(op, piece, n_pieces)
-    elif kind == WINDOW:
-        _window(op, piece, n_pieces)
-    elif kind == EMBED:
-        _embed(op, piece, n_pieces)
-    elif kind == ARGMAX:
-        _argmax(op, piece, n_pieces)
-    elif kind == PICK:
-        _pick(op, piece, n_pieces)
-    elif kind == KEEP:
-        _keep(op, piece, n_pieces)
-    elif kind == WARP:
-        warp(op, piece, n_pieces)
-    elif kind == DRAW:
-        draw(op, piece, n_pieces)
-    elif kind == JUDGE:
-        judge(op, piece, n_pieces)
-    elif kind == COUNT:
-        count(op, piece, n_pieces)
-    elif kind == BEND:
-        bend(op, piece, n_pieces)
-    elif kind == JUDGE_STATES:
-        judge_states(op, piece, n_pieces)
-    elif kind == JUDGE_LOGITS:
-        judge_logits(op, piece, n_pieces)
-    atomic_add(state + DONE, 1)
+# The kind of an operation is its place here, after those of a product and of `leave`, which need more than the line.
+OPERATIONS = (
+    *(norm, rotate, attend, combine, silu, embed, angles, copy, argmax, pick, warp, draw, judge),
+    *(mix, window, keep, count, bend, judge_states, judge_logits),
+)
+PRODUCT, LEAVE, FIRST = range(3)
+
+
+def kind_of(operation: Callable) -> int:
+    return FIRST + OPERATIONS.index(operation)
+
+
+def _one_of(operations: Sequence[Callable], first: int) -> Callable:
+    """Return the function that performs a piece of one of these operations, whose kinds count from `first` on."""
+    if len(operations) == 1:
+        return operations[0]
+    half = len(operations) // 2
+    border, lower, upper = first + half, _one_of(operations[:half], first), _one_of(operations[half:], first + half)
+
+    @fast
+    def perform(op, piece, n_pieces):
+        if op[0] < border:
+            lower(op, piece, n_pieces)
+        else:
+            upper(op, piece, n_pieces)
+
+    return perform
+
+
+_perform = _one_of(OPERATIONS, FIRST)
 
 
 @fast
@@ -343,8 +296,11 @@ def compiled() -> CFunc:
                 continue
             while atomic_read(state + TAKEN) < n_pieces:
                 piece = atomic_add(state + TAKEN, 1)
-                if piece < n_pieces:
-                    _perform(op, state, piece, n_pieces, mine)
+                if piece < n_pieces and op[0] == PRODUCT:
+                    _product(op, state, piece, n_pieces, mine)
+                elif piece < n_pieces:
+                    _perform(op, piece, n_pieces)
+                    atomic_add(state + DONE, 1)
             if op[GOES_ON] == 0:
                 for j in range(first_unknown, i + 1):
                     _wait(table + 8 * FIELDS * j, states + STATE_BYTES * j, mine)

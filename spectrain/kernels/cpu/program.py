@@ -4,8 +4,7 @@ A step of a small model is some hundred operations of a few microseconds each, s
 costs more than they do. Each method here appends what its name says; arguments are tensors, whose memory the program
 reads and writes at every run.
 
-Letters: B rows, n tokens per row, M = B n, D hidden size, F width of the MLP, H query heads, K key/value heads, E width
-of a head, S slots, V vocabulary.
+Letters: n tokens per row, M = B n, F width of the MLP, K key/value heads, E width of a head.
 """
 
 from __future__ import annotations
@@ -16,36 +15,11 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from spectrain.kernels.cpu import operations as ops
 from spectrain.kernels.cpu import products
-from spectrain.kernels.cpu.layout import (
-    ANGLES,
-    ARGMAX,
-    ATTEND,
-    BEND,
-    CHUNK,
-    COMBINE,
-    COPY,
-    COUNT,
-    DRAW,
-    EMBED,
-    GOES_ON,
-    JUDGE_LOGITS,
-    JUDGE_STATES,
-    KEEP,
-    LEAVE,
-    LINE_BYTES,
-    MIX,
-    N_OPTIONS,
-    NORM,
-    PICK,
-    PIECES,
-    ROTATE,
-    SILU,
-    WARP,
-    WINDOW,
-)
+from spectrain.kernels.cpu.attention import CHUNK
 from spectrain.kernels.cpu.running import Table, product_line
-from spectrain.kernels.cpu.sampling import warping_bytes
+from spectrain.kernels.cpu.warping import N_OPTIONS, warping_bytes
 
 MOST_TOKENS = 64  # of a forward
 MOST_PROGRAMS = 96  # kept
@@ -100,18 +74,19 @@ class Program:
 
     def goes_on(self, place: int) -> int:
         """Let threads begin the next operation, which reads nothing of this one, before all have ended it."""
-        self._lines[place][GOES_ON] = 1
+        self._lines[place][ops.GOES_ON] = 1
         return place
 
-    def _add(self, kind: int, *arguments: int | Tensor | None) -> int:
+    def _add(self, operation: Callable | int, *arguments: int | Tensor | None) -> int:
         """Append an operation. Return its place."""
         numbers = []
         for value in arguments:
             if isinstance(value, Tensor):
                 self.hold(value.detach())  # the memory itself: a parameter may get another
             numbers.append(value.data_ptr() if isinstance(value, Tensor) else value or 0)
-        self._lines.append([kind, *numbers, *[0] * (GOES_ON - len(numbers))])
-        self._lines[-1][PIECES] = self.n_threads
+        kind = operation if isinstance(operation, int) else ops.kind_of(operation)
+        self._lines.append([kind, *numbers, *[0] * (ops.GOES_ON - len(numbers))])
+        self._lines[-1][ops.PIECES] = self.n_threads
         return len(self._lines) - 1
 
     def product(self, x: Tensor, weight: Tensor, y: Tensor, scale: Tensor | None = None) -> int:
@@ -125,18 +100,18 @@ class Program:
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, y: Tensor) -> int:
         """x += added, then y = RMSNorm(x) [M, D]."""
-        place = self._add(NORM, x, added, weight, y, self._eps, x.shape[1], x.shape[0])
-        self._lines[place][PIECES] = min(self.n_threads, len(x))  # a piece without a row would only be taken in vain
+        place = self._add(ops.norm, x, added, weight, y, self._eps, x.shape[1], x.shape[0])
+        self._lines[place][ops.PIECES] = min(self.n_threads, len(x))  # no piece is without a row
         return place
 
     def embed(self, table: Tensor, x: Tensor) -> int:
         """Write the rows of a table, float32 or bfloat16, of `tokens` to x [M, D]."""
-        return self._add(EMBED, self.tokens, table, 8 * table.element_size(), x, table.shape[1], len(x), len(table))
+        return self._add(ops.embed, self.tokens, table, 8 * table.element_size(), x, table.shape[1], len(x), len(table))
 
     def angles(self, frequencies: Tensor, scaling: float, cos: Tensor, sin: Tensor) -> int:
         """Write cos and sin [M, E / 2] of `positions` times frequencies [E / 2], times a number."""
         scaling = self.hold(torch.tensor([scaling], dtype=torch.float32))
-        return self._add(ANGLES, self.positions, frequencies, cos, sin, scaling, cos.shape[1], len(cos))
+        return self._add(ops.angles, self.positions, frequencies, cos, sin, scaling, cos.shape[1], len(cos))
 
     def rotate(
         self,
@@ -163,7 +138,7 @@ class Program:
         n_query = joined.shape[1] // size - 2 * n_kv if queries is not None else 0
         sizes = self.n, n_query, n_kv, size, keys.stride(0), keys.stride(1), m
         return self._add(
-            *(ROTATE, joined, queries, keys, values, *rope, self.slots),
+            *(ops.rotate, joined, queries, keys, values, *rope, self.slots),
             *(None if bias is None else bias.float(), *norms, self._eps, *sizes),
         )
 
@@ -175,15 +150,15 @@ class Program:
         (_, n_kv, _, size), m = keys.shape, len(queries)
         n_query, stride = queries.shape[1] // size, 0 if len(seen) == 1 else seen[0].numel()
         parts = self._shared("parts", self.n_threads, m * n_query, size + 2)
-        scores = self._shared("scores", self.n_threads, self.n * (n_query // n_kv) * CHUNK + LINE_BYTES // 4)
+        scores = self._shared("scores", self.n_threads, self.n * (n_query // n_kv) * CHUNK + ops.LINE_BYTES // 4)
         scale = self.hold(torch.tensor([size**-0.5], dtype=torch.float32))
         kernels = self.hold(torch.tensor(products.attention_kernels())) if products.mixes(size) else None
         heads = n_query, n_kv, size
         place = self._add(
-            *(ATTEND, queries, keys, values, parts, self.lengths, seen, stride, n_seen, self.n, *heads),
+            *(ops.attend, queries, keys, values, parts, self.lengths, seen, stride, n_seen, self.n, *heads),
             *(keys.stride(0), keys.stride(1), self.n_rows, scores, scale, kernels),
         )
-        self._add(COMBINE, parts, attended, self.n, *heads, self.n_rows)
+        self._add(ops.combine, parts, attended, self.n, *heads, self.n_rows)
         return place
 
     def _shared(self, name: str, *shape: int) -> Tensor:
@@ -195,15 +170,15 @@ class Program:
 
     def silu(self, gate_up: Tensor, y: Tensor) -> int:
         """y [M, F] = silu(gate) * up of a joined projection [M, 2 F]."""
-        return self._add(SILU, gate_up, y, y.shape[1], len(y))
+        return self._add(ops.silu, gate_up, y, y.shape[1], len(y))
 
     def copy(self, x: Tensor, y: Tensor | None) -> int:
         """y [M, D] = x, which the next operations may change only after one that waits. None: `point` says where."""
-        return self._add(COPY, x, y, x.shape[1], len(x))
+        return self._add(ops.copy, x, y, x.shape[1], len(x))
 
     def mix(self, states: Tensor, weights: Tensor, y: Tensor) -> int:
         """y [M, D] = the sum of states [L, M, D], weighted."""
-        return self._add(MIX, states, weights, y, len(states), y.numel())
+        return self._add(ops.mix, states, weights, y, len(states), y.numel())
 
     def window(self, stored: Tensor, seen: Tensor, window: int, n_sinks: int, n_ring: int) -> int:
         """Write `slots` of `positions` in a ring behind sinks, and which slots they see [B, 1, S]; see `SlotStore`.
@@ -211,14 +186,14 @@ class Program:
         stored: [B, S] int64, the positions of what stands in each slot.
         """
         return self._add(
-            *(WINDOW, stored, self.positions, self.slots, seen),
+            *(ops.window, stored, self.positions, self.slots, seen),
             *(window, n_sinks, n_ring, stored.shape[1], self.n_rows),
         )
 
     def keep(self, stored: Tensor, accepted: Tensor, n_sinks: int, n_ring: int) -> int:
         """Write `slots` of `positions` for accepted [B] nodes of chains; the others go to the last slot."""
         places = self.n, n_sinks, n_ring, stored.shape[1], self.n_rows
-        return self._add(KEEP, stored, self.positions, accepted, self.slots, *places)
+        return self._add(ops.keep, stored, self.positions, accepted, self.slots, *places)
 
     def argmax(
         self,
@@ -237,8 +212,8 @@ class Program:
         n_rows = len(logits)
         best, places = self.floats(n_rows, self.n_threads), self.whole_numbers(n_rows, self.n_threads)
         tokens, positions = following or (None, None)
-        search = self._add(ARGMAX, logits, best, places, size, n_rows)
-        return search, self._add(PICK, best, places, tokens, chosen, positions, stride, n_rows, names)
+        search = self._add(ops.argmax, logits, best, places, size, n_rows)
+        return search, self._add(ops.pick, best, places, tokens, chosen, positions, stride, n_rows, names)
 
     def drawn(
         self,
@@ -258,31 +233,31 @@ class Program:
         (n_rows, size), n_bytes = logits.shape, warping_bytes(logits.shape[1])
         if self._work is None:
             self._work = self.floats(self.n_threads * n_bytes // 4)
-        warped = self._add(WARP, logits, size, 0, 0, n_rows, size, options, N_OPTIONS, self._work, n_bytes, 1)
+        warped = self._add(ops.warp, logits, size, 0, 0, n_rows, size, options, N_OPTIONS, self._work, n_bytes, 1)
         drawing = numbers, numbers.stride(0), following[0], chosen, following[1], chosen.stride(0), n_rows, size
-        return warped, self._add(DRAW, 0, 0, *drawing, names, int(numbers.dtype == torch.int64))
+        return warped, self._add(ops.draw, 0, 0, *drawing, names, int(numbers.dtype == torch.int64))
 
     def leave(self, state: Tensor, steps: Tensor | None = None) -> int:
         """End the program here if no row of state [4, B] int64 goes on; else count a step."""
-        return self._add(LEAVE, state, state.shape[1], steps)
+        return self._add(ops.LEAVE, state, state.shape[1], steps)
 
     def count(self, state: Tensor, chosen: Tensor, least: int) -> int:
         """Count a token of each row that goes on; `point` gives tokens that end a text in fields 4 and 5."""
-        return self._add(COUNT, state, chosen, chosen.stride(0), 0, 0, least, state.shape[1])
+        return self._add(ops.count, state, chosen, chosen.stride(0), 0, 0, least, state.shape[1])
 
     def bend(self, x: Tensor, y: Tensor, bias: Tensor, out: Tensor) -> int:
         """out [B, D] = x + silu(y + bias)."""
-        return self._add(BEND, x, y, bias, out, x.shape[1], len(x))
+        return self._add(ops.bend, x, y, bias, out, x.shape[1], len(x))
 
     def judge_states(
         self, x: Tensor, weight: Tensor, numbers: Tensor, accepted: Tensor, state: Tensor, i: int, least: int, due: bool
     ) -> int:
-        """End rows whose i tokens are hardly accepted: see `ending.judge_states`."""
-        return self._add(JUDGE_STATES, x, weight, numbers, accepted, state, x.shape[1], i, least, int(due), len(x))
+        """End rows whose i tokens are hardly accepted: see `judging.judge_states`."""
+        return self._add(ops.judge_states, x, weight, numbers, accepted, state, x.shape[1], i, least, int(due), len(x))
 
     def judge_logits(self, logits: Tensor, by_entropy: bool, threshold: Tensor, state: Tensor) -> int:
-        """End rows of whose next token the logits [B, V] are unsure: see `ending.judge_logits`."""
-        return self._add(JUDGE_LOGITS, logits, logits.shape[1], int(by_entropy), threshold, state, len(logits))
+        """End rows of whose next token the logits [B, V] are unsure: see `judging.judge_logits`."""
+        return self._add(ops.judge_logits, logits, logits.shape[1], int(by_entropy), threshold, state, len(logits))
 
 
 class Programs:

@@ -1,9 +1,7 @@
 """How logits become probabilities, and a draw from them, as operations of a program: see `operations.py`.
 
-What `Sampling.warp` and `draw_token` compute with torch, without sorting: tokens are kept from a least weight on, and
-that weight is found bit by bit.
-
-Letters: V vocabulary, w = e ** ((x - max x) / temperature), the weight of a token, in 0 .. 1.
+What `reference.warp` and `reference.draw` compute, without sorting: tokens are kept from a least weight on, and that
+weight is found bit by bit. The weight of a token is w = e ** ((x - max x) / temperature), in 0 .. 1.
 """
 
 from __future__ import annotations
@@ -13,13 +11,23 @@ import math
 from numba import types
 
 from spectrain.kernels.cpu.intrinsics import bits_of, doubles, exp, fast, float_of, floats, wholes, words
-from spectrain.kernels.cpu.layout import BUCKETS, MIN_P, TEMPERATURE, TOP_K, TOP_P
 from spectrain.kernels.reference import FIRST, GAMMA, SECOND
 
+TEMPERATURE, TOP_P, MIN_P, TOP_K, N_OPTIONS = range(5)  # of a row's sampling, float64
+BUCKETS = 2048  # of 64 bits that a thread sorts weights into
 BLOCK = 64  # weights that are added up together
 LEVELS = ((20, 11), (10, 10), (0, 10))  # bits of a weight that are looked at together: from which on, and how many
 LEAST_EXPONENT = -87.0  # smaller weights become 0
 STEP, FIRST_MIXER, SECOND_MIXER = (number % 2**64 for number in (GAMMA, FIRST, SECOND))
+
+
+def warping_bytes(size: int) -> int:
+    """Return the bytes that a thread needs to warp a row of `size` logits, and to judge by it.
+
+    They hold BUCKETS sums, then the weights that may be kept, and at the end the probabilities that `judge` compares;
+    behind these it has 8 bytes more for each node.
+    """
+    return 8 * BUCKETS + 2 * 64 * -(-4 * size // 64)
 
 
 @fast
