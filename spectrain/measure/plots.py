@@ -153,7 +153,7 @@ def lines(
                     ax.plot((x, x), bounds, color=colour, linewidth=1.0)
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **limits)
         if "xlim" not in limits:  # steps, positions and draft lengths
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.grid(True)
     handles.pop(None, None)
     if handles:

@@ -109,7 +109,10 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         gain = interval(tables.estimate_of(best, "speedup"), 2)
         outcome = f"fastest: {fastest}, {gain} times plain decoding"
         tau = fixed(best.get("mean_accepted"), 2)
-        summary.append(f"The fastest method was {fastest}: {gain} times plain decoding, tau {tau}.")
+        found = (
+            "The fastest method was" if best["speedup"] > 1 else "No method was faster than plain decoding; next came"
+        )
+        summary.append(f"{found} {fastest}: {gain} times plain decoding, tau {tau}.")
     judged = [methods[name]["lossless"] for name in own if methods[name].get("lossless") is not None]
     if judged and all(judged):
         summary.append("Every method wrote the text of plain decoding, token by token.")
