@@ -287,7 +287,7 @@ class Report:
 
 @dataclass
 class Shapes:
-    """Shapes in place of configs: {n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size, vocab_size}."""
+    """Shapes in place of configs: n_layer, hidden_size, n_head, n_kv_head, head_dim, intermediate_size, vocab_size."""
 
     target: dict[str, Any] | None = option(None, "of the target")
     vanilla: dict[str, Any] | None = option(None, "of its vanilla drafter; null: half its layers and half its width")

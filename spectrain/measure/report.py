@@ -112,7 +112,7 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         found = (
             "The fastest method was" if best["speedup"] > 1 else "No method was faster than plain decoding; next came"
         )
-        summary.append(f"{found} {fastest}: {gain} times plain decoding, tau {tau}.")
+        summary.append(f"{said} {fastest}: {gain} times plain decoding, tau {tau}.")
     judged = [methods[name]["lossless"] for name in own if methods[name].get("lossless") is not None]
     if judged and all(judged):
         summary.append("Every method wrote the text of plain decoding, token by token.")
