@@ -109,9 +109,8 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         gain = interval(tables.estimate_of(best, "speedup"), 2)
         outcome = f"fastest: {fastest}, {gain} times plain decoding"
         tau = fixed(best.get("mean_accepted"), 2)
-        found = (
-            "The fastest method was" if best["speedup"] > 1 else "No method was faster than plain decoding; next came"
-        )
+        faster = best["speedup"] > 1
+        said = "The fastest method was" if faster else "No method was faster than plain decoding; next came"
         summary.append(f"{said} {fastest}: {gain} times plain decoding, tau {tau}.")
     judged = [methods[name]["lossless"] for name in own if methods[name].get("lossless") is not None]
     if judged and all(judged):
