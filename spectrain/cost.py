@@ -2,7 +2,7 @@
 
     python -m spectrain.cost target=<folder or hub id> hardware=h100 batch=[1,8] context_tokens=[512,8192]
 
-Prints the modelled throughput of each method and its best draft length; out=<folder> writes cost.json and cost.png.
+Prints the modelled throughput of each method and its best draft length; out=<folder> writes cost.json.
 docs/cost.md has the formulas and what they leave out.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from spectrain.config import plain
 from spectrain.config.commands import Cost
 from spectrain.measure.cost import CostModel, methods_for, read_hardware, shape_of_model, shape_of_numbers
-from spectrain.measure.plots import cost_map, write_png
 from spectrain.measure.tables import cost_table, show
 from spectrain.stores.environment import provenance
 from spectrain.stores.files import write_json
@@ -36,8 +35,7 @@ def main(options: Cost) -> None:
         out = Path(options.out)
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "cost.json", content)
-        write_png(cost_map(content), out / "cost.png")
-        files = f"{out}/cost.json, cost.png"
+        files = f"{out}/cost.json"
     show([(title, cost_table(content))], COLUMNS, files)
 
 

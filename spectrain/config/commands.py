@@ -328,4 +328,4 @@ class Cost:
     sink_tokens: int = option(1, "first tokens of the text, besides the window", least=0)
     batch: list[int] = option([1, 4, 16, 64], "rows decoded together", least=1)
     context_tokens: list[int] = option([512, 2048, 8192, 32768], "lengths of the context", least=1)
-    out: str | None = option(None, "folder for cost.json and cost.png; null: only the table is printed", path=True)
+    out: str | None = option(None, "folder for cost.json; null: only the table is printed", path=True)

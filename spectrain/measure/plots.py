@@ -1,4 +1,4 @@
-"""The project's figures: bars with intervals, lines, and maps of cells.
+"""The project's figures: bars with intervals, and lines.
 
 Functions take the content of JSON files and return a matplotlib `Figure`, or None where there is nothing to show.
 `svg` makes one part of a page, in the colours of its text, and `write_png` a file.
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
-import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from spectrain.measure.tables import estimate_of, number, ordered
 from spectrain.methods.registry import BASELINE
@@ -153,34 +152,13 @@ def lines(
                 if bounds and None not in bounds:
                     ax.plot((x, x), bounds, color=colour, linewidth=1.0)
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **limits)
+        if "xlim" not in limits:  # steps, positions and draft lengths
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.grid(True)
     handles.pop(None, None)
     if handles:
         names = [shortened(name, 60) for name in handles]
         figure.legend(handles.values(), names, loc="outside lower center", ncols=3 if len(names) > 2 else 2)
-    return figure
-
-
-@styled
-def maps(
-    panels: Mapping[str, np.ndarray],
-    rows: Sequence[str],
-    columns: Sequence[str],
-    texts: Mapping[str, Sequence],
-    **labels,
-) -> Figure | None:
-    """Draw maps of cells around 1: blue is more, orange less. Each cell holds its text."""
-    figure, axes = grid_of(len(panels), 2, (WIDTH_IN / 2, BAR_IN * 1.2 * len(rows) + 0.8))
-    norm, cmap = TwoSlopeNorm(1.0, 0.4, 3.0), matplotlib.colormaps["PuOr"]
-    for ax, (title, cells) in zip(axes, panels.items(), strict=True):
-        ax.pcolormesh(cells, norm=norm, cmap=cmap)
-        for (y, x), cell in np.ndenumerate(cells):
-            colour = "white" if abs(norm(cell) - 0.5) > 0.3 else "#111111"
-            ax.text(x + 0.5, y + 0.5, texts[title][y][x], ha="center", va="center", fontsize=7.5, color=colour)
-        ax.set_xticks(np.arange(len(columns)) + 0.5, columns)
-        ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
-        ax.tick_params(length=0)
-        ax.set(title=title, ylim=(len(rows), 0), **labels)
     return figure
 
 
@@ -277,19 +255,3 @@ def calibration(heads: Mapping[str, Sequence[Mapping]]) -> Figure | None:
             points = [(one["predicted"], one[value] / scale) for one in bins]
             panel.extend([Line(points, label=name, colour=colour)] if points else [])
     return lines(panels, "predicted acceptance probability", xlim=(0, 1)) if panels["share of positions"] else None
-
-
-def cost_map(content: Mapping) -> Figure | None:
-    """Draw the modelled throughput of cost.json: one map per method, with draft lengths in its cells."""
-    methods = content["methods"]
-    cells = {name: np.array(one["multiplier"]) for name, one in methods.items()}
-    texts = {
-        name: [
-            [f"{m:.2f} ({k})" for m, k in zip(*rows, strict=True)]
-            for rows in zip(one["multiplier"], one["k"], strict=True)
-        ]
-        for name, one in methods.items()
-    }
-    contexts = [f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n) for n in content["context_tokens"]]
-    labels = {"xlabel": "tokens of context", "ylabel": "batch"}
-    return maps(cells, [str(n) for n in content["batch"]], contexts, texts, **labels)

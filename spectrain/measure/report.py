@@ -47,8 +47,7 @@ class Section:
     summary: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
-    tables: dict[str, DataFrame] = field(default_factory=dict)
-    figures: dict[str, Figure | None] = field(default_factory=dict)
+    parts: dict[str, DataFrame | Figure | None] = field(default_factory=dict)  # by title; None: nothing to show
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,9 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         gain = interval(tables.estimate_of(best, "speedup"), 2)
         outcome = f"fastest: {fastest}, {gain} times plain decoding"
         tau = fixed(best.get("mean_accepted"), 2)
-        summary.append(f"The fastest method was {fastest}: {gain} times plain decoding, tau {tau}.")
+        faster = best["speedup"] > 1
+        said = "The fastest method was" if faster else "No method was faster than plain decoding; next came"
+        summary.append(f"{said} {fastest}: {gain} times plain decoding, tau {tau}.")
     judged = [methods[name]["lossless"] for name in own if methods[name].get("lossless") is not None]
     if judged and all(judged):
         summary.append("Every method wrote the text of plain decoding, token by token.")
@@ -135,15 +136,19 @@ def benchmark_section(title: str, results: Mapping, rows: Sequence[Mapping] = ()
         benchmark_facts(results),
         {
             "Results": tables.methods_table(methods),
-            "Where drafted tokens came from": tables.sources_table(methods),
-            "Where the time after the prompt goes": tables.time_table(methods),
-            "Speedup (and tau) by category": tables.categories_table(methods),
-            "What the steps ran": table_of(ran),
-            "Questions that failed": table_of(failed),
-            "Methods left out": table_of(skipped),
+            **plots.benchmark_figures(methods),
+            "Speedup (and tau) by category": unless_empty(tables.categories_table(methods)),
+            "Where drafted tokens came from": unless_empty(tables.sources_table(methods)),
+            "Where the time after the prompt goes": unless_empty(tables.time_table(methods)),
+            "What the steps ran": unless_empty(table_of(ran)),
+            "Questions that failed": unless_empty(table_of(failed)),
+            "Methods left out": unless_empty(table_of(skipped)),
         },
-        plots.benchmark_figures(methods),
     )
+
+
+def unless_empty(frame: DataFrame) -> DataFrame | None:
+    return None if frame.empty else frame
 
 
 def benchmark_facts(results: Mapping) -> dict[str, object]:
@@ -220,8 +225,8 @@ def training_section(kind: str, target: str, runs: Sequence[Run]) -> Section:
         [f"Unfinished, with the numbers of the last validation so far: {', '.join(unfinished)}."] if unfinished else [],
         facts={f"command of {run.name}" if len(runs) > 1 else "command": run.begun.get("command") for run in runs}
         | ({"options": ", ".join(option_text(*one) for one in runs[0].options.items())} if len(runs) == 1 else {}),
-        tables={"Results on held-out text": table_of(rows)},
-        figures={
+        parts={
+            "Results on held-out text": table_of(rows),
             "Curves": plots.curves(logged),
             "Acceptance by position in the draft": plots.positions_figure(positions),
             "Draft lengths": plots.tau_by_gamma(gammas),
@@ -296,8 +301,7 @@ def cost_section(run: Run) -> Section:
         f"modelled for {content['hardware']}",
         str(content.get("date") or ""),
         facts={"hardware": content["hardware"], "command": content.get("command")},
-        tables={"Throughput relative to plain decoding (and draft length)": tables.cost_table(content)},
-        figures={"Modelled throughput (and draft length)": plots.cost_map(content)},
+        parts={"Throughput relative to plain decoding (and draft length)": tables.cost_table(content)},
     )
 
 
@@ -315,20 +319,16 @@ def sections_below(roots: Sequence[Path]) -> tuple[list[Section], dict[str, str]
                 trainings.append(read_run(folder, config, "result.json"))
             elif config.get("kind") == "bench":
                 run = read_run(folder, config, "results.json")
-                rows = read_lines(folder / "questions.jsonl") if (folder / "questions.jsonl").is_file() else []
-                sections[folder] = bench_run(run, list(rows))
+                file = folder / "questions.jsonl"
+                rows = list(read_lines(file)) if file.is_file() else []
+                unfinished = Section(run.name, "benchmark", outcome=f"unfinished: {len(rows)} answers so far")
+                sections[folder] = benchmark_section(run.name, run.result, rows) if run.result else unfinished
             if (folder / "cost.json").is_file():
                 run = Run(folder.name, folder, {"kind": "cost"}, read_json(folder / "cost.json"))
                 sections[folder] = cost_section(run)
         except DAMAGED as error:
             left_out[str(folder)] = f"{type(error).__name__}: {error}".splitlines()[0]
     return [*training_sections(trainings), *sections.values()], left_out
-
-
-def bench_run(run: Run, rows: Sequence[Mapping]) -> Section:
-    if run.result is not None:
-        return benchmark_section(run.name, run.result, rows)
-    return Section(run.name, "benchmark", outcome=f"unfinished: {len(rows)} answers so far")
 
 
 def read_run(folder: Path, config: Mapping, result: str) -> Run:

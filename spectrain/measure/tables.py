@@ -138,8 +138,6 @@ def method_row(name: str, one: Mapping) -> dict[str, str]:
         "outside forward": percent(None if forward is None else 1.0 - forward),
         "retrieval hits": percent(one.get("retrieval_hit_rate")),
         "lossless": "reference" if name == BASELINE else lossless,
-        "discarded per token": fixed(one.get("discard_rate"), 2),
-        "forwards per token": fixed(one.get("verification_rate"), 2),
         "peak memory": size(one.get("peak_memory_bytes")),
     }
 

@@ -190,7 +190,6 @@ def test_the_command_prints_a_table_and_writes_what_it_modelled(typed, tmp_path,
     content = json.loads(Path("made/cost.json").read_text())
     assert content["parameters"] == 67_117_056
     assert content["methods"]["spire"]["multiplier"] == [[pytest.approx(2.78, abs=0.005)]]
-    assert Path("made/cost.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
