@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 RANK_ZERO_SPEAKS_WITHIN_S = 5.0
 SHORTHANDS = {"target": "target.path", "corpus": "corpus.path"}
 FREE_TEXT = ("prompt",)
+SPIN_ROUNDS = "1000"  # of a waiting thread, some ten microseconds, before it sleeps and leaves its core to others
 PIPE_CLOSED = 141  # exit code of other tools whose stdout ends at a reader that has left
 UNHELPFUL_WARNINGS = (
     "LeafSpec",
@@ -69,6 +70,8 @@ def run(module: str) -> None:
         raise SystemExit
     config.TYPED_COMMAND.set(shlex.join(["python", "-m", module, *arguments]))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors then, where it would print them
+    if name == "train":  # beside another process, threads that spin for long make it several times slower
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_ROUNDS)  # OpenMP, which torch loads, reads it once
     failed: list[str] = []  # jobs of a sweep
 
     def job(cfg: DictConfig) -> None:

@@ -206,24 +206,18 @@ def kind_of(operation: Callable) -> int:
     return FIRST + OPERATIONS.index(operation)
 
 
-def _one_of(operations: Sequence[Callable], first: int) -> Callable:
-    """Return the function that performs a piece of one of these operations, whose kinds count from `first` on."""
-    if len(operations) == 1:
-        return operations[0]
-    half = len(operations) // 2
-    border, lower, upper = first + half, _one_of(operations[:half], first), _one_of(operations[half:], first + half)
+def _one_of(operations: Sequence[Callable]) -> Callable:
+    """Return the function that performs a piece of the operation that a line names.
 
-    @fast
-    def perform(op, piece, n_pieces):
-        if op[0] < border:
-            lower(op, piece, n_pieces)
-        else:
-            upper(op, piece, n_pieces)
-
-    return perform
+    It is one chain of ifs: numba would compile functions that call each other anew for each level of nesting.
+    """
+    names = {f"operation_{kind}": operation for kind, operation in enumerate(operations, start=FIRST)}
+    lines = [f"    if op[0] == {name[10:]}: return {name}(op, piece, n_pieces)" for name in names]
+    exec("\n".join(["def perform(op, piece, n_pieces):", *lines]), names)
+    return fast(names["perform"])
 
 
-_perform = _one_of(OPERATIONS, FIRST)
+_perform = _one_of(OPERATIONS)
 
 
 @fast
