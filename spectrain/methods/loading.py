@@ -18,7 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
-from spectrain.methods.registry import FOLDERS, build_given, method_config, method_names, module_of
+from spectrain.methods.budget import AUTO
+from spectrain.methods.options import option_types
+from spectrain.methods.registry import FOLDERS, build_function, build_given, method_config, method_names, module_of
 from spectrain.models.artifacts import (
     check_artifact,
     check_tokenizer,
@@ -92,8 +94,8 @@ def open_export(folder: Path, target: TargetModel | None, options: Mapping = Map
 
 def _built(method: DictConfig, target: TargetModel | None, options: Mapping, ranks: bool = True) -> Drafter:
     """Build a method with other options: folders take the place of those that it names itself."""
-    given = {name: options[name] for name in FOLDERS if options.get(name)}
+    given, takes = {name: options[name] for name in FOLDERS if options.get(name)}, option_types(build_function(method))
     others = {name: value for name, value in options.items() if name not in given}
-    method = OmegaConf.create({name: value for name, value in method.items() if name not in given})
+    others |= {name: AUTO for name in given if name in takes}
     folders = {name: list(map(str, one)) if isinstance(one, list | tuple) else str(one) for name, one in given.items()}
     return build_given(OmegaConf.merge(method, others), target, folders, ranks=ranks)

@@ -404,7 +404,10 @@ class Spire(ChainDrafter):
 
     def _step(self, tokens: Tensor, positions: Tensor) -> DraftStep:
         """Read one token per row, [n], at positions [n]."""
-        if self.graphs is None:
+        if self.slots.fuses:
+            x = self.drafter.joined(self.drafter.embed(tokens), self.state)
+            logits, self.state = self.slots.reader(len(tokens)).read(x, positions)
+        elif self.graphs is None:
             logits, self.state = self._read(tokens, positions, self.state)
         else:
             key = "spire", self.slots.storage

@@ -38,6 +38,9 @@ class SlotStore:
         self.fuses = weight.device.type == "cpu" and can_fuse(drafter, shape)
         self._programs = Programs()
 
+    def reader(self, n_rows: int) -> DraftProgram:
+        return self._programs.get(n_rows, lambda: DraftProgram(self, n_rows))
+
     def chain(
         self, n_rows: int, n_steps: int, sampling: Sampling | RowSampling, stop: StopRule | None = None
     ) -> DraftProgram:
@@ -231,7 +234,7 @@ class DraftProgram(StepProgram):
     Args:
         slots: the store.
         n_rows: B.
-        n_steps: each reads what the one before it drafted.
+        n_steps: each reads what the one before it drafted; None: one, whose tokens are given.
         by_noise: whether the steps draw their tokens by shared noise; None: greedily.
         stop: ends chains before n_steps tokens; a rule that compiles.
     """
@@ -240,7 +243,7 @@ class DraftProgram(StepProgram):
         self,
         slots: SlotStore,
         n_rows: int,
-        n_steps: int,
+        n_steps: int | None = None,
         by_noise: bool | None = None,
         stop: StopRule | None = None,
     ) -> None:
@@ -250,28 +253,38 @@ class DraftProgram(StepProgram):
         self.ends: DraftEnds | None = None
         names = None if drafter.kept is None else self.hold(drafter.kept.contiguous())
         self.options = self.hold(torch.zeros(n_rows, 4, dtype=torch.float64))  # of sampling
-        self.drafted = self.hold(torch.zeros(n_rows, n_steps, dtype=torch.int64))
-        following = self.tokens, self.positions
-        kind = torch.int64 if by_noise else torch.float32
-        self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=kind))
-        previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
-        if stop is not None:
-            self.ends = DraftEnds(self, stop, n_rows)
-        for i in range(n_steps):
-            self.embed(drafter.embed_tokens.weight, self.states[0])
-            self.step(slots, previous, is_last=i == n_steps - 1)
-            previous = None if previous is None else self.final
+        self.drafted = self.hold(torch.zeros(n_rows, n_steps or 1, dtype=torch.int64))
+        if n_steps is None:
+            self.step(slots, None, is_last=False)
+        else:
+            following = self.tokens, self.positions
+            kind = torch.int64 if by_noise else torch.float32
+            self.numbers = self.hold(torch.zeros(n_rows, n_steps, dtype=kind))
+            previous = self.previous = self.floats(n_rows, shape.hidden_size) if slots.config.previous_state else None
             if stop is not None:
-                self.ends.read(i, self.final, self.logits)
-            if by_noise is None:
-                self.argmax(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
-            else:
-                drawing = self.options, self.numbers[:, i], self.drafted[:, i], following, names
-                draws.append(self.drawn(self.logits, *drawing))
-            if stop is not None:
-                self.ends.drawn(self.drafted[:, i])
+                self.ends = DraftEnds(self, stop, n_rows)
+            for i in range(n_steps):
+                self.embed(drafter.embed_tokens.weight, self.states[0])
+                self.step(slots, previous, is_last=i == n_steps - 1)
+                previous = None if previous is None else self.final
+                if stop is not None:
+                    self.ends.read(i, self.final, self.logits)
+                if by_noise is None:
+                    self.argmax(self.logits, self.n_draft, self.drafted[:, i:], n_steps, following, names)
+                else:
+                    drawing = self.options, self.numbers[:, i], self.drafted[:, i], following, names
+                    draws.append(self.drawn(self.logits, *drawing))
+                if stop is not None:
+                    self.ends.drawn(self.drafted[:, i])
         self.draws = np.array(draws)  # [n_steps, 2] operations, see `Program.drawn`
         self.finish()
+
+    def read(self, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [B, V] and final states [B, D] for embeddings [B, D] at positions [B]."""
+        self.states[0].copy_(embedded)
+        self.positions.copy_(positions[:, None])
+        self.run()
+        return self.spread(self.logits.clone()), self.final.clone()
 
     def draft(
         self, roots: Tensor, positions: Tensor, previous: Tensor, numbers: Tensor | None
