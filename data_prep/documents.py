@@ -1,9 +1,9 @@
 """The documents of a datastore in the work folder of a build (pipeline.py): read, scored, chosen, and written.
 
-    part-00000-<digest>/    a dataset of documents as tokens: what is left of some consecutive ones of the corpus
-    corpus.json             what reading counted; written after the last part
-    score-00000.npy         [documents of the part] float64 perplexities (select.py)
-    store/                  what becomes the datastore (docs/data.md)
+    part-00000-<digest>.parquet    documents as tokens: what is left of some consecutive ones of the corpus
+    corpus.json                    what reading counted; written after the last part
+    score-00000.npy                [documents of the part] float64 perplexities (select.py)
+    store/                         what becomes the datastore (docs/data.md)
 
 A resumed build reads the corpus again, but tokenises only what no part has: the digest is that of the texts that a part
 was made from. Parts and scores do not depend on what is chosen from them, so that another `keep` uses them again.
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import datasets
 import numpy as np
-from datasets import Dataset, Features, List, Value
+import pyarrow
+from pyarrow import parquet
 
 from data_prep.pipeline import Build, Parts, check_disk, read_part
 from data_prep.progress import Advance, token_progress
@@ -34,18 +34,18 @@ from spectrain.retrieval.datastore import Manifest, bytes_a_token, write_manifes
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.files import json_line, read_json, write_json, write_whole
 from spectrain.stores.packing import token_documents
-from spectrain.stores.rows import list_lengths, save_rows
+from spectrain.stores.rows import list_lengths
 from spectrain.stores.texts import Document, Skipped, is_remote, read_documents
 
 log = logging.getLogger(__name__)
 
 COUNTS, DOCUMENTS, HISTOGRAM = "corpus.json", "documents.jsonl", "perplexity.png"
-PART_COLUMNS = Features(
+PART_COLUMNS = pyarrow.schema(
     {
-        "id": Value("string"),
-        "source": Value("string"),
-        "tokens": List(Value("int32")),
-        "is_response": List(Value("bool")),  # what the target or the assistant wrote
+        "id": pyarrow.string(),
+        "source": pyarrow.string(),
+        "tokens": pyarrow.list_(pyarrow.int32()),
+        "is_response": pyarrow.list_(pyarrow.bool_()),  # what the target or the assistant wrote
     }
 )
 PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents is not hours of work
@@ -87,11 +87,10 @@ class DocumentParts(Parts):
     @cached_property
     def sizes(self) -> list[int]:
         """Tokens of each part, once all are read; empty where none is scored."""
-        return [int(list_lengths(part, "tokens").sum()) for part in self._parts()] if self.scored else []
+        return [int(list_lengths(part["tokens"]).sum()) for part in self._parts()] if self.scored else []
 
-    def _parts(self) -> Iterator[Dataset]:
-        """Yield the parts, which are memory-mapped."""
-        return (read_part(folder, datasets.load_from_disk) for folder in part_folders(self.work))
+    def _parts(self) -> Iterator[pyarrow.Table]:
+        return (read_part(file, parquet.read_table) for file in part_files(self.work))
 
     def missing(self, build: Build) -> list[int]:
         """Read the corpus, write its parts as far as they are missing, and return those that have no scores.
@@ -126,22 +125,22 @@ class DocumentParts(Parts):
         changed = UserError(f"the corpus is no longer what this build began with; remove {self.work} to begin anew")
         with token_progress("tokenise", None) as advance:
             for batch in self._batches(skipped):
-                folder = self.work / f"part-{n_parts:05d}-{digest_of(batch)}"
+                file = self.work / f"part-{n_parts:05d}-{digest_of(batch)}.parquet"
                 new = self._new_documents(batch, seen, counts)
-                if not folder.is_dir():
+                if not file.is_file():
                     if any(self.work.glob(f"part-{n_parts:05d}-*")):
                         raise changed
-                    save_rows(folder, self.tokenised(new))
-                part = read_part(folder, datasets.load_from_disk)
+                    write_whole(file, partial(parquet.write_table, self.tokenised(new)))
+                part = read_part(file, parquet.read_table)
                 n_parts += 1
                 counts.read += len(batch)
                 counts.empty += len(new) - len(part)
-                counts.with_answer += sum(bool(mask.any()) for mask in values(part, "is_response"))
-                advance(int(list_lengths(part, "tokens").sum()))
+                counts.with_answer += sum(bool(mask.any()) for mask in part["is_response"].to_numpy())
+                advance(int(list_lengths(part["tokens"]).sum()))
         counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
         counts.empty += skipped.empty
         counts.without_assistant = skipped.without_assistant
-        if len(part_folders(self.work)) > n_parts or before not in (None, counts):
+        if len(part_files(self.work)) > n_parts or before not in (None, counts):
             raise changed
         write_json(self.work / COUNTS, counts)
         return counts
@@ -176,7 +175,7 @@ class DocumentParts(Parts):
                 new.append(document)
         return new
 
-    def tokenised(self, documents: list[Document]) -> Dataset:
+    def tokenised(self, documents: list[Document]) -> pyarrow.Table:
         """Return a part of these documents, without those that the tokenizer normalises away."""
         rows, vocab_size = [], self.target.vocab_size
         for document, found in zip(documents, token_documents(documents, self.target.tokenizer), strict=True):
@@ -191,18 +190,18 @@ class DocumentParts(Parts):
                 )
             mask = np.zeros(len(found.tokens), bool) if found.is_response is None else found.is_response
             rows.append((document.id, document.source, found.tokens, mask))
-        columns = {name: [row[place] for row in rows] for place, name in enumerate(PART_COLUMNS)}
-        return Dataset.from_dict(columns, features=PART_COLUMNS)
+        columns = {name: [row[place] for row in rows] for place, name in enumerate(PART_COLUMNS.names)}
+        return pyarrow.table(columns, schema=PART_COLUMNS)
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
-        folders = part_folders(self.work)
+        files = part_files(self.work)
         for index in parts:
-            part, counted = read_part(folders[index], datasets.load_from_disk), None
+            part, counted = read_part(files[index], parquet.read_table), None
             if self.options.score_on == "response":  # all tokens count in a document without an answer
-                counted = [mask if mask.any() else np.ones_like(mask) for mask in values(part, "is_response")]
-            scores = perplexities(self.target, values(part, "tokens"), self.scoring, advance, counted)
+                counted = [mask if mask.any() else np.ones_like(mask) for mask in part["is_response"].to_numpy()]
+            scores = perplexities(self.target, part["tokens"].to_numpy(), self.scoring, advance, counted)
             if np.isnan(scores).any():
-                name = part[int(np.isnan(scores).argmax())]["id"]
+                name = part["id"][int(np.isnan(scores).argmax())]
                 raise UserError(f"the perplexity of {name} is no number; give target.dtype=float32")
             if build.writes:
                 write_whole(score_file(self.work, index), partial(np.save, arr=scores))
@@ -210,7 +209,9 @@ class DocumentParts(Parts):
     def write_store(self, build: Build) -> None:
         """Choose documents, write the store and put it in its place."""
         counts, scores = read_json(self.work / COUNTS), None
-        facts = [(part["id"][:], part["source"][:], list_lengths(part, "tokens")) for part in self._parts()]
+        facts = [
+            (part["id"].to_pylist(), part["source"].to_pylist(), list_lengths(part["tokens"])) for part in self._parts()
+        ]
         ids, sources, n_tokens = (list(itertools.chain.from_iterable(column)) for column in zip(*facts, strict=True))
         n_tokens = np.array(n_tokens, np.int64)
         if self.scored:
@@ -221,7 +222,7 @@ class DocumentParts(Parts):
         store, shards = build.new_store(), []
         store.mkdir()
         texts = itertools.compress(
-            itertools.chain.from_iterable(values(part, "tokens") for part in self._parts()), kept
+            itertools.chain.from_iterable(part["tokens"].to_numpy() for part in self._parts()), kept
         )
         cuts = shard_cuts(n_tokens[kept], min(shard_tokens, MAX_SHARD_TOKENS))
         for index, shard_lengths in enumerate(np.split(n_tokens[kept], cuts)):
@@ -255,17 +256,12 @@ class DocumentParts(Parts):
         build.publish()
 
 
-def part_folders(work: Path) -> list[Path]:
+def part_files(work: Path) -> list[Path]:
     return sorted(work.glob("part-*"))
 
 
 def score_file(work: Path, index: int) -> Path:
     return work / f"score-{index:05d}.npy"
-
-
-def values(part: Dataset, name: str) -> np.ndarray:
-    """Return a list column of a part, an array of each document, without a copy."""
-    return part.data.column(name).to_numpy()
 
 
 def digest_of(batch: list[Document]) -> str:

@@ -147,7 +147,7 @@ def part_folder(work: Path, index: int) -> Path:
 
 def text_lengths(rows: Dataset) -> np.ndarray:
     """Return the tokens of each prompt and of each response: [2, rows] int64."""
-    return np.stack([list_lengths(rows, name) for name in ("prompt", "response")])
+    return np.stack([list_lengths(rows.data.column(name)) for name in ("prompt", "response")])
 
 
 def label_rows(

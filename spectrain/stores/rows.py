@@ -211,9 +211,9 @@ def id_range(rows: Dataset) -> tuple[int, int]:
     return least, most
 
 
-def list_lengths(rows: Dataset, name: str) -> np.ndarray:
+def list_lengths(column: pyarrow.ChunkedArray) -> np.ndarray:
     """Return the lengths of a column's lists: [rows] int64."""
-    return pyarrow.compute.list_value_length(rows.data.column(name)).to_numpy().astype(np.int64)
+    return pyarrow.compute.list_value_length(column).to_numpy().astype(np.int64)
 
 
 def newest_responses(root: Path, target_fingerprint: str) -> Path:
