@@ -131,8 +131,8 @@ def join(draft, size, found, found_size, likely, kinds):
 
 def sharpness_of(context: Context) -> np.ndarray:
     """What each row's logits are multiplied with before the softmax, [n] float32: 1 / temperature, 1 of greedy rows."""
-    temperatures = context.sampling.options[:, TEMPERATURE].expand(context.n_rows).float()
-    return torch.where(temperatures > 0, 1 / temperatures, 1.0).numpy()
+    temperatures = context.sampling.options[:, TEMPERATURE].expand(context.n_rows)
+    return torch.where(temperatures > 0, 1 / temperatures, 1.0).float().numpy()
 
 
 def likeliest_on_device(
