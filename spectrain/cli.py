@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import io
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
@@ -163,9 +165,23 @@ def is_file_of(group: str, name: str) -> bool:
 
 
 def flags_first(arguments: list[str]) -> list[str]:
-    """Put Hydra's own flags before the options: it reads none behind `name=value name=value -m name=value`."""
+    """Put Hydra's own flags before the options: it reads none behind `name=value name=value -m name=value`.
+
+    Raises:
+        UserError: a flag is unknown, or lacks its value.
+    """
     options = [argument for argument in arguments if re.match(r"[^-=]*=", argument)]
-    return [argument for argument in arguments if argument not in options] + options
+    arguments = [argument for argument in arguments if argument not in options] + options
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            get_args_parser().parse_args(arguments)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        why = said.getvalue().splitlines()[-1].partition("error: ")[2]
+        raise UserError(f"{why}; write options as name=value") from None
+    return arguments
 
 
 def quoted(text: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from transformers import (
     AutoTokenizer,
     GemmaConfig,
@@ -167,6 +168,7 @@ def _no_rank_is_left():
     yield
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    rank_zero_only.rank = 0
 
 
 TEXT = (

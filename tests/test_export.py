@@ -271,7 +271,7 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
         assert "export one of anpd, pld, rest, spectra_retrieval, sssd" in refused(
             *lookup(shared, stored, method=method)
         )
-    assert "with last_logits=true needs" in refused(*lookup(shared, stored, "method.last_logits=true"))
+    assert "with last_logits=true needs" in refused(*lookup(shared, stored, "method.last_logits=true", method="sssd"))
     assert "max_nodes=1 must be" in refused(*lookup(shared, stored, "method.max_nodes=1"))
     assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
     assert "was built with the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's

@@ -84,6 +84,11 @@ def options_of(command: str, cfg: DictConfig) -> object:
         shared = {name: value for name, value in values.items() if name in names_of(experiment)}
         checked = asdict(typed(own | shared, experiment))
         own = {name: checked[name] for name in own}
+    trainer = values["trainer"]
+    known = typed(
+        {name: trainer[name] for name in names_of(training.Trainer) if name in trainer}, training.Trainer, "trainer."
+    )
+    values["trainer"] = trainer | {name: value for name, value in asdict(known).items() if name in trainer}
     data = training.Offline if values["data"]["source"] == "offline" else training.Online
     options = typed({name: value for name, value in values.items() if name != "data"}, kind)
     return replace(options, data=asdict(typed(values["data"], data, "data.")), own=own)

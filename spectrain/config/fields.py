@@ -71,7 +71,7 @@ def typed(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
     try:
         options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), _literal(values)))
     except (ValidationError, ConfigTypeError) as error:
-        name = (error.full_key or "").partition("[")[0]
+        name = (error.full_key or "").partition("[")[0] or next(key for key in values if not _merges(kind, values, key))
         value = shown(_at(values, name))
         raise UserError(f"{prefix}{name}={value} must be {words(*_field_at(kind, name))}") from error
     for name, one, hint, value in _walk(options):
@@ -114,6 +114,15 @@ def path_options(kind: type, prefix: str = "") -> set[str]:
         found |= path_options(inner, f"{prefix}{name}.") if inner else set()
         found |= {f"{prefix}{name}"} if one.metadata.get("path") else set()
     return found
+
+
+def _merges(kind: type, values: Mapping, name: str) -> bool:
+    """Whether the value of one option alone is of its type, where an error does not say which one was wrong."""
+    try:
+        OmegaConf.merge(OmegaConf.structured(kind), {name: _literal(values[name])})
+    except (ValidationError, ConfigTypeError):
+        return False
+    return True
 
 
 def _literal(value: object) -> object:

@@ -60,6 +60,19 @@ class Optimizer:
 
 
 @dataclass
+class Trainer:
+    """What of Lightning's Trainer is checked here; a `trainer` node may hold its other arguments, too."""
+
+    accelerator: str = option("cpu", "cpu | gpu | auto")
+    num_nodes: int = option(1, "machines", least=1)
+    gradient_clip_val: float | None = option(1.0, "largest norm of the gradient [1]", above=0)
+    accumulate_grad_batches: int = option(1, "batches per optimizer step", least=1)
+    activation_checkpointing: bool = option(False, "true: blocks run again in the backward pass, which saves memory")
+    log_every_n_steps: int = option(10, "steps per row of the curve", least=1)
+    val_check_interval: int = option(250, "batches per validation", least=1)
+
+
+@dataclass
 class Select:
     """The exported weights are those with the best acceptance on held-out rows, of those whose tau is measured."""
 

@@ -51,7 +51,7 @@ def flat(node: Mapping, prefix: str = "") -> Iterator[tuple[str, object]]:
 def test_whatever_is_typed_ends_in_success_or_one_sentence(name, inputs, tmp_path):
     known = jobs(inputs) | {
         "generate": ("generate", f"target={inputs}/target", "method=pld", "prompt=def", "max_new_tokens=3"),
-        "cost": ("cost", "views=[multiplier]", "batch=[1,8]", "context_tokens=[64,512]"),
+        "cost": ("cost", "batch=[1,8]", "context_tokens=[64,512]"),
     }
     command, chance = known[name], Random(name)
     printed = run((*command, "--cfg", "job"), tmp_path)
