@@ -305,13 +305,26 @@ class MeasuredTau:
 
 
 @dataclass
+class Hardware:
+    """Peaks of a machine, as the files of conf/hardware/ have them."""
+
+    name: str = option("", "of the machine")
+    dtype: str | None = option(None, "of the matrix products", one_of=("fp8", "int8", "fp16", "bf16", "tf32", "fp32"))
+    flops_per_s: dict[str, float] | None = option(None, "by dtype; null: this CPU is measured")
+    bytes_per_s: float | None = option(None, "of the memory", above=0)
+    operational_intensity: float | None = option(None, "FLOPs per byte, in place of the two peaks", above=0)
+    bytes_a_value: float | None = option(None, "of weights and cache, with operational_intensity", above=0)
+    source: str | None = option(None, "where the numbers are from")
+
+
+@dataclass
 class Cost:
     """Predict the throughput of each method by batch and context, on hardware that you need not have."""
 
     title: str | None = option(None, "of table and figure; null: the target's name")
     target: Named = group(Named)
     numbers: Shapes = group(Shapes)
-    hardware: dict[str, Any] = group(dict)
+    hardware: Hardware = group(Hardware)
     k: int | str = option("auto", "drafted tokens per step; auto: in each cell the best", least=1, one_of=("auto",))
     tau: MeasuredTau = group(MeasuredTau)
     dtype: str | None = option(
