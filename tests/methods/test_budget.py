@@ -300,6 +300,8 @@ def test_real_steps_of_every_size_are_timed_before_the_generation(name, artifact
     assert caplog.text.count("timed forward") == 2
     plain = drafted(Autoregressive(), artifacts.target, 2)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
+    again = drafted(build_auto(name, artifacts), artifacts.target, 2)  # which knows the seconds
+    assert [one.drafted for one in found] == [one.drafted for one in again]  # nothing is learnt from timed drafts
     seconds = Table.of(artifacts.target).seconds
     assert all(one.keys() >= {1, 2, 3, 8} for key, one in seconds.items() if key.startswith("forward"))
     reads = [set(one) for key, one in seconds.items() if not key.startswith("forward")]
