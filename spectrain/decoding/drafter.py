@@ -36,6 +36,7 @@ class Drafter(ABC):
     warning: str | None = None  # what a reader of its numbers must know
     why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
+    pace: int | None = None  # the size of its next draft, while its steps are timed; None: it chooses by itself
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:  # noqa: B027
         """Measure or load what it must know of this machine, before a generation of at most n rows starts."""
@@ -111,6 +112,9 @@ class Drafter(ABC):
 
     def free(self, row: int) -> None:  # noqa: B027
         """A row ended: the last row moves into its place."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Forget how often drafts were accepted."""
 
     def generate(self, prompt: Prompt, max_new_tokens: int = 128, **options) -> Reply:
         """Continue one prompt. The text follows the target's own distribution, whatever the method proposes.

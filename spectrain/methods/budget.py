@@ -315,10 +315,8 @@ def timed(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced) ->
         _run(target, sampling, n_rows, paced, ROUNDS)
         n_rounds += ROUNDS
         problem = doubt(paced.taken)
-    paced.inner.pace = None  # from here on the method chooses by itself again
-    for learnt in (getattr(paced.inner, name, None) for name in ("budget", "ranking")):
-        if learnt is not None:
-            learnt.sampling = None  # so that it forgets how often drafts were accepted that were only timed
+    paced.inner.pace = None
+    paced.inner.forget()  # its drafts were only timed
     return {size: min(taken) for size, taken in sorted(paced.taken.items()) if taken}, problem
 
 

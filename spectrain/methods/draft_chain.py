@@ -46,7 +46,6 @@ class ChainDrafter(Drafter):
     def __init__(self, gamma: int, adapts: bool = False, acceptance: float | None = None):
         self.gamma = gamma
         self.budget = ChainBudget(gamma, acceptance) if adapts else None
-        self.pace: int | None = None  # most tokens of the next chain, while the method is timed
         self.reads = 0  # tokens of this step's chains
 
     @property
@@ -81,6 +80,10 @@ class ChainDrafter(Drafter):
     def free(self, row: int) -> None:
         if self.budget is not None:
             self.budget.free(row)
+
+    def forget(self) -> None:
+        if self.budget is not None:
+            self.budget.sampling = None  # what the next rows are decoded under is then new to it
 
 
 def lengths_of(gamma: int | None, max_nodes: int | str | None, fastest: int | None, most: int) -> tuple[int, bool]:

@@ -124,7 +124,6 @@ class TreeDrafter(LookupDrafter):
         self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
         self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
-        self.pace: int | None = None  # draft steps of the next tree, while the method is timed
         self.reads = 0  # draft steps of this step's tree
         self.timed_reads = (*range(lookup is None, levels + 1),)
         self.asking = Asking()
@@ -170,6 +169,12 @@ class TreeDrafter(LookupDrafter):
         super().free(row)
         for part in self._parts:
             part.free(row)
+
+    def forget(self) -> None:
+        super().forget()
+        self.asking = Asking()
+        for part in self._parts:
+            part.forget()
 
     @property
     def _parts(self) -> list[Drafter]:

@@ -107,6 +107,10 @@ class LookupDrafter(Drafter):
         if self.n_ranked:
             self.ranked += self._likeliest(context)[rows.start :].tolist()
 
+    def forget(self) -> None:
+        if self.ranking is not None:
+            self.ranking.sampling = None  # what the next rows are decoded under is then new to it
+
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
         return self._likeliest(context) if self.n_ranked else None
 
