@@ -53,7 +53,7 @@ PART_CHARACTERS = 2**21  # a part also ends here, so that one of long documents 
 
 @dataclass
 class Counts:
-    """What was found while reading."""
+    """Numbers of what a corpus held and of what was left out."""
 
     read: int = 0  # documents with text
     not_utf8: int = 0  # files

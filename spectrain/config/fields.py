@@ -80,6 +80,11 @@ def typed(values: Mapping, kind: type[Options], prefix: str = "") -> Options:
     return options
 
 
+def _group_of(hint: Any) -> type | None:
+    """Return the class of a group of options; None where a field holds a plain value."""
+    return next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+
+
 def names_of(kind: type) -> list[str]:
     """Return the names of a class's options."""
     return [one.name for one in dataclasses.fields(kind)]
@@ -96,7 +101,7 @@ class Described(NamedTuple):
 def described(kind: type) -> Iterator[Described]:
     """Yield each option of a class, with those of its groups."""
     for name, (one, hint) in _fields(kind).items():
-        inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+        inner = _group_of(hint)
         if inner is not None:
             yield from (Described(f"{name}.{each.name}", *each[1:]) for each in described(inner))
         elif "help" in one.metadata:
@@ -110,7 +115,7 @@ def path_options(kind: type, prefix: str = "") -> set[str]:
     """Return the dotted names of the options that are paths."""
     found = set()
     for name, (one, hint) in _fields(kind).items():
-        inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+        inner = _group_of(hint)
         found |= path_options(inner, f"{prefix}{name}.") if inner else set()
         found |= {f"{prefix}{name}"} if one.metadata.get("path") else set()
     return found
@@ -147,7 +152,7 @@ def _walk(options: object, prefix: str = "") -> Iterator[tuple[str, dataclasses.
 def _field_at(kind: type, name: str) -> tuple[dataclasses.Field, Any]:
     first, _, rest = name.partition(".")
     one, hint = _fields(kind)[first]
-    inner = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+    inner = _group_of(hint)
     return _field_at(inner, rest) if rest and inner else (one, hint)
 
 
