@@ -43,7 +43,7 @@ from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.stores.environment import device_facts, provenance
-from spectrain.stores.files import write_json
+from spectrain.stores.files import read_object, write_json
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.prompts import Question, conversation_ids
 from spectrain.training.runs import FinishedRun, RunFolder
@@ -153,14 +153,15 @@ def build_baselines(
 def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
     """Note which datastores a run began with. Raises UserError where a resumed run finds other ones."""
     found = {name: [str(folder), sha256(folder / MANIFEST)] for name, folder in stores.items()}
-    begun = run.read(STORES)
+    file = run.path / STORES
+    begun = read_object(file, dict[str, tuple[str, str]], "remove it") if file.is_file() else {}
     for name, (folder, _) in begun.items():
         if found.get(name) != begun[name]:
             raise UserError(
                 f"{run.path} was started with {name} drafting from {folder} as it was then, not from what was found "
                 "now; give that datastore, or another out"
             )
-    write_json(run.path / STORES, found)
+    write_json(file, found)
 
 
 def facts(options: Bench, target: TargetModel, n_questions: int) -> dict:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from spectrain import cli
 from spectrain.decoding import TargetModel, load_target
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import export_spire
@@ -158,9 +158,8 @@ def test_bad_input_is_one_sentence(typed, words, shared, stored, inputs, other, 
         options.insert(0, f"target={shared / 'target'}")
     module = f"spectrain.{name}" if name in SPECTRAIN else f"data_prep.{name}"
     monkeypatch.setattr(sys, "argv", [module, *options])
-    monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__")
+        cli.run(module)
     out, err = capfd.readouterr()
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert (ended.value.code, out, len(errors)) == (2, "", 1), out + err

@@ -125,7 +125,7 @@ def test_a_resumed_run_keeps_to_its_datastore(run, asked, stored, tmp_path):
         (Path("b") / "datastores.json").write_text(content)
         code, _, err = run(*command)
         assert code == 2
-        assert "b/datastores.json is no JSON that can be read" in err
+        assert "b/datastores.json is damaged" in err
         assert err.endswith("; remove it\n")
     (Path("b") / "datastores.json").unlink()
     assert run(*command)[0] == 0
