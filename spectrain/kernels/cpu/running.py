@@ -32,7 +32,7 @@ from spectrain.kernels.cpu.warping import draw as draw_rows
 from spectrain.kernels.cpu.warping import warp as warp_rows
 
 log = logging.getLogger(__name__)
-PIECE_BYTES = 1 << 17  # of a matrix: what a thread reads in some microseconds
+PIECE_BYTES = 1 << 18  # of a matrix: what a thread reads in some ten microseconds
 
 
 @cache
@@ -100,6 +100,7 @@ def product_line(
     """Return the operation y = x @ weight.T, and the bytes of its own that each thread needs; see `products.py`."""
     (n_out, n_in), n_rows, unit = weight.shape, len(x), products.matrix_rows(weight.dtype, len(x))
     pieces = min(MOST_PIECES, n_out // products.LEAST_OUTPUTS, max(2 * n_threads, weight.nbytes // PIECE_BYTES))
+    pieces -= pieces % n_threads if pieces > n_threads else 0  # else some threads wait for the others' last piece
     own_bytes = LINE_BYTES + 4 * n_rows * (n_out // pieces + 2 * products.LEAST_OUTPUTS)
     addresses = [0 if one is None else one if isinstance(one, int) else one.data_ptr() for one in (x, weight, y, scale)]
     line = [

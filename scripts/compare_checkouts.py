@@ -1,0 +1,143 @@
+"""Compare the speed of two checkouts of this project, method by method, on the same questions in turns.
+
+    git worktree add ../before <commit>
+    python scripts/compare_checkouts.py ../before --target smollm2 --prompts gsm8k.jsonl --out compared.json
+
+Each checkout runs in a process of its own, and both take turns at every question, in random order, so that a drifting
+machine hurts both alike. `ratio` is tokens/s of this checkout divided by those of the other one, the geometric mean
+over questions with its 95 % bootstrap interval; `plain` is likewise each method of this checkout over its own plain
+decoding. Methods have their defaults, and each answers the first questions once to warm up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parents[1]
+PLAIN = "autoregressive"
+WARM_UPS = 2  # batches of questions
+RESULT = "result: "  # begins a line that is meant for the process that asked
+
+
+def main() -> None:
+    args = parsed()
+    if args.worker:
+        work(args)
+        return
+    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
+    prompts = [text_of(json.loads(line)) for line in lines]
+    batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
+    checkouts = [HERE, *([args.other.resolve()] if args.other else [])]
+    workers = [Worker(checkout, sys.argv[1:]) for checkout in checkouts]
+    speeds = {method: [] for method in (PLAIN, *args.methods)}
+    for turn, batch in enumerate([*batches[:WARM_UPS], *args.turns * batches]):
+        order = [(method, place) for method in speeds for place in range(len(workers))]
+        random.shuffle(order)
+        found = {(method, place): workers[place].speed(method, batch) for method, place in order}
+        for method, rows in speeds.items():
+            if turn >= WARM_UPS:
+                rows.append([found[method, place] for place in range(len(workers))])
+    plain, rows = np.log(speeds[PLAIN]), []
+    for method, of_method in speeds.items():
+        values = np.log(of_method)
+        row = {"method": method, "tokens_per_s": float(np.exp(values[:, 0].mean()))}
+        row["plain"] = interval(values[:, 0] - plain[:, 0])
+        if args.other:
+            row["ratio"] = interval(values[:, 0] - values[:, 1])
+        rows.append(row)
+        print(line_of(row), flush=True)
+    if args.out is not None:
+        command = " ".join(["python scripts/compare_checkouts.py", *sys.argv[1:]])
+        args.out.write_text(json.dumps({"command": command, "questions": len(prompts), "rows": rows}, indent=1) + "\n")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("other", type=Path, nargs="?", help="the other checkout; none: only `plain` is measured")
+    parser.add_argument("--target", default="pystdlib-8l")
+    parser.add_argument("--methods", nargs="+", default=["auto", "spire", "sssd", "spire_sssd", "pld"])
+    parser.add_argument("--prompts", type=Path, required=True, help=".jsonl, as `bench` reads it")
+    parser.add_argument("--limit", type=int, default=12, help="questions")
+    parser.add_argument("--new", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def text_of(row: dict) -> str:
+    """Return the question of a row of any of the formats that `bench` reads."""
+    if "turns" in row:
+        return row["turns"][0]
+    return "\n".join(row[key] for key in ("prompt", "question", "instruction", "input") if row.get(key, "").strip())
+
+
+def interval(logs: np.ndarray) -> list[float]:
+    """Return the geometric mean, and its 95 % bootstrap interval over questions."""
+    picks = np.random.default_rng(0).integers(0, len(logs), (2000, len(logs)))
+    return np.exp([logs.mean(), *np.percentile(logs[picks].mean(1), [2.5, 97.5])]).round(3).tolist()
+
+
+def line_of(row: dict) -> str:
+    shown = (f"{name} {row[name][0]:.2f} [{row[name][1]:.2f}, {row[name][2]:.2f}]" for name in row if name[0] in "pr")
+    return f"{row['method']:20} {row['tokens_per_s']:8.1f} tokens/s   " + "   ".join(shown)
+
+
+class Worker:
+    """A process that decodes with the code of one checkout."""
+
+    def __init__(self, checkout: Path, arguments: list[str]) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--worker"]
+        paths = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, cwd=checkout, env=os.environ | {"PYTHONPATH": paths}, **pipes)
+        self.answer()
+
+    def speed(self, method: str, prompts: list[str]) -> float:
+        """Tokens per second of answers to these prompts, in one batch."""
+        self.process.stdin.write(json.dumps([method, prompts]) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> object:
+        for line in self.process.stdout:
+            if line.startswith(RESULT):
+                return json.loads(line.removeprefix(RESULT))
+        raise SystemExit("error: a checkout cannot run this; its own message stands above")
+
+
+def work(args: argparse.Namespace) -> None:
+    """Answer questions with the methods of the checkout that Python finds, until there are none."""
+    from spectrain import load_method, load_target
+    from spectrain.decoding import Sampling, generate
+    from spectrain.decoding.text import prompt_ids
+
+    target, methods = load_target(args.target), {}
+    for name in (PLAIN, *args.methods):
+        methods[name] = load_method(name, target)
+    sampling, has_chat = Sampling(args.temperature, args.top_k), target.tokenizer.chat_template is not None
+    options = {"sampling": sampling, "stop_token_ids": ()}
+    print(RESULT + json.dumps(args.target), flush=True)
+    for line in sys.stdin:
+        name, prompts = json.loads(line)
+        texts = [[{"role": "user", "content": one}] if has_chat else one for one in prompts]
+        ids = [list(prompt_ids(target.tokenizer, text)) for text in texts]
+        started = time.perf_counter()
+        generate(target, methods[name], ids, args.new, batch_size=len(ids), **options)
+        print(RESULT + json.dumps(len(ids) * args.new / (time.perf_counter() - started)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
