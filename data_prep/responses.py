@@ -84,7 +84,7 @@ def check_answering(options: Responses) -> Answering:
             raise UserError("source=server needs the server's address; give base_url=http://host:port")
         if not options.method["_target_"].endswith(".Autoregressive"):
             raise UserError("method= is an option of source=loop, not of a server; remove method=")
-        if options.sampling.draws != "inverse":
+        if options.sampling.draws == "shared":
             raise UserError("a server draws its own tokens; give sampling.draws=inverse, or source=loop")
     return Answering(
         Sampling(**vars(options.sampling)), options.max_new_tokens, options.seed, tuple(options.stop_strings)

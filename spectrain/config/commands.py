@@ -31,9 +31,10 @@ class Sampling:
     top_p: float = option(1.0, "1: off", above=0, most=1)
     min_p: float = option(0.0, "0: off", least=0, below=1)
     draws: str = option(
-        "inverse",
-        "shared: noise fixed by seed, place and token, so that all methods write the same sampled text",
-        one_of=("inverse", "shared"),
+        "auto",
+        "shared: noise fixed by seed, place and token, so that all methods write the same sampled text; auto: shared "
+        "where a method drafts trees of a draft model, which gain from it, else inverse",
+        one_of=("auto", "inverse", "shared"),
     )
 
 

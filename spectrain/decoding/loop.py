@@ -20,7 +20,7 @@ from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
-from spectrain.decoding.sampling import Sampling, row_generator
+from spectrain.decoding.sampling import Sampling, row_generator, sampling_of
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
@@ -82,9 +82,9 @@ def stream(
         prompts: token ids.
         max_new_tokens: maximum length of a continuation.
         sampling: one for all prompts, or one for each, of which all have the same `draws`; None: greedy.
-        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless the
-            drafter chooses by the clock how many tokens it draws (max_nodes=auto of methods with a draft model). With
-            `draws=shared` it is the same with any drafter.
+        seed: prompt i draws from a generator seeded by (seed, i), so its sample is the same in any batch, unless how
+            many tokens are drawn from a draft model depends on the batch (max_nodes=auto). With `draws=shared` it is
+            the same with any drafter.
         prompt_numbers: the numbers i; None: 0, 1, ...
         batch_size: rows decoded together; None: all prompts.
         stop_token_ids: tokens that end a text; None: the target's EOS ids, (): none.
@@ -108,11 +108,11 @@ def stream(
         check_prompt(target, prompt, max_new_tokens, f"prompt {index}")
     if not prompts:
         return
-    samplings = _samplings(sampling, len(prompts))
+    samplings = [one.drawn_by(drafter) for one in _samplings(sampling, len(prompts))]
     n_slots = min(batch_size, len(prompts))
     stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
-    drafter.prepare(target, sampling or Sampling(), n_slots)
+    drafter.prepare(target, sampling_of(samplings), n_slots)
     target = target.with_capture(drafter.capture_layers)
     longest = max(map(len, prompts)) + max_new_tokens
     cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)
@@ -147,7 +147,7 @@ def _samplings(sampling: Sampling | Sequence[Sampling] | None, n_prompts: int) -
     if len(sampling) != n_prompts:
         raise UserError(f"{len(sampling)} samplings were given for {n_prompts} prompts; give one for each, or one")
     if len({one.draws for one in sampling}) > 1:
-        raise UserError("the prompts of a batch differ in sampling.draws; give all of them inverse, or all shared")
+        raise UserError("the prompts of a batch differ in sampling.draws; give all of them the same")
     return list(sampling)
 
 

@@ -2,13 +2,15 @@
 
 Randomness is one CPU generator per row, and a row takes from it only for itself: its sample does not depend on its
 neighbours in the batch, nor on the device. A draw costs one uniform number (inverse of the cumulative distribution).
-With `draws=shared` random numbers belong to places in the text instead; see `noise.py`.
+With `draws=shared` random numbers belong to places in the text instead; see `noise.py`. By default the drafter says
+which of the two it gains from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +21,10 @@ from spectrain.decoding.transfer import to_device, without
 from spectrain.errors import UserError, check_choice, check_number, check_whole
 from spectrain.kernels import TEMPERATURE, reference
 
-DRAWS = ("inverse", "shared")
+if TYPE_CHECKING:
+    from spectrain.decoding.drafter import Drafter
+
+DRAWS = ("auto", "inverse", "shared")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
-    draws: str = "inverse"  # shared: by noise that all methods share
+    draws: str = "auto"  # inverse, or shared: by noise that all methods share; auto: as the drafter has it
 
     def __post_init__(self) -> None:
         for name, interval in (("temperature", "[0, inf)"), ("top_p", "(0, 1]"), ("min_p", "[0, 1)")):
@@ -65,6 +70,10 @@ class Sampling:
     def shares_noise(self) -> bool:
         """Whether target and drafters draw with the same noise."""
         return self.draws == "shared" and not self.greedy
+
+    def drawn_by(self, drafter: Drafter) -> Sampling:
+        """The same options, with the drafter's own way to draw where none was asked for."""
+        return replace(self, draws=drafter.draws) if self.draws == "auto" else self
 
     def same_distribution(self, other: Sampling) -> bool:
         """Whether both choose alike: greedy decoding reads no other option."""

@@ -95,6 +95,8 @@ class Auto(Drafter):
         self.n_steps = self.n_rows = self._left = 0  # `_left`: steps until methods are compared again
         self._rows_before = 0  # when they were compared last
         self._size = 1, 0  # nodes and reads of this step
+        draws = {one.draws for one in methods.values()}
+        self.draws = draws.pop() if len(draws) == 1 else Drafter.draws
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
         self.store = next((store for one in methods.values() if (store := getattr(one, "store", None))), None)
         self.warning = next((one.warning for one in methods.values() if one.warning), None)

@@ -104,6 +104,8 @@ class TreeDrafter(LookupDrafter):
         lookup: whose candidates join the tree; None: the model's alone.
     """
 
+    draws = "shared"  # at T = 1 the likeliest tokens are accepted half as often as draws with the target's own noise
+
     def __init__(
         self,
         model: Drafter,

@@ -41,8 +41,8 @@ ALPHA = 1e-4
 VOCAB_SIZE = 4
 PROMPT = [1, 3, 0, 2]
 N_SAMPLES = 4000
-PLAIN = Sampling(temperature=1.2)
-WARPED = Sampling(temperature=1.5, top_k=3, top_p=0.95, min_p=0.02)
+PLAIN = Sampling(temperature=1.2, draws="inverse")
+WARPED = Sampling(temperature=1.5, top_k=3, top_p=0.95, min_p=0.02, draws="inverse")
 SHARED = dataclasses.replace(WARPED, draws="shared")
 TINY = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 1, "hidden_size": 16, "initializer_range": 0.15}
 

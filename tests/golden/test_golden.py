@@ -53,7 +53,7 @@ OPTIONS = {  # besides max_nodes=paper
 }
 SAMPLINGS = {
     "greedy": (Sampling(), 1),
-    "t08": (Sampling(temperature=0.8, top_k=50), 4),
+    "t08": (Sampling(temperature=0.8, top_k=50, draws="inverse"), 4),
     "shared": (Sampling(temperature=1.0, draws="shared"), 1),
 }
 

@@ -105,15 +105,16 @@ def test_a_drafter_that_is_the_target_has_all_of_its_greedy_tokens_accepted():
     assert all(set(one.accepted[:-1]) == {4} for one in found)
 
 
-def test_noise_that_is_shared_with_the_target_itself_has_all_tokens_accepted():
-    model, sampling = tiny_model("llama"), Sampling(1.0, draws="shared")
+def test_trees_share_noise_by_default_and_then_the_target_itself_has_all_tokens_accepted():
+    model = tiny_model("llama")
     target, prompts = TargetModel(model), random_prompts([9, 5, 12], seed=2)
     method = TreeDrafter(Speculative(TargetModel(model), 4), max_nodes=9, branches=2, levels=4)
-    found = generate(target, method, prompts, 21, sampling, batch_size=2)
-    assert [one.tokens for one in found] == [
-        one.tokens for one in generate(target, Autoregressive(), prompts, 21, sampling)
-    ]
+    found = generate(target, method, prompts, 21, Sampling(1.0), batch_size=2)
+    plain = generate(target, Autoregressive(), prompts, 21, Sampling(1.0, draws="shared"))
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
     assert all(set(one.accepted[:-1]) == {4} for one in found)
+    other = generate(target, method, prompts, 21, Sampling(1.0, draws="inverse"), batch_size=2)
+    assert any(set(one.accepted[:-1]) != {4} for one in other)
 
 
 def test_what_a_lookup_finds_joins_the_models_tree():
