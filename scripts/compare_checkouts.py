@@ -123,20 +123,24 @@ def work(args: argparse.Namespace) -> None:
     from spectrain import load_method, load_target
     from spectrain.decoding import Sampling, generate
     from spectrain.decoding.text import prompt_ids
+    from spectrain.errors import UserError
 
-    target, methods = load_target(args.target), {}
-    for name in (PLAIN, *args.methods):
-        methods[name] = load_method(name, target)
-    sampling, has_chat = Sampling(args.temperature, args.top_k), target.tokenizer.chat_template is not None
-    options = {"sampling": sampling, "stop_token_ids": ()}
-    print(RESULT + json.dumps(args.target), flush=True)
-    for line in sys.stdin:
-        name, prompts = json.loads(line)
-        texts = [[{"role": "user", "content": one}] if has_chat else one for one in prompts]
-        ids = [list(prompt_ids(target.tokenizer, text)) for text in texts]
-        started = time.perf_counter()
-        generate(target, methods[name], ids, args.new, batch_size=len(ids), **options)
-        print(RESULT + json.dumps(len(ids) * args.new / (time.perf_counter() - started)), flush=True)
+    try:
+        target, methods = load_target(args.target), {}
+        for name in (PLAIN, *args.methods):
+            methods[name] = load_method(name, target)
+        sampling, has_chat = Sampling(args.temperature, args.top_k), target.tokenizer.chat_template is not None
+        options = {"sampling": sampling, "stop_token_ids": ()}
+        print(RESULT + json.dumps(args.target), flush=True)
+        for line in sys.stdin:
+            name, prompts = json.loads(line)
+            texts = [[{"role": "user", "content": one}] if has_chat else one for one in prompts]
+            ids = [list(prompt_ids(target.tokenizer, text)) for text in texts]
+            started = time.perf_counter()
+            generate(target, methods[name], ids, args.new, batch_size=len(ids), **options)
+            print(RESULT + json.dumps(len(ids) * args.new / (time.perf_counter() - started)), flush=True)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":
