@@ -75,7 +75,7 @@ def find_sources(options: Acceptance, target: TargetModel) -> tuple[str, str, st
     """
     target_fingerprint = fingerprint(target.model, target.tokenizer)
     responses = Path(options.responses) if options.responses else newest_responses(CHECKPOINTS, target_fingerprint)
-    open_responses(responses).check_fits(target_fingerprint, options.target.path, target.vocab_size)
+    open_responses(responses).check_fits(target_fingerprint, options.target.path)
     if not options.responses:
         log.info("responses: %s", responses)
     given = given_artifacts(options.drafter) or {"vanilla": find_artifact("vanilla", target)}

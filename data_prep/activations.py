@@ -1,7 +1,7 @@
 """Hidden states of a target, computed once: what SPIRe drafters are trained from (docs/data.md).
 
-    python -m data_prep.activations corpus=<file or folder> target=<folder or hub id>   # raw text, packed into rows
-    python -m data_prep.activations responses=<folder> target=...                       # prompts and responses
+    python -m data_prep.activations corpus=<file or folder> target=<folder or hub id>
+    python -m data_prep.activations corpus=responses:<folder> target=...     # the target's own text
     torchrun --nproc-per-node 8 -m data_prep.activations ...
 
 For every token the inputs of some blocks and the final hidden state are kept, never logits. The same command resumes
@@ -20,17 +20,16 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from data_prep.capture import ShardParts, TokenRows, rows_of_responses
+from data_prep.capture import ShardParts
 from data_prep.pipeline import Build, decided, hashed_config, launch, rank_device, store_path
 from data_prep.progress import show_facts, speed, target_override
 from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Activations
-from spectrain.decoding import TargetModel, fingerprint
+from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
 from spectrain.stores.features import ACTIVATIONS
-from spectrain.stores.packing import pack
-from spectrain.stores.rows import open_several_responses, response_folders
+from spectrain.stores.packing import Packed, pack
 from spectrain.stores.texts import read_documents
 from spectrain.training.strategies import fast_precision
 
@@ -43,17 +42,12 @@ def main(options: Activations) -> None:
         fabric = launch(options.target.device, options.target.parallel)
         target = capturing_target(options, open_target(options.target, rank_device(fabric)))
         options.precision = fast_precision(options.precision, target.device.type)
-        rows = decided(fabric, partial(read_rows, options, target))
+        packed = decided(fabric, partial(read_rows, options, target))
         config = hashed_config(plain(options), NOT_HASHED)
         config |= {"layers": list(target.capture_layers)}
-        config.pop("held_out_share" if options.responses is None else "corpus")
-        source = {"kind": "corpus", "corpus": options.corpus.path or "stdlib"}
-        if options.responses is not None:
-            names = [folder.resolve().name for folder in response_folders(options.responses)]
-            source = {"kind": "responses", "responses": ":".join(names)}
-        facts = {"target": options.target.path, "config": config, "source": source}
+        facts = {"target": options.target.path, "config": config, "corpus": options.corpus.path or "stdlib"}
         parts = ShardParts(
-            rows, target, options.precision, options.dtype, options.batch_tokens, options.shard_tokens, facts
+            packed, target, options.precision, options.dtype, options.batch_tokens, options.shard_tokens, facts
         )
         out = store_path(options.out, "activations", parts.identity)
         build = Build(
@@ -75,36 +69,28 @@ def capturing_target(options: Activations, target: TargetModel) -> TargetModel:
     return target.with_capture(layers)
 
 
-def read_rows(options: Activations, target: TargetModel) -> TokenRows:
+def read_rows(options: Activations, target: TargetModel) -> Packed:
     """Read the rows to capture, as training packs them; UserError where there are none for this target."""
-    if options.responses is not None:
-        stores = open_several_responses(options.responses)
-        for store in stores:
-            store.check_fits(fingerprint(target.model, target.tokenizer), options.target.path, target.vocab_size)
-        return rows_of_responses(stores, min(options.row_tokens, target.max_positions), options.held_out_share)
     if options.row_tokens > target.max_positions:
         raise UserError(
             f"row_tokens={options.row_tokens} is above the target's {target.max_positions} tokens; lower it"
         )
     corpus = options.corpus
-    source = corpus.path, corpus.fields, corpus.split, corpus.subset
-    limits = {"max_document_bytes": corpus.max_document_bytes, "max_files": corpus.max_files}
-    documents = read_documents(*source, **limits, tokenizer=target.tokenizer)
+    place = corpus.path, corpus.fields, corpus.split, corpus.subset
+    documents = read_documents(*place, tokenizer=target.tokenizer)
     cut = options.row_tokens, corpus.held_out_share, corpus.max_documents
-    return TokenRows.of_packed(
-        pack(documents, target.tokenizer, *cut, document_mask=options.document_mask, vocab_size=target.vocab_size)
-    )
+    return pack(documents, target.tokenizer, *cut, document_mask=options.document_mask, vocab_size=target.vocab_size)
 
 
 def show(out: Path, tokens_per_s: float | None) -> None:
     """Print the table at the end, and the command to type next."""
     manifest = ACTIVATIONS.read_manifest(out)
-    counts, source = manifest.counts, manifest.source["kind"]
+    counts = manifest.counts
     n_bytes = sum(facts["bytes"] for facts in manifest.files.values())
     facts = {
         "folder": str(out),
         "target": f"{manifest.target} ({manifest.target_fingerprint})",
-        source: manifest.source[source],
+        "corpus": manifest.corpus,
         "blocks": f"inputs of {', '.join(map(str, manifest.layers))}, and the final hidden state",
         "kept as": f"{manifest.dtype}, computed in {manifest.precision}",
         "rows": f"{counts['rows']:,}, of which {counts['held_out']:,} are held out",

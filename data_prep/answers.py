@@ -28,7 +28,7 @@ from spectrain.decoding.loop import Emitted, check_prompt
 from spectrain.errors import UserError
 from spectrain.stores.files import end_last_line, json_line, read_lines
 from spectrain.stores.folder import digest
-from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, conversation_ids, read_prompts
+from spectrain.stores.prompts import Question, conversation_ids, read_prompts
 from spectrain.stores.rows import ResponseManifest, write_responses
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents, turn_id, unit_hash
 
@@ -246,14 +246,14 @@ def answered_rows(work: Path) -> list[dict]:
     return list(rows.values())
 
 
-def read_questions(prompts: str | None, limit: int | None, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> list[Question]:
+def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
     """Read the questions of a prompt file; without one, cut them from modules of the standard library.
 
     Those are modules that training sees as well. Cuts of a module stand apart, so that no prompt holds the text that
     another asks for. The first cuts of all modules come first, in hashed order: few prompts are of many modules.
     """
     if prompts is not None:
-        return read_prompts(prompts, limit, max_prompt_bytes)
+        return read_prompts(prompts, limit)
     found = []
     for document in read_documents(None):
         if is_held_out(document.id, STDLIB_HELD_OUT):

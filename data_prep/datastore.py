@@ -35,7 +35,7 @@ from spectrain.methods.pld import PromptLookup
 from spectrain.methods.sssd import Sssd, SssdOptions
 from spectrain.retrieval.calibration import calibrate, write_calibration
 from spectrain.retrieval.datastore import DATASTORES, Manifest, open_datastore
-from spectrain.stores.folder import MANIFEST, digest
+from spectrain.stores.folder import MANIFEST
 from spectrain.stores.prompts import conversation_ids, read_prompts
 from spectrain.stores.texts import responses_of
 
@@ -45,11 +45,8 @@ ANSWER_TOKENS = 64  # of an answer to a prompt
 BATCH_SIZE = 8
 MAX_NODES = 64  # of the trees whose branches are counted: the longest that sssd drafts by default
 NOT_HASHED = ("out", "fresh", "calibrate")  # they do not change the store
-# Parts and scores do not depend on these either.
-CHOICE = (
-    *("keep", "max_perplexity", "keep_tokens", "perplexity_filter"),
-    *("always_score", "seed", "shard_tokens"),
-)
+# Parts and scores do not depend on these, so another choice from them uses the same work folder.
+CHOICE = ("keep", "max_perplexity", "keep_tokens", "perplexity_filter", "always_score", "seed", "shard_tokens")
 
 
 def main(options: Datastore) -> None:
@@ -60,12 +57,10 @@ def main(options: Datastore) -> None:
         raise UserError("score_on=response is for perplexities, which this choice does not need; remove score_on")
     config = hashed_config(plain(options), NOT_HASHED)
     scored_config = {key: value for key, value in config.items() if key not in CHOICE}
-    out = store_path(options.out, "datastore", config)
-    # Without a name of its own, a store shares the work folder of every other with the same parts and scores.
-    work_name = "" if options.out else f"datastore-{digest(scored_config)}"
+    out = store_path(options.out, "datastore", scored_config)
     with interruptible("to resume"):
         fabric = launch(options.target.device, options.target.parallel)
-        build = Build(fabric, "datastore", out, config, options.fresh, options.target.parallel != "tp", work_name)
+        build = Build(fabric, "datastore", out, config, options.fresh, options.target.parallel != "tp")
         is_built = (out / MANIFEST).is_file() and not options.fresh
         if not (is_built and options.calibrate):  # a finished store is only calibrated
             build.run(partial(documents, options, build, selection, scored_config))

@@ -5,8 +5,9 @@
     score-00000.npy                [documents of the part] float64 perplexities (select.py)
     store/                         what becomes the datastore (docs/data.md)
 
-A resumed build reads the corpus again, but tokenises only what no part has: the digest is that of the texts that a part
-was made from. Parts and scores do not depend on what is chosen from them, so that another `keep` uses them again.
+A build that was killed while it read goes through the corpus again, but tokenises only what no part has: the digest is
+that of the texts that a part was made from. Parts and scores do not depend on what is chosen from them, so that another
+`keep` uses them again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
-from data_prep.pipeline import Build, Parts, check_disk, read_part
+from data_prep.pipeline import Build, Parts, check_disk
 from data_prep.progress import Advance, token_progress
 from data_prep.select import Scoring, Selection, draw_histogram, perplexities, quantiles, rounded, select
 from spectrain.config.commands import Datastore
@@ -35,7 +36,7 @@ from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.files import json_line, read_json, write_json, write_whole
 from spectrain.stores.packing import token_documents
 from spectrain.stores.rows import list_lengths
-from spectrain.stores.texts import Document, Skipped, is_remote, read_documents
+from spectrain.stores.texts import Document, Skipped, read_documents
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ COUNTS, DOCUMENTS, HISTOGRAM = "corpus.json", "documents.jsonl", "perplexity.png
 PART_COLUMNS = pyarrow.schema(
     {
         "id": pyarrow.string(),
-        "source": pyarrow.string(),
         "tokens": pyarrow.list_(pyarrow.int32()),
         "is_response": pyarrow.list_(pyarrow.bool_()),  # what the target or the assistant wrote
     }
@@ -90,17 +90,12 @@ class DocumentParts(Parts):
         return [int(list_lengths(part["tokens"]).sum()) for part in self._parts()] if self.scored else []
 
     def _parts(self) -> Iterator[pyarrow.Table]:
-        return (read_part(file, parquet.read_table) for file in part_files(self.work))
+        return map(parquet.read_table, part_files(self.work))
 
     def missing(self, build: Build) -> list[int]:
-        """Read the corpus, write its parts as far as they are missing, and return those that have no scores.
-
-        A dataset of the hub that was read to its end is not streamed again.
-        """
+        """Read the corpus, unless that is done, and return the parts that have no scores."""
         file = self.work / COUNTS
-        counts = Counts(**read_json(file)) if file.is_file() else None
-        if counts is None or not is_remote(self.options.corpus.path):
-            counts = self.read_corpus(counts)
+        counts = Counts(**read_json(file)) if file.is_file() else self.read_corpus()
         if not sum(map(len, self._parts())):
             build.clear()
             raise UserError(
@@ -115,12 +110,8 @@ class DocumentParts(Parts):
             )
         return [index for index in range(len(self.sizes)) if not score_file(self.work, index).is_file()]
 
-    def read_corpus(self, before: Counts | None) -> Counts:
-        """Read the corpus to its end and write the parts that the work folder lacks.
-
-        UserError is raised where the corpus has changed since parts were written, or since it was read to its end,
-        when `before` was counted.
-        """
+    def read_corpus(self) -> Counts:
+        """Read the corpus and write the parts that the work folder lacks; UserError where it has changed since."""
         counts, skipped, seen, n_parts = Counts(), Skipped(), set(), 0
         changed = UserError(f"the corpus is no longer what this build began with; remove {self.work} to begin anew")
         with token_progress("tokenise", None) as advance:
@@ -131,7 +122,7 @@ class DocumentParts(Parts):
                     if any(self.work.glob(f"part-{n_parts:05d}-*")):
                         raise changed
                     write_whole(file, partial(parquet.write_table, self.tokenised(new)))
-                part = read_part(file, parquet.read_table)
+                part = parquet.read_table(file)
                 n_parts += 1
                 counts.read += len(batch)
                 counts.empty += len(new) - len(part)
@@ -140,7 +131,7 @@ class DocumentParts(Parts):
         counts.not_utf8, counts.not_utf8_files = len(skipped.not_utf8), skipped.not_utf8
         counts.empty += skipped.empty
         counts.without_assistant = skipped.without_assistant
-        if len(part_files(self.work)) > n_parts or before not in (None, counts):
+        if len(part_files(self.work)) > n_parts:
             raise changed
         write_json(self.work / COUNTS, counts)
         return counts
@@ -149,8 +140,7 @@ class DocumentParts(Parts):
         """Yield the documents that are read for each part."""
         corpus, batch, n_characters = self.options.corpus, [], 0
         documents = read_documents(
-            *(corpus.path, corpus.fields, corpus.split, corpus.subset),
-            *(skipped, corpus.max_document_bytes, corpus.max_files, self.target.tokenizer),
+            *(corpus.path, corpus.fields, corpus.split, corpus.subset, skipped, self.target.tokenizer),
         )
         for document in itertools.islice(documents, corpus.max_documents):
             batch.append(document)
@@ -189,14 +179,14 @@ class DocumentParts(Parts):
                     f"{vocab_size}; give a target whose tokenizer is its own"
                 )
             mask = np.zeros(len(found.tokens), bool) if found.is_response is None else found.is_response
-            rows.append((document.id, document.source, found.tokens, mask))
+            rows.append((document.id, found.tokens, mask))
         columns = {name: [row[place] for row in rows] for place, name in enumerate(PART_COLUMNS.names)}
         return pyarrow.table(columns, schema=PART_COLUMNS)
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         files = part_files(self.work)
         for index in parts:
-            part, counted = read_part(files[index], parquet.read_table), None
+            part, counted = parquet.read_table(files[index]), None
             if self.options.score_on == "response":  # all tokens count in a document without an answer
                 counted = [mask if mask.any() else np.ones_like(mask) for mask in part["is_response"].to_numpy()]
             scores = perplexities(self.target, part["tokens"].to_numpy(), self.scoring, advance, counted)
@@ -209,13 +199,11 @@ class DocumentParts(Parts):
     def write_store(self, build: Build) -> None:
         """Choose documents, write the store and put it in its place."""
         counts, scores = read_json(self.work / COUNTS), None
-        facts = [
-            (part["id"].to_pylist(), part["source"].to_pylist(), list_lengths(part["tokens"])) for part in self._parts()
-        ]
-        ids, sources, n_tokens = (list(itertools.chain.from_iterable(column)) for column in zip(*facts, strict=True))
+        facts = [(part["id"].to_pylist(), list_lengths(part["tokens"])) for part in self._parts()]
+        ids, n_tokens = (list(itertools.chain.from_iterable(column)) for column in zip(*facts, strict=True))
         n_tokens = np.array(n_tokens, np.int64)
         if self.scored:
-            scores = np.concatenate([read_part(score_file(self.work, i), np.load) for i in range(len(facts))])
+            scores = np.concatenate([np.load(score_file(self.work, i)) for i in range(len(facts))])
         kept = select(self.selection, ids, n_tokens, scores)
         vocab_size, shard_tokens = self.target.vocab_size, self.options.shard_tokens or MAX_SHARD_TOKENS
         check_disk(build.out, int((n_tokens[kept] + 1).sum()) * bytes_a_token(vocab_size), "lower keep or keep_tokens")
@@ -232,7 +220,6 @@ class DocumentParts(Parts):
         rows = [
             {
                 "id": ids[i],
-                "source": sources[i],
                 "tokens": int(n_tokens[i]),
                 "perplexity": None if scores is None else rounded(scores[i]),
             }
@@ -268,7 +255,7 @@ def digest_of(batch: list[Document]) -> str:
     """Return 16 hex digits over all documents."""
     digest = hashlib.sha256()
     for document in batch:
-        for encoded in (document.id.encode(), document.source.encode(), document.content()):
+        for encoded in (document.id.encode(), document.content()):
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
     return digest.hexdigest()[:16]
 

@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 
-from data_prep.pipeline import Build, Parts, check_disk, read_part
+from data_prep.pipeline import Build, Parts, check_disk
 from data_prep.progress import Advance
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.sampling import Sampling, row_generator
@@ -131,7 +131,7 @@ class LabelParts(Parts):
 
     def write_store(self, build: Build) -> None:
         folders = [part_folder(build.work, index) for index in range(len(self.rows))]
-        joined = concatenate_datasets([read_part(folder, datasets.load_from_disk) for folder in folders])
+        joined = concatenate_datasets(list(map(datasets.load_from_disk, folders)))
         # `datasets` names the rows by the fingerprint; its own would be of the files' times.
         rows = Dataset(joined.data, info=joined.info, fingerprint=digest(build.config))
         skipped = np.flatnonzero(~self.fits)

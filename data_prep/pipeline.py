@@ -9,7 +9,6 @@ rank zero decides. Besides the parts of each command, the work folder holds:
 
     work.json     what the parts were made of (`Parts.identity`); without it they count for nothing
     store/        what becomes the store
-    complete      says that store/ is whole, and only renames are left
     replaced/     the store that stood at `out` before (fresh=true)
 """
 
@@ -41,11 +40,10 @@ from spectrain.stores.locations import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
-WORK, COMPLETE, STORE, REPLACED = "work.json", "complete", "store", "replaced"
+WORK, STORE, REPLACED = "work.json", "store", "replaced"
 DISK_MARGIN = 1.1  # of the estimated need
 OTHER_OUT = ", or give another out"
 NOT_HASHED_OF_TARGET = ("device", "engine", "parallel")  # they change nothing but rounding
-NOT_HASHED_OF_CORPUS = ("max_document_bytes", "max_files")  # limits only refuse inputs
 WAIT = datetime.timedelta(days=30)  # ranks wait for each other, for example while rank zero reads a whole corpus
 
 T = TypeVar("T")
@@ -97,14 +95,8 @@ def decided(fabric: Fabric, decide: Callable[[], T]) -> T:
 
 def hashed_config(config: dict, not_hashed: Sequence[str]) -> dict:
     """Return the options of a command that its store depends on."""
-
-    def without(values: dict, names: Sequence[str]) -> dict:
-        return {key: value for key, value in values.items() if key not in names}
-
-    config = without(config, not_hashed)
-    if "corpus" in config:
-        config["corpus"] = without(config["corpus"], NOT_HASHED_OF_CORPUS)
-    return config | {"target": without(config["target"], NOT_HASHED_OF_TARGET)}
+    target = {key: value for key, value in config["target"].items() if key not in NOT_HASHED_OF_TARGET}
+    return {key: value for key, value in config.items() if key not in not_hashed} | {"target": target}
 
 
 def store_path(out: str | None, kind: str, named_by: dict) -> Path:
@@ -126,14 +118,6 @@ def check_disk(out: Path, need_bytes: int, less: str) -> None:
             f"the disk of {out} has {decimal(free)} free, but this build needs about "
             f"{decimal(int(need_bytes * DISK_MARGIN))}; free some, {less}, or give out=<folder on another disk>"
         )
-
-
-def read_part(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a part that an earlier attempt may have written, or raise UserError where it is damaged."""
-    try:
-        return read(path)
-    except Exception as error:  # numpy, datasets and arrow each raise their own types here
-        raise UserError(f"{path} is damaged ({type(error).__name__}); remove it and give the command again") from error
 
 
 class Parts(ABC):
@@ -172,11 +156,10 @@ class Build:
     config: dict  # what the store depends on, as far as it is known before the work begins
     fresh: bool = False  # replace a finished store; throw away a build that was begun without this option
     ranks_share: bool = True  # False: all ranks hold one target together and work on the same parts
-    work_name: str = ""  # of the work folder, where it is not the name of `out`
 
     @property
     def work(self) -> Path:
-        return self.out.with_name(f".{self.work_name or self.out.name}.partial")
+        return self.out.with_name(f".{self.out.name}.partial")
 
     @property
     def store(self) -> Path:
@@ -189,10 +172,7 @@ class Build:
         return self.ranks_share or self.fabric.is_global_zero
 
     def run(self, load: Callable[[], Parts]) -> float | None:
-        """Build the store, all ranks together.
-
-        Args:
-            load: opens what the parts are made with; not called where nothing is left to make.
+        """Build the store, all ranks together; `load` opens what its parts are made with.
 
         Returns:
             Tokens/s of the parts that were missing; None where nothing was left to make.
@@ -202,8 +182,7 @@ class Build:
         """
         fabric = self.fabric
         with contextlib.ExitStack() as held:
-            if decided(fabric, partial(self._open, held)):
-                return None
+            decided(fabric, partial(self._open, held))
             parts = load()
             todo = decided(fabric, partial(self._begin, parts))
             mine = todo[fabric.global_rank :: fabric.world_size] if self.ranks_share else todo
@@ -217,26 +196,21 @@ class Build:
             decided(fabric, partial(parts.write_store, self))
             return n_tokens / elapsed_s if todo else None
 
-    def _open(self, held: contextlib.ExitStack) -> bool:
-        """Hold `out` and the work folder. Return whether this very store was complete but for its last renames."""
+    def _open(self, held: contextlib.ExitStack) -> None:
+        """Hold `out` and the work folder. Raise UserError where a finished store is not to be replaced."""
         held.enter_context(self._held())
-        if (self.work / COMPLETE).is_file():
-            complete = read_json(self.work / COMPLETE)
-            self._move(self.work.with_name(complete["out"]))
-            self.clear()
-            if complete == {"out": self.out.name, "config": parse_json(json_line(self.config))}:
-                return True
-        if self._stands(self.out) and not self.fresh:
-            raise UserError(f"{self.out} is finished; change an option, give another out, or give fresh=true")
-        return False
+        if self._stands():
+            file = self.work / WORK
+            begun_fresh = file.is_file() and read_json(file)["fresh"]
+            if not begun_fresh or (self.work / REPLACED).is_dir():  # killed when only the parts were left to remove
+                self.clear()
+            if not self.fresh:
+                raise UserError(f"{self.out} is finished; change an option, give another out, or give fresh=true")
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep other processes out of `out` and of the work folder. Remove the latter at the end if it holds no part.
-
-        Builds of one corpus with different choices may share a work folder.
-        """
-        with locked(self.out, otherwise=OTHER_OUT), locked(self.work, "another build", OTHER_OUT):
+        """Keep other processes out of `out`. Remove the work folder at the end if it holds no part."""
+        with locked(self.out, otherwise=OTHER_OUT):
             self.work.mkdir(exist_ok=True)
             try:
                 yield
@@ -273,36 +247,24 @@ class Build:
         return self.store
 
     def publish(self) -> None:
-        """Put the whole `store` in its place. Raise UserError where something else stands there by now."""
+        """Put the whole `store` in its place. Raise UserError where something else stands there by now.
+
+        After a kill `out` is the whole old store, the whole new one, or not there, and then the same command goes on.
+        """
         to_disk(self.store)
-        write_json(self.work / COMPLETE, {"out": self.out.name, "config": self.config})
-        self._move(self.out)
+        if self._stands():
+            rename(self.out, self.work / REPLACED)
+        rename(self.store, self.out)
         self.clear()
 
     def clear(self) -> None:
-        """Empty the work folder.
-
-        `work.json` goes first, because without it the parts count for nothing. `complete` goes last, so that after a
-        kill in between the next command still knows that the store is in its place.
-        """
-        order = {WORK: 0, COMPLETE: 2}
-        for child in sorted(self.work.iterdir(), key=lambda child: order.get(child.name, 1)):
+        """Empty the work folder; `work.json` goes first, because without it the parts count for nothing."""
+        for child in sorted(self.work.iterdir(), key=lambda child: child.name != WORK):
             shutil.rmtree(child) if child.is_dir() else child.unlink()
 
-    def _move(self, out: Path) -> None:
-        """Rename the store to `out`, and before that a store that stands there to `replaced` in the work folder.
-
-        After a kill `out` is therefore the whole old store, the whole new one, or not there.
-        """
-        if not self.store.is_dir():  # it was moved before the kill
-            return
-        if self._stands(out):
-            shutil.rmtree(self.work / REPLACED, ignore_errors=True)
-            rename(out, self.work / REPLACED)
-        rename(self.store, out)
-
-    def _stands(self, out: Path) -> bool:
-        """Return whether a finished store, whose manifest is written last, is there; UserError for anything else."""
+    def _stands(self) -> bool:
+        """Return whether a finished store, whose manifest is written last, is at `out`; UserError for anything else."""
+        out = self.out
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return False
         # None: damaged, which fresh=true may replace.

@@ -46,7 +46,6 @@ NOT_HASHED = (
     "concurrency",
     "retries",
     "timeout_s",
-    "max_prompt_bytes",
 )
 OF_LOOP = ("drafter", "head", "datastore")  # options that a server has no use for
 OF_SERVER = ("base_url", "model")
@@ -58,7 +57,7 @@ def main(options: Responses) -> None:
         raise UserError("fresh=true begins anew, and finish_early=true keeps what was answered; give one of them")
     config = hashed_config(plain(options), NOT_HASHED)
     out = store_path(options.out, "responses", config)
-    questions = read_questions(options.prompts, options.limit, options.max_prompt_bytes)
+    questions = read_questions(options.prompts, options.limit)
     if options.source == "server":  # the target is there for its tokenizer, context and fingerprint
         options = dataclasses.replace(
             options, target=dataclasses.replace(options.target, device="cpu", parallel="none")

@@ -1,33 +1,30 @@
 """Answers from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) in place of the decoding loop.
 
-Prompts go to POST /v1/completions as token ids, `concurrency` at a time; as text where a server takes no ids. The
-client of `openai` repeats a request after connection errors, 429 and 5xx. A prompt that the server does not answer has
-failed, and the others go on. A server that cannot be reached any more ends the command.
+Prompts go to POST /v1/completions as token ids, `concurrency` at a time. The client of `openai` repeats a request after
+connection errors, 429 and 5xx. A prompt that the server does not answer has failed, and the others go on. A server that
+cannot be reached any more ends the command.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal
 
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, Timeout
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, NotFoundError, Omit, OpenAIError, Timeout
 from pydantic import BaseModel, Field, ValidationError
 
 from data_prep.answers import Answer, Answering, Answers, Prompt
 from spectrain.decoding import TargetModel
 from spectrain.errors import UserError
 
-log = logging.getLogger(__name__)
-
 START_RETRIES = 2  # of the first request, so that a server that is down is reported within seconds
 CONNECT_S = 10.0
-EXCERPT_CHARACTERS = 160  # of a server's answer in a message
+EXCERPT_CHARACTERS = 200  # of a server's answer in a message
 
 
 class PromptFailed(Exception):
@@ -69,53 +66,38 @@ class CompletionServer:
 
     def find_model(self) -> str:
         """Return the model to ask for, once the server has shown that it serves it; else raise UserError."""
-        address, model = f"base_url={self.root}", self.model
 
-        async def ask() -> Any:
+        async def ask() -> list[str]:
             async with self._client(min(self.retries, START_RETRIES)) as client:
-                return await self._ask(client.models.with_raw_response.list)
+                return [model.id for model in (await client.models.list()).data]
 
         try:
-            response = asyncio.run(ask())
-        except PromptFailed as failure:
-            raise UserError(f"{address} does not work: {failure}; see to the server") from failure
-        if response.status_code in (401, 403):
-            raise UserError(f"{address} refuses ({_complaint(response)}); set OPENAI_API_KEY to its key")
-        if response.status_code == 404 and model is not None:
-            return model  # a server without this list
-        try:
-            served = [entry["id"] for entry in response.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{address} is no OpenAI-compatible server ({_complaint(response)})") from None
-        names = ", ".join(map(str, served))
-        if model is None and len(served) != 1:
-            raise UserError(f"{address} serves {names or 'no model'}; give model=<name>")
-        if model is not None and model not in served:
-            raise UserError(f"model={model} is not served by {self.root}; choose among {names}")
-        return served[0] if model is None else model
+            served = asyncio.run(ask())
+        except APIConnectionError as error:
+            raise self._unreachable(error) from error
+        except (OpenAIError, AttributeError, TypeError) as error:  # the client hands on what is no list of models
+            if isinstance(error, NotFoundError) and self.model is not None:
+                return self.model  # a server without this list
+            raise UserError(
+                f"base_url={self.root} does not answer as an OpenAI-compatible server ({_excerpt(error)}); give another"
+                " address, or set OPENAI_API_KEY to its key"
+            ) from error
+        names = ", ".join(served)
+        if self.model is None and len(served) != 1:
+            raise UserError(f"base_url={self.root} serves {names or 'no model'}; give model=<name>")
+        if self.model not in (None, *served):
+            raise UserError(f"model={self.model} is not served by {self.root}; choose among {names}")
+        return self.model or served[0]
 
     def answer(self, prompts: Sequence[Prompt], answers: Answers, target: TargetModel, answering: Answering) -> None:
         """Ask for all prompts, and keep each answer, or the reason why there is none, as it comes."""
-        waiting, takes_ids = iter(prompts), True
-
-        async def ask(client: AsyncOpenAI, prompt: Prompt) -> Any:
-            nonlocal takes_ids
-            create = client.completions.with_raw_response.create
-            request = self._request(prompt, answering)
-            if takes_ids:
-                response = await self._ask(partial(create, **request))
-                if not refuses_ids(response):
-                    return response
-            response = await self._ask(partial(create, **as_text(request, target)))
-            if takes_ids and response.status_code == 200:
-                log.info("%s takes no token ids; prompts are sent as text", self.root)
-                takes_ids = False
-            return response
+        waiting = iter(prompts)
 
         async def ask_in_turn(client: AsyncOpenAI) -> None:
             for prompt in waiting:
                 try:
-                    answer = read_completion(await ask(client, prompt), target, answering)
+                    body = await self._complete(client, self._request(prompt, answering))
+                    answer = read_completion(body, target, answering)
                 except PromptFailed as failure:
                     answers.fail(prompt, str(failure))
                 else:
@@ -149,23 +131,22 @@ class CompletionServer:
             "extra_body": {name: value for name, value in own.items() if value},
         }
 
-    async def _ask(self, send: Callable[[], Awaitable[Any]]) -> Any:
-        """Send a request and return the HTTP response, whatever its status.
-
-        PromptFailed is raised where it does not come, UserError where nobody is there.
-        """
+    async def _complete(self, client: AsyncOpenAI, request: dict[str, Any]) -> str:
+        """Return the body of the answer; PromptFailed where there is none, UserError where nobody is there."""
         try:
-            return (await send()).http_response
+            return (await client.completions.with_raw_response.create(**request)).http_response.text
         except APIStatusError as error:
-            return error.response
+            raise PromptFailed(f"the server says {_excerpt(error)}") from error
         except APIConnectionError as error:
-            kind = type(error.__cause__).__name__  # of whichever HTTP library the client uses
-            reason = f"{kind}: {error.__cause__}".removesuffix(": ")
-            if kind not in ("ConnectError", "ConnectTimeout"):
-                raise PromptFailed(f"no answer ({reason})") from error
-            raise UserError(
-                f"base_url={self.root} cannot be reached ({reason}); start the server, or give its address"
-            ) from error
+            if type(error.__cause__).__name__ in ("ConnectError", "ConnectTimeout"):  # of the client's HTTP library
+                raise self._unreachable(error) from error
+            raise PromptFailed(f"no answer ({_excerpt(error.__cause__ or error)})") from error
+
+    def _unreachable(self, error: APIConnectionError) -> UserError:
+        return UserError(
+            f"base_url={self.root} cannot be reached ({_excerpt(error.__cause__ or error)}); start the server, or give "
+            "its address"
+        )
 
     def _client(self, retries: int) -> AsyncOpenAI:
         timeout = Timeout(self.timeout_s, connect=min(CONNECT_S, self.timeout_s), pool=None)
@@ -173,39 +154,17 @@ class CompletionServer:
         return AsyncOpenAI(base_url=f"{self.root}/v1", api_key=key, timeout=timeout, max_retries=retries)
 
 
-def refuses_ids(response: Any) -> bool:
-    """Whether a server wants its prompt as text: FastAPI's refusal, which llama-cpp-python's server sends as a 500."""
-    return response.status_code == 422 or (response.status_code == 500 and "valid string" in response.text)
-
-
-def as_text(request: dict[str, Any], target: TargetModel) -> dict[str, Any]:
-    """Return a request with its prompt as text, for llama-cpp-python's server, whose defaults cut the distribution.
-
-    PromptFailed is raised where the text would not be read as the same tokens.
-    """
-    tokens, tokenizer = request["prompt"], target.tokenizer
-    text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if tokenizer(text, add_special_tokens=False)["input_ids"] != tokens:
-        raise PromptFailed("the server takes text only, and this prompt as text has other tokens")
-    defaults = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
-    return request | {"prompt": text, "extra_body": defaults | request["extra_body"]}
-
-
-def read_completion(response: Any, target: TargetModel, answering: Answering) -> Answer:
+def read_completion(body: str, target: TargetModel, answering: Answering) -> Answer:
     """Read a completion as the decoding loop would have written it.
 
     `token_ids` are taken as they are; without them the text is tokenised. Servers leave the EOS out of the text, and
     some out of the ids: where nothing else can have stopped the answer, it is appended. PromptFailed is raised for
     what is no completion of the target's.
     """
-    if response.status_code != 200:
-        raise PromptFailed(f"the server says {_complaint(response)}")
     try:
-        choice = Completion.model_validate_json(response.text).choices[0]
+        choice = Completion.model_validate_json(body).choices[0]
     except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"])) or "body"
-        raise PromptFailed(f"answers nonsense: {where}: {wrong['msg']}, not {_excerpt(wrong['input'])}") from None
+        raise PromptFailed(f"answers nonsense: {_excerpt(error.errors()[0]['msg'])}, in {_excerpt(body)}") from None
     ids, reason = choice.token_ids, choice.finish_reason
     if ids is None and choice.text is None:
         raise PromptFailed("answers nonsense: neither token_ids nor a text")
@@ -226,18 +185,7 @@ def read_completion(response: Any, target: TargetModel, answering: Answering) ->
     return Answer(tokens, reason, retokenized=ids is None)
 
 
-def _complaint(response: Any) -> str:
-    """Return a status and the server's own words, as far as it has any."""
-    try:
-        said = response.json()
-        for key in ("error", "message", "detail"):
-            said = said.get(key, said) if isinstance(said, dict) else said
-    except ValueError:
-        said = response.text
-    return f"{response.status_code}: {_excerpt(said)}"
-
-
-def _excerpt(value: object) -> str:
-    """Return a value on one line, shortened."""
-    text = repr(" ".join(value.split()) if isinstance(value, str) else value)
-    return text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}.."
+def _excerpt(said: object) -> str:
+    """Return a message or an answer on one line, shortened; of an exception also its type."""
+    text = f"{type(said).__name__}: {said}".removesuffix(": ") if isinstance(said, Exception) else str(said)
+    return textwrap.shorten(text, EXCERPT_CHARACTERS, placeholder="..")

@@ -13,12 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spectrain.stores.signals import SIGNALS
-
 if TYPE_CHECKING:
     from spectrain.decoding import Drafter, TargetModel
-
-SIGNALS.answer_while_importing()
 
 __all__ = ["load_method", "load_target"]
 

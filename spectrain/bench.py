@@ -58,7 +58,7 @@ def main(options: Bench) -> None:
     sampling = Sampling(**vars(options.sampling))
     check(options)
     methods = configured(options)
-    asked = questions.read_questions(options.prompts, options.limit, options.max_prompt_bytes)
+    asked = questions.read_questions(options.prompts, options.limit)
     # What a resumed run must share with its beginning, though no option names it: defaults of methods, the questions.
     of_methods = {name: OmegaConf.to_container(OmegaConf.create(method)) for name, method in methods.items()}
     measured = {"methods": of_methods, "questions": questions.digest(asked)}

@@ -53,8 +53,6 @@ class Corpus:
     subset: str | None = option(None, "of a hub dataset; null: its default")
     held_out_share: float = option(0.05, "documents that no training and no datastore sees", least=0, below=1)
     max_documents: int | None = option(None, "the most documents to read; null: all", least=1)
-    max_document_bytes: int = option(33554432, "of a text, 32 MB; a longer one is refused", least=1)
-    max_files: int = option(100000, "of a folder; where there are more, it is refused", least=1)
 
 
 @dataclass
@@ -115,7 +113,6 @@ class Bench(Artifacts, Built):
         None, ".jsonl of Spec-Bench, HumanEval, GSM8K, Alpaca or {prompt}; null: held-out stdlib modules", path=True
     )
     limit: int | None = option(None, "questions, from the start of the file; null: all (20 without prompts)", least=1)
-    max_prompt_bytes: int = option(1048576, "of a line of prompts, 1 MB; a longer one is refused", least=1)
     chat: bool | str = CHAT
     target: Target = group(Target)
     sampling: Sampling = group(Sampling)
@@ -141,7 +138,6 @@ class Responses(Artifacts, Built):
         None, ".jsonl as for spectrain.bench; null: pieces of stdlib modules that are not held out", path=True
     )
     limit: int | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)", least=1)
-    max_prompt_bytes: int = option(1048576, "of a line of prompts, 1 MB; a longer one is refused", least=1)
     chat: bool | str = CHAT
     method: dict[str, Any] = group(dict)
     target: Target = group(Target)
@@ -172,12 +168,8 @@ class Activations(Built):
     kind: str = "activations"
     target: Target = group(Target)
     corpus: Corpus = group(Corpus)
-    responses: str | None = option(
-        None, "folder of data_prep.responses, several separated by colons, in place of the corpus", path=True
-    )
-    held_out_share: float = option(0.05, "of responses, chosen by a hash of their ids", above=0, below=1)
     layers: Any = option(None, "blocks whose inputs are kept, such as [6,7]; null: the last two")
-    row_tokens: int = option(1024, "of a row of packed text; rows of responses are cut to it", least=2)
+    row_tokens: int = option(1024, "L, of a row of packed text", least=2)
     document_mask: bool = option(False, "true: documents that are packed into a row do not see each other")
     dtype: str = option(
         "bfloat16", "of the stored values; int8 with one scale per token and layer", one_of=("bfloat16", "int8")

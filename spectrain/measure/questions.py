@@ -9,17 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spectrain.errors import check_whole
-from spectrain.stores.prompts import MAX_PROMPT_BYTES, Question, read_prompts
+from spectrain.stores.prompts import Question, read_prompts
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out, read_documents
 
 STDLIB_QUESTIONS = 20
 STDLIB_CHARACTERS = 1200  # of a module, to be continued
 
 
-def read_questions(prompts: str | None, limit: int | None, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> list[Question]:
+def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
     """Read the first `limit` questions of a prompt file; without a file, of the standard library (20 by default)."""
     if prompts is not None:
-        return read_prompts(prompts, limit, max_prompt_bytes)
+        return read_prompts(prompts, limit)
     if limit is not None:
         check_whole("limit", limit, 1)
     documents = [d for d in read_documents(None) if is_held_out(d.id, STDLIB_HELD_OUT)]

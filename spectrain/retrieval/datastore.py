@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from spectrain.retrieval.suffix_array import (
     first_token_bounds,
     longest_suffix,
     next_pairs,
-    pair_dtype,
     token_dtype,
 )
 from spectrain.stores import locations
@@ -108,22 +106,11 @@ def write_shard(
         tokens[start : start + len(document)] = document
     suffixes = build_suffix_array(tokens)
     bounds, pairs = first_token_bounds(tokens, vocab_size), next_pairs(tokens, suffixes)
-    pieces = [tokens], [suffixes], [bounds], pairs, [offsets]
-    dtypes = tokens.dtype, suffixes.dtype, bounds.dtype, pair_dtype(tokens.dtype), offsets.dtype
-    sizes = len(tokens), len(suffixes), len(bounds), len(tokens), len(offsets)
     files = {}
-    for name, *facts in zip(_file_names(index), pieces, dtypes, sizes, strict=True):
-        write_whole(folder / name, partial(_save, *facts))
+    for name, array in zip(_file_names(index), (tokens, suffixes, bounds, pairs, offsets), strict=True):
+        write_whole(folder / name, partial(np.save, arr=array))
         files[name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
     return Shard(len(offsets) - 1, int(offsets[-1]), files)
-
-
-def _save(pieces: Iterable[np.ndarray], dtype: np.dtype, n: int, out: BinaryIO) -> None:
-    """Write the pieces of an array [n] as np.save would the whole."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
-    np.lib.format.write_array_header_1_0(out, header)
-    for piece in pieces:
-        out.write(memoryview(piece).cast("B") if len(piece) else b"")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -146,39 +133,18 @@ class Datastore:
         self.manifest = DATASTORES.read_manifest(self.folder)
         DATASTORES.check_sizes(self.folder, self.manifest.files)
         self.vocab_size = self.separator = self.manifest.vocab_size  # this token closes each document
-        shards = [self._open_shard(i, shard) for i, shard in enumerate(self.manifest.shards)]
+        shards = map(self._open_shard, range(len(self.manifest.shards)))
         self.tokens, self.suffixes, self.bounds, self.pairs, self.offsets = zip(*shards, strict=True)
         self.index = self.tokens, self.suffixes, self.bounds, self.pairs  # as every compiled search takes them
 
-    def _open_shard(self, index: int, shard: Shard) -> list[np.ndarray]:
-        """Map the arrays of a shard, in the order of PARTS.
+    def _open_shard(self, index: int) -> list[np.ndarray]:
+        """Map the arrays of a shard, in the order of PARTS."""
+        files = (self.folder / name for name in _file_names(index))
+        return [np.load(file, mmap_mode="r").view(np.ndarray) for file in files]  # numba is slow on subclasses
 
-        Types and shapes are checked here, because compiled searches do not check bounds. The contents are not read,
-        which would take seconds per gigabyte; see `verify`.
-        """
-        V, n = self.vocab_size, shard.tokens
-        tokens = token_dtype(V)
-        n_offsets = shard.documents + 1
-        expected = [(tokens, n), (np.int32, n), (np.int64, V + 2), (pair_dtype(tokens), n), (np.int64, n_offsets)]
-        arrays = []
-        for name, (dtype, length) in zip(_file_names(index), expected, strict=True):
-            try:
-                array = np.load(self.folder / name, mmap_mode="r").view(np.ndarray)  # numba is slow on subclasses
-            except ValueError as error:
-                raise DATASTORES.damaged(self.folder / name, error) from error
-            if array.dtype != dtype or array.shape != (length,):
-                raise DATASTORES.damaged(self.folder / name, "it does not hold what the manifest says")
-            arrays.append(array)
-        return arrays
-
-    def check_fits(self, tokenizer_fingerprint: str, target: str) -> None:
+    def check_fits(self, tokenizer_fingerprint: str) -> None:
         """Raise UserError if the store was built with another tokenizer than the target's."""
-        if self.manifest.tokenizer_fingerprint != tokenizer_fingerprint:
-            raise UserError(
-                f"datastore={self.folder} was built with the tokenizer of {self.manifest.target} "
-                f"({self.manifest.tokenizer_fingerprint}), not of {target} ({tokenizer_fingerprint}); build one for it "
-                f"with {DATASTORES.built_by} target={target}"
-            )
+        DATASTORES.check_tokenizer(self.folder, self.manifest, tokenizer_fingerprint)
 
     def verify(self) -> None:
         """Read every file whole. Raise UserError if one is not the file that the manifest describes."""
@@ -215,7 +181,7 @@ def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:
     """
     store = Datastore(folder)
     if target is not None and target.tokenizer is not None:
-        store.check_fits(tokenizer_fingerprint(target.tokenizer), target.model.name_or_path)
+        store.check_fits(tokenizer_fingerprint(target.tokenizer))
     if target is not None and store.holds_tokens_from(target.vocab_size):
         raise UserError(
             f"datastore={folder} holds tokens above the {target.vocab_size} of {target.model.name_or_path}; build one "

@@ -11,8 +11,6 @@ Searches are compiled by numba, release the GIL, and read memory-mapped arrays i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numba import njit
 from pydivsufsort import divsufsort
@@ -27,11 +25,6 @@ FEW_MATCHES = 16
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest type that holds every token and the separator, which is vocab_size itself."""
     return np.dtype(np.uint16 if vocab_size < 2**16 else np.uint32)
-
-
-def pair_dtype(tokens: np.dtype) -> np.dtype:
-    """Return the type that holds two tokens of this type."""
-    return np.dtype(f"u{2 * tokens.itemsize}")
 
 
 def build_suffix_array(tokens: np.ndarray) -> np.ndarray:
@@ -75,20 +68,20 @@ def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the second and third token of each suffix, in suffix order, so sorted among those of one first token.
+def next_pairs(tokens: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
+    """Return the second and third token of each suffix, in suffix order, so sorted among those of one first token.
 
-    The pieces are [n] in all, unsigned, twice as wide as the tokens, with the second token in the upper half. Tokens
-    past the end of the text are 0; a separator, which no query holds, comes before them.
+    They are [n] unsigned numbers, twice as wide as the tokens, with the second token in the upper half. Tokens past the
+    end of the text are 0; a separator, which no query holds, comes before them.
     """
-    wide = pair_dtype(tokens.dtype)
+    wide = np.dtype(f"u{2 * tokens.dtype.itemsize}")
+    pairs = np.zeros(len(tokens), dtype=wide)
     for start in range(0, len(tokens), CHUNK_TOKENS):
-        places = suffixes[start : start + CHUNK_TOKENS].astype(np.int64)
-        piece = np.zeros(len(places), dtype=wide)
+        piece, places = pairs[start : start + CHUNK_TOKENS], suffixes[start : start + CHUNK_TOKENS].astype(np.int64)
         for behind, shift in ((1, 8 * tokens.dtype.itemsize), (2, 0)):
             inside = places + behind < len(tokens)
             piece[inside] |= tokens[places[inside] + behind].astype(wide) << wide.type(shift)
-        yield piece
+    return pairs
 
 
 @njit(nogil=True, cache=True)

@@ -175,7 +175,7 @@ def lookup_export(method: dict, datastore: str | None, target: str) -> LookupExp
     folder, store = options.pop("datastore", None) or datastore, None
     if takes_store and options.get("datastore_source", True):
         store = Datastore(folder or newest_datastore(CHECKPOINTS, vocabulary, ""))
-        store.check_fits(vocabulary, target)
+        store.check_fits(vocabulary)
         store.verify()  # a copy must not spread damage
         log.info("datastore: %s", store.folder)
     # Options out of range are reported at the export, not at the start of a server.

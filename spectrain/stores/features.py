@@ -1,17 +1,17 @@
 """A store of features: what training reads of a frozen target per token, in safetensors shards (docs/data.md).
 
     store = open_features("checkpoints/activations-1f0c93ab")
-    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l", (6, 7), target.vocab_size)
+    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l", (6, 7))
     row = store.read(0)
     row.tokens, row.captured, row.final_hidden
 
-Shards are memory-mapped, and a row is read by itself. Rows lie one after another, in the order of the source; shards
-cut between rows.
+Rows have equal length and lie in the order in which training numbers them, held-out rows last. Shards are
+memory-mapped, and a row is read by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from spectrain.errors import UserError
 from spectrain.stores.files import Count, write_whole
 from spectrain.stores.folder import FileFacts, StoreKind
 
-DTYPES = ("bfloat16", "int8")
+VERSION = 2
 OPEN_SHARDS = 256  # mapped at once: a process may hold only so many maps
 INT8_MAX = 127
 
@@ -35,7 +35,7 @@ INT8_MAX = 127
 class FeatureManifest:
     """The content of `manifest.json`."""
 
-    version: int = 1
+    version: int = VERSION
     kind: str = "activations"
     target: str  # folder or id
     target_fingerprint: str
@@ -44,31 +44,15 @@ class FeatureManifest:
     hidden_size: int  # D
     dtype: str  # of the features: bfloat16 | int8, with a scale for each token and layer
     precision: str  # that the forward ran in, in Lightning's words
-    row_tokens: int  # of the longest row at most
-    source: dict[str, str]  # "kind": corpus | responses, and which
+    row_tokens: int  # L, of each row
+    corpus: str
     config: dict  # the options by which it was made
-    counts: dict[str, Count]  # rows, held_out, tokens; of responses also cut and skipped
-    shard_rows: list[int]  # rows of each shard
+    counts: dict[str, Count]  # rows, held_out, tokens
+    shard_rows: int  # rows of each shard but the last
     files: dict[str, FileFacts] = field(default_factory=dict)
 
 
-ACTIVATIONS = StoreKind("activations", 1, FeatureManifest, option="data.path")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Rows with their features, as a shard holds them. Scales are those of an int8 store, else None."""
-
-    tokens: Tensor  # [n] int32
-    offsets: Tensor  # [rows + 1] int64: a row's tokens are offsets[r] .. offsets[r + 1]
-    held_out: Tensor  # [rows] bool
-    prompt_tokens: Tensor  # [rows] int32; 0 where the source is raw text
-    captured: Tensor  # [n, C, D] bfloat16 or int8, inputs of the blocks `layers`
-    final_hidden: Tensor  # [n, D] likewise, what the unembedding takes
-    captured_scale: Tensor | None = None  # [n, C] float32
-    hidden_scale: Tensor | None = None  # [n] float32
-    is_response: Tensor | None = None  # [n] bool, where packed rows hold responses; None: see prompt_tokens
-    starts: Tensor | None = None  # [n] int32, where in its row each token's document begins; None: rows are documents
+ACTIVATIONS = StoreKind("activations", VERSION, FeatureManifest, option="data.path")
 
 
 @dataclass(frozen=True)
@@ -78,8 +62,8 @@ class FeatureRow:
     tokens: Tensor  # [L] int32
     captured: Tensor | None  # [L, C, D] bfloat16 of the layers that were asked for; None: of none
     final_hidden: Tensor  # [L, D] bfloat16
-    is_response: Tensor | None  # [L] bool; None: the row is no answer to anything
-    starts: Tensor | None  # [L] int64; None: the row is one document
+    is_response: Tensor | None  # [L] bool; None: the corpus is no answer to anything
+    starts: Tensor | None  # [L] int64, where the document of each token begins; None: not known
 
 
 def shard_name(index: int) -> str:
@@ -105,9 +89,8 @@ def dequantise(q: Tensor, scale: Tensor) -> Tensor:
     return (q * scale[..., None]).to(torch.bfloat16)
 
 
-def write_shard(file: Path, shard: Shard) -> None:
-    """Write a shard whole."""
-    tensors = {name: values for name, values in vars(shard).items() if values is not None}
+def write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors of a shard, each [rows, L, ...] (docs/data.md)."""
     write_whole(file, lambda out: save_file(tensors, out.name))
 
 
@@ -116,52 +99,32 @@ class FeatureStore:
 
     Attributes:
         folder, manifest: which store.
-        lengths: [rows] int64, tokens of each row.
+        row_tokens: L, of each row.
         held_out: [rows] bool, rows that no training may see.
-        prompt_tokens: [rows] int32, of the responses' prompts; 0 where the source is a corpus.
     """
 
     def __init__(self, folder: Path, manifest: FeatureManifest) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder, self.manifest, self.row_tokens = folder, manifest, manifest.row_tokens
         self._shard = lru_cache(OPEN_SHARDS)(lambda index: safe_open(folder / shard_name(index), "pt"))
-        self._first = np.concatenate([[0], np.cumsum(manifest.shard_rows)])  # of each shard, its first row's number
-        tables = [self._read_table(index) for index in range(len(manifest.shard_rows))]
-        self._offsets = [offsets for offsets, *_ in tables]  # of each shard
-        self.lengths = np.concatenate([np.diff(offsets) for offsets in self._offsets])
-        self.held_out, self.prompt_tokens = (np.concatenate(column) for column in list(zip(*tables, strict=True))[1:])
-        if len(self.lengths) != manifest.counts.get("rows"):
-            raise ACTIVATIONS.damaged(f"data.path={folder}", "it does not hold the rows that its manifest says")
+        n_rows = manifest.counts["rows"]
+        self.held_out = np.arange(n_rows) >= n_rows - manifest.counts["held_out"]
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.manifest.counts["rows"]
 
-    def _read_table(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the offsets of a shard's rows, which are held out, and the tokens of their prompts."""
-        names = "offsets", "held_out", "prompt_tokens"
-        try:
-            with safe_open(self.folder / shard_name(index), "pt") as shard:
-                return tuple(shard.get_tensor(name).numpy().copy() for name in names)
-        except Exception as error:  # safetensors, torch and the system each raise their own types here
-            raise ACTIVATIONS.damaged(self.folder / shard_name(index), type(error).__name__) from error
-
-    def _place(self, row: int, n_tokens: int | None = None) -> tuple[safe_open, slice]:
-        """Return the shard of a row, and where its first `n_tokens` tokens stand there (None: all)."""
-        index = int(np.searchsorted(self._first, row, side="right")) - 1
-        start, stop = map(int, self._offsets[index][row - self._first[index] :][:2])
-        return self._shard(index), slice(start, stop if n_tokens is None else min(stop, start + n_tokens))
+    def _vectors(self, name: str, row: int, n_tokens: int | None = None) -> Tensor | None:
+        """Return a tensor of a row, of its first `n_tokens` tokens (None: of all); None where the store has none."""
+        index, place = divmod(row, self.manifest.shard_rows)
+        shard = self._shard(index)
+        return shard.get_slice(name)[place, :n_tokens] if name in shard.keys() else None  # noqa: SIM118
 
     def tokens(self, row: int) -> Tensor:
         """Return the tokens of a row: [L] int32."""
-        shard, place = self._place(row)
-        return shard.get_slice("tokens")[place]
+        return self._vectors("tokens", row)
 
     def is_response(self, row: int, n_tokens: int | None = None) -> Tensor | None:
         """Return which of the first `n_tokens` tokens of a row are of a response: [L] bool; None: it is no answer."""
-        shard, place = self._place(row, n_tokens)
-        if "is_response" in shard.keys():  # noqa: SIM118  safetensors' handle is no mapping
-            return shard.get_slice("is_response")[place]
-        n_prompt = int(self.prompt_tokens[row])
-        return torch.arange(place.stop - place.start) >= n_prompt if n_prompt else None
+        return self._vectors("is_response", row, n_tokens)
 
     def read(self, row: int, n_tokens: int | None = None, layers: Sequence[int] | None = None) -> FeatureRow:
         """Read a row with its features: memory-mapped where the store is bfloat16 and all layers are read.
@@ -171,39 +134,32 @@ class FeatureStore:
             n_tokens: at most so many of its first tokens; None: all.
             layers: blocks of the target; None: all that are stored.
         """
-        shard, place = self._place(row, n_tokens)
-
-        def vectors(name: str, scale: str, kept: list[int] | None = None) -> Tensor:
-            values = shard.get_slice(name)[place]
-            scales = shard.get_slice(scale)[place] if values.dtype == torch.int8 else None
-            if kept is not None:
-                values, scales = values[:, kept], None if scales is None else scales[:, kept]
-            return values if scales is None else dequantise(values, scales)
-
-        stored = self.manifest.layers
-        kept = None if layers is None or list(layers) == stored else [stored.index(layer) for layer in layers]
-        captured = None if kept == [] else vectors("captured", "captured_scale", kept)
-        starts = shard.get_slice("starts")[place].long() if "starts" in shard.keys() else None  # noqa: SIM118
-        final_hidden = vectors("final_hidden", "hidden_scale")
+        stored, captured = self.manifest.layers, None
+        if layers is None or len(layers):
+            captured = self._vectors("captured", row, n_tokens)
+            scale = self._vectors("captured_scale", row, n_tokens)
+            if layers is not None and list(layers) != stored:
+                kept = [stored.index(layer) for layer in layers]
+                captured, scale = captured[:, kept], None if scale is None else scale[:, kept]
+            captured = captured if scale is None else dequantise(captured, scale)
+        hidden, scale = (self._vectors(name, row, n_tokens) for name in ("final_hidden", "hidden_scale"))
+        starts = self._vectors("starts", row, n_tokens)
         return FeatureRow(
-            shard.get_slice("tokens")[place], captured, final_hidden, self.is_response(row, n_tokens), starts
+            self._vectors("tokens", row, n_tokens),
+            captured,
+            hidden if scale is None else dequantise(hidden, scale),
+            self.is_response(row, n_tokens),
+            None if starts is None else starts.long(),
         )
 
-    def check_fits(self, target_fingerprint: str, name: str, layers: Sequence[int], vocab_size: int) -> None:
-        """Raise UserError where the features are of another target than `name`, or lack inputs of these blocks.
-
-        UserError is also raised where a token lies outside the target's vocabulary.
-        """
+    def check_fits(self, target_fingerprint: str, name: str, layers: Sequence[int]) -> None:
+        """Raise UserError where the features are of another target than `name`, or lack inputs of these blocks."""
         ACTIVATIONS.check_target(self.folder, self.manifest, target_fingerprint, name)
         if not set(layers) <= set(self.manifest.layers):
             raise UserError(
                 f"the activations in {self.folder} are of the target's blocks {self.manifest.layers}, but the drafter "
                 f"reads {list(layers)}; capture them with {ACTIVATIONS.built_by} layers={_compact(layers)}"
             )
-        for index in range(len(self.manifest.shard_rows)):
-            tokens = self._shard(index).get_tensor("tokens")
-            if len(tokens):
-                ACTIVATIONS.check_ids(self.folder, int(tokens.min()), int(tokens.max()), vocab_size)
 
 
 def _compact(layers: Sequence[int]) -> str:

@@ -100,15 +100,9 @@ class StoreKind(Generic[M]):
         """Raise UserError where a store holds ids of another tokenizer."""
         if manifest.tokenizer_fingerprint != fingerprint:
             raise UserError(
-                f"{self.name}={folder} is of the target {manifest.target}, whose tokenizer is another one than this "
-                f"target's; give that target, or make another store with {self.built_by} target=..."
+                f"{self.option}={folder} is of the tokenizer of {manifest.target}, not of this target's; give that "
+                f"target, or make another store with {self.built_by} target=..."
             )
-
-    def check_ids(self, folder: Path, least: int, most: int, vocab_size: int) -> None:
-        """Raise UserError where token ids from `least` to `most` are not all of the target's vocabulary."""
-        if least < 0 or most >= vocab_size:
-            wrong = least if least < 0 else most
-            raise self.damaged(f"{self.option}={folder}", f"it has the token {wrong}, but the target has {vocab_size}")
 
     def damaged(self, what: object, why: object) -> UserError:
         return UserError(f"{what} is damaged: {why}; {self._again}")

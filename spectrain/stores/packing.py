@@ -58,6 +58,21 @@ class Packed:
     train: PackedRows
     held_out: PackedRows
 
+    def all_rows(self) -> PackedRows:
+        """Return the training rows and behind them the held-out ones.
+
+        Where only one side holds responses, all tokens of the other are learned.
+        """
+        sides, masks = (self.train, self.held_out), None
+        if any(side.is_response is not None for side in sides):
+            all_learned = [torch.ones_like(side.tokens, dtype=torch.bool) for side in sides]
+            masks = [all_learned[i] if side.is_response is None else side.is_response for i, side in enumerate(sides)]
+        return PackedRows(
+            torch.cat([side.tokens for side in sides]),
+            None if masks is None else torch.cat(masks),
+            None if self.train.starts is None else torch.cat([side.starts for side in sides]),
+        )
+
 
 def token_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenDocument]:
     """Yield documents as tokens: responses as they are, conversations by the chat template, texts tokenized.

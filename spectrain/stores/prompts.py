@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +25,6 @@ FORMATS = {  # a file has the first of these whose keys its first row has
     "plain": ("prompt",),
 }
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can name it, UTF-8 and tokenizers cannot
-MAX_PROMPT_BYTES = 2**20  # of a line, as in conf/; a quarter of a million tokens, read in a second or two
 SHOWN_CHARACTERS = 40  # of a wrong value in a message
 
 
@@ -39,13 +37,10 @@ class Question:
     turns: tuple[str, ...]  # user turns, played one after the other
 
 
-def read_prompts(
-    path: str | Path, limit: int | None = None, max_prompt_bytes: int = MAX_PROMPT_BYTES
-) -> list[Question]:
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Question]:
     """Read the first `limit` questions of a prompt file; None: all. Halves of characters become U+FFFD.
 
-    UserError is raised where there is no such file, or a line is not a row of its format, or has more than
-    `max_prompt_bytes`.
+    UserError is raised where there is no such file, or a line is not a row of its format.
     """
     if limit is not None:
         check_whole("limit", limit, 1)
@@ -56,7 +51,7 @@ def read_prompts(
         raise UserError(f"prompts={path} {what}; give one .jsonl file of {known} rows")
     questions: dict[str, Question] = {}
     stem, format_name = SURROGATE.sub("\ufffd", file.stem), None
-    for number, row in json_rows(file, file.name, max_prompt_bytes, "shorten it, or raise max_prompt_bytes"):
+    for number, row in json_rows(file, file.name):
         where = f"line {number} of {file.name}"
         format_name = format_name or _format_of(row, where)
         question = _question(row, format_name, where, f"{stem}-{number}", stem)
@@ -70,18 +65,11 @@ def read_prompts(
     return list(questions.values())
 
 
-def json_rows(
-    file: Path, name: str, most_bytes: int = MAX_PROMPT_BYTES, otherwise: str = "shorten it"
-) -> Iterator[tuple[int, dict]]:
-    """Yield line numbers, from 1, and objects of a user's JSON-lines file, which messages call `name`.
-
-    `otherwise` is what to do about a line of more than `most_bytes`, which is refused before it is read whole.
-    """
+def json_rows(file: Path, name: str) -> Iterator[tuple[int, dict]]:
+    """Yield line numbers, from 1, and objects of a user's JSON-lines file, which messages call `name`."""
     with file.open("rb") as lines:  # as bytes only a line feed ends a line, no carriage return or U+2028
-        for number, line in enumerate(iter(partial(lines.readline, most_bytes + 1), b""), start=1):
+        for number, line in enumerate(lines, start=1):
             where = f"line {number} of {name}"
-            if len(line) > most_bytes:
-                raise UserError(f"{where} has more than {most_bytes} bytes; {otherwise}")
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 row = parse_json(text) if text.strip() else None
@@ -89,8 +77,8 @@ def json_rows(
                 raise UserError(f"{where} is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise UserError(f"{where} is not JSON ({error.msg}, column {error.colno}); mend it") from error
-            except ValueError as error:  # nested too deeply, or a number of thousands of digits
-                raise UserError(f"{where} cannot be read ({str(error).splitlines()[0]}); mend it") from error
+            except ValueError as error:  # NaN or Infinity
+                raise UserError(f"{where} cannot be read ({error}); mend it") from error
             if isinstance(row, dict):
                 yield number, row
             elif text.strip():

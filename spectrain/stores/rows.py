@@ -1,7 +1,7 @@
 """Stores of rows: responses of a target, and acceptance labels (docs/data.md).
 
     store = open_responses("checkpoints/responses-1f0c93ab")
-    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l", target.vocab_size)
+    store.check_fits(fingerprint(target.model, target.tokenizer), "pystdlib-8l")
     store.rows[0]["prompt"], store.rows[0]["response"]
 
     store = open_acceptance("checkpoints/acceptance-1f0c93ab")
@@ -17,7 +17,7 @@ p and label. They are never trained on. Neither is a text's very first token, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,7 +59,6 @@ LABEL_COLUMNS = Features(
         "labels": List(List(Value("float32"))),  # min(1, p / q)
     }
 )
-
 
 STATE_COLUMNS = Features(
     LABEL_COLUMNS
@@ -121,10 +120,9 @@ class ResponseStore:
     manifest: ResponseManifest
     rows: Dataset
 
-    def check_fits(self, target_fingerprint: str, name: str, vocab_size: int) -> None:
-        """Raise UserError where another target than `name` wrote these responses, or a token is none of its ids."""
+    def check_fits(self, target_fingerprint: str, name: str) -> None:
+        """Raise UserError where another target than `name` wrote these responses."""
         RESPONSES.check_target(self.folder, self.manifest, target_fingerprint, name)
-        RESPONSES.check_ids(self.folder, *id_range(self.rows), vocab_size)
 
 
 @dataclass(frozen=True)
@@ -135,13 +133,8 @@ class AcceptanceStore:
     manifest: AcceptanceManifest
     rows: Dataset
 
-    def check_fits(
-        self, target_fingerprint: str, drafter_fingerprint: str, rollout_tokens: int | None, vocab_size: int
-    ) -> None:
-        """Raise UserError where the labels are of another target, another drafter, or other rollouts of it.
-
-        UserError is also raised where a token lies outside the target's vocabulary.
-        """
+    def check_fits(self, target_fingerprint: str, drafter_fingerprint: str, rollout_tokens: int | None) -> None:
+        """Raise UserError where the labels are of another target, another drafter, or other rollouts of it."""
         manifest, drafter = self.manifest, self.manifest.drafter
         ACCEPTANCE.check_target(self.folder, manifest, target_fingerprint, "this one")
         if drafter["fingerprint"] != drafter_fingerprint:
@@ -156,7 +149,6 @@ class AcceptanceStore:
                 f"{rollout_tokens}; give rollout_tokens={manifest.rollout_tokens}, or make others with "
                 f"{ACCEPTANCE.built_by} rollout_tokens={rollout_tokens}"
             )
-        ACCEPTANCE.check_ids(self.folder, *id_range(self.rows), vocab_size)
 
 
 def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: ResponseManifest) -> None:
@@ -173,42 +165,12 @@ def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: Respo
 
 def open_responses(folder: str | Path) -> ResponseStore:
     """Open a store of responses, or raise UserError where the folder holds no whole one of this version."""
-    return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder), lambda _: RESPONSE_COLUMNS, "responses"))
-
-
-def response_folders(folders: str) -> list[Path]:
-    """Return the folders of a value such as `responses=<folder>:<folder>`; UserError where one is empty or repeated.
-
-    A folder whose own name has colons is one store.
-    """
-    names = [folders] if Path(folders).expanduser().exists() else folders.split(":")
-    if "" in names or len(set(names)) < len(names):
-        raise UserError(f"{folders} must be different folders of data_prep.responses, separated by colons")
-    return [Path(name).expanduser() for name in names]
-
-
-def open_several_responses(folders: str) -> list[ResponseStore]:
-    """Open the stores of `response_folders`; UserError as `open_responses`."""
-    return [open_responses(folder) for folder in response_folders(folders)]
+    return ResponseStore(Path(folder), *open_rows(RESPONSES, Path(folder)))
 
 
 def open_acceptance(folder: str | Path) -> AcceptanceStore:
     """Open a store of acceptance labels, or raise UserError where the folder holds no whole one of this version."""
-    return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder), label_columns, "rows"))
-
-
-def id_range(rows: Dataset) -> tuple[int, int]:
-    """Return the smallest and the largest token id of a store's rows, a chunk at a time; -1 stands for a lost one."""
-    least, most = 0, 0
-    for name in ("prompt", "response", "drafts"):
-        for values in rows.data.column(name).chunks if name in rows.column_names else []:
-            while pyarrow.types.is_list(values.type):
-                values = values.flatten()
-            found = pyarrow.compute.min_max(values).as_py()
-            if len(values):
-                least = min(least, -1 if values.null_count else found["min"])
-                most = max(most, found["max"] or 0)
-    return least, most
+    return AcceptanceStore(Path(folder), *open_rows(ACCEPTANCE, Path(folder)))
 
 
 def list_lengths(column: pyarrow.ChunkedArray) -> np.ndarray:
@@ -249,25 +211,9 @@ def label_columns(manifest: AcceptanceManifest) -> Features:
     return LABEL_COLUMNS if manifest.mixing_share is None else STATE_COLUMNS
 
 
-def open_rows(kind: StoreKind[M], folder: Path, features: Callable[[M], Features], counted: str) -> tuple[M, Dataset]:
-    """Return the manifest and the memory-mapped rows of a store, every file read and compared with the manifest.
-
-    `features` says which columns there are, and `counts[counted]` of the manifest is the number of rows.
-    """
+def open_rows(kind: StoreKind[M], folder: Path) -> tuple[M, Dataset]:
+    """Return the manifest and the memory-mapped rows of a store, every file read and compared with the manifest."""
     manifest = kind.read_manifest(folder)
-    try:
-        kind.check_sizes(folder, manifest.files)
-        kind.check_contents(folder, manifest.files)
-        rows = datasets.load_from_disk(str(folder))
-        whole = (
-            isinstance(rows, Dataset)
-            and rows.features == features(manifest)
-            and len(rows) == manifest.counts.get(counted)
-        )
-    except UserError:
-        raise
-    except Exception as error:  # datasets and arrow each raise their own types here
-        raise kind.damaged(f"{kind.option}={folder}", f"{type(error).__name__}: {error}") from error
-    if not whole:
-        raise kind.damaged(f"{kind.option}={folder}", "it does not hold what its manifest says")
-    return manifest, rows
+    kind.check_sizes(folder, manifest.files)
+    kind.check_contents(folder, manifest.files)
+    return manifest, datasets.load_from_disk(str(folder))

@@ -1,14 +1,14 @@
 """Rows of tables as texts or conversations: JSONL, Parquet, folders of `save_to_disk`, datasets of the hub.
 
 Everything is read row by row or batch by batch, so a table may be larger than memory. Every `*_texts` function yields
-the numbers of lines or rows, from 1, with their content, a text or the messages of a conversation, and the source that
-they name (`row_source`). UserError is raised where a row is malformed or lacks a field.
+the numbers of lines or rows, from 1, with their content, a text or the messages of a conversation. UserError is raised
+where a row is malformed or lacks a field.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow.parquet
@@ -22,26 +22,23 @@ from spectrain.stores.prompts import SURROGATE, json_rows
 
 BATCH_ROWS = 1024  # of a Parquet file, read at once
 HUB_TIMEOUT_S = 20.0
-SOURCE_COLUMNS = "source", "dataset", "category"  # the first of them that a row has names its source
 SAVED = ("dataset_dict.json",), ("dataset_info.json", "state.json")  # what save_to_disk leaves, of splits and of one
 
 Content = str | Messages
-Rows = Iterator[tuple[int, Content, str | None]]
+Rows = Iterator[tuple[int, Content]]
 
 
-def jsonl_texts(file: Path, name: str, fields: Sequence[str] | None, most_bytes: int, otherwise: str) -> Rows:
-    """Yield the texts of a JSONL file that messages call `name`; for longer lines see `json_rows`."""
-    for number, row in json_rows(file, name, most_bytes, otherwise):
-        yield number, row_content(row, fields, f"line {number} of {name}"), row_source(row)
+def jsonl_texts(file: Path, name: str, fields: Sequence[str] | None) -> Rows:
+    """Yield the texts of a JSONL file that messages call `name`."""
+    for number, row in json_rows(file, name):
+        yield number, row_content(row, fields, f"line {number} of {name}")
 
 
 def parquet_texts(file: Path, name: str, fields: Sequence[str] | None) -> Rows:
     """Yield the texts of a Parquet file that messages call `name`."""
     try:
-        # Opened here: pyarrow itself takes no path that is not UTF-8.
-        with file.open("rb") as content, pyarrow.parquet.ParquetFile(content) as table:
-            columns = table.schema_arrow.names
-            batches = table.iter_batches(BATCH_ROWS, columns=_read(columns, fields) if fields else None)
+        with pyarrow.parquet.ParquetFile(file) as table:
+            columns, batches = table.schema_arrow.names, table.iter_batches(BATCH_ROWS, columns=fields)
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from _texts(rows, columns, name, fields)
     except (ArrowException, OSError) as error:
@@ -99,26 +96,15 @@ def _texts(rows: Iterable[dict], columns: Sequence[str] | None, name: str, field
         if lacking := [field for field in fields if field not in columns]:
             raise UserError(f"{name} has no text field {lacking[0]!r}; set corpus.fields to its ({', '.join(columns)})")
         if hasattr(rows, "select_columns"):  # a dataset reads only these
-            rows = rows.select_columns(_read(columns, fields))
+            rows = rows.select_columns(fields)
     number = 0
     try:
         for number, row in enumerate(rows, start=1):
-            yield number, row_content(row, fields, f"row {number} of {name}"), row_source(row)
+            yield number, row_content(row, fields, f"row {number} of {name}")
     except UserError:
         raise
     except Exception as error:  # a shard that is damaged, or the network that went away
         raise UserError(f"{name} cannot be read after row {number} ({_line(error)}); fetch it anew") from error
-
-
-def _read(columns: Sequence[str], fields: Sequence[str]) -> list[str]:
-    """Return the columns that hold the text and the source of a row."""
-    return [*fields, *(name for name in SOURCE_COLUMNS if name in columns and name not in fields)]
-
-
-def row_source(row: Mapping) -> str | None:
-    """Return the name of the source that a row gives itself, the first text in SOURCE_COLUMNS; None: it gives none."""
-    named = (row[name] for name in SOURCE_COLUMNS if isinstance(row.get(name), str) and row[name])
-    return next((SURROGATE.sub("\ufffd", name) for name in named), None)
 
 
 def row_content(row: dict, fields: Sequence[str] | None, where: str) -> Content:

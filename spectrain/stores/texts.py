@@ -14,7 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,8 +41,6 @@ SUFFIXES = (
 )
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")  # name or owner/name
 NO_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}  # installed packages, tables
-MAX_DOCUMENT_BYTES, MAX_FILES = 2**25, 100_000
-SPLIT_IT = "split it into documents, or raise corpus.max_document_bytes"
 LATER_TURN = re.compile(r" turn \d+$")  # see `turn_id`
 STDLIB_HELD_OUT = 0.05  # share of the library's modules that no training sees
 
@@ -57,7 +55,6 @@ class Document:
     tokens: np.ndarray | None = None  # [n] int32: a prompt and its response, as the target read and wrote them
     n_prompt: int = 0  # tokens of the prompt
     prompt_id: str | None = None  # all draws of a prompt are held out, or none
-    source: str = ""  # what its row names, else its file or split, of a text of its own the folder
 
     def is_held_out(self, share: float) -> bool:
         """Return whether the document belongs to the held-out `share` (0 to 1) of its corpus."""
@@ -90,8 +87,6 @@ def read_documents(
     split: str = "train",
     subset: str | None = None,
     skipped: Skipped | None = None,
-    max_document_bytes: int = MAX_DOCUMENT_BYTES,
-    max_files: int = MAX_FILES,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of a corpus.
@@ -107,13 +102,10 @@ def read_documents(
         split: of a dataset.
         subset: of a dataset on the hub.
         skipped: counts what is left out.
-        max_document_bytes: of a text, and of a line of a `.jsonl` file.
-        max_files: that a folder may hold with all below it, of any kind, but hidden folders.
         tokenizer: of the target, whose ids a store of responses must hold.
 
     Raises:
-        UserError: there is no such corpus, a file cannot be read, a row is malformed or lacks a field, a text is
-            longer than max_document_bytes, or a folder holds more than max_files.
+        UserError: there is no such corpus, a file cannot be read, or a row is malformed or lacks a field.
     """
     skipped = Skipped() if skipped is None else skipped
     fields = [fields] if isinstance(fields, str) else fields
@@ -121,15 +113,12 @@ def read_documents(
         yield from _responses(path, tokenizer)
         return
     try:
-        for name, contents in _sources(path, fields, split, subset, skipped, max_document_bytes, max_files):
-            for number, content, source in contents:
-                document = _document(name if number is None else f"{name}:{number}", content, source or name)
-                text = document.text
+        for name, contents in _sources(path, fields, split, subset, skipped):
+            for number, content in contents:
+                document = _document(name if number is None else f"{name}:{number}", content)
                 if document.messages is not None and not has_assistant(document.messages):
                     skipped.without_assistant += 1
-                elif text.strip():
-                    if 4 * len(text) > max_document_bytes and len(text.encode()) > max_document_bytes:
-                        raise UserError(f"{document.id} has more than {max_document_bytes} bytes; {SPLIT_IT}")
+                elif document.text.strip():
                     yield document
                 else:
                     skipped.empty += 1
@@ -139,23 +128,17 @@ def read_documents(
         raise UserError(f"{error.filename or path} cannot be read ({reason}); make it readable or remove it") from error
 
 
-def _document(name: str, content: Content, source: str) -> Document:
+def _document(name: str, content: Content) -> Document:
     is_text = isinstance(content, str)
-    return Document(name, content if is_text else plain_text(content), None if is_text else content, source=source)
+    return Document(name, content if is_text else plain_text(content), None if is_text else content)
 
 
 def _sources(
-    path: str | None,
-    fields: list[str] | None,
-    split: str,
-    subset: str | None,
-    skipped: Skipped,
-    most_bytes: int,
-    most_files: int,
-) -> Iterator[tuple[str, Iterable[tuple[int | None, Content, str | None]]]]:
-    """Yield the name of each file or dataset of a corpus, and its contents with their numbers and sources.
+    path: str | None, fields: list[str] | None, split: str, subset: str | None, skipped: Skipped
+) -> Iterator[tuple[str, Iterable[tuple[int | None, Content]]]]:
+    """Yield the name of each file or dataset of a corpus, and its contents with their numbers.
 
-    Without a number the content is the file's only text, without a source it has the name's.
+    Without a number the content is the file's only text.
     """
     if is_remote(path):
         log.info("streaming %s from the Hugging Face hub", path)
@@ -164,23 +147,22 @@ def _sources(
     if is_saved(path):
         yield "row", saved_texts(Path(path).expanduser(), split, fields)
         return
-    root, files = _files(path, most_files)
-    is_given = path is not None and files == [Path(path).expanduser()]
-    level = logging.DEBUG if path is None else logging.WARNING
+    root, files = _files(path)
     for file in files:
         # Bytes of a file name that are not UTF-8 become \xff, so that any name can be hashed and written.
         name = os.fsencode(file.relative_to(root)).decode("utf-8", "backslashreplace")
         if file.suffix == ".parquet":
             yield name, parquet_texts(file, name, fields)
-        elif file.suffix == ".jsonl" and (is_given or _is_utf8(file)):  # of a given file, the wrong line is named
-            yield name, jsonl_texts(file, name, fields, most_bytes, SPLIT_IT)
-        elif not _is_utf8(file):
-            log.log(level, "left out, not UTF-8: %s", name)
-            skipped.not_utf8.append(name)
-        elif file.stat().st_size > most_bytes:
-            raise UserError(f"{name} has more than {most_bytes} bytes; {SPLIT_IT}")
+        elif file.suffix == ".jsonl":
+            yield name, jsonl_texts(file, name, fields)
         else:
-            yield name, [(None, file.read_text(encoding="utf-8"), str(PurePath(name).parent))]
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                log.log(logging.DEBUG if path is None else logging.WARNING, "left out, not UTF-8: %s", name)
+                skipped.not_utf8.append(name)
+                continue
+            yield name, [(None, text)]
 
 
 def is_responses(path: str | None) -> bool:
@@ -190,13 +172,16 @@ def is_responses(path: str | None) -> bool:
 
 def responses_of(path: str, tokenizer: PreTrainedTokenizerBase | None) -> list[ResponseStore]:
     """Open the stores of a corpus responses:<store>; UserError where one is none, or of another tokenizer."""
-    from spectrain.stores.rows import RESPONSES, open_several_responses  # here: it imports datasets, see stores.tables
+    from spectrain.stores.rows import RESPONSES, open_responses  # here: it imports datasets, see stores.tables
 
     if tokenizer is None:
         raise UserError(
             f"corpus={path} is made of tokens of a target, which +exp=target is to train; give a text corpus"
         )
-    stores = open_several_responses(path.removeprefix(OF_RESPONSES))
+    folders = path.removeprefix(OF_RESPONSES).split(":")
+    if "" in folders or len(set(folders)) < len(folders):
+        raise UserError(f"{path} must name different folders of data_prep.responses, separated by colons")
+    stores = [open_responses(Path(folder).expanduser()) for folder in folders]
     for store in stores:
         RESPONSES.check_tokenizer(store.folder, store.manifest, tokenizer_fingerprint(tokenizer))
     return stores
@@ -207,54 +192,37 @@ def _responses(path: str, tokenizer: PreTrainedTokenizerBase | None) -> Iterator
     stores = responses_of(path, tokenizer)
     for store in stores:
         before = f"{store.folder.name}:" if len(stores) > 1 else ""
-        for row in store.rows.with_format("numpy", columns=["id", "category", "prompt", "response"]):
+        for row in store.rows.with_format("numpy", columns=["id", "prompt", "response"]):
             tokens, prompt_id = np.concatenate([row["prompt"], row["response"]]).astype(np.int32), str(row["id"])
-            of_prompt = len(row["prompt"]), prompt_id, str(row["category"])
-            yield Document(f"{before}{prompt_id}", "", None, tokens, *of_prompt)
+            yield Document(f"{before}{prompt_id}", "", None, tokens, len(row["prompt"]), prompt_id)
 
 
 def is_remote(path: str | None) -> bool:
     """Return whether a corpus is a dataset of the hub: nothing exists at its path, and the path looks like an id."""
-    return path is not None and not _exists(path) and Path(path).suffix not in SUFFIXES and bool(HUB_ID.fullmatch(path))
+    if path is None or Path(path).expanduser().exists():
+        return False
+    return Path(path).suffix not in SUFFIXES and bool(HUB_ID.fullmatch(path))
 
 
-def _exists(path: str) -> bool:
-    return os.path.exists(Path(path).expanduser())  # Path.exists raises where a parent folder may not be entered
-
-
-def _files(path: str | None, most_files: int) -> tuple[Path, list[Path]]:
+def _files(path: str | None) -> tuple[Path, list[Path]]:
     """Return a corpus's folder and its files, without those in hidden folders (version control, environments)."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         return root, [file for file in sorted(root.rglob("*.py")) if not NO_CODE & set(file.relative_to(root).parts)]
-    if not _exists(path):
-        raise UserError(f"corpus.path={path} does not exist; give a text file, a .jsonl file or a folder of them")
     root = Path(path).expanduser()
+    if not root.exists():
+        raise UserError(f"corpus.path={path} does not exist; give a text file, a .jsonl file or a folder of them")
     if root.is_file():
         return root.parent, [root]
 
     def refuse(error: OSError) -> None:  # no file may go missing unnoticed
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}); make it readable or move it") from error
+        raise error
 
-    files, n_found = [], 0
+    files = []
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        n_found += len(names)
-        if n_found > most_files:
-            where = f"corpus.path={path} holds more than {most_files} files"
-            raise UserError(f"{where}; give the folder that holds the texts, or raise corpus.max_files")
         files += [file for name in names if (file := Path(folder, name)).suffix in SUFFIXES and file.is_file()]
     return root, sorted(files)
-
-
-def _is_utf8(file: Path) -> bool:
-    try:
-        with file.open(encoding="utf-8") as content:
-            while content.read(2**20):
-                pass
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def is_held_out(document_id: str, share: float) -> bool:

@@ -112,10 +112,6 @@ class FeatureRows:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @property
-    def lengths(self) -> list[int]:  # [rows] tokens of each
-        return np.minimum(self.store.lengths[self.numbers], self.row_tokens).tolist()
-
     def have_loss(self) -> np.ndarray:
         """[rows] bool: those with any token to learn; of the others a response begins behind `row_tokens`."""
         if self.loss_on == "all":
@@ -136,20 +132,19 @@ class FeatureRows:
     def __getitem__(self, places: list[int]) -> RowBatch:
         numbers = [int(self.numbers[place]) for place in places]
         rows = [self.store.read(number, self.row_tokens, self.layers) for number in numbers]
-        lengths = torch.tensor([len(row.tokens) for row in rows])
+        tokens = padded([row.tokens for row in rows], torch.int64, self.pinned)
         batch = RowBatch(
-            padded([row.tokens for row in rows], torch.int64, self.pinned),
-            torch.arange(int(lengths.max())) < lengths[:, None],
+            tokens,
+            torch.ones_like(tokens, dtype=torch.bool),
             [number if place >= 0 else -1 for place, number in zip(places, numbers, strict=True)],
-            int(lengths.sum()),
+            tokens.numel(),
             padded([row.captured for row in rows], torch.bfloat16, self.pinned) if self.layers else None,
             padded([row.final_hidden for row in rows], torch.bfloat16, self.pinned),
         )
-        if self.loss_on == "response" and any(row.is_response is not None for row in rows):
-            masks = [torch.ones(len(r.tokens)) if r.is_response is None else r.is_response for r in rows]
-            batch.is_response = padded(masks, torch.bool)
+        if self.loss_on == "response" and rows[0].is_response is not None:
+            batch.is_response = torch.stack([row.is_response for row in rows])
         if rows[0].starts is not None:
-            batch.starts = padded([row.starts for row in rows], torch.int64)
+            batch.starts = torch.stack([row.starts for row in rows])
         return batch
 
 

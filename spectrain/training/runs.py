@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
-NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype", "max_prompt_bytes")
+NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
 NOT_HASHED_OF = {
-    "corpus": ("max_document_bytes", "max_files"),  # they only refuse inputs
     # A run may go on with another number of ranks.
     "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing"),
 }

@@ -87,7 +87,7 @@ class Online(config_training.Online, Source):
     ) -> ResponseStore:
         target_fingerprint = fingerprint(target.model, target.tokenizer)
         store = open_responses(Path(folder or config["responses"] or newest_responses(CHECKPOINTS, target_fingerprint)))
-        store.check_fits(target_fingerprint, config["target"]["path"], target.vocab_size)
+        store.check_fits(target_fingerprint, config["target"]["path"])
         return store
 
 
@@ -108,9 +108,8 @@ class Offline(config_training.Offline, Source):
         found = feature_data(rows, self.batch_size, config["seed"], self.val_rows, longest)
         if not found.contexts:
             raise UserError(
-                f"{store.folder} has no held-out row of {longest} tokens to measure tau on (the longest has "
-                f"{store.lengths[store.held_out].max(initial=0)}); lower tau.context_tokens, or capture longer or more "
-                "rows"
+                f"{store.folder} has no held-out row of {longest} tokens to measure tau on (its rows have "
+                f"{store.row_tokens}); lower tau.context_tokens, or capture longer or more rows"
             )
         log.info("%d training rows and %d held-out rows of %s", len(found.train), store.held_out.sum(), store.folder)
         return found
@@ -120,7 +119,7 @@ class Offline(config_training.Offline, Source):
         target_fingerprint = fingerprint(target.model, target.tokenizer)
         path = self.path or newest_features(CHECKPOINTS, target_fingerprint, layers)
         store = open_features(path, self.verify and rank_zero_only.rank == 0)
-        store.check_fits(target_fingerprint, name, layers, target.vocab_size)
+        store.check_fits(target_fingerprint, name, layers)
         return store
 
     def head_store(
@@ -128,7 +127,7 @@ class Offline(config_training.Offline, Source):
     ) -> AcceptanceStore:
         prints = fingerprint(target.model, target.tokenizer), drafter.fingerprint
         store = open_acceptance(Path(folder or self.path or newest_acceptance(CHECKPOINTS, *prints)))
-        store.check_fits(*prints, states.block_tokens, target.vocab_size)
+        store.check_fits(*prints, states.block_tokens)
         made, wanted = Sampling.from_options(store.manifest.sampling), head_sampling(config, store)
         if not wanted.same_distribution(made):
             raise UserError(
@@ -152,23 +151,20 @@ def head_sampling(config: Mapping, store: ResponseStore | AcceptanceStore) -> Sa
 def read_corpus(corpus: Mapping, target: TargetModel | None = None) -> list[Document]:
     """All documents of the `corpus` node, in memory; responses of a target need its tokenizer."""
     place = corpus["path"], corpus["fields"], corpus["split"], corpus["subset"]
-    limits = {name: corpus[name] for name in ("max_document_bytes", "max_files")}
-    return list(read_documents(*place, **limits, tokenizer=target.tokenizer if target else None))
+    return list(read_documents(*place, tokenizer=target.tokenizer if target else None))
 
 
 def feature_data(rows: FeatureRows, batch_size: int, seed: int, val_rows: int, context_tokens: int) -> RowData:
     """All rows of a store, for training and for validations of `val_rows` held-out rows.
 
-    Contexts are held-out rows of at least `context_tokens` tokens that validation does not see, where there are any.
+    Contexts are held-out rows that validation does not see, where there are any; none if rows are too short for them.
     """
     store, learns = rows.store, rows.have_loss()
-    held_out = np.flatnonzero(rows.store.held_out & learns)
-    seen = held_out[:val_rows]
-    long_enough = held_out[store.lengths[held_out] >= context_tokens]
-    unseen = long_enough[~np.isin(long_enough, seen)]
-    chosen = unseen if len(unseen) else long_enough
-    contexts = [store.tokens(int(number)).tolist() for number in chosen[:CONTEXTS]]
-    train = replace(rows, numbers=np.flatnonzero(~store.held_out & learns))
-    by_length = replace(rows, numbers=seen[np.argsort(store.lengths[seen], kind="stable")])
-    is_packed = len(set(train.lengths)) <= 1  # rows of packed text are shuffled as they are online
-    return RowData(train, by_length, batch_size, seed, not is_packed, contexts)
+    held_out = np.flatnonzero(store.held_out & learns)
+    unseen = held_out[val_rows:] if len(held_out) > val_rows else held_out
+    chosen = unseen[:CONTEXTS] if store.row_tokens >= context_tokens else []
+    contexts = [store.tokens(int(number)).tolist() for number in chosen]
+    train, seen = (
+        replace(rows, numbers=one) for one in (np.flatnonzero(~store.held_out & learns), held_out[:val_rows])
+    )
+    return RowData(train, seen, batch_size, seed, contexts=contexts)
