@@ -25,13 +25,13 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
-from data_prep.pipeline import Build, Parts, check_disk
+from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance, token_progress
-from data_prep.select import Scoring, Selection, draw_histogram, perplexities, quantiles, rounded, select
+from data_prep.select import Scoring, Selection, perplexities, quantiles, rounded, select
 from spectrain.config.commands import Datastore
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
-from spectrain.retrieval.datastore import Manifest, bytes_a_token, write_manifest, write_shard
+from spectrain.retrieval.datastore import Manifest, write_manifest, write_shard
 from spectrain.retrieval.suffix_array import MAX_SHARD_TOKENS
 from spectrain.stores.files import json_line, read_json, write_json, write_whole
 from spectrain.stores.packing import token_documents
@@ -40,7 +40,7 @@ from spectrain.stores.texts import Document, Skipped, read_documents
 
 log = logging.getLogger(__name__)
 
-COUNTS, DOCUMENTS, HISTOGRAM = "corpus.json", "documents.jsonl", "perplexity.png"
+COUNTS, DOCUMENTS = "corpus.json", "documents.jsonl"
 PART_COLUMNS = pyarrow.schema(
     {
         "id": pyarrow.string(),
@@ -205,9 +205,7 @@ class DocumentParts(Parts):
         if self.scored:
             scores = np.concatenate([np.load(score_file(self.work, i)) for i in range(len(facts))])
         kept = select(self.selection, ids, n_tokens, scores)
-        vocab_size, shard_tokens = self.target.vocab_size, self.options.shard_tokens or MAX_SHARD_TOKENS
-        check_disk(build.out, int((n_tokens[kept] + 1).sum()) * bytes_a_token(vocab_size), "lower keep or keep_tokens")
-        store, shards = build.new_store(), []
+        store, shards, shard_tokens = build.new_store(), [], self.options.shard_tokens or MAX_SHARD_TOKENS
         store.mkdir()
         texts = itertools.compress(
             itertools.chain.from_iterable(part["tokens"].to_numpy() for part in self._parts()), kept
@@ -215,7 +213,7 @@ class DocumentParts(Parts):
         cuts = shard_cuts(n_tokens[kept], min(shard_tokens, MAX_SHARD_TOKENS))
         for index, shard_lengths in enumerate(np.split(n_tokens[kept], cuts)):
             of_shard = itertools.islice(texts, len(shard_lengths))
-            shards.append(write_shard(store, index, of_shard, vocab_size, shard_lengths))
+            shards.append(write_shard(store, index, of_shard, self.target.vocab_size, shard_lengths))
             log.info("wrote shard %d: %d tokens", index + 1, shards[-1].tokens)
         rows = [
             {
@@ -235,7 +233,6 @@ class DocumentParts(Parts):
         }
         made = {"config": build.config, "counts": counts | chosen}
         if scores is not None:
-            draw_histogram(store / HISTOGRAM, scores, kept)
             made["perplexity"] = {"kept": quantiles(scores[kept]), "dropped": quantiles(scores[~kept])}
         write_manifest(
             store, self.manifest(documents=chosen["kept"], tokens=chosen["tokens_kept"], shards=shards, build=made)

@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 
-from data_prep.pipeline import Build, Parts, check_disk
+from data_prep.pipeline import Build, Parts
 from data_prep.progress import Advance
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.sampling import Sampling, row_generator
@@ -35,10 +35,6 @@ from spectrain.stores.rows import AcceptanceManifest, label_columns, list_length
 
 log = logging.getLogger(__name__)
 
-BYTES_PER_DRAFT = 4 + 4 + 4 + 4  # token, p, q, label
-BYTES_PER_TOKEN = 4
-BYTES_PER_STATE = 2  # times D
-SHOWN_IDS = 3  # of skipped responses
 # Added to the seed. Responses are drawn with the same seed by default, and drafts drawn with their numbers would agree
 # with them far too often: Y_i is independent of X_i, given what stands before both.
 DRAFT_STREAM = 1 << 31
@@ -95,29 +91,18 @@ class LabelParts(Parts):
         return [self.lengths[:, rows].sum() for rows in self.rows]
 
     def missing(self, build: Build) -> list[int]:
-        n_rows, skipped = len(self.fits), np.flatnonzero(~self.fits)
+        n_rows, n_skipped = len(self.fits), int((~self.fits).sum())
         if not self.lengths[1, self.fits].any():
             raise UserError(
                 f"none of the {n_rows} responses has a token and fits into the {self.max_tokens} that target and "
                 "drafter both read; give another drafter, or other responses"
             )
-        if len(skipped):
+        if n_skipped:
             log.warning(
-                "%d of %d responses are skipped, longer than the %d tokens that target and drafter both read: %s%s",
-                *(len(skipped), n_rows, self.max_tokens),
-                ", ".join(self.responses.select(skipped[:SHOWN_IDS])["id"]),
-                ", ..." if len(skipped) > SHOWN_IDS else "",
+                "%d of %d responses are skipped, longer than the %d tokens that target and drafter both read",
+                *(n_skipped, n_rows, self.max_tokens),
             )
-        todo = [index for index in range(len(self.rows)) if not part_folder(build.work, index).is_dir()]
-        n_prompt, n_response = self.lengths[:, self.fits].sum(axis=1).tolist()
-        kept_bytes, less = 0, "lower draws"
-        if self.labelling.mixing_share is not None:
-            kept_bytes, less = 1 + BYTES_PER_STATE * self.states.hidden_size, "lower draws, leave mixing_share out"
-        draft_bytes = n_response * self.labelling.draws * (BYTES_PER_DRAFT + kept_bytes)
-        need_bytes = (n_prompt + n_response) * BYTES_PER_TOKEN + draft_bytes
-        # The store, beside the parts that it is joined from.
-        check_disk(build.out, round(need_bytes * (1 + len(todo) / len(self.rows))), less)
-        return todo
+        return [index for index in range(len(self.rows)) if not part_folder(build.work, index).is_dir()]
 
     def make(self, build: Build, parts: Sequence[int], advance: Advance) -> None:
         for index in parts:

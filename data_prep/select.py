@@ -11,27 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from data_prep.progress import Advance
 from spectrain.decoding.masks import length_buckets
 from spectrain.decoding.target import TargetModel
 from spectrain.errors import UserError
-from spectrain.stores.files import write_whole
 from spectrain.stores.texts import unit_hash
 
 LOGITS_BYTES = 2**29  # of a batch, as float32, unless a single row has more
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}  # float32 values at once: few enough for caches, enough for all cores
-KEPT, DROPPED = "#0072b2", "#d55e00"
 QUANTILES = {"lowest": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "highest": 1.0}
-BINS = 60
 
 
 @dataclass(frozen=True)
@@ -245,25 +239,3 @@ def quantiles(perplexities: np.ndarray) -> dict[str, float | None]:
     # "lower" takes a document's own value: nothing lies between a number and infinity.
     values = np.quantile(perplexities, list(QUANTILES.values()), method="lower")
     return dict(zip(QUANTILES, map(rounded, values), strict=True))
-
-
-def draw_histogram(file: Path, perplexities: np.ndarray, kept: np.ndarray) -> None:
-    """Draw the finite perplexities of kept and dropped documents, on a logarithmic scale, with their median."""
-    finite = np.isfinite(perplexities)
-    figure = Figure(figsize=(7.5, 4.0), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    if finite.any():
-        low, high = perplexities[finite].min(), perplexities[finite].max()
-        bins = np.geomspace(0.99 * low, 1.01 * high, BINS + 1)
-        sides = [perplexities[kept & finite], perplexities[~kept & finite]]
-        labels = [f"kept ({kept.sum():,})", f"dropped ({(~kept).sum():,})"]
-        axes.hist(sides, bins=bins, stacked=True, color=[KEPT, DROPPED], label=labels)
-        median = np.median(perplexities[finite])
-        axes.axvline(median, color="black", linestyle="--", label=f"median {median:,.4g}")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:,g}")
-        axes.legend(frameon=False)
-    axes.set(xlabel="perplexity under the target", ylabel="documents")
-    if not finite.all():
-        axes.set_title(f"{(~finite).sum():,} documents of infinite perplexity are not shown", fontsize=9)
-    write_whole(file, partial(figure.savefig, format="png", metadata={"Software": None}))  # equal input, equal bytes

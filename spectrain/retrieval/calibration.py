@@ -13,13 +13,11 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from spectrain.errors import UserError
 from spectrain.retrieval.continuation_tree import CHILD, COUNT, SIBLING, TOKEN, ContinuationTrie
 from spectrain.retrieval.fusion import Retriever
 from spectrain.stores.files import read_json, write_json
 
 CALIBRATION = "calibration.json"  # in the folder of a datastore: {source: [[factor by depth] by prefix length]}
-SOURCES = ("input", "datastore")
 FEW_PLACES = 20.0  # places that say nothing yet: a factor from few places is drawn towards 1
 
 
@@ -87,19 +85,6 @@ def write_calibration(folder: Path, factors: dict[str, list[list[float]]]) -> Pa
 
 
 def read_calibration(folder: Path) -> dict[str, list[list[float]]] | None:
-    """Read the factors that a datastore was calibrated with, None where it was not.
-
-    Raises:
-        UserError: the file does not hold a table of numbers per source.
-    """
+    """Read the factors that a datastore was calibrated with, None where it was not."""
     file = folder / CALIBRATION
-    if not file.is_file():
-        return None
-    try:
-        factors = read_json(file)
-        tables = [np.asarray(factors[source], dtype=np.float64) for source in factors]
-        if set(factors) != set(SOURCES) or any(table.ndim != 2 or not table.size for table in tables):
-            raise ValueError(f"it must hold a table for each of {', '.join(SOURCES)}")
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({error}); calibrate the datastore again") from error
-    return factors
+    return read_json(file) if file.is_file() else None

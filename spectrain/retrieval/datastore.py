@@ -12,7 +12,7 @@ Opening one maps its files without reading them: resident memory grows with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,7 +26,6 @@ from spectrain.retrieval.suffix_array import (
     MAX_SHARD_TOKENS,
     build_suffix_array,
     first_token_bounds,
-    longest_suffix,
     next_pairs,
     token_dtype,
 )
@@ -62,10 +61,6 @@ class Manifest:
     kind: str = "datastore"
     version: int = VERSION
 
-    def __post_init__(self) -> None:
-        shards = [Shard(**shard) if isinstance(shard, Mapping) else shard for shard in self.shards]
-        object.__setattr__(self, "shards", shards)
-
     @property
     def files(self) -> dict[str, dict]:
         """The files of all shards: name -> {"bytes", "sha256"}."""
@@ -78,12 +73,6 @@ DATASTORES = StoreKind("datastore", VERSION, Manifest, option="datastore")
 def _file_names(index: int) -> list[str]:
     """The files of a shard, in the order of PARTS."""
     return [f"{part}-{index:05d}.npy" for part in PARTS]
-
-
-def bytes_a_token(vocab_size: int) -> int:
-    """Bytes per token on disk: the token, its place in the suffix array, and the two tokens after it."""
-    width = token_dtype(vocab_size).itemsize
-    return width + 4 + 2 * width
 
 
 def write_shard(
@@ -160,18 +149,6 @@ class Datastore:
         """Return whether a document has a token of at least vocab_size, by the tables of ranges."""
         least = min(vocab_size, self.separator)
         return any(bounds[least] < bounds[self.separator] for bounds in self.bounds)
-
-    def longest_suffix(self, context: Sequence[int], min_length: int, max_length: int) -> tuple[int, np.ndarray]:
-        """Find the longest suffix of the context that the store holds.
-
-        Returns:
-            Its length (0 if the store holds none of min_length..max_length tokens), and its places as [n_shards, 2]
-            int64 ranges of the shards' suffix arrays.
-        """
-        ranges = np.zeros((len(self.tokens), 2), dtype=np.int64)
-        context = np.asarray(context, dtype=np.int64)
-        length, _ = longest_suffix(self.index, context, min_length, max_length, ranges)
-        return int(length), ranges if length else np.zeros_like(ranges)
 
 
 def open_datastore(folder: str | Path, target: TargetModel | None) -> Datastore:

@@ -167,21 +167,16 @@ def _compact(layers: Sequence[int]) -> str:
     return f"[{','.join(map(str, layers))}]"
 
 
-def open_features(folder: str | Path, verify: bool = True, rank: int = 0, world_size: int = 1) -> FeatureStore:
-    """Open a store, or raise UserError where it is none or damaged. The sizes of its shards are always checked.
+def open_features(folder: str | Path, verify: bool = True) -> FeatureStore:
+    """Open a store, or raise UserError where it is none or damaged.
 
-    Args:
-        folder: as the user gave it.
-        verify: reads shards and compares their sha256: this rank's share of them.
-        rank: of this process among those that open the store at once.
-        world_size: how many they are.
+    The sizes of its shards are always checked; `verify` reads them, and compares their sha256.
     """
     folder = Path(folder)
     manifest = ACTIVATIONS.read_manifest(folder)
     ACTIVATIONS.check_sizes(folder, manifest.files)
     if verify:
-        share = sorted(manifest.files)[rank::world_size]
-        ACTIVATIONS.check_contents(folder, {name: manifest.files[name] for name in share})
+        ACTIVATIONS.check_contents(folder, manifest.files)
     return FeatureStore(folder, manifest)
 
 

@@ -9,13 +9,14 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, BinaryIO, Generic, NoReturn, TypeVar
 
 import yaml
+from omegaconf._utils import get_yaml_loader
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from rich.filesize import decimal
 
@@ -193,11 +194,6 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 
 
-def write_lines(file: Path, rows: Iterable[Mapping]) -> None:
-    """Replace a JSON-lines file by these rows, whole."""
-    write_whole(file, "".join(map(json_line, rows)))
-
-
 def read_lines(file: Path) -> list[dict]:
     """Return the rows of a JSON-lines file; none where there is no file. Lines that a kill cut off are left out."""
     rows = []
@@ -228,7 +224,7 @@ class RowFile(Generic[Row]):
             with suppress(ValueError):
                 self.rows.append(from_json(row_type, values))
         self.rows = list(filter(keep, self.rows))
-        write_lines(file, map(dataclasses.asdict, self.rows))
+        write_whole(file, "".join(map(json_line, self.rows)))
 
     def append(self, row: Row) -> None:
         self.rows.append(row)
@@ -236,18 +232,9 @@ class RowFile(Generic[Row]):
             out.write(json_line(row))
 
 
-class _PlainYaml(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as it is for Hydra."""
-
-
-_PlainYaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789"
-)
-
-
 def read_yaml(file: Path) -> object:
-    """Read a YAML file as plain values. Raises ValueError where it is none."""
+    """Read a YAML file as plain values; 1e-3 is a number, as it is for Hydra. Raises ValueError where it is none."""
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=_PlainYaml)
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=get_yaml_loader())
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error

@@ -124,7 +124,7 @@ def test_each_row_is_what_is_labelled_alone(label, asked, made, ready, kind):
     assert facts.drafter == dataclasses.asdict(drafter.facts)
     assert facts.rollout_tokens == (5 if kind == "spire" else None)
     prints = fingerprint(target.model, target.tokenizer), drafter.facts.fingerprint
-    store.check_fits(*prints, facts.rollout_tokens, target.vocab_size)
+    store.check_fits(*prints, facts.rollout_tokens)
     assert f"1 of {N_ROWS} responses are skipped, longer than the 256 tokens" in err
     for fact in ("temperature 0.8, top_k 40", f"{facts.counts['mean_label']:.3f}", "2 per position", "tokens/s"):
         assert fact in out

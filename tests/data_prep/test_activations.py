@@ -21,13 +21,11 @@ from spectrain.decoding import fingerprint, load_target, tokenizer_fingerprint
 from spectrain.stores import features as feature_store
 from spectrain.stores.features import open_features
 from spectrain.stores.packing import pack
-from spectrain.stores.rows import open_responses
-from spectrain.stores.texts import is_held_out, read_documents
+from spectrain.stores.texts import read_documents
 from spectrain.training import strategies
-from spectrain.training.data import FeatureRows
 from tests import ranks
 from tests.conftest import tiny_model
-from tests.data_prep.conftest import N_ROWS, caller, contents, curve, save_responses, source, training_options
+from tests.data_prep.conftest import caller, contents, curve, save_responses, source, training_options
 
 ROOT = Path(__file__).parent.parent.parent
 ROW_TOKENS = 32
@@ -49,13 +47,6 @@ def asked(shared) -> list[str]:
     return [*source(shared), f"row_tokens={ROW_TOKENS}", "shard_tokens=270", "batch_tokens=100", "precision=32-true"]
 
 
-@pytest.fixture(scope="module")
-def answers(shared, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("answers") / "responses"
-    save_responses(folder, load_target(shared / "target", device="cpu"), N_ROWS)
-    return folder
-
-
 def states_of(model, tokens: torch.Tensor, layers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs of blocks and the final state of one row, as Hugging Face itself gives them."""
     states = model(tokens[None].long(), output_hidden_states=True).hidden_states
@@ -67,7 +58,7 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     assert code == 0, err
     store, target = open_features("a"), load_target(shared / "target", device="cpu")
     packed = pack(read_documents(str(shared / "corpus")), target.tokenizer, ROW_TOKENS, 0.3)
-    rows = torch.cat([packed.train.tokens, packed.held_out.tokens])
+    rows = packed.all_rows().tokens
     assert len(store) == len(rows)
     assert store.held_out.tolist() == [False] * len(packed.train) + [True] * len(packed.held_out)
     for number, tokens in enumerate(rows):
@@ -83,61 +74,14 @@ def test_the_store_holds_what_the_target_says_of_the_rows_that_training_packs(ca
     assert facts.target_fingerprint == fingerprint(target.model, target.tokenizer)
     assert facts.tokenizer_fingerprint == tokenizer_fingerprint(target.tokenizer)
     n_rows, n_held_out = len(rows), len(packed.held_out)
-    counts = {"rows": n_rows, "held_out": n_held_out, "tokens": rows.numel(), "cut": 0, "skipped": 0}
-    assert facts.counts == counts
-    assert facts.shard_rows == [8] * (n_rows // 8) + [n_rows % 8] * (n_rows % 8 > 0)
+    assert facts.counts == {"rows": n_rows, "held_out": n_held_out, "tokens": rows.numel()}
+    assert facts.shard_rows == 8
     assert "blocks" in out
     assert (
         f"next: python -m spectrain.train +exp=spire data=offline data.path=a data.row_tokens=32 target={shared}" in out
     )
     assert [path.name for path in Path().iterdir()] == ["a"]
     assert os.stat("a/shard-00000.safetensors").st_mode == os.stat("a/manifest.json").st_mode
-
-
-def test_responses_are_rows_of_prompt_and_answer(capture, shared, answers):
-    target = f"target={shared / 'target'}"
-    options = [f"responses={answers}", target, "precision=32-true", "held_out_share=0.4", "row_tokens=12", "out=a"]
-    code, out, err = capture(*options, "batch_tokens=40", "shard_tokens=40")
-    assert code == 0, err
-    store, model = open_features("a"), load_target(shared / "target", device="cpu").model
-    kept = [
-        row
-        for row in open_responses(answers).rows
-        if min(12, len(row["prompt"] + row["response"])) > len(row["prompt"])
-    ]
-    n_cut = sum(len(row["prompt"] + row["response"]) > 12 for row in kept)
-    assert len(store) == len(kept) < N_ROWS
-    assert 0 < n_cut < len(kept)
-    assert store.held_out.tolist() == [is_held_out(row["id"], 0.4) for row in kept]
-    for number, row in enumerate(kept):
-        tokens = torch.tensor((row["prompt"] + row["response"])[:12])
-        found = store.read(number)
-        assert found.tokens.tolist() == tokens.tolist()
-        captured, final = states_of(model, tokens, [2, 3])
-        torch.testing.assert_close(found.captured.float(), captured, rtol=2**-8, atol=1e-5)
-        torch.testing.assert_close(found.final_hidden.float(), final, rtol=2**-8, atol=1e-5)
-    assert f"of the responses {n_cut} are cut to 12 tokens and {N_ROWS - len(kept)} skipped" in err
-    assert "responses" in out
-    assert store.manifest.source == {"kind": "responses", "responses": "responses"}
-
-
-def test_several_stores_of_responses_are_captured_together_and_hold_out_the_same_ids(capture, shared, answers):
-    shutil.copytree(answers, "more")
-    options = [f"target={shared / 'target'}", "precision=32-true", "held_out_share=0.4"]
-    assert capture(*options, f"responses={answers}", "out=a")[0] == 0
-    assert capture(*options, f"responses={answers}:more", "out=b")[0] == 0
-    one, both = open_features("a"), open_features("b")
-    assert len(both) == 2 * len(one)
-    assert both.held_out.tolist() == 2 * one.held_out.tolist()
-    assert both.read(len(one)).tokens.tolist() == one.read(0).tokens.tolist()
-    assert both.manifest.source["responses"] == "responses:more"
-    Path("more").rename("at 10:30")
-    assert capture(*options, "responses=at 10:30", "out=c")[0] == 0
-    assert len(open_features("c")) == len(one)
-    for wrong in (f"{answers}:", f"{answers}:{answers}"):
-        code, _, err = capture(*options, f"responses={wrong}", "out=d")
-        assert code == 2
-        assert "must be different folders of data_prep.responses, separated by colons" in err
 
 
 def cut(capture, monkeypatch, *arguments: str, shards: int = 2) -> None:
@@ -229,24 +173,17 @@ def test_features_that_are_no_numbers_are_said(capture, asked, shared, tmp_path)
 BAD = {
     "long rows": (["row_tokens=512"], "row_tokens=512 is above the target's 256 tokens; lower it"),
     "short corpus": (["row_tokens=256", "corpus.max_documents=1"], "corpus too small: the "),
-    "precision": (["precision=64-true"], "precision=64-true must be one of auto, 32-true"),
     "layers": (["layers=[3,4]"], "layers=[3, 4] must be blocks 0 to 3, each once and in order"),
-    "layers in disorder": (["layers=[3,1]"], "each once and in order"),
-    "corpus": (["corpus=/no/such/corpus"], "corpus.path=/no/such/corpus does not exist"),
-    "no responses": (["responses=nowhere"], "responses=nowhere does not exist"),
-    "target": (["responses=responses", "target=other"], "is of the target the tiny target ("),
+    "no responses": (["corpus=responses:nowhere"], "responses=nowhere does not exist"),
     "out": (["out=taken"], "out=taken exists and was not written by data_prep.activations"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_sentence_and_leaves_nothing(capture, asked, shared, answers, tmp_path, case, capfd):
+def test_wrong_input_is_one_sentence_and_leaves_nothing(capture, asked, tmp_path, case):
     arguments, message = BAD[case]
-    stranger(tmp_path / "other", shared)
-    shutil.copytree(answers, "responses")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    capfd.readouterr()  # bars of models that are saved; only the first test of a process has them
     before = sorted(tmp_path.rglob("*"))
     code, _, err = capture(*asked, "out=a", *arguments)
     assert code == 2, err
@@ -347,26 +284,7 @@ def test_training_goes_on_with_no_other_store(capture, learn, training, asked):
     assert "run was started with other activations (" in err
 
 
-def test_training_from_responses_pads_rows(capture, learn, training, shared, answers):
-    options = [f"responses={answers}", f"target={shared / 'target'}", "held_out_share=0.4", "out=a"]
-    assert capture(*options)[0] == 0
-    lengths = open_features("a").lengths
-    arguments = [*training, "data=offline", "data.path=a", "tau.context_tokens=[8]", "select.context_tokens=8"]
-    code, _, err = learn(*arguments)
-    assert code == 0, err
-    assert len(set(np.minimum(lengths, 32))) > 3
-    store, kept = open_features("a"), np.arange(len(lengths))
-    batch = FeatureRows(store, kept, (2,), row_tokens=12)[kept.tolist()]
-    for row, n_prompt in enumerate(store.prompt_tokens):
-        n_tokens = min(12, int(lengths[row]))
-        assert batch.learned()[row].nonzero().flatten().tolist() == list(range(max(0, n_prompt - 1), n_tokens - 1))
-    assert FeatureRows(store, kept, (2,), row_tokens=12, loss_on="all")[[0]].is_response is None
-    short = FeatureRows(store, kept, (2,), row_tokens=4)
-    assert short.have_loss().tolist() == ((lengths > 1) & (store.prompt_tokens < np.minimum(4, lengths))).tolist()
-
-
 REFUSED = {
-    "vanilla": (["+exp=vanilla"], "data=offline is for +exp=spire and +exp=specdecpp only; give data=online"),
     "no store": (["data.path=null"], "checkpoints/ holds no activations of this target's blocks [2, 3]; capture them"),
     "other target": (["target=other"], "data.path=store is of the target "),
     "missing layer": (["n_layer=3"], "of the target's blocks [2, 3], but the drafter reads [1, 2, 3]; capture them"),
@@ -403,8 +321,6 @@ def test_a_store_that_does_not_do_is_one_sentence_and_leaves_nothing(learn, trai
     for name in ("store", "damaged", "lacking", "other"):
         Path(name).symlink_to(stores / name)
     before = sorted(tmp_path.iterdir())
-    if "+exp=vanilla" in arguments:
-        training, arguments = ["+exp=vanilla", *training[1:]], []
     code, _, err = learn(*training, "data=offline", "data.path=store", *arguments)
     assert code == 2, err
     assert message in err

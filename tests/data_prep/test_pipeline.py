@@ -3,94 +3,49 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
-from data_prep import documents
+from data_prep import documents, pipeline
 from spectrain.retrieval.datastore import Datastore
 from spectrain.stores.folder import locked
 from tests.data_prep.conftest import contents, kept_ids
 
-ROOT = Path(__file__).parent.parent.parent
-STAGES = [
-    "work.json",
-    "corpus.json",
-    "score-00000.npy",
-    "score-00003.npy",
-    "bounds-00000.npy",
-    "/cut",
-]
-FRESH_STAGES = [
-    "score-00003.npy",
-    "store/manifest.json",
-    "/complete",
-    "/replaced",
-    "/cut",
-    "score-00001.npy removed",
-    "/complete removed",
-]
-KILLED_BEHIND = """
-import os, pathlib, signal, sys
-from spectrain.cli import run
-from spectrain.retrieval.datastore import Datastore
 
-def build(out, stage=None, *more):
-    pid = os.fork()  # a process of its own, without loading torch again
-    if pid:
-        return os.waitpid(pid, 0)[1]
-    def and_die(call, name):
-        def called(self, *arguments, **options):
-            result = call(self, *arguments, **options)
-            if stage and name(self, *arguments).endswith(stage):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-        return called
-    pathlib.Path.rename = and_die(pathlib.Path.rename, lambda self, target: str(target))
-    pathlib.Path.unlink = and_die(pathlib.Path.unlink, lambda self: f"{self} removed")
-    sys.argv += [f"out={out}", *more]
-    run("data_prep.datastore")
-    os._exit(0)
+@pytest.mark.parametrize("n_renames", [0, 1, 2])
+@pytest.mark.parametrize("again", [["fresh=true"], []], ids=["fresh", "not fresh"])
+def test_a_replacement_that_is_killed_at_its_end_leaves_a_whole_store_or_goes_on(
+    run, small, monkeypatch, n_renames, again
+):
+    """It is killed before, between and behind the renames of the old and the new store."""
+    assert run(*small, "out=store")[0] == 0
+    old, whole = Path("store/manifest.json").stat().st_mtime_ns, contents("store")
+    with monkeypatch.context() as patch:
 
-folder = pathlib.Path.cwd()
-cut, work = folder / "cut", folder / ".cut.partial"
-assert build(folder / "whole") == 0
-for stage in os.environ["STAGES"].split(","):
-    assert build(cut, stage) == signal.SIGKILL, stage
-    assert work.is_dir(), stage
-    assert cut.exists() == (stage == "/cut"), stage
-assert build(cut) == 0
+        def rename_some(path, to):
+            if rename_some.left == 0:
+                raise KeyboardInterrupt
+            rename_some.left -= 1
+            path.rename(to)
 
-old = (cut / "manifest.json").stat().st_mtime_ns
-new, parts = set(), set()
-for stage in os.environ["FRESH_STAGES"].split(","):
-    assert build(cut, stage, "fresh=true") == signal.SIGKILL, stage
-    assert work.is_dir(), stage
-    assert cut.exists() == (stage != "/replaced"), stage
-    if cut.exists():
-        Datastore(cut).verify()
-        written = (cut / "manifest.json").stat().st_mtime_ns
-        assert (written == old) == (stage != "/cut" and not stage.endswith("removed")), stage
-        new.add(written)
-    parts |= {part.stat().st_mtime_ns for part in work.glob("part-00000-*")}
-assert len(parts) == 1
-assert len(new - {old}) == 1
-assert not any(work.iterdir())
-"""
-
-
-@pytest.mark.slow
-def test_a_build_killed_at_every_stage_goes_on_to_the_same_bytes(small, tmp_path):
-    """A build is killed behind the rename of one file after another, and last behind the store's own; then one that
-    replaces the store, which stands whole at its place all the while but between two renames."""
-    stages = {"STAGES": ",".join(STAGES), "FRESH_STAGES": ",".join(FRESH_STAGES)}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **stages}
-    child = [sys.executable, "-c", KILLED_BEHIND, *small]
-    ended = subprocess.run(child, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
-    assert ended.returncode == 0, ended.stderr
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+        rename_some.left = n_renames
+        patch.setattr(pipeline, "rename", rename_some)
+        patch.setattr(pipeline.Build, "clear", lambda build: os.kill(os.getpid(), signal.SIGINT))
+        assert run(*small, "out=store", "fresh=true")[0] == 130
+    assert Path(".store.partial/work.json").is_file()
+    assert Path("store").exists() == (n_renames != 1)
+    if n_renames != 1:
+        Datastore("store").verify()
+        assert (Path("store/manifest.json").stat().st_mtime_ns == old) == (n_renames == 0)
+    code, _, err = run(*small, "out=store", *again)
+    if again or n_renames == 1:
+        assert code == 0, err
+    else:
+        assert "store is finished" in err
+    assert contents("store") == whole
+    assert Path(".store.partial").exists() == (n_renames == 0 and not again)
 
 
 @pytest.fixture
@@ -182,7 +137,7 @@ def test_scores_are_found_again_by_another_choice(run, small, scored, monkeypatc
     code, _, err = run(*small, *out, "max_perplexity=1e9", "keep=3", "seed=1")
     assert code == 0, err
     assert len(scored) == 6
-    (store,) = Path("checkpoints").iterdir() if not out else [Path("store")]
+    (store,) = [Path("store")] if out else Path("checkpoints").iterdir()
     assert len(kept_ids(store)) == 3
     assert not list(Path.cwd().rglob(".*.partial"))
 

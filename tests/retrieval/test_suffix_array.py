@@ -11,6 +11,7 @@ from spectrain.retrieval.suffix_array import (
     build_suffix_array,
     find_range,
     first_token_bounds,
+    longest_suffix,
     next_pairs,
     nth_match,
     token_dtype,
@@ -29,14 +30,17 @@ REPETITIVE = st.builds(
 CONTEXT = st.lists(TOKEN, min_size=1, max_size=10)
 
 
-def joined_pairs(text: np.ndarray, suffixes: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype=np.uint16), *next_pairs(text, suffixes)])
+def found_suffix(store, context: list[int], least: int, most: int) -> tuple[int, np.ndarray]:
+    """The length of the longest known suffix, and its places as ranges [n_shards, 2] of the suffix arrays."""
+    ranges = np.zeros((len(store.tokens), 2), dtype=np.int64)
+    length, _ = longest_suffix(store.index, np.array(context), least, most, ranges)
+    return length, ranges if length else np.zeros_like(ranges)
 
 
 def indexed(tokens: list[int], vocab_size: int = VOCAB_SIZE):
     text = np.array(tokens, dtype=token_dtype(vocab_size))
     suffixes = build_suffix_array(text)
-    return text, suffixes, first_token_bounds(text, vocab_size), joined_pairs(text, suffixes)
+    return text, suffixes, first_token_bounds(text, vocab_size), next_pairs(text, suffixes)
 
 
 @settings(deadline=None)
@@ -69,7 +73,7 @@ def test_ranges_are_those_of_a_scan(tokens, context):
 def test_what_is_no_token_is_found_nowhere(foreign, tmp_path):
     store = make_store(tmp_path, [[0, 1], [1]], VOCAB_SIZE)
     for context, known in (([foreign], 0), ([0, foreign], 0), ([1, foreign, 1], 1), ([foreign, 0, 1], 2)):
-        assert store.longest_suffix(context, 1, 8)[0] == known, context
+        assert found_suffix(store, context, 1, 8)[0] == known, context
 
 
 @settings(max_examples=150, deadline=None)
@@ -81,7 +85,7 @@ def test_what_is_no_token_is_found_nowhere(foreign, tmp_path):
 )
 def test_longest_suffix_equals_brute_force_over_all_shards(documents, context, limits, n_shards, tmp_path_factory):
     store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE, n_shards)
-    length, ranges = store.longest_suffix(context, *limits)
+    length, ranges = found_suffix(store, context, *limits)
     assert (length, (ranges[:, 1] - ranges[:, 0]).sum()) == longest(documents, context, *limits)
     found = []
     for i in range((ranges[:, 1] - ranges[:, 0]).sum()):
@@ -94,5 +98,5 @@ def test_longest_suffix_equals_brute_force_over_all_shards(documents, context, l
 
 def test_no_match_crosses_the_end_of_a_document(tmp_path):
     store = make_store(tmp_path, [[0, 1], [2, 3]], VOCAB_SIZE)
-    assert store.longest_suffix([1, 2], 1, 8)[0] == 1
+    assert found_suffix(store, [1, 2], 1, 8)[0] == 1
     assert places([[0, 1], [2, 3]], [1, 2]) == []

@@ -71,14 +71,14 @@ def test_what_is_written_is_read(folder, tmp_path):
 
 def test_what_does_not_fit_is_refused_by_naming_both_sides(folder):
     store = open_acceptance(folder)
-    store.check_fits(TARGET, DRAFTER, 10, 300_004)
+    store.check_fits(TARGET, DRAFTER, 10)
     for facts, sides in (
         (("b" * 16, DRAFTER, 10), (f"of the target the target ({TARGET})", f"not of this one ({'b' * 16})")),
         ((TARGET, "e" * 16, 10), (f"spire drafter the drafter ({DRAFTER})", f"not of this one ({'e' * 16})")),
         ((TARGET, DRAFTER, 8), ("of rollouts of 10 tokens", "not of 8", "give rollout_tokens=10")),
     ):
         with pytest.raises(UserError) as refused:
-            store.check_fits(*facts, 300_004)
+            store.check_fits(*facts)
         for side in sides:
             assert side in str(refused.value)
 

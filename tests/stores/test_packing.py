@@ -82,10 +82,12 @@ def test_all_draws_of_a_prompt_are_held_out_or_none(stores, tokenizer):
 
 def test_a_store_of_another_tokenizer_is_refused(stores, tokenizer):
     other = train_tokenizer(["four five six\n" * 9], 280)
-    with pytest.raises(UserError, match=r"a is of the target the target, whose tokenizer is another one"):
+    with pytest.raises(UserError, match=r"a is of the tokenizer of the target, not of this target's"):
         list(read_documents(f"responses:{stores[0]}", tokenizer=other))
     with pytest.raises(UserError, match="does not exist; make one with python -m data_prep.responses"):
         list(read_documents("responses:nothing", tokenizer=tokenizer))
+    with pytest.raises(UserError, match="must name different folders of data_prep.responses, separated by colons"):
+        list(read_documents(f"responses:{stores[0]}:{stores[0]}", tokenizer=tokenizer))
     with pytest.raises(UserError, match=r"\+exp=target is to train; give a text corpus"):
         list(read_documents(f"responses:{stores[0]}"))
 

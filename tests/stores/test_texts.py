@@ -12,7 +12,6 @@ import pytest
 from spectrain.errors import UserError
 from spectrain.stores import tables
 from spectrain.stores.packing import pack
-from spectrain.stores.prompts import read_prompts
 from spectrain.stores.texts import (
     Document,
     Skipped,
@@ -71,15 +70,6 @@ def test_jsonl_fields_make_the_text(tmp_path):
     assert [d.text for d in read_documents(str(file))] == ["a line separator \u2028 and a next line \x85 inside"]
 
 
-def test_folder_is_read_with_its_subfolders_and_what_is_not_utf8_is_left_out(tmp_path):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "b.txt").write_text("b")
-    (tmp_path / "a.py").write_text("a")
-    (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "d.bin").write_bytes(b"d")
-    assert [(d.id, d.text) for d in read_documents(str(tmp_path))] == [("a.py", "a"), ("sub/b.txt", "b")]
-
-
 def test_wrong_corpora_are_named(tmp_path, tokenizer):
     with pytest.raises(UserError, match="does not exist"):
         list(read_documents(str(tmp_path / "nothing")))
@@ -116,7 +106,7 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
         assert texts(tmp_path / folder, ["a"]) == ["answer 0", "answer 2"], folder
     assert texts(tmp_path / "splits", None, "test") == TEXTS[2:]
     streamed = tables.hub_texts(str(tmp_path / "pq"), None, "train", ["q", "a"])
-    assert list(streamed) == [(number, text, None) for number, text in enumerate(TEXTS, start=1)]
+    assert list(streamed) == list(enumerate(TEXTS, start=1))
     with pytest.raises(UserError, match="has no split dev; set corpus.split to one of train, test"):
         texts(tmp_path / "splits", None, "dev")
     for folder in ("pq", "saved"):
@@ -132,40 +122,17 @@ def test_parquet_saved_datasets_and_streamed_ones_give_the_same_texts(tmp_path, 
         texts(tmp_path / "pq")
 
 
-def test_a_document_knows_its_source(tmp_path):
-    (tmp_path / "notes" / "old").mkdir(parents=True)
-    (tmp_path / "notes" / "old" / "a.md").write_text("a")
-    (tmp_path / "top.txt").write_text("b")
-    rows = [{"q": "c", "source": "wiki", "category": "x"}, {"q": "d", "dataset": None, "category": "y"}, {"q": "e"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    table = datasets.Dataset.from_list([{"source": None, "dataset": None, "category": None} | row for row in rows])
-    table.to_parquet(tmp_path / "table.parquet")
-    of_rows = {"1": "wiki", "2": "y"}
-    for fields in (None, ["q"]):
-        found = list(read_documents(str(tmp_path), fields))
-        for document in found:
-            name, _, number = document.id.partition(":")
-            expected = {"notes/old/a.md": "notes/old", "top.txt": "."}.get(name, name)
-            assert document.source == of_rows.get(number, expected)
-        assert len(found) == 8
-    table.save_to_disk(tmp_path / "saved")
-    assert [d.source for d in read_documents(str(tmp_path / "saved"), ["q"])] == ["wiki", "y", "row"]
-
-
 def test_documents_of_a_hub_dataset_are_numbered_within_their_split(monkeypatch):
     asked = []
 
     def stream(*arguments):
         asked.append(arguments)
-        return iter([(1, "a", None), (2, " ", None), (3, "b", "mine")])
+        return iter([(1, "a"), (2, " "), (3, "b")])
 
     monkeypatch.setattr("spectrain.stores.texts.hub_texts", stream)
     skipped = Skipped()
     found = list(read_documents("owner/name", ["text"], "test", "small", skipped))
-    assert found == [
-        Document("small:test:1", "a", source="small:test"),
-        Document("small:test:3", "b", source="mine"),
-    ]
+    assert found == [Document("small:test:1", "a"), Document("small:test:3", "b")]
     assert asked == [("owner/name", "small", "test", ["text"])]
     assert skipped.empty == 1
 
@@ -205,12 +172,11 @@ def test_source_files_are_read_and_what_is_skipped_is_counted(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "latin.md").write_bytes("größe".encode("latin-1"))
-    (tmp_path / "cut.jsonl").write_bytes(b'{"q": "one"}\n{"q": "\xc3')
     (tmp_path / "empty.py").write_text(" \n")
     skipped = Skipped()
     found = [d.id for d in read_documents(str(tmp_path), skipped=skipped)]
     assert found == ["a.c", "b.rs", "c.go", "d.java", "e.ts", "f.rst", "sub/h.cpp"]
-    assert skipped == Skipped(not_utf8=["cut.jsonl", "latin.md"], empty=1)
+    assert skipped == Skipped(not_utf8=["latin.md"], empty=1)
 
 
 def test_halves_of_characters_are_replaced(tmp_path):
@@ -224,36 +190,3 @@ def test_a_bad_byte_of_json_lines_is_named_by_its_line(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(rows))
     with pytest.raises(UserError, match=r"line 4 of rows.jsonl is not UTF-8 \(byte 11\); save the file as UTF-8"):
         list(read_documents(str(tmp_path / "rows.jsonl")))
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
-def test_a_long_document_is_refused_by_its_name_and_the_option_raises_the_limit(tmp_path, name):
-    long = "ä" * 50  # 100 bytes
-    file = tmp_path / name
-    if name == "a.parquet":
-        datasets.Dataset.from_list([{"q": "short"}, {"q": long}]).to_parquet(file)
-    else:
-        file.write_text(long if name == "a.txt" else f'{{"q": "short"}}\n{{"q": "{long}"}}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"more than 99 bytes; split it .* raise corpus.max_document_bytes") as said:
-        list(read_documents(str(tmp_path), max_document_bytes=99))
-    assert name in str(said.value)
-    assert long in [document.text for document in read_documents(str(tmp_path), max_document_bytes=120)]
-
-
-def test_a_folder_of_too_many_files_is_refused_and_hidden_folders_do_not_count(tmp_path):
-    for name in ("a.txt", "b/c.txt", "b/d.bin", ".git/e.txt", "b/.venv/f.txt", "b/.venv/g.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("text\n")
-    with pytest.raises(UserError, match=r"holds more than 2 files; give the folder that .* or raise corpus.max_files"):
-        list(read_documents(str(tmp_path), max_files=2))
-    assert [document.id for document in read_documents(str(tmp_path), max_files=3)] == ["a.txt", "b/c.txt"]
-
-
-def test_a_line_without_end_is_not_read_whole(tmp_path):
-    file = tmp_path / "a.jsonl"
-    with file.open("wb") as content:
-        content.truncate(2**40)
-    with pytest.raises(UserError, match="line 1 of a.jsonl has more than 33554432 bytes"):
-        list(read_documents(str(file)))
-    with pytest.raises(UserError, match="line 1 .* more than 1048576 bytes; shorten it, or raise max_prompt_bytes"):
-        read_prompts(file)
