@@ -153,14 +153,10 @@ class AcceptanceStore:
 
 def write_responses(folder: str | Path, rows: Iterable[Mapping], manifest: ResponseManifest) -> None:
     """Write a store of rows with RESPONSE_COLUMNS so that it appears whole or not at all; UserError without rows."""
-    columns: dict[str, list] = {name: [] for name in RESPONSE_COLUMNS}
-    for row in rows:
-        for name, column in columns.items():
-            value = row[name]
-            column.append(np.asarray(value, dtype=np.int32) if name in ("prompt", "response") else value)
-    if not columns["id"]:
+    rows = [{name: row[name] for name in RESPONSE_COLUMNS} for row in rows]
+    if not rows:
         raise UserError(f"there is no response to write to {folder}; give prompts that can be answered")
-    save_rows(Path(folder), Dataset.from_dict(columns, features=RESPONSE_COLUMNS), manifest)
+    save_rows(Path(folder), Dataset.from_list(rows, features=RESPONSE_COLUMNS), manifest)
 
 
 def open_responses(folder: str | Path) -> ResponseStore:
