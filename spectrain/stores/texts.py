@@ -206,10 +206,8 @@ def is_remote(path: str | None) -> bool:
 
 def _files(path: str | None) -> tuple[Path, list[Path]]:
     """Return a corpus's folder and its files, without those in hidden folders (version control, environments)."""
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return root, [file for file in sorted(root.rglob("*.py")) if not NO_CODE & set(file.relative_to(root).parts)]
-    root = Path(path).expanduser()
+    is_stdlib, suffixes = path is None, (".py",) if path is None else SUFFIXES
+    root = Path(sysconfig.get_paths()["stdlib"] if is_stdlib else path).expanduser()
     if not root.exists():
         raise UserError(f"corpus.path={path} does not exist; give a text file, a .jsonl file or a folder of them")
     if root.is_file():
@@ -220,8 +218,8 @@ def _files(path: str | None) -> tuple[Path, list[Path]]:
 
     files = []
     for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [file for name in names if (file := Path(folder, name)).suffix in SUFFIXES and file.is_file()]
+        folders[:] = [name for name in folders if not (name.startswith(".") or (is_stdlib and name in NO_CODE))]
+        files += [file for name in names if (file := Path(folder, name)).suffix in suffixes and file.is_file()]
     return root, sorted(files)
 
 

@@ -14,14 +14,12 @@ from data_prep import documents
 from data_prep.select import Scoring, Selection, perplexities, select
 from spectrain.decoding import load_target
 from spectrain.retrieval.datastore import Datastore
-from spectrain.stores import tables
 from spectrain.stores.rows import open_responses
 from spectrain.stores.texts import is_held_out
 from tests.conftest import tiny_model
 from tests.data_prep.conftest import N_ROWS, contents, cut, kept_ids, save_responses, text_of
 
 ROOT = Path(__file__).parent.parent.parent
-BIG_VOCABULARY = 70_000  # above 65,535: uint32
 
 
 def expected_ids() -> list[str]:
@@ -91,21 +89,6 @@ def test_shards_are_cut_and_read_as_one(run, small):
     assert all(a.tolist() == b.tolist() for a, b in pairs)
 
 
-def test_a_large_vocabulary_takes_four_bytes_a_token(run, small, made, tmp_path):
-    target = tmp_path / "target"
-    tiny_model("llama", vocab_size=BIG_VOCABULARY, hidden_size=8, num_hidden_layers=1, eos_token_id=0).save_pretrained(
-        target
-    )
-    AutoTokenizer.from_pretrained(made / "target").save_pretrained(target)
-    code, _, err = run(*small, f"target={target}", "out=large")
-    assert code == 0, err
-    assert run(*small, "out=small", "keep=null")[0] == 0
-    store = Datastore("large")
-    assert (store.tokens[0].dtype, store.separator) == (np.uint32, BIG_VOCABULARY)
-    known = [document.tolist() for document in Datastore("small").documents()]
-    assert all(document.tolist() in known for document in store.documents())
-
-
 def test_responses_and_conversations_are_documents_of_a_store(run, small, made, tmp_path):
     target = load_target(made / "target", device="cpu")
     save_responses(tmp_path / "answers", target, N_ROWS)
@@ -127,33 +110,6 @@ def test_responses_and_conversations_are_documents_of_a_store(run, small, made, 
     assert "left out, without an assistant turn: 1 conversations" in err
     counts = Datastore("chats").manifest.build["counts"]
     assert (counts["without_assistant"], counts["duplicates"]) == (1, 1)
-
-
-def files(corpus: Path) -> None:
-    corpus.mkdir()
-    for i in range(12):
-        (corpus / f"{i}.py").write_text(text_of(i))
-    (corpus / "latin.txt").write_bytes("größe".encode("latin-1"))
-
-
-def test_what_is_not_utf8_is_named_and_counted(run, small, tmp_path):
-    files(tmp_path / "files")
-    code, out, err = run(*small, "corpus=files", "out=store")
-    assert code == 0, err
-    assert err.count("left out, not UTF-8: latin.txt") == 1
-    assert "1: latin.txt" in out
-    assert Datastore("store").manifest.build["counts"]["not_utf8_files"] == ["latin.txt"]
-
-
-def test_a_corpus_that_cannot_be_read_leaves_nothing(run, small, tmp_path, monkeypatch):
-    def unreachable(*arguments, **options):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(tables.HfApi, "dataset_info", unreachable)
-    code, _, err = run(*small, "corpus=owner/name")
-    assert code == 2
-    assert "as a Hugging Face dataset it cannot be reached" in err
-    assert not any(tmp_path.iterdir())
 
 
 SCORES = np.array([5.0, 2.0, np.inf, 3.0, 2.0, 9.0])

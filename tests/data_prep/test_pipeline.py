@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -114,18 +113,6 @@ def test_an_interrupted_replacement_goes_on_and_only_with_fresh(run, small, scor
     assert len(scored) == 12
 
 
-def test_fresh_throws_away_what_was_begun_without_it(run, small, scored):
-    for more in ([], ["window_tokens=32", "fresh=true"]):
-        scored.clear()
-        scored.limit = 2
-        assert run(*small, "out=store", *more)[0] == 130
-        Path(".store.partial/score-00005.npy").write_bytes(b"of the one before")
-    scored.clear()
-    scored.limit = None
-    assert run(*small, "out=store", "fresh=true")[0] == 0
-    assert len(scored) == 6
-
-
 @pytest.mark.parametrize("out", [[], ["out=store"]], ids=["unnamed", "named"])
 def test_scores_are_found_again_by_another_choice(run, small, scored, monkeypatch, out):
     code, _, err = run(*small, *out, "max_perplexity=1.01")
@@ -152,14 +139,3 @@ def test_a_build_locks_its_out_as_every_command_does(run, small):
     assert code == 2
     assert "error: store is in use by another process; wait for its end, or give another out" in err
     assert not list(Path().iterdir())
-
-
-def test_a_store_behind_a_link_is_built_replaced_and_the_link_stays(run, small):
-    Path("link").symlink_to("there/store")
-    Path("there").mkdir()
-    for fresh in ("fresh=false", "fresh=true", "fresh=true"):
-        code, _, err = run(*small, "out=link", fresh)
-        assert code == 0, err
-        Datastore("there/store").verify()
-    assert Path("link").is_symlink()
-    assert os.listdir("there") == ["store"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
+from spectrain.retrieval.suffix_array import build_suffix_array, first_token_bounds, next_pairs, token_dtype
 
 
 def make_store(
@@ -23,6 +26,25 @@ def make_store(
     n_tokens = sum(map(len, arrays))
     write_manifest(folder, Manifest("a target", "fp", tokenizer, vocab_size, len(arrays), n_tokens, shards))
     return Datastore(folder)
+
+
+def index_in_memory(documents: Sequence[Sequence[int]], vocab_size: int, n_shards: int = 1) -> SimpleNamespace:
+    """What searches read of such a store, without its files."""
+    cuts, shards = [len(documents) * i // n_shards for i in range(n_shards + 1)], []
+    for start, stop in pairwise(cuts):
+        closed = [token for document in documents[start:stop] for token in (*document, vocab_size)]
+        tokens = np.array(closed, dtype=token_dtype(vocab_size))
+        suffixes = build_suffix_array(tokens)
+        shards.append((tokens, suffixes, first_token_bounds(tokens, vocab_size), next_pairs(tokens, suffixes)))
+    index = tuple(zip(*map(read_only, shards), strict=True))
+    return SimpleNamespace(tokens=index[0], suffixes=index[1], index=index)
+
+
+def read_only(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """As those of an open store are; for others numba would compile everything once more."""
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
 
 
 def places(documents: Sequence[Sequence[int]], context: Sequence[int]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spectrain.retrieval.calibration import FEW_PLACES, calibrate
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from tests.retrieval.reference import continuations, longest, make_store, prefix_counts, text_counts
+from tests.retrieval.reference import continuations, index_in_memory, longest, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 
 P, S, E = 2, 3, 3
@@ -53,8 +53,8 @@ def slow(documents, texts) -> dict[str, list[list[float]]]:
 
 @settings(max_examples=80, deadline=None)
 @given(documents=DOCUMENTS, texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
-def test_factors_equal_brute_force(documents, texts, tmp_path_factory):
-    store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE)
+def test_factors_equal_brute_force(documents, texts):
+    store = index_in_memory(documents, VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, S, E, max_matches=10**4))
     found = calibrate(texts, retriever, P, E)
     expected = slow(documents, texts)
@@ -62,8 +62,8 @@ def test_factors_equal_brute_force(documents, texts, tmp_path_factory):
         np.testing.assert_allclose(found[source], values, atol=1e-4)
 
 
-def test_a_source_that_is_always_right_and_one_that_never_is(tmp_path):
-    store = make_store(tmp_path, [[1, 3]] * 3, VOCAB_SIZE)
+def test_a_source_that_is_always_right_and_one_that_never_is():
+    store = index_in_memory([[1, 3]] * 3, VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, 1, 1))
     text = ([0], [1, 2] * 400)  # 2 follows 1, never 3
     found = calibrate([text], retriever, 1, 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spectrain.retrieval.continuation_tree import COUNT, ContinuationTrie
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
-from tests.retrieval.reference import continuations, counts_of, longest, make_store, prefix_counts, text_counts
+from tests.retrieval.reference import continuations, counts_of, index_in_memory, longest, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import CONTEXT, DOCUMENTS, REPETITIVE, TOKEN, VOCAB_SIZE
 
 BRANCH = 4
@@ -21,8 +21,8 @@ def retriever(store, **options) -> Retriever:
 
 @settings(max_examples=150, deadline=None)
 @given(documents=st.one_of(DOCUMENTS, REPETITIVE), context=CONTEXT, n_shards=st.integers(1, 3))
-def test_all_continuations_are_counted(documents, context, n_shards, tmp_path_factory):
-    store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE, n_shards)
+def test_all_continuations_are_counted(documents, context, n_shards):
+    store = index_in_memory(documents, VOCAB_SIZE, n_shards)
     found = retriever(store, max_matches=10**4)
     length = found.gather(np.array(context))
     assert length == longest(documents, context, 1, 5)[0]
@@ -33,8 +33,8 @@ def test_all_continuations_are_counted(documents, context, n_shards, tmp_path_fa
 
 @settings(max_examples=100, deadline=None)
 @given(documents=st.one_of(DOCUMENTS, REPETITIVE), context=CONTEXT, enough=st.integers(1, 9))
-def test_few_matches_are_added_to_those_of_shorter_suffixes(documents, context, enough, tmp_path_factory):
-    store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE)
+def test_few_matches_are_added_to_those_of_shorter_suffixes(documents, context, enough):
+    store = index_in_memory(documents, VOCAB_SIZE)
     found = retriever(store, max_matches=10**4, min_matches=enough)
     length = found.gather(np.array(context))
     expected = []
@@ -46,9 +46,9 @@ def test_few_matches_are_added_to_those_of_shorter_suffixes(documents, context, 
     assert counts_of(found.tree) == prefix_counts(expected)
 
 
-def test_a_sample_is_taken_at_regular_intervals_of_the_sorted_range(tmp_path):
+def test_a_sample_is_taken_at_regular_intervals_of_the_sorted_range():
     documents = [[0, i, 99] for i in range(60)]
-    store = make_store(tmp_path, documents, 100)
+    store = index_in_memory(documents, 100)
     found = retriever(store, max_matches=6)
     found.gather(np.array([0]))
     # Halves of sixths of 60 sorted continuations (0, 0), (0, 1), ..; 0 itself follows 0 in the first one only.
@@ -58,8 +58,8 @@ def test_a_sample_is_taken_at_regular_intervals_of_the_sorted_range(tmp_path):
     assert sorted(path[0] for path in counts_of(first.tree) if len(path) == 1) == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_limit_on_matches_holds_over_all_suffixes(tmp_path):
-    store = make_store(tmp_path, [[1, 0, 2], *[[0, 3]] * 50], VOCAB_SIZE)
+def test_the_limit_on_matches_holds_over_all_suffixes():
+    store = index_in_memory([[1, 0, 2], *[[0, 3]] * 50], VOCAB_SIZE)
     found = retriever(store, max_matches=10, min_matches=20)
     assert found.gather(np.array([1, 0])) == 2
     assert found.tree[0, COUNT] == 10

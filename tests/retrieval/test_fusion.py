@@ -21,7 +21,7 @@ from spectrain.retrieval.fusion import (
     input_priors,
     store_priors,
 )
-from tests.retrieval.reference import continuations, fused, longest, make_store, prefix_counts, text_counts
+from tests.retrieval.reference import continuations, fused, index_in_memory, longest, prefix_counts, text_counts
 from tests.retrieval.test_suffix_array import DOCUMENTS, TOKEN, VOCAB_SIZE
 
 P, S, E = 3, 4, 4  # longest prefix of the input and of the store, longest branch
@@ -53,11 +53,11 @@ def kernel(store, trie: ContinuationTrie, input_discounts, logits, limits, root)
     candidates=st.lists(TOKEN, max_size=3, unique=True),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_fused_tree_equals_the_slow_algorithm(documents, text, limits, candidates, seed, tmp_path_factory):
+def test_fused_tree_equals_the_slow_algorithm(documents, text, limits, candidates, seed):
     random = np.random.default_rng(seed)
     store_table, input_table, logit_table = (discounts(random, shape) for shape in ((E + 1,), (P + 1, E + 1), (E + 1,)))
     probs = discounts(random, (len(candidates),))
-    store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE)
+    store = index_in_memory(documents, VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, S, E, max_matches=1000))
     suffix = retriever.gather(np.array(text))
     trie = ContinuationTrie(text, P, E)
@@ -82,9 +82,9 @@ def test_fused_tree_equals_the_slow_algorithm(documents, text, limits, candidate
     assert found == fused(sources, text[-1], *limits)
 
 
-def test_the_first_level_takes_the_childs_probability_not_the_roots(tmp_path):
+def test_the_first_level_takes_the_childs_probability_not_the_roots():
     # 0 is followed by 1 twice and by 2 once: with the root's probability of 1 for both, 1 and 2 would tie.
-    store = make_store(tmp_path, [[0, 2], [0, 1], [0, 1]], VOCAB_SIZE)
+    store = index_in_memory([[0, 2], [0, 1], [0, 1]], VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, 1, 2))
     assert retriever.draft([0], 2, 2)[:2] == ([0, 1], [-1, 0])
     retriever.gather(np.array([0]))
@@ -97,8 +97,8 @@ def test_the_first_level_takes_the_childs_probability_not_the_roots(tmp_path):
     assert [source for _, _, source in found] == ["root", "datastore", "input", "input"]
 
 
-def test_a_leaf_limit_keeps_chains_going(tmp_path):
-    store = make_store(tmp_path, [[0, 1, 2, 3], [0, 2, 3, 1], [0, 1, 3]], VOCAB_SIZE)
+def test_a_leaf_limit_keeps_chains_going():
+    store = index_in_memory([[0, 1, 2, 3], [0, 2, 3, 1], [0, 1, 3]], VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, 1, 3))
     assert retriever.chain([0], 3) == [1, 2, 3]
     tokens, parents, _ = retriever.draft([0], 9, 3, max_leaves=2)
@@ -106,9 +106,9 @@ def test_a_leaf_limit_keeps_chains_going(tmp_path):
     assert len(set(parents) - {-1}) + 2 == len(tokens)
 
 
-def test_kinds_tell_apart_source_prefix_share_and_how_often_it_was_seen(tmp_path):
+def test_kinds_tell_apart_source_prefix_share_and_how_often_it_was_seen():
     """Of the store: 3 of 4 and 1 of 4 continuations of 0 1, which is two tokens long; then all of 3, and of 1."""
-    store = make_store(tmp_path, [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3, 3]], VOCAB_SIZE)
+    store = index_in_memory([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3, 3]], VOCAB_SIZE)
     retriever = Retriever(store, RetrievalOptions(1, 4, 2))
     tokens, parents, kinds = retriever.draft([0, 1], 9, 2)
     assert (tokens, parents) == ([1, 2, 3, 3, 3], [-1, 0, 1, 0, 3])

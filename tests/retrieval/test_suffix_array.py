@@ -16,7 +16,7 @@ from spectrain.retrieval.suffix_array import (
     nth_match,
     token_dtype,
 )
-from tests.retrieval.reference import longest, make_store, places
+from tests.retrieval.reference import index_in_memory, longest, places
 
 VOCAB_SIZE = 4
 TOKEN = st.integers(0, VOCAB_SIZE - 1)
@@ -70,8 +70,8 @@ def test_ranges_are_those_of_a_scan(tokens, context):
 
 
 @pytest.mark.parametrize("foreign", [-1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**40])
-def test_what_is_no_token_is_found_nowhere(foreign, tmp_path):
-    store = make_store(tmp_path, [[0, 1], [1]], VOCAB_SIZE)
+def test_what_is_no_token_is_found_nowhere(foreign):
+    store = index_in_memory([[0, 1], [1]], VOCAB_SIZE)
     for context, known in (([foreign], 0), ([0, foreign], 0), ([1, foreign, 1], 1), ([foreign, 0, 1], 2)):
         assert found_suffix(store, context, 1, 8)[0] == known, context
 
@@ -83,8 +83,8 @@ def test_what_is_no_token_is_found_nowhere(foreign, tmp_path):
     limits=st.tuples(st.integers(1, 4), st.integers(1, 12)),
     n_shards=st.integers(1, 3),
 )
-def test_longest_suffix_equals_brute_force_over_all_shards(documents, context, limits, n_shards, tmp_path_factory):
-    store = make_store(tmp_path_factory.mktemp("s"), documents, VOCAB_SIZE, n_shards)
+def test_longest_suffix_equals_brute_force_over_all_shards(documents, context, limits, n_shards):
+    store = index_in_memory(documents, VOCAB_SIZE, n_shards)
     length, ranges = found_suffix(store, context, *limits)
     assert (length, (ranges[:, 1] - ranges[:, 0]).sum()) == longest(documents, context, *limits)
     found = []
@@ -96,7 +96,7 @@ def test_longest_suffix_equals_brute_force_over_all_shards(documents, context, l
         assert store.tokens[shard][position : position + length].tolist() == context[len(context) - length :]
 
 
-def test_no_match_crosses_the_end_of_a_document(tmp_path):
-    store = make_store(tmp_path, [[0, 1], [2, 3]], VOCAB_SIZE)
+def test_no_match_crosses_the_end_of_a_document():
+    store = index_in_memory([[0, 1], [2, 3]], VOCAB_SIZE)
     assert found_suffix(store, [1, 2], 1, 8)[0] == 1
     assert places([[0, 1], [2, 3]], [1, 2]) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spectrain.errors import UserError
 from spectrain.stores.files import is_disk_full, write_whole
 from spectrain.stores.folder import write_folder
 
@@ -64,18 +62,6 @@ def test_tensors_are_as_readable_as_other_files(tmp_path):
     modes = {file.stat().st_mode for file in tmp_path.iterdir()}
     assert len(modes) == 1
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_full_disk_is_said_with_the_bytes_that_are_needed(tmp_path, monkeypatch):
-    def full(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("spectrain.stores.files.to_disk", full)
-    monkeypatch.setattr("spectrain.stores.files.free_bytes", lambda folder: 1000)
-    said = r"the disk of \S+ is full; free some .* again \(1.0 kB of the 3.0 kB that its next file needs are free\)"
-    with pytest.raises(UserError, match=said):
-        write_whole(tmp_path / "a.txt", "a" * 3000)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("save", [np.save, lambda out, array: torch.save(torch.from_numpy(array), out)])

@@ -12,7 +12,7 @@ import pytest
 
 from spectrain.errors import UserError
 from spectrain.stores.files import RowFile, json_line, parse_json, read_lines, read_object, read_yaml
-from spectrain.stores.folder import locked, write_folder
+from spectrain.stores.folder import locked
 
 
 def test_one_at_a_time_whatever_the_moment(tmp_path):
@@ -56,16 +56,6 @@ def test_a_link_and_what_it_points_to_have_one_lock(tmp_path):
             ):
                 pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "link", "real"]
-
-
-def test_a_folder_behind_a_link_is_replaced_and_the_link_stays(tmp_path):
-    link, real = tmp_path / "link", tmp_path / "real"
-    link.symlink_to("real")
-    for content in ("first", "second", "third"):
-        write_folder(link, lambda folder, content=content: (folder / "file").write_text(content), replace=True)
-        assert (real / "file").read_text() == content
-    assert link.is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
 def test_the_lock_of_a_killed_process_is_gone_with_it(tmp_path):
