@@ -38,8 +38,7 @@ DECODED_TOGETHER = 1024  # prompts handed to the loop at once, at least: batches
 SHOWN_FAILURES = 20
 STDLIB_PROMPTS = 400
 STDLIB_CHARACTERS = 400  # of a prompt: with 512 new tokens it fits the bundled target, even at one token per character
-STDLIB_CUTS = 3  # prompts per module
-STDLIB_STRIDE = 4800  # characters, so that a response of 512 tokens ends before the next cut
+STDLIB_LEAST_CHARACTERS = 2400  # of a module, so that there is something to continue
 
 
 @dataclass(frozen=True)
@@ -247,22 +246,15 @@ def answered_rows(work: Path) -> list[dict]:
 
 
 def read_questions(prompts: str | None, limit: int | None) -> list[Question]:
-    """Read the questions of a prompt file; without one, cut them from modules of the standard library.
+    """Read the questions of a prompt file; without one, take the beginnings of modules of the standard library.
 
-    Those are modules that training sees as well. Cuts of a module stand apart, so that no prompt holds the text that
-    another asks for. The first cuts of all modules come first, in hashed order: few prompts are of many modules.
+    Those are modules that training sees as well, in hashed order.
     """
     if prompts is not None:
         return read_prompts(prompts, limit)
     found = []
     for document in read_documents(None):
-        if is_held_out(document.id, STDLIB_HELD_OUT):
-            continue
-        for cut in range(STDLIB_CUTS):
-            start = cut * STDLIB_STRIDE
-            start = document.text.find("\n", start) + 1 if start else 0
-            if (start or not cut) and len(document.text) - start > STDLIB_STRIDE // 2:
-                name = f"{document.id}:{start}"
-                text = document.text[start : start + STDLIB_CHARACTERS]
-                found.append((cut, unit_hash(name), Question(name, "stdlib", (text,))))
-    return [question for _, _, question in sorted(found, key=lambda entry: entry[:2])[: limit or STDLIB_PROMPTS]]
+        if not is_held_out(document.id, STDLIB_HELD_OUT) and len(document.text) > STDLIB_LEAST_CHARACTERS:
+            name = f"{document.id}:0"
+            found.append((unit_hash(name), Question(name, "stdlib", (document.text[:STDLIB_CHARACTERS],))))
+    return [question for _, question in sorted(found, key=lambda entry: entry[0])[: limit or STDLIB_PROMPTS]]

@@ -135,7 +135,7 @@ class Responses(Artifacts, Built):
 
     kind: str = "responses"
     prompts: str | None = option(
-        None, ".jsonl as for spectrain.bench; null: pieces of stdlib modules that are not held out", path=True
+        None, ".jsonl as for spectrain.bench; null: beginnings of stdlib modules that are not held out", path=True
     )
     limit: int | None = option(None, "prompts, from the start of the file; null: all (400 without prompts)", least=1)
     chat: bool | str = CHAT

@@ -45,10 +45,8 @@ Curve = dict[int, dict[str, float]]  # step -> metric -> value
 CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "export.json"
 # They do not change what is trained.
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
-NOT_HASHED_OF = {
-    # A run may go on with another number of ranks.
-    "trainer": ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing"),
-}
+# A run may go on with another number of ranks.
+NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
 
 
 class FinishedRun(AllRanksError):
@@ -299,7 +297,6 @@ def plain_name(name: str) -> str:
 def hashed(config: Mapping) -> dict:
     """Return the options that what is trained depends on."""
     kept = {key: value for key, value in config.items() if key not in NOT_HASHED}
-    for name in ("corpus", "trainer"):
-        if isinstance(kept.get(name), Mapping):
-            kept[name] = {key: value for key, value in kept[name].items() if key not in NOT_HASHED_OF[name]}
+    if isinstance(kept.get("trainer"), Mapping):
+        kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in NOT_HASHED_OF_TRAINER}
     return kept

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,12 +20,10 @@ from tests import ranks
 from tests.data_prep.conftest import (
     build_options,
     contents,
-    curve,
     kept_ids,
     same_rows,
     save_responses,
     source,
-    training_options,
 )
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,14 +38,11 @@ def options(made: Path, ready: Path, shared: Path, folder: Path) -> dict[str, li
     rows[7]["turns"] = ["def read(path): " * 60]  # no room for its response
     (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shards = ["row_tokens=32", "shard_tokens=270"]
-    offline = ["data=offline", f"data.path={folder / 'stored'}", "trainer.precision=32-true"]
     return {
         "datastore": build_options(made),
         "responses": [f"prompts={folder / 'p.jsonl'}", target, "max_new_tokens=16"],
         "acceptance": [target, answered, f"drafter={ready / 'draft'}", "draws=2", "part_rows=1", "batch_tokens=40"],
         "activations": [*source(shared), *shards, "batch_tokens=100", "precision=32-true"],
-        "stored": [*source(shared), *shards, "precision=bf16-mixed"],
-        "train": [*training_options(shared), *offline],
     }
 
 
@@ -60,7 +54,7 @@ def launch(made, ready, shared, tmp_path_factory) -> tuple[Path, dict[str, list[
     typed = options(made, ready, shared, folder)
     kill_amid(folder / ".acceptance.partial", [*typed["acceptance"], f"out={folder / 'acceptance'}"])
     jobs = [
-        {"command": command_of(name), "arguments": [*arguments, f"out={folder / name}", *run_dir(folder, name)]}
+        {"command": f"data_prep.{name}", "arguments": [*arguments, f"out={folder / name}"]}
         for name, arguments in typed.items()
     ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -69,16 +63,8 @@ def launch(made, ready, shared, tmp_path_factory) -> tuple[Path, dict[str, list[
         [*torchrun, "-m", "tests.ranks", "jobs.json"], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
-    assert json.loads((folder / "codes.json").read_text()) == [0, 2, 0, 0, 0, 0], ended.stderr
+    assert json.loads((folder / "codes.json").read_text()) == [0, 2, 0, 0], ended.stderr
     return folder, typed, ended
-
-
-def command_of(name: str) -> str:
-    return {"train": "spectrain.train", "stored": "data_prep.activations"}.get(name, f"data_prep.{name}")
-
-
-def run_dir(folder: Path, name: str) -> list[str]:
-    return [f"run_dir={folder / 'run'}"] if name == "train" else []
 
 
 def kill_amid(work: Path, arguments: list[str]) -> None:
@@ -101,8 +87,7 @@ def alone(launch, name: str, *more: str) -> Path:
     folder, typed, _ = launch
     torch.set_num_threads(1)
     one = folder / "one"
-    arguments = [*typed[name], f"out={one / name}", *run_dir(one, name), *more]
-    assert ranks.run(arguments, command=command_of(name)) == 0
+    assert ranks.run([*typed[name], f"out={one / name}", *more], command=f"data_prep.{name}") == 0
     return one / name
 
 
@@ -120,7 +105,7 @@ def test_a_datastore_keeps_the_same_documents(launch):
 @pytest.mark.slow
 def test_activations_are_the_same_bytes(launch):
     folder, _, ended = launch
-    assert ended.stdout.count("bytes per token") == 2  # of two stores
+    assert ended.stdout.count("bytes per token") == 1
     assert contents(alone(launch, "activations")) == contents(folder / "activations")
     assert not (folder / ".activations.partial").exists()
 
@@ -148,13 +133,3 @@ def test_responses_are_resumed_as_one(launch, capfd):
     assert ranks.run(again, command="data_prep.responses") == 0
     assert "9 of 12 prompts are answered already" in capfd.readouterr().err
     assert contents(alone(launch, "responses", "allow_failed=true")) == contents(folder / "responses")
-
-
-@pytest.mark.slow
-def test_a_training_from_stored_activations_shares_a_batch(launch):
-    folder, _, ended = launch
-    assert ended.stdout.count(f"exported to {folder / 'train'}") == 1
-    assert "stored was computed in bf16-mixed, and trainer.precision=32-true" in ended.stderr
-    alone(launch, "train")
-    for column in ("train/loss", "eval/loss"):
-        np.testing.assert_allclose(curve(folder / "run", column), curve(folder / "one/run", column), rtol=0, atol=1e-4)

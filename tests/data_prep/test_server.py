@@ -232,28 +232,6 @@ def test_the_command_stores_what_the_server_says(respond, served, monkeypatch):
     assert "ended by eos │ 100%" in out
 
 
-def test_failed_prompts_are_listed_and_tried_again(respond, served):
-    def reply(body, n):
-        return completion(token_ids=[999]) if not n and len(server.requests) % 2 else echo(body, n)
-
-    with serving(reply) as server:
-        arguments = [*served, f"base_url={server.address}", "concurrency=1"]
-        code, out, err = respond(*arguments)
-        assert code == 2
-        assert "3 of 5 prompts failed (listed in .r.partial/failed-*.jsonl); the same command tries them again" in err
-        assert err.count("\n") == 1
-        assert out.count("token id 999 is outside") == 3
-        assert not Path("r").exists()
-        assert len(Path(".r.partial/failed-0.jsonl").read_text().splitlines()) == 3
-        posted = len(server.requests)
-        code, out, err = respond(*arguments)
-    assert code == 0, err
-    assert len(server.requests) - posted == 3
-    assert "2 of 5 prompts are answered already" in err
-    assert open_responses("r").rows["id"][:] == ["0", "1", "2", "3", "4"]
-    assert sorted(path.name for path in Path().iterdir()) == ["p.jsonl", "r"]
-
-
 def test_a_server_that_is_down_is_one_sentence_and_leaves_nothing(respond, served):
     code, out, err = respond(*served, f"base_url=http://127.0.0.1:{free_port()}")
     assert (code, out) == (2, "")
