@@ -207,8 +207,9 @@ store own-greedy data_prep.responses prompts="$WORK/greedy.jsonl" limit="${GREED
 [ -e "${STORE-checkpoints/smollm2-own-answers}/manifest.json" ] ||
     $PYTHON -m data_prep.datastore corpus=responses:"$WORK/own-sampled:$WORK/own-greedy" target=smollm2 keep=null \
         perplexity_filter=false out="${STORE-checkpoints/smollm2-own-answers}"
-store activations data_prep.activations responses="$WORK/own-sampled:$WORK/own-greedy" 'layers=[27,28,29]'
-$PYTHON -m spectrain.train +exp=spire target=smollm2 data=offline data.path="$WORK/activations" data.batch_size=8 \
-    data.val_rows=96 trainer=ddp trainer.accelerator=cpu trainer.devices="$RANKS" "${from[@]}" max_steps="${STEPS-1950}" \
+store activations data_prep.activations corpus=responses:"$WORK/own-sampled:$WORK/own-greedy" 'layers=[27,28,29]' \
+    row_tokens=512 document_mask=true
+$PYTHON -m spectrain.train +exp=spire target=smollm2 data=offline data.path="$WORK/activations" data.batch_size=4 \
+    data.val_rows=32 trainer=ddp trainer.accelerator=cpu trainer.devices="$RANKS" "${from[@]}" max_steps="${STEPS-1950}" \
     optimizer.lr="${LR-3e-3}" optimizer.warmup_steps=60 trainer.val_check_interval="${VALIDATE-650}" select.every=0 tau.contexts=32 \
     'tau.context_tokens=[96,160]' run_dir="$WORK/spire" out="${OUT-checkpoints/smollm2-135m-spire}"
