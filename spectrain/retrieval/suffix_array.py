@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from pydivsufsort import divsufsort
 
-MAX_SHARD_TOKENS = 2**28  # sorting takes 12 bytes per token of two bytes; its positions are int32
+MAX_SHARD_TOKENS = 2**28  # sorting takes 14 bytes per token of two bytes; its positions are int32
 CHUNK_TOKENS = 2**22
 TABLE_TOKENS = 3  # first tokens of a suffix that the tables `bounds` and `pairs` hold
 FIRST_LENGTH = 4  # tokens of a suffix that is found about half the time
@@ -54,7 +54,7 @@ def build_suffix_array(tokens: np.ndarray) -> np.ndarray:
         piece = piece[piece % width == 0] // width
         places[n_kept : n_kept + len(piece)] = piece
         n_kept += len(piece)
-    return places[:n_kept]
+    return places[:n_kept].copy()  # so that the larger array is freed
 
 
 def first_token_bounds(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
