@@ -20,7 +20,7 @@ from pathlib import Path
 from spectrain.config.commands import Report
 from spectrain.errors import UserError
 from spectrain.measure.report import GENERATOR, render, sections_below
-from spectrain.stores.environment import date_of
+from spectrain.stores.environment import date_now
 from spectrain.stores.files import write_whole
 
 HEAD_CHARACTERS = 2000  # of a page: within them it says what wrote it
@@ -35,7 +35,7 @@ def main(options: Report) -> None:
         why = next((f"; {path} cannot be read ({reason})" for path, reason in left_out.items()), "")
         raise UserError(f"runs={', '.join(map(str, roots))} holds no run that could be shown{why}; give another folder")
     title = options.title or f"Runs in {', '.join(map(str, roots))}"
-    html = render(title, sections, left_out, f"These runs were found on {date_of()}.")
+    html = render(title, sections, left_out, f"These runs were found on {date_now()}.")
     write_whole(out, html)
     print(f"{out}: {len(sections)} sections, {len(html) / 2**20:.1f} MiB")
     for path, reason in left_out.items():

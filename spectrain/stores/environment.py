@@ -30,12 +30,11 @@ def environment(ranks: int) -> dict[str, object]:
     }
 
 
-def provenance(versions: dict[str, object] | None = None) -> dict[str, object]:
-    """Return the origin of results: the command as typed, the date, and versions (None: the main ones)."""
-    if versions is None:
-        versions = {name: version_of(name) for name in ("spectrain", "torch", "transformers")}
-        versions["python"] = platform.python_version()
-    return {"command": TYPED_COMMAND.get(), "date": date_of(), "versions": versions}
+def provenance() -> dict[str, object]:
+    """Return the origin of results: the command as typed, the date, and the main versions."""
+    versions = {name: version_of(name) for name in ("spectrain", "torch", "transformers")}
+    versions["python"] = platform.python_version()
+    return {"command": TYPED_COMMAND.get(), "date": date_now(), "versions": versions}
 
 
 def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
@@ -48,9 +47,9 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
-def date_of(seconds: float | None = None) -> str:
-    """Return a moment, in seconds since 1970, as results tell it: to the minute, UTC. None: now."""
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+def date_now() -> str:
+    """Return the date as results tell it: to the minute, UTC."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
 
 
 @cache  # the system takes a millisecond to tell

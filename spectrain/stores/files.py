@@ -17,7 +17,7 @@ from typing import Annotated, BinaryIO, Generic, NoReturn, TypeVar
 
 import yaml
 from omegaconf._utils import get_yaml_loader
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from rich.filesize import decimal
 
 from spectrain.errors import UserError
@@ -25,7 +25,6 @@ from spectrain.errors import UserError
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # How numpy, safetensors and torch say that a disk is full.
 SAID_OF_A_FULL_DISK = re.compile(r"\d+ requested and \d+ written|os error (28|122)\)|iostream error")
-MORE = ConfigDict(extra="allow")  # of a TypedDict: further names are kept, with values of any type
 Count = Annotated[int, Field(ge=0)]
 
 T = TypeVar("T")  # a dataclass, a TypedDict or a mapping of typed values

@@ -109,7 +109,7 @@ def read_documents(
     """
     skipped = Skipped() if skipped is None else skipped
     fields = [fields] if isinstance(fields, str) else fields
-    if is_responses(path):
+    if path is not None and path.startswith(OF_RESPONSES):
         yield from _responses(path, tokenizer)
         return
     try:
@@ -163,11 +163,6 @@ def _sources(
                 skipped.not_utf8.append(name)
                 continue
             yield name, [(None, text)]
-
-
-def is_responses(path: str | None) -> bool:
-    """Return whether a corpus is made of stores of data_prep.responses."""
-    return path is not None and path.startswith(OF_RESPONSES)
 
 
 def responses_of(path: str, tokenizer: PreTrainedTokenizerBase | None) -> list[ResponseStore]:

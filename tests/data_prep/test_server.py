@@ -165,7 +165,7 @@ STARTS = {
     "refused": (
         (401, {}, b'{"detail": "no key"}'),
         {},
-        "server .*no key.*; give another address, or set OPENAI_API_KEY",
+        "AuthenticationError.*; give another address, or set OPENAI_API",
     ),
     "none": ({"data": []}, {}, "serves no model"),
     "two": ({"data": [{"id": "a"}, {"id": "b"}]}, {}, "serves a, b; give model="),
