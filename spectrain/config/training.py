@@ -138,8 +138,8 @@ class Spire:
         "projected: W e(token) of the target's embedding e; trained: a table; tied: as in the paper",
         one_of=("projected", "tied", "trained"),
     )
-    head: str = option(
-        "target", "its unembedding, as the target's is, or trained; input=tied trains it", one_of=("target", "trained")
+    unembedding: str = option(
+        "target", "the target's as it is, or a trained copy; input=tied trains it", one_of=("target", "trained")
     )
     previous_state: bool | None = option(
         None,

@@ -195,9 +195,9 @@ class Spire(ChainDrafter):
         if config.input == "projected":
             table = trained.input_table().to(own.norm.weight.dtype)
             ready["embed_tokens"] = nn.Embedding.from_pretrained(table)
-        if config.head == "target":
-            head = trained.tables.head(trained.kept)
-            ready["lm_head"] = for_drafting(head, self.draft_dtype, target.device, head.weight.dtype)
+        if config.unembedding == "target":
+            layer = trained.tables.unembedding_layer(trained.kept)
+            ready["lm_head"] = for_drafting(layer, self.draft_dtype, target.device, layer.weight.dtype)
         return own.with_modules(ready)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ An acceptance head reads these states, and the distributions that drafts are dra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +95,7 @@ class SpireStates(DraftStates):
         self.capture_layers = drafter.config.captured_layers
 
     def fingerprint(self) -> str:
-        return module_fingerprint(self.drafter, self.drafter.config.described())
+        return module_fingerprint(self.drafter, asdict(self.drafter.config))
 
     def hidden(self, tokens: Tensor, captured: Tensor | None) -> Tensor:
         return rollout(self.drafter, tokens, captured, self.block_tokens)

@@ -43,8 +43,8 @@ def new_drafter(target: TargetModel, config: SpireConfig, init: str, kept: Tenso
     for block, layer in zip(drafter.blocks, config.target_layers, strict=True):
         block.load_state_dict(block_state(model.model.layers[layer].state_dict()))
     drafter.norm.load_state_dict(model.model.norm.state_dict())
-    if config.head == "trained":
-        drafter.lm_head.load_state_dict(drafter.tables.head(drafter.kept).state_dict())
+    if config.unembedding == "trained":
+        drafter.lm_head.load_state_dict(drafter.tables.unembedding_layer(drafter.kept).state_dict())
     return drafter
 
 

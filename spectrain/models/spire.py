@@ -41,10 +41,7 @@ TABLE_TOKENS = 8192  # tokens whose inputs are computed at a time
 
 @dataclass(frozen=True)
 class SpireConfig:
-    """The options of a drafter, saved as `config.json` beside its weights.
-
-    `input` and `head` are by default what they are in exports of version 1, which do not name them.
-    """
+    """The options of a drafter, saved as `config.json` beside its weights. The defaults are the paper's."""
 
     shape: LlamaShape  # of the target
     target_layers: tuple[int, ...]  # of the target, one for each draft block; their inputs are the memories
@@ -56,7 +53,7 @@ class SpireConfig:
     # Input of the first block. projected: W e(token), with the target's embedding e. trained: a table of its own. tied:
     # a table of its own, which is also the unembedding if the target has one table for both.
     input: str = "tied"  # projected | trained | tied
-    head: str = "trained"  # target: the target's unembedding; trained: one of its own, as it is with input=tied
+    unembedding: str = "trained"  # target: the target's unembedding; trained: one of its own, as it is with input=tied
     # Whether the first block's input also holds W2 h, h being the target's final state one token earlier, for drafted
     # tokens the drafter's own. Not in the paper; EAGLE does so.
     previous_state: bool = False
@@ -64,8 +61,8 @@ class SpireConfig:
     draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        if self.input == "tied" and self.head == "target":
-            raise UserError("input=tied trains its own unembedding; give head=trained, or input=projected")
+        if self.input == "tied" and self.unembedding == "target":
+            raise UserError("input=tied trains its own unembedding; give unembedding=trained, or input=projected")
         if self.previous_state and (self.input == "tied" or not self.target_activations):
             raise UserError("previous_state=true needs input=projected or trained, and target_activations=true")
         if self.draft_vocab is not None and self.input == "tied":
@@ -94,19 +91,6 @@ class SpireConfig:
         """Whether the drafter's embedding is its unembedding, too."""
         return self.input == "tied" and self.shape.tie_embeddings
 
-    def described(self) -> dict:
-        """Fields by name for a fingerprint, without those that version 1 lacks where they say what it had."""
-        fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if value != ADDED_SINCE_1.get(name)}
-
-
-ADDED_SINCE_1 = {
-    "input": "tied",
-    "head": "trained",
-    "previous_state": False,
-    "draft_vocab": None,
-}  # fields -> what a drafter of version 1 has
-
 
 @dataclass(frozen=True)
 class TargetTables:
@@ -124,7 +108,7 @@ class TargetTables:
         """[V, D], in the dtype that the target computes in."""
         return self.target.unembedding
 
-    def head(self, kept: Tensor | None) -> nn.Linear:
+    def unembedding_layer(self, kept: Tensor | None) -> nn.Linear:
         """Return the unembedding as a layer, in the dtype that the target keeps it in.
 
         It is over the same memory, but for the rows `kept` [K] int64 alone, where these are given.
@@ -163,7 +147,7 @@ class SpireDrafter(nn.Module):
             self.previous = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)  # W2
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        if config.head == "trained":
+        if config.unembedding == "trained":
             self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)
         self.kept: Tensor | None  # [K] int64, the tokens that it can draft, see `ranks_tokens`; None: all
         self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)

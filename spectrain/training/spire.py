@@ -103,8 +103,8 @@ class SpireTraining(Training):
             places_of = torch.full((len(of_target),), -100, device=self.device)
             places_of[kept_tokens] = torch.arange(len(kept_tokens), device=self.device)
             next_tokens = torch.where(next_tokens >= 0, places_of[next_tokens.clamp_min(0)], -100)
-        # head=target: cast to the drafter's dtype, because DeepSpeed computes in bfloat16 whatever the target's dtype.
-        has_own = self.drafter.config.head != "target"
+        # The target's is cast to the drafter's dtype: DeepSpeed computes in bfloat16 whatever the target's dtype.
+        has_own = self.drafter.config.unembedding != "target"
         unembedding = self.drafter.unembedding if has_own else rows.to(hidden.dtype)
         states = hidden.flatten(0, 1)[places]
         parts = drafter_loss(self.loss_settings, states, unembedding, teacher, next_tokens[places])
@@ -176,14 +176,14 @@ class SpireExperiment(Experiment):
     def shape(self, kept: Tensor | None = None) -> SpireConfig:
         """The shape of the drafter for this target, which can draft the tokens `kept` [K]; None: all."""
         config = self.config
-        names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations", "input", "head")
+        names = ("k", "window_tokens", "sink_tokens", "feedback", "target_activations", "input", "unembedding")
         options = {name: config[name] for name in names}
         reads_previous = config["previous_state"]
         if reads_previous is None:
             reads_previous = config["input"] != "tied" and config["target_activations"]
         options |= {"previous_state": reads_previous, "draft_vocab": None if kept is None else len(kept)}
         if config["input"] == "tied":
-            options["head"] = "trained"
+            options["unembedding"] = "trained"
         return SpireConfig(shape_of(self.target.model), last_layers(self.target.model, config["n_layer"]), **options)
 
     def model(self, weights: dict[str, Tensor]) -> SpireDrafter:

@@ -124,7 +124,7 @@ def spire(init: str, stop: StopRule | None = None) -> Spire:
 
 def half_vocabulary() -> Spire:
     model, kept = target().model, torch.arange(VOCAB_SIZE)[1::2]
-    options = {"input": "projected", "head": "target", "draft_vocab": len(kept)}
+    options = {"input": "projected", "unembedding": "target", "draft_vocab": len(kept)}
     config = SpireConfig(shape_of(model), last_layers(model, 1), k=3, window_tokens=4, **options)
     drafter = new_drafter(target(), config, "random", kept)
     for weight in drafter.parameters():

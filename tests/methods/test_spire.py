@@ -18,14 +18,14 @@ from tests.conftest import VOCAB_SIZE, random_prompts, tiny_model
 from tests.models.test_spire import make
 
 INPUTS = [
-    {"input": "projected", "head": "target"},
-    {"input": "projected", "head": "trained"},
-    {"input": "trained", "head": "target"},
-    {"input": "trained", "head": "trained"},
-    {"input": "projected", "head": "target", "previous_state": True},
-    {"input": "trained", "head": "trained", "previous_state": True, "sink_tokens": 30},
-    {"input": "projected", "head": "target", "draft_vocab": 30},
-    {"input": "trained", "head": "trained", "previous_state": True, "draft_vocab": 30},
+    {"input": "projected", "unembedding": "target"},
+    {"input": "projected", "unembedding": "trained"},
+    {"input": "trained", "unembedding": "target"},
+    {"input": "trained", "unembedding": "trained"},
+    {"input": "projected", "unembedding": "target", "previous_state": True},
+    {"input": "trained", "unembedding": "trained", "previous_state": True, "sink_tokens": 30},
+    {"input": "projected", "unembedding": "target", "draft_vocab": 30},
+    {"input": "trained", "unembedding": "trained", "previous_state": True, "draft_vocab": 30},
 ]
 
 
@@ -210,7 +210,7 @@ def test_reading_the_context_itself_equals_training():
 @pytest.mark.parametrize("draft_dtype", ["float32", "bfloat16", "int8"])
 def test_drafts_of_shortened_weights_come_near_those_of_training(draft_dtype):
     """A product of the wrong table, or of one that was not made again after a training step, would be far off."""
-    target, drafter = make(input="projected", head="target")
+    target, drafter = make(input="projected", unembedding="target")
     before = [p.clone() for p in target.model.parameters()]
     method = Spire(drafter, draft_dtype=draft_dtype)
     tokens, hidden = torch.arange(4, 20), torch.randn(16, 32)

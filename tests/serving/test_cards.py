@@ -44,9 +44,9 @@ def test_a_card_names_its_corpus_and_how_much_of_it_was_read_but_not_where_it_la
     ("options", "said"),
     [
         ({}, None),
-        ({"input": "tied", "head": "target"}, None),
-        ({"input": "trained", "head": "target"}, "The target's unembedding is not in this folder"),
-        ({"input": "projected", "head": "target"}, "The target's embedding and unembedding are not in this folder"),
+        ({"input": "tied", "unembedding": "target"}, None),
+        ({"input": "trained", "unembedding": "target"}, "The target's unembedding is not in this folder"),
+        ({"input": "projected", "unembedding": "target"}, "The target's embedding and unembedding are not in"),
     ],
 )
 def test_a_card_says_what_a_drafter_reads_of_the_target(options, said):

@@ -17,7 +17,7 @@ from spectrain.training.sums import ValidationSums
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.support.pretend import pretend_device
-from tests.training.test_offline import spire_training
+from tests.training.test_offline import PREVIOUS, spire_training
 from tests.training.trainers import quiet_trainer
 
 RESPONSE = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
@@ -66,12 +66,12 @@ def test_the_loss_of_a_drafter_is_that_of_its_learned_positions(target, kind):
     assert not torch.isclose(parts.loss, whole.loss)
 
 
-@pytest.mark.parametrize("head", ["target", "trained"])
+@pytest.mark.parametrize("unembedding", ["target", "trained"])
 @pytest.mark.parametrize("kind", ["mixed", "distill", "hard"])
-def test_losses_over_a_pruned_vocabulary(target, kind, head):
+def test_losses_over_a_pruned_vocabulary(target, kind, unembedding):
     """Training compares with the target's distribution cut to it; validation with the whole one, as decoding does."""
     kept, batch = torch.arange(VOCAB_SIZE)[1::2].flip(0), rows_of()[[0, 1]]
-    module = spire_training(target, input="projected", head=head, draft_vocab=len(kept))
+    module = spire_training(target, input="projected", unembedding=unembedding, draft_vocab=len(kept))
     module.drafter.kept.copy_(kept)
     module.loss_settings = LossSettings(kind)
     features = module.target.features(batch.tokens, batch.starts)
@@ -132,7 +132,7 @@ def test_the_share_of_new_text_is_estimated_and_not_that_of_the_counted_text():
 
 
 @pytest.mark.parametrize("kind", ["mixed", "hard"])
-@pytest.mark.parametrize("options", [{}, {"input": "projected", "head": "target", "previous_state": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, PREVIOUS], ids=str)
 def test_a_step_on_a_device_waits_for_it_once(options, kind, monkeypatch):
     monkeypatch.setattr(losses, "_as_computed", lambda weight: weight)  # torch knows no autocast of a pretended device
     rows = rows_of()

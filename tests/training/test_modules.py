@@ -38,7 +38,7 @@ def model_states(target: TargetModel) -> ModelStates:
     return ModelStates(TargetModel(noisy_copy(target.model, 0.3)), VOCAB_SIZE)
 
 
-PREVIOUS = {"input": "projected", "head": "target", "previous_state": True}
+PREVIOUS = {"input": "projected", "unembedding": "target", "previous_state": True}
 STATES = {"vanilla": model_states, "spire": spire_states, "previous": partial(spire_states, **PREVIOUS)}
 
 

@@ -33,7 +33,7 @@ from tests.training.trainers import quiet_trainer
 LAYERS = (1, 2)
 
 
-PROJECTED = {"input": "projected", "head": "target"}
+PROJECTED = {"input": "projected", "unembedding": "target"}
 PREVIOUS = {**PROJECTED, "previous_state": True}
 
 
@@ -68,7 +68,7 @@ def online(batch: RowBatch) -> RowBatch:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"target_activations": False, "feedback": False}, PROJECTED, {"input": "trained", "head": "target"}, PREVIOUS],
+    [{}, {"target_activations": False, "feedback": False}, {"input": "trained", "unembedding": "target"}, PREVIOUS],
     ids=str,
 )
 def test_losses_are_those_of_online_training(tmp_path, precision, options):

@@ -40,7 +40,7 @@ MEASURED = ("select.every=1", "select.contexts=1")
 VARIANTS = {  # what else must train under ZeRO-3, in bfloat16
     "untied": ["+exp=spire", "k=1", "init=random"],
     "ablated": ["+exp=spire", "feedback=false", "target_activations=false", "trainer.activation_checkpointing=true"],
-    "few tokens": ["+exp=spire", "draft_vocab=100", "head=trained", *MEASURED],
+    "few tokens": ["+exp=spire", "draft_vocab=100", "unembedding=trained", *MEASURED],
     "vanilla": ["+exp=vanilla", "optimizer.name=adamw", "trainer.activation_checkpointing=true", *MEASURED],
 }
 
