@@ -36,13 +36,13 @@ from spectrain.decoding import Drafter
 from spectrain.errors import UserError
 from spectrain.measure.plots import calibration, training_pictures, write_png
 from spectrain.measure.tables import head_table, show, speed_table, tau_table
-from spectrain.measure.tau import expected_and_measured, measure_speed, measure_tau, measuring, tau_settings
+from spectrain.measure.tau import expected_and_measured, measure_speed, measure_tau, tau_settings
 from spectrain.methods.autoregressive import Autoregressive
 from spectrain.methods.speculative import build as build_speculative
 from spectrain.models.kinds import about
 from spectrain.serving.exporting import Export, tokens_of, write_export
 from spectrain.training.base import Experiment, Parts
-from spectrain.training.fit import Measure, final_metrics, fit, target_device
+from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
 from spectrain.training.runs import FinishedRun, RunFolder
 from spectrain.training.strategies import precision_of
@@ -75,7 +75,7 @@ def train(options: Train, run: RunFolder) -> None:
     parts = experiment.prepare()
     measurement = Measurement(options, experiment, parts) if experiment.drafts else None
     max_steps = experiment.max_steps(len(parts.data.train))
-    trainer = fit(run, parts, max_steps, measurement and measurement.within_training(), in_multirun())
+    trainer = fit(run, parts, max_steps, in_multirun())
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
@@ -85,7 +85,7 @@ def train(options: Train, run: RunFolder) -> None:
     result = {"steps": steps, "tokens": tokens_of(run.config, steps, lengths), "before": run.source.get("before", [])}
     result |= {"selected": best.facts(), "metrics": metrics}
     if measurement:
-        result |= measurement.after_training(weights)
+        result |= measurement.of(weights)
         show([tau_table(result), speed_table(result)], columns=100)
         if line := expected_and_measured(metrics, result["tau"][measurement.method]):
             Console().print(line, highlight=False)
@@ -102,21 +102,16 @@ class Measurement:
         self.experiment, self.target, self.seed = experiment, experiment.target, options.seed
         self.method = about(experiment.exports).method
         self.contexts = parts.data.contexts
-        self.after, self.within = tau_settings(experiment.config, self.target)
+        self.settings = tau_settings(experiment.config, self.target)
         self.others: dict[str, Drafter] = {"autoregressive": Autoregressive()}
         if options.vanilla:
             self.others["speculative"] = build_speculative(self.target, options.vanilla, options.own.get("k"))
 
-    def within_training(self) -> Measure:
-        """Return what training calls with its weights; see `KeepBest`."""
-        return measuring(self.target, self.experiment.drafter, self.contexts, self.within)
-
-    def after_training(self, weights: dict[str, Tensor]) -> dict:
-        """Measure the exported weights on other contexts than those that selected them, where there are any."""
+    def of(self, weights: dict[str, Tensor]) -> dict:
+        """Measure the weights, on contexts that validation does not see where there are any."""
         drafters = self.others | {self.method: self.experiment.drafter(weights)}
-        contexts = self.contexts[self.within.contexts :] or self.contexts
-        measured = measure_tau(self.target, drafters, contexts, self.after, self.seed)
-        return measured | measure_speed(self.target, drafters, self.method, contexts, self.after, self.seed)
+        measured = measure_tau(self.target, drafters, self.contexts, self.settings, self.seed)
+        return measured | measure_speed(self.target, drafters, self.method, self.contexts, self.settings, self.seed)
 
 
 def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> None:

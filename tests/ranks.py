@@ -56,7 +56,7 @@ def run(
 ) -> int:
     """One command; its exit code."""
     callbacks, leave_ranks, argv = fitting.callbacks, cli.leave_ranks, sys.argv
-    fitting.callbacks = lambda cfg, run, measure: [Watch(run.path, interrupt, poison), *callbacks(cfg, run, measure)]
+    fitting.callbacks = lambda cfg, run: [Watch(run.path, interrupt, poison), *callbacks(cfg, run)]
     cli.leave_ranks = lambda: None  # DeepSpeed keeps its groups for the life of a process
     sys.argv = [command, *arguments]
     try:

@@ -18,7 +18,7 @@ SPECTRAIN = ("train", "generate", "bench", "export", "cost", "report")
 PLD = "method=pld prompt=def"
 SPIRE = (
     "+exp=spire corpus={corpus} data.row_tokens=64 data.batch_size=2 data.val_rows=2 tau.context_tokens=[16] "
-    "tau.new_tokens=12 select.contexts=2 trainer.precision=32-true"
+    "tau.new_tokens=12 trainer.precision=32-true"
 )
 # A command with options, and words that its sentence has. {target}, {corpus}, {stored} and {other} are filled in.
 MISSPELT = [
@@ -52,7 +52,6 @@ OUT_OF_RANGE = [
     (f"train {SPIRE} data.batch_size=5000", "batch 5000"),
     (f"train {SPIRE} tau.context_tokens=[100]", "context_tokens row_tokens"),
     (f"train {SPIRE} tau.new_tokens=250", "new_tokens 250 context"),
-    (f"train {SPIRE} select.context_tokens=65", "select.context_tokens row_tokens"),
     (f"train {SPIRE} n_layer=9", "n_layer=9"),
     (f"train {SPIRE} draft_vocab=99999", "draft_vocab=99999"),
     (f"train {SPIRE} draft_vocab=9 input=tied", "draft_vocab input"),

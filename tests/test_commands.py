@@ -20,12 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain import train
 from spectrain.decoding import fingerprint, load_target
-from spectrain.measure import tau
-from spectrain.measure.statistics import Estimate
 from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
-from spectrain.training.base import Training
 from spectrain.training.runs import RunFolder, read_csv
+from spectrain.training.sums import ValidationSums
 from tests.conftest import tiny_model
 from tests.models.test_artifacts import export_spire, export_vanilla
 
@@ -46,7 +44,6 @@ def small(shared) -> list[str]:
         "tau.contexts=3",
         "tau.new_tokens=12",
         "tau.timed_contexts=1",
-        "select.contexts=2",
     ]
 
 
@@ -125,15 +122,13 @@ def test_a_drafter_is_trained_further(run, typed, small):
 
 @pytest.mark.parametrize("exp", ["spire", "vanilla"])
 def test_what_is_exported_and_measured_is_the_best_not_the_last(run, small, exp, monkeypatch):
-    expected, best = iter([2.5, 2.4]), iter([Estimate(2.0, 1.9, 2.1), Estimate(2.2, 2.1, 2.3)])  # at step 4, at the end
-    monkeypatch.setattr(Training, "expected_tau", lambda _: next(expected))
-    after = tau.tau_of  # what is measured after training has a setting, too
-    monkeypatch.setattr(tau, "tau_of", lambda *args: after(*args) if len(args) > 4 else next(best))
+    expected, compute = iter([2.5, 2.25]), ValidationSums.compute  # at step 4, at the end
+    monkeypatch.setattr(ValidationSums, "compute", lambda one: compute(one) | {"eval/tau_expected": next(expected)})
     code, _, err = run("train", f"+exp={exp}", *small, "run_dir=r", "out=made")
     assert code == 0, err
     result = json.loads(Path("r/result.json").read_text())
     assert result["steps"] == 6
-    assert result["selected"] == {"step": 4, "tau": 2.0, "low": 1.9, "high": 2.1, "expected": 2.5}
+    assert result["selected"] == {"step": 4, "expected": 2.5}
     curve = read_csv(Path("r/metrics/version_0/metrics.csv"))
     assert result["metrics"] == {name: value for name, value in curve[3].items() if name.startswith("eval/")}
     kept, made = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import II, MISSING
+from omegaconf import MISSING
 
 from spectrain.config.commands import SEED, Corpus, Target
 from spectrain.config.fields import always, group, option
@@ -74,13 +74,9 @@ class Trainer:
 
 @dataclass
 class Select:
-    """The exported weights are those with the best acceptance on held-out rows, of those whose tau is measured."""
+    """The exported weights are those with the highest expected tau on held-out rows."""
 
-    every: int = option(1, "validations per measurement of tau in the real loop; 0: the last weights", least=0)
-    contexts: int = option(16, "held-out rows, always the same", least=1)
-    context_tokens: int = option(II("tau.context_tokens[0]"), "tokens of each row that are the context", least=1)
-    new_tokens: int = option(II("tau.new_tokens"), "tokens generated after each context", least=1)
-    temperature: float = option(0.0, "0: greedy", least=0)
+    every: int = option(1, "validations per comparison; 0: the last weights are exported", least=0)
 
 
 @dataclass

@@ -34,7 +34,7 @@ CURVES = {  # metric of a training -> title of its panel
     "train/loss": "training loss (lower is better)",
     "eval/loss": "loss on held-out rows (lower is better)",
     "eval/alpha": "acceptance rate on held-out rows (higher is better)",
-    "eval/tau": "tau measured in the decoding loop (higher is better)",
+    "eval/tau_expected": "tau expected on held-out rows (higher is better)",
     "eval/kl_binary": "KL of labels and predictions, nats (lower is better)",
     "eval/calibration_error": "calibration error (lower is better)",
 }
@@ -201,11 +201,11 @@ def curves(runs: Mapping[str, Mapping[int, Mapping]], named: bool = True) -> Fig
     colours, panels = colours_of(runs), {}
     for metric, title in CURVES.items():
         for name, curve in runs.items():
-            rows = [(step + 1, row) for step, row in sorted(curve.items()) if number(row.get(metric)) is not None]
-            ends = [(number(row.get(f"{metric}_low")), number(row.get(f"{metric}_high"))) for _, row in rows]
-            points = [(step, row[metric]) for step, row in rows]
+            points = [
+                (step + 1, row[metric]) for step, row in sorted(curve.items()) if number(row.get(metric)) is not None
+            ]
             if points:
-                line = Line(points, ends, name if named else None, colours[name])
+                line = Line(points, label=name if named else None, colour=colours[name])
                 panels.setdefault(title, []).append(line)
     return lines(panels, "optimizer steps")
 

@@ -6,11 +6,9 @@ end it, so that all weigh alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
-
-from torch import Tensor
 
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, generate
 from spectrain.errors import UserError
@@ -45,37 +43,19 @@ class TauSettings:
     timed_contexts: int = 8  # decoded greedily one at a time for tokens/s, methods taking turns
 
 
-def tau_settings(config: Mapping, target: TargetModel) -> tuple[TauSettings, TauSettings]:
-    """Check what is measured after a training (the `tau` node), and within it (`select`)."""
-    tau, select, row_tokens = config["tau"], config["select"], config["data"]["row_tokens"]
-    after = TauSettings(**{name: tuple(v) if isinstance(v, Sequence) else v for name, v in tau.items()})
-    lengths, temperatures = (select["context_tokens"],), (select["temperature"],)
-    within = TauSettings(lengths, select["contexts"], select["new_tokens"], temperatures, tau["batch_size"])
-    for node, settings in (("tau", after), ("select", within)):
-        longest = max(settings.context_tokens)
-        given = f"{node}.context_tokens={list(settings.context_tokens)}"
-        if longest > row_tokens:
-            raise UserError(f"{given} must not exceed data.row_tokens={row_tokens}; lower the one or raise the other")
-        if longest + settings.new_tokens > target.max_positions:
-            raise UserError(
-                f"{given} and {node}.new_tokens={settings.new_tokens} exceed the target's context of "
-                f"{target.max_positions}; lower them"
-            )
-    return after, replace(within, batch_size=min(within.contexts, within.batch_size))
-
-
-def measuring(
-    target: TargetModel,
-    drafter_of: Callable[[dict[str, Tensor]], Drafter],
-    contexts: Sequence[Sequence[int]],
-    settings: TauSettings,
-) -> Callable[[dict[str, Tensor]], tuple[float, float, float]]:
-    """Return what training calls with its weights to learn their tau, with the bounds of its 95 % interval.
-
-    `drafter_of` makes the method that decodes with weights. The contexts [n, L] and settings are the same every time,
-    so that the measurements are comparable.
-    """
-    return lambda weights: astuple(tau_of(target, drafter_of(weights), contexts, settings))
+def tau_settings(config: Mapping, target: TargetModel) -> TauSettings:
+    """Check what is measured after a training, the `tau` node of its config."""
+    row_tokens = config["data"]["row_tokens"]
+    settings = TauSettings(**{name: tuple(v) if isinstance(v, Sequence) else v for name, v in config["tau"].items()})
+    longest, given = max(settings.context_tokens), f"tau.context_tokens={list(settings.context_tokens)}"
+    if longest > row_tokens:
+        raise UserError(f"{given} must not exceed data.row_tokens={row_tokens}; lower the one or raise the other")
+    if longest + settings.new_tokens > target.max_positions:
+        raise UserError(
+            f"{given} and tau.new_tokens={settings.new_tokens} exceed the target's context of {target.max_positions}; "
+            "lower them"
+        )
+    return settings
 
 
 def continue_rows(

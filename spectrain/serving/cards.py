@@ -38,7 +38,7 @@ def trained_card(
         trained: steps, tokens, tau and more, as spectrain.json keeps them.
         attempts: of run.json: code, versions, devices.
     """
-    data, selected = config.get("data") or {}, trained.get("selected") or {}
+    data = config.get("data") or {}
     taus = {name: row for name, row in (trained.get("tau") or {}).items() if name != "autoregressive"}
     shared = {"seed": config.get("seed"), "optimizer": config.get("optimizer"), "batch_size": data.get("batch_size")}
     shared["precision"] = (config.get("trainer") or {}).get("precision")
@@ -56,7 +56,7 @@ def trained_card(
         trained=trained,
         taus={name: {s: interval(one, 2) for s, one in row.items()} for name, row in taus.items()},
         settings=list(next(iter(taus.values()), {})),
-        selected_tau=interval(selected | {"value": selected["tau"]}, 2) if selected.get("tau") is not None else None,
+        selected=trained.get("selected"),
         options={name: _plain(value) for name, value in options.items() if value is not None},
         attempts=attempts,
     )

@@ -66,10 +66,6 @@ class Training(LightningModule):
         for name, value in self.sums.compute().items():  # equal on all ranks
             self.log(name, value, sync_dist=True, prog_bar=name in IN_PROGRESS_BAR)
 
-    def expected_tau(self) -> float | None:
-        """Return the tau that the validation so far lets expect; None where nothing is accepted or refused."""
-        return self.sums.compute().get("eval/tau_expected")
-
     def configure_optimizers(self) -> dict:
         optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings)
         total_steps = int(self.trainer.estimated_stepping_batches)

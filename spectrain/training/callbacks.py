@@ -7,7 +7,6 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from spectrain.training.strategies import whole_state
 
 log = logging.getLogger(__name__)
 
-TAU_METRICS = ("eval/tau", "eval/tau_low", "eval/tau_high")  # with its 95 % interval over contexts
+EXPECTED_TAU = "eval/tau_expected"
 
 
 class TokensPerSecond(Callback):
@@ -73,27 +72,15 @@ def progress() -> Callback:
 
 
 class KeepBest(Callback):
-    """Keeps the weights with the highest expected tau, and measures tau whenever it compares them.
+    """Keeps the weights with the highest expected tau, which validation computes on the same rows each time.
 
-    The best are those with the highest `eval/tau_expected`, which validation computes on the same held-out rows each
-    time, without a draw. The measured tau of a few contexts varies by more than two validations differ. It compares
-    after every `every` validations and after the last step, which Lightning validates too. Rank zero decodes, and the
-    other ranks wait. Give it before `Checkpoints`, whose last checkpoint says that this is done.
-
-    Args:
-        folder: where the weights are kept.
-        measure: tau of whole weights in the real loop, with the bounds of its 95 % interval; called on rank zero only.
-            None: the last weights are kept.
-        every: validations between two measurements; 0: never, the last weights are kept.
+    It compares after every `every` validations and after the last step, which Lightning validates too. Without a tau,
+    or where `every` is 0, the last weights are kept. Give it before `Checkpoints`, whose last checkpoint says that this
+    is done.
     """
 
-    def __init__(
-        self,
-        folder: BestFolder,
-        measure: Callable[[dict[str, Tensor]], tuple[float, float, float]] | None = None,
-        every: int = 1,
-    ) -> None:
-        self.folder, self.measure, self.every = folder, measure if every else None, every
+    def __init__(self, folder: BestFolder, every: int = 1) -> None:
+        self.folder, self.every = folder, every
         self._validations = 0
         self._step = -1  # of the last comparison
 
@@ -101,33 +88,24 @@ class KeepBest(Callback):
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates before it stops
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.state.fn != "fit":
             return
         self._validations += 1
-        is_last = trainer.global_step == trainer.max_steps
-        if self.measure and (is_last or self._validations % self.every == 0):
-            tau = self._offer(trainer, module, module.expected_tau())
-            for name, value in zip(TAU_METRICS, tau, strict=True):
-                module.log(name, value, sync_dist=True, prog_bar=name == "eval/tau")  # equal on all ranks
+        expected, is_last = trainer.callback_metrics.get(EXPECTED_TAU), trainer.global_step == trainer.max_steps
+        if expected is not None and self.every and (is_last or self._validations % self.every == 0):
+            self._offer(trainer, module, float(expected))
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._step != trainer.global_step:  # nothing was measured, or nothing is validated
+        if self._step != trainer.global_step:
             self._offer(trainer, module, None)
 
-    def _offer(
-        self, trainer: Trainer, module: LightningModule, expected: float | None
-    ) -> tuple[float, float, float] | None:
-        """Measure the weights and keep them if they are the best. All ranks call it."""
-        weights, tau = whole_state(trainer, module), None
+    def _offer(self, trainer: Trainer, module: LightningModule, expected: float | None) -> None:
+        """Keep the weights if they are the best. All ranks call it."""
+        weights = whole_state(trainer, module)
         if weights is not None:
-            tau = self.measure(weights) if self.measure else None
-            kept = self.folder.offer(trainer.global_step, weights, tau, expected)
-            if tau:
-                best = ", the best so far" if kept else ""
-                log.info("step %d: tau %.3f [%.3f, %.3f]%s", trainer.global_step, *tau, best)
+            self.folder.offer(trainer.global_step, weights, expected)
         self._step = trainer.global_step
-        return trainer.strategy.broadcast(tau)
 
     def state_dict(self) -> dict[str, int]:
         return {"validations": self._validations, "step": self._step}
@@ -227,7 +205,7 @@ class Checkpoints(ModelCheckpoint):
 class StopOnBadLoss(Callback):
     """Stops all ranks as soon as the loss of one is NaN or infinite; the last checkpoint is left as it was.
 
-    Weights are checked before they are measured or saved, because the loss of their step may still have been finite.
+    Weights are checked before they are validated or saved, because the loss of their step may still have been finite.
     Give it before `KeepBest`.
     """
 

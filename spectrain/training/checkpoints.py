@@ -4,7 +4,7 @@ checkpoints/
     step-00000380.ckpt     the newest checkpoint: a file, or a folder under DeepSpeed
     .partial.ckpt          a checkpoint that was being written; never read
     best/
-        best.json                    its step, its tau with interval, the expected tau, and the file below
+        best.json                    their step, the expected tau, and the file below
         step-00000250.safetensors    the whole weights of the trained module in float32, from any strategy
 
 Each is written under another name and renamed, and the one before is removed only then. A kill leaves the old one or
@@ -16,11 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import math
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -108,14 +107,10 @@ class Best:
 
     step: int
     file: str
-    tau: float | None = None  # None: not measured; these are the last step's
-    low: float | None = None
-    high: float | None = None
-    expected: float | None = None  # tau that validation lets expect, by which the best are chosen; None: not known
+    expected: float | None = None  # tau that validation lets expect; None: not known, these are the last step's
 
     def facts(self) -> dict[str, float | int | None]:
-        """Step, tau and interval, and the tau that was expected."""
-        return {name: value for name, value in asdict(self).items() if name != "file"}
+        return {"step": self.step, "expected": self.expected}
 
 
 @dataclass(frozen=True)
@@ -136,29 +131,15 @@ class BestFolder:
             raise UserError("no step was trained with these options of trainer=; raise max_steps or remove the others")
         return load_file(self.path / best.file)
 
-    def offer(
-        self,
-        step: int,
-        weights: dict[str, Tensor],
-        tau: tuple[float, float, float] | None = None,
-        expected: float | None = None,
-    ) -> bool:
-        """Keep these weights of a step unless the kept ones are better; of equals the later ones are kept.
+    def offer(self, step: int, weights: dict[str, Tensor], expected: float | None = None) -> bool:
+        """Keep these whole weights of a step unless the kept ones are better; of equals the later ones are kept.
 
-        Args:
-            step: of the training.
-            weights: whole.
-            tau: measured, with the bounds of its 95 % interval; None: not measured.
-            expected: the tau that validation lets expect, which decides; None: not known, `tau` decides.
+        `expected` is the tau that validation lets expect. Weights of which it is not known replace any others.
         """
-        expected = expected if expected is not None and math.isfinite(expected) else None
-        best, measured = self.read() or Best(0, ""), tau[0] if tau else None
-        for before, now in ((best.expected, expected), (best.tau, measured)):
-            if before is not None and now is not None:
-                if before > now:
-                    return False
-                break
-        kept = Best(step, f"step-{step:08d}.safetensors", *(tau or (None,) * 3), expected)
+        best = self.read()
+        if expected is not None and best is not None and best.expected is not None and best.expected > expected:
+            return False
+        kept = Best(step, f"step-{step:08d}.safetensors", expected)
         self.path.mkdir(parents=True, exist_ok=True)
         # Clones, because safetensors refuses tied weights, which share memory.
         untied = {name: t.clone(memory_format=torch.contiguous_format) for name, t in weights.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from hydra.utils import instantiate
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
 
 from spectrain.config import PACKAGE
 from spectrain.decoding import fingerprint
@@ -35,20 +34,15 @@ from spectrain.training.strategies import ZeroStrategy, precision_of, uses_gpu
 log = logging.getLogger(__name__)
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
-Measure = Callable[[dict[str, Tensor]], tuple[float, float, float]]
 
 
-def fit(
-    run: RunFolder, parts: Parts, max_steps: int, measure: Measure | None = None, in_sweep: bool = False
-) -> Trainer:
+def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) -> Trainer:
     """Train, or resume where the run was interrupted, and validate.
 
     Args:
         run: where checkpoints and metrics go; begun here.
         parts: what is trained.
         max_steps: optimizer steps.
-        measure: tau of whole weights, with the bounds of its 95 % interval; the best weights are kept in `run.best`.
-            None: the last are.
         in_sweep: whether this is one of several trainings of one command.
 
     Raises:
@@ -57,7 +51,7 @@ def fit(
     """
     config, module, data, target = run.config, parts.module, parts.data, parts.module.target
     loggers = instantiate(config["logger"], _partial_=True, _convert_="all")(run)
-    trainer = build_trainer(config, max_steps, callbacks(config, run, measure), loggers, in_sweep)
+    trainer = build_trainer(config, max_steps, callbacks(config, run), loggers, in_sweep)
     check_batches(config, trainer, len(data.train))
     run.begin(fingerprint(target.model, target.tokenizer) if target else None)
     if parts.source:
@@ -89,12 +83,12 @@ def final_metrics(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval/")}
 
 
-def callbacks(config: Mapping, run: RunFolder, measure: Measure | None) -> list[Callback]:
+def callbacks(config: Mapping, run: RunFolder) -> list[Callback]:
     """In the order in which they act: what a checkpoint speaks of is done before it is written."""
     return [
         TokensPerSecond(),
         StopOnBadLoss(run.checkpoints),
-        KeepBest(run.best, measure, config["select"]["every"]),
+        KeepBest(run.best, config["select"]["every"]),
         Checkpoints(run.checkpoints, config["checkpoint_s"]),
         progress(),
     ]

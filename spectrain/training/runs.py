@@ -244,11 +244,11 @@ class RunFolder:
     def weights(self, which: str) -> tuple[int, dict[str, Tensor]]:
         """Return step and weights to export: "best", those that training exports or would, or "last".
 
-        What `checkpoints/best` holds without a tau is the last step of some attempt; a newer checkpoint replaces it.
+        Without an expected tau `checkpoints/best` holds the last step of some attempt; a newer checkpoint replaces it.
         Raises UserError where there are none.
         """
         best, newest = self.best.read(), self.checkpoints.newest()
-        selected = best is not None and (best.tau is not None or best.step >= self.checkpoint_step)
+        selected = best is not None and (best.expected is not None or best.step >= self.checkpoint_step)
         if selected and which == "best":
             return best.step, self.best.weights()
         if newest is None:

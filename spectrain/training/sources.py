@@ -102,7 +102,7 @@ class Offline(config_training.Offline, Source):
                 "%s was computed in %s, and trainer.precision=%s: losses differ by rounding from those of data=online",
                 *(store.folder, store.manifest.precision, precision_of(trainer)),
             )
-        longest = max(*config["tau"]["context_tokens"], config["select"]["context_tokens"])
+        longest = max(config["tau"]["context_tokens"])
         is_pinned = uses_gpu(trainer["accelerator"])
         rows = FeatureRows(store, np.arange(len(store)), layers, self.row_tokens, is_pinned, self.loss_on)
         found = feature_data(rows, self.batch_size, config["seed"], self.val_rows, longest)

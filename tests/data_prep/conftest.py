@@ -185,8 +185,6 @@ def training_options(shared) -> list[str]:
         "tau.contexts=2",
         "tau.new_tokens=6",
         "tau.timed_contexts=1",
-        "select.context_tokens=16",
-        "select.new_tokens=6",
     ]
 
 

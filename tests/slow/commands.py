@@ -24,7 +24,7 @@ COMMANDS = {
 LIMIT_S = 300.0
 SMALL_TRAINING = (
     *("data.row_tokens=32", "data.batch_size=2", "data.val_rows=2", "trainer.precision=32-true"),
-    *("tau.context_tokens=[16]", "tau.contexts=2", "tau.new_tokens=4", "tau.timed_contexts=1", "select.contexts=2"),
+    *("tau.context_tokens=[16]", "tau.contexts=2", "tau.new_tokens=4", "tau.timed_contexts=1"),
 )
 
 

@@ -20,33 +20,21 @@ from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
 from tests.training.trainers import quiet_trainer
 
 
-def tau(value: float) -> tuple[float, float, float]:
-    return value, value - 0.1, value + 0.1
-
-
 def weights(value: float) -> dict[str, torch.Tensor]:
     shared = torch.full((3,), value)
     return {"model.a": shared, "model.b": shared, "sums.c": torch.zeros(1)}  # tied, which safetensors refuses
 
 
-def test_the_highest_tau_is_kept_and_of_equals_the_later(tmp_path):
+def test_the_highest_expected_tau_is_kept_and_of_equals_the_later(tmp_path):
     folder = BestFolder(tmp_path / "best")
     assert folder.read() is None
-    kept = [folder.offer(step, weights(step), tau(value)) for step, value in ((1, 2.0), (2, 1.5), (3, 2.0), (4, 1.9))]
+    kept = [folder.offer(step, weights(step), value) for step, value in ((1, 2.0), (2, 1.5), (3, 2.0), (4, 1.9))]
     assert kept == [True, False, True, False]
-    assert folder.read().facts() == {"step": 3, "tau": 2.0, "low": 1.9, "high": 2.1, "expected": None}
+    assert folder.read().facts() == {"step": 3, "expected": 2.0}
     assert {file.name for file in folder.path.iterdir()} == {"best.json", "step-00000003.safetensors"}
     assert folder.weights().keys() == {"model.a", "model.b", "sums.c"}
     assert folder.weights()["model.b"].tolist() == [3.0] * 3
-
-
-def test_the_expected_tau_decides_where_it_is_known(tmp_path):
-    folder = BestFolder(tmp_path)
-    offered = (1, 3.0, 2.5), (2, 2.0, 2.7), (3, 4.0, 2.6), (4, 1.0, 2.7), (5, 1.1, None), (6, 0.9, 9.0)
-    assert [folder.offer(step, weights(step), tau(value), expected) for step, value, expected in offered] == [
-        *(True, True, False, True, True),
-        False,  # nothing was expected of those that are kept
-    ]
+    assert folder.offer(5, weights(5))  # nothing is known of them
 
 
 def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3, **options):
@@ -65,59 +53,33 @@ def fit(tmp_path, *callbacks, max_steps=6, target=None, val_rows=3, **options):
     return trainer, module, rows
 
 
-def test_tau_is_measured_every_few_validations_and_at_the_end_and_logged(tmp_path):
-    measured = []
+def test_weights_are_compared_every_few_validations_and_at_the_end(tmp_path, monkeypatch):
+    folder, offered, offer = BestFolder(tmp_path / "best"), {}, BestFolder.offer
 
-    def measure(found: dict[str, torch.Tensor]) -> tuple[float, float, float]:
-        measured.append(found["model.lm_head.weight"].clone())
-        return tau([3.0, 1.0][len(measured) - 1])
+    def noted(self, step, weights, expected):
+        offered[step] = expected, weights["model.lm_head.weight"].clone()
+        return offer(self, step, weights, expected)
 
-    folder = BestFolder(tmp_path / "best")
-    trainer, module, _ = fit(tmp_path, KeepBest(folder, measure, every=2), max_steps=7)  # validations after 2, 4 and 6
-    assert len(measured) == 2
-    assert folder.read().expected is None  # without a target
-    assert torch.equal(measured[1], module.model.lm_head.weight)
+    monkeypatch.setattr(BestFolder, "offer", noted)
+    target = TargetModel(tiny_model("llama", seed=1, initializer_range=0.2))
+    _, module, _ = fit(tmp_path, KeepBest(folder, every=2), max_steps=7, target=target)  # validated after 2, 4, 6 and 7
+    assert list(offered) == [4, 7]
+    assert torch.equal(offered[7][1], module.model.lm_head.weight)
     curve = read_csv(tmp_path / "metrics/version_0/metrics.csv")
-    assert {step: row["eval/tau"] for step, row in curve.items() if "eval/tau" in row} == {3: 3.0, 6: 1.0}
-    assert folder.read().step == 4
-    assert torch.equal(folder.weights()["model.lm_head.weight"], measured[0])
-    assert not torch.equal(measured[0], measured[1])
-
-
-@pytest.mark.parametrize(("measured", "n_batches"), [((3.0, 1.0), 1.0), ((1.0, 3.0), 1.0), ((3.0, 1.0), 1)])
-def test_weights_are_chosen_by_the_acceptance_that_validation_computes(measured, n_batches, tmp_path):
-    """Whatever their measured tau: a few contexts tell two steps less well apart."""
-    folder, offered, left = BestFolder(tmp_path / "best"), [], list(measured)
-    offer = BestFolder.offer
-
-    def noted(self, step, weights, tau, expected):
-        offered.append((expected, step))
-        return offer(self, step, weights, tau, expected)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BestFolder, "offer", noted)
-        target = TargetModel(tiny_model("llama", seed=1, initializer_range=0.2))
-        trainer, module, rows = fit(
-            tmp_path,
-            KeepBest(folder, lambda found: tau(left.pop(0)), every=2),
-            max_steps=7,
-            target=target,
-            limit_val_batches=n_batches,
-        )
-    assert [step for _, step in offered] == [4, 7]
-    assert folder.read().step == max(offered)[1]
-    curve = read_csv(tmp_path / "metrics/version_0/metrics.csv")
-    assert offered[0][0] == pytest.approx(curve[3]["eval/tau_expected"], abs=1e-6)
-    trainer.validate(module, datamodule=trainer.datamodule, verbose=False)  # the last weights were validated, too
-    assert offered[1][0] == pytest.approx(float(trainer.callback_metrics["eval/tau_expected"]), abs=1e-6)
+    for step, (expected, _) in offered.items():
+        assert expected == pytest.approx(curve[step - 1]["eval/tau_expected"], abs=1e-6)
+    best = max(offered, key=lambda step: offered[step][0])
+    assert folder.read().facts() == {"step": best, "expected": offered[best][0]}
+    assert torch.equal(folder.weights()["model.lm_head.weight"], offered[best][1])
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_without_a_measurement_the_last_weights_are_kept(tmp_path, every):
+def test_without_a_comparison_the_last_weights_are_kept(tmp_path, every):
+    """With every=1 there is no target, so that no tau is known."""
+    target = None if every else TargetModel(tiny_model("llama", seed=1))
     folder = BestFolder(tmp_path / "best")
-    measure = None if every else lambda found: pytest.fail("every=0 measures nothing")
-    _, module, _ = fit(tmp_path, KeepBest(folder, measure, every))
-    assert folder.read().step == 6
+    _, module, _ = fit(tmp_path, KeepBest(folder, every), target=target)
+    assert folder.read().facts() == {"step": 6, "expected": None}
     assert torch.equal(folder.weights()["model.lm_head.weight"], module.model.lm_head.weight)
 
 

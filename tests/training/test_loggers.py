@@ -68,7 +68,7 @@ def test_an_offline_run_holds_what_the_csv_holds_and_the_drafter(run, small, wit
     assert logged == {step: row["train/loss"] for step, row in curve.items() if "train/loss" in row}
     assert list(logged) == [1, 3, 5]
     names = {key for row in history for key in row}
-    assert names >= {"eval/tau", "eval/alpha_step_4"}
+    assert names >= {"eval/tau_expected", "eval/alpha_step_4"}
     assert {"plots/curve", "plots/acceptance"} <= {name.rsplit("/", 1)[0] for name in names}  # an image has parts
 
     begun = next(record.run for record in found if record.WhichOneof("record_type") == "run")

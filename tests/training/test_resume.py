@@ -14,11 +14,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from spectrain.errors import UserError
-from spectrain.training.callbacks import TAU_METRICS, Checkpoints, KeepBest, StopOnBadLoss
+from spectrain.training.callbacks import EXPECTED_TAU, Checkpoints, KeepBest, StopOnBadLoss
 from spectrain.training.checkpoints import BestFolder, CheckpointFolder, step_of
 from spectrain.training.data import RowData, SeededLoader, TokenRows
 from spectrain.training.optim import OptimizerSettings
 from spectrain.training.runs import RunFolder
+from spectrain.training.sums import ValidationSums
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, tiny_model
 from tests.training.trainers import quiet_trainer
@@ -43,12 +44,23 @@ class Losses(Callback):
         self.values.append(outputs["loss"].item())
 
 
-def train(tmp_path, *callbacks, optimizer="muon", ckpt_path=None, max_steps=14, accumulate=1, logger=False, every=50):
+def train(
+    tmp_path,
+    *callbacks,
+    optimizer="muon",
+    ckpt_path=None,
+    max_steps=14,
+    accumulate=1,
+    logger=False,
+    every=50,
+    sums=None,
+):
     """5 batches an epoch, so that interruptions fall inside and at the end of epochs. Returns weights and losses."""
     torch.manual_seed(0)
     rows = torch.randint(4, VOCAB_SIZE, (11, 16), dtype=torch.int32)
     model = tiny_model("llama", initializer_range=0.02).train().requires_grad_(True)
     module = LanguageModelTraining(model, OptimizerSettings(name=optimizer, lr=1e-2, warmup_steps=2))
+    module.sums = sums or module.sums
     losses = Losses()
     trainer = quiet_trainer(
         max_steps=max_steps,
@@ -169,14 +181,12 @@ def test_weights_that_are_no_numbers_are_never_saved(tmp_path):
 
 
 @pytest.mark.parametrize("max_steps", [4, 14])  # the step before the end, or before a validation
-def test_weights_that_are_no_numbers_are_neither_measured_nor_kept(tmp_path, max_steps):
-    measured = []
+def test_weights_that_are_no_numbers_are_not_kept(tmp_path, max_steps):
     best = BestFolder(tmp_path / "best")
-    kept = KeepBest(best, lambda weights: measured.append(weights) or (1.0, 1.0, 1.0))
+    kept = KeepBest(best)
     stop = StopOnBadLoss(CheckpointFolder(tmp_path / "checkpoints"))
     with pytest.raises(UserError, match="a weight is NaN or infinite at step 4"):
         train(tmp_path, Poison(4, after=True), stop, kept, max_steps=max_steps)
-    assert not measured
     assert best.read() is None
 
 
@@ -192,29 +202,31 @@ class Die(Checkpoint):
             raise MemoryError
 
 
-def measure(weights: dict[str, torch.Tensor]) -> tuple[float, float, float]:
-    """In place of decoding: goes up and down with the weights."""
-    value = float(weights["model.lm_head.weight"].double().sum() * 1e3) % 1
-    return value, value - 0.1, value + 0.1
+class Expecting(ValidationSums):
+    """In place of a target: a tau that goes up and down with the loss."""
+
+    def compute(self):
+        found = super().compute()
+        return found | {EXPECTED_TAU: found["eval/loss"] * 1e3 % 1}
 
 
 def train_logged(folder, *callbacks):
-    """One attempt of a run with a curve, and measurements at validations and at the end."""
+    """One attempt of a run with a curve, whose weights are compared at validations and at the end."""
     run = RunFolder(folder, {}, "id")
     if not folder.exists():
         run.begin()
     checkpoint = run.checkpoints.newest()
     logger = CSVLogger(folder, name="metrics", version=len(run.attempts))
     run.note_attempt(step_of(checkpoint) if checkpoint else 0, {})
-    kept = KeepBest(run.best, measure, every=2)
     weights, _ = train(
         folder,
-        kept,
+        KeepBest(run.best, every=2),
         Checkpoints(run.checkpoints, 0.0),
         *callbacks,
         logger=logger,
         every=2,
         ckpt_path=checkpoint,
+        sums=Expecting(4),
     )
     return run, weights
 
@@ -240,8 +252,8 @@ def uninterrupted(tmp_path_factory):
 def test_the_curve_of_a_killed_run_is_that_of_an_uninterrupted_one(tmp_path, uninterrupted, hook, step):
     whole, expected = uninterrupted
     assert list(whole.curve()) == [1, 3, 5, 7, 9, 11, 13]  # every second step, counted from 0
-    assert whole.curve()[7].keys() == {"train/loss", "train/lr", "eval/loss", *TAU_METRICS}
-    assert [step for step, row in whole.curve().items() if "eval/tau" in row] == [7, 13]
+    assert whole.curve()[7].keys() == {"train/loss", "train/lr", "eval/loss", EXPECTED_TAU}
+    assert whole.best.read().step in (8, 14)
     with pytest.raises(MemoryError):
         train_logged(tmp_path / "run", Die(hook, step))
     cut, found = train_logged(tmp_path / "run")
