@@ -116,7 +116,7 @@ class Measurement:
 
 def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> None:
     """Export what was trained, draw it, and keep the run's numbers."""
-    run, result = export.run, export.trained
+    run, result = export.experiment.run, export.trained
     drawn: dict[str, Figure] = {}
     if bins := getattr(parts.module.sums, "bins", None):
         result["reliability"] = bins
@@ -126,7 +126,7 @@ def finish(options: Train, trainer: Trainer, export: Export, parts: Parts) -> No
     pictures = {name: run.path / f"{Path(name).name}.png" for name in drawn}
     for name, file in pictures.items():
         write_png(drawn[name], file)
-    publish(trainer, run, out, about(export.kind).option, pictures)
+    publish(trainer, run, out, about(export.experiment.exports).option, pictures)
     run.finish(result)
     Console().print(f"exported to {out}", highlight=False)
     if bins:

@@ -180,7 +180,7 @@ def test_training_leaves_the_target_as_it_was(run, small, shared):
         patch.setattr(train, "fit", watched)
         assert run("train", "+exp=spire", *small, "run_dir=r")[0] == 0
     ((one, other),) = seen
-    assert one == other == json.loads(Path("r/run.json").read_text())["target_fingerprint"]
+    assert one == other == json.loads(Path("r/source.json").read_text())["target"]
     assert digest() == before
     assert not any("target" in name for name in torch.load("r/checkpoints/step-00000006.ckpt")["state_dict"])
 
@@ -234,8 +234,7 @@ def test_an_interrupted_run_goes_on_with_no_other_target(run, small, shared):
     assert run("train", *arguments)[0] == 0
     (result,) = Path("runs").glob("*/result.json")
     result.unlink()
-    facts = json.loads((result.parent / "run.json").read_text())
-    (result.parent / "run.json").write_text(json.dumps({**facts, "target_fingerprint": "0" * 16}))
+    (result.parent / "source.json").write_text(json.dumps({"target": "0" * 16}))
     code, _, err = run("train", *arguments)
     assert code == 2
     assert "was started with target 0000000000000000" in err

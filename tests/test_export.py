@@ -211,10 +211,10 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(trained, tmp_pat
     assert "give either run=" in said(typed)
     assert "give either run=" in refused(run, tmp_path / "out", "method=pld")
 
-    facts = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(facts | {"target_fingerprint": "0" * 16}))
+    begun = (run / "source.json").read_text()
+    (run / "source.json").write_text(json.dumps({"target": "0" * 16}))
     assert "was started with target 0000000000000000" in refused(run)
-    (run / "run.json").write_text(json.dumps(facts))
+    (run / "source.json").write_text(begun)
 
     shutil.rmtree(run / "checkpoints" / "best")
     (checkpoint,) = (run / "checkpoints").glob("*.ckpt")

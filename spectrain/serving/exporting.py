@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.decoding import TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.errors import UserError
 from spectrain.methods.loading import token_methods
@@ -52,18 +52,6 @@ class Export:
     weights: dict[str, Tensor]  # whole, of the training's module
     trained: dict  # steps, tokens, tau: what spectrain.json keeps
 
-    @property
-    def run(self) -> RunFolder:
-        return self.experiment.run
-
-    @property
-    def target(self) -> TargetModel | None:  # that it was trained for; None: it is a target itself
-        return self.experiment.target
-
-    @property
-    def kind(self) -> str:  # spire | vanilla | head | target
-        return self.experiment.exports
-
 
 def run_export(experiment: Experiment, which: str) -> Export:
     """The export of a run as it stands, finished or not.
@@ -79,12 +67,7 @@ def run_export(experiment: Experiment, which: str) -> Export:
     step, weights = run.weights(which)
     log.info("step %d of %s", step, run.path)
     if target is not None:
-        begun, found = run.facts()["target_fingerprint"], fingerprint(target.model, target.tokenizer)
-        if begun != found:
-            raise UserError(
-                f"{run.path} was started with target {begun}, but {run.config['target']['path']} is {found} now; put "
-                "that target back"
-            )
+        run.keep_to({"target": fingerprint(target.model, target.tokenizer)})
     return Export(experiment, weights, trained_facts(run, step))
 
 
@@ -94,7 +77,7 @@ def trained_facts(run: RunFolder, step: int) -> dict:
     if result and step == (result.get("selected") or {"step": result["steps"]})["step"]:
         return result
     # Stored rows have any length, which only the training itself knows.
-    tokens = {} if run.source else {"tokens": tokens_of(run.config, step)}
+    tokens = {} if run.source.keys() & {"rows", "activations"} else {"tokens": tokens_of(run.config, step)}
     selected = best.facts() if best is not None and best.step == step else None
     facts = {"before": run.source.get("before", []), "selected": selected, "metrics": run.metrics_at(step)}
     return {"steps": step, **tokens, **facts, "finished": bool(result)}
@@ -109,16 +92,17 @@ def tokens_of(config: Mapping, steps: int, row_lengths: Sequence[int] | None = N
 
 def write_export(folder: Path, out: Path, export: Export) -> None:
     """Fill a folder that will appear as `out` with weights, config, tokenizer, facts and a model card."""
-    run, target = export.run, export.target
-    export.experiment.save(folder, export.weights)
+    experiment, trained = export.experiment, export.trained
+    run, target, kind = experiment.run, experiment.target, experiment.exports
+    experiment.save(folder, export.weights)
     about_target = "", ""
     if target is not None:
         path, tokenizer = str(run.config["target"]["path"]), target.tokenizer
         tokenizer.save_pretrained(folder)
         prints = fingerprint(target.model, tokenizer), tokenizer_fingerprint(tokenizer)
-        write_manifest(folder, trained_artifact(export.kind, path, prints[0], export.trained, prints[1]))
+        write_manifest(folder, trained_artifact(kind, path, prints[0], trained, prints[1]))
         about_target = engine_path(path), prints[0]
-    card = trained_card(export.kind, named(out), about_target, run.config, export.trained, run.attempts)
+    card = trained_card(kind, named(out), about_target, run.config, trained, run.attempts)
     (folder / CARD).write_text(card)
     for file in folder.rglob("*.safetensors"):  # safetensors makes files that nobody but their owner may read
         shutil.copymode(folder / CARD, file)

@@ -25,28 +25,22 @@ EXPECTED_TAU = "eval/tau_expected"
 
 
 class TokensPerSecond(Callback):
-    """Logs `train/tokens_per_s` of all ranks, and `train/wait_share`, the share of time that rank zero waits for data.
-
-    Both are means over about the last 20 batches.
-    """
+    """Logs `train/tokens_per_s` of all ranks, a mean over about the last 20 batches."""
 
     def __init__(self) -> None:
-        self._last: tuple[float, float] | None = None  # time, and seconds waited by the loader's clock
-        self._means: dict[str, float] = {}
+        self._last_s: float | None = None
+        self._mean: float | None = None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: object, batch: Tensor, batch_idx):
-        now_s, waited_s = time.perf_counter(), getattr(trainer.train_dataloader, "waited_s", 0.0)
-        if self._last is not None:
-            elapsed_s = now_s - self._last[0]
-            values = {"tokens_per_s": batch.n_tokens * trainer.world_size / elapsed_s}
-            values["wait_share"] = (waited_s - self._last[1]) / elapsed_s
-            for name, value in values.items():
-                self._means[name] = 0.95 * self._means.get(name, value) + 0.05 * value
-                module.log(f"train/{name}", self._means[name], prog_bar=name == "tokens_per_s", rank_zero_only=True)
-        self._last = now_s, waited_s
+        now_s = time.perf_counter()
+        if self._last_s is not None:
+            rate = batch.n_tokens * trainer.world_size / (now_s - self._last_s)
+            self._mean = rate if self._mean is None else 0.95 * self._mean + 0.05 * rate
+            module.log("train/tokens_per_s", self._mean, prog_bar=True, rank_zero_only=True)
+        self._last_s = now_s
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._last = None  # validation is not training time
+        self._last_s = None  # validation is not training time
 
 
 class ProgressLines(Callback):

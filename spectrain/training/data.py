@@ -6,7 +6,6 @@ these makes a batch of the rows at given places: `rows[[3, 1]]`. Place -1 stands
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -277,7 +276,6 @@ class SeededLoader:
         self.share, self.lengths = share, lengths
         self.epoch = 0
         self.given = 0  # batches of this epoch that were handed out
-        self.waited_s = 0.0  # seconds that training waited for batches
 
     def __len__(self) -> int:
         return self.n_rows // self.batch_size
@@ -292,9 +290,7 @@ class SeededLoader:
         try:
             coming: deque[Future] = deque(readers.submit(self.read, rows) for rows in islice(places, READ_AHEAD))
             while coming:
-                start_s = time.perf_counter()
                 batch = coming.popleft().result()
-                self.waited_s += time.perf_counter() - start_s
                 coming.extend(readers.submit(self.read, rows) for rows in islice(places, 1))
                 self.given += 1
                 yield batch

@@ -53,9 +53,9 @@ def fit(run: RunFolder, parts: Parts, max_steps: int, in_sweep: bool = False) ->
     loggers = instantiate(config["logger"], _partial_=True, _convert_="all")(run)
     trainer = build_trainer(config, max_steps, callbacks(config, run), loggers, in_sweep)
     check_batches(config, trainer, len(data.train))
-    run.begin(fingerprint(target.model, target.tokenizer) if target else None)
-    if parts.source:
-        run.keep_to(parts.source)
+    run.begin()
+    if target:
+        run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | parts.source)
     log.info("run folder: %s", run.path)
     barrier(trainer)  # no rank looks for a checkpoint before rank zero has begun the run
     checkpoint = run.checkpoints.newest()

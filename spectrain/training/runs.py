@@ -2,9 +2,9 @@
 
 runs/spire-1f0c93ab/
     config.yaml        the resolved config
-    run.json           the run's id, its target's fingerprint, the command as it was typed, and for each attempt when,
-                       where and with which code it ran
-    source.json        which stored rows and drafter a training began with, where it reads any
+    run.json           the run's id, the command as it was typed, and for each attempt when, where and with which code
+                       it ran
+    source.json        the target's fingerprint, and the stored rows and drafter that a training began with
     checkpoints/       of the latest step, written every few minutes and at an interruption; best/: what is exported
     metrics/version_0/metrics.csv   every logged number, one folder per attempt
     export.json        where the run is exported to
@@ -125,22 +125,12 @@ class RunFolder:
         return cls(path, read_yaml(path / CONFIG), id=read_json(path / FACTS)["id"])
 
     @rank_zero_only
-    def begin(self, target_fingerprint: str | None = None) -> None:
-        """Make the folder and keep the config, in place of an earlier run that stands there; or resume its own run.
-
-        Raises UserError where the interrupted run trained against another target.
-        """
-        begun = self.facts()
-        if begun.get("id") == self.id:
-            if target_fingerprint and begun["target_fingerprint"] != target_fingerprint:
-                raise UserError(
-                    f"{self.path} was started with target {begun['target_fingerprint']}, but now {target_fingerprint} "
-                    "is given; remove the folder to train for the new target"
-                )
+    def begin(self) -> None:
+        """Make the folder and keep the config, in place of an earlier run that stands there; or resume its own run."""
+        if self.facts().get("id") == self.id:
             remove_leftovers(self.path)
             return
-        facts = {"id": self.id, "target_fingerprint": target_fingerprint}
-        facts |= {"command": TYPED_COMMAND.get(), "attempts": []}
+        facts = {"id": self.id, "command": TYPED_COMMAND.get(), "attempts": []}
 
         def write(folder: Path) -> None:
             OmegaConf.save(OmegaConf.create(self.config), folder / CONFIG)
@@ -170,8 +160,8 @@ class RunFolder:
         for name, found in source.items():
             if (before := begun.get(name)) != found:
                 raise UserError(
-                    f"{self.path} was started with other {name} ({before}) than were found now ({found}); give those, "
-                    "or another run_dir"
+                    f"{self.path} was started with {name} {before}, but now {found} is found; give the former, or "
+                    "another run_dir"
                 )
 
     @property
@@ -186,7 +176,7 @@ class RunFolder:
         return begun["attempts"] if begun.get("id") == self.id else []
 
     def facts(self) -> dict:
-        """Return the content of run.json: id, target_fingerprint, command and attempts; {} where nothing began."""
+        """Return the content of run.json: id, command and attempts; {} where nothing began."""
         return self.read(FACTS)
 
     def read(self, name: str) -> dict:

@@ -1,9 +1,14 @@
-"""Where training rows come from, as conf/data/ says: frozen models run inside the training, or were run beforehand."""
+"""Where training rows come from: frozen models run inside the training (`data=online`), or were run beforehand.
+
+In both classes `drafter_rows` returns the rows of a drafter that reads the inputs of the target's blocks `layers`, and
+`head_store` the responses that an acceptance head is trained on, from `folder` where it is given. `config` is the whole
+resolved config of the run. They raise UserError where there are too few rows, or where rows were made with another
+target, drafter or warping.
+"""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,25 +41,7 @@ log = logging.getLogger(__name__)
 CONTEXTS = 1024  # held-out rows of a store that are kept at hand for tau
 
 
-class Source(ABC):
-    """A `data` node, whose options are a class of `spectrain.config`. `config` is the whole resolved config of the run.
-
-    Both methods raise UserError where there are too few rows, or where rows were made with another target, drafter or
-    warping.
-    """
-
-    @abstractmethod
-    def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
-        """Return the rows that a drafter is trained on, which reads the inputs of the target's blocks `layers`."""
-
-    @abstractmethod
-    def head_store(
-        self, config: Mapping, target: TargetModel, drafter: DrafterFacts, states: DraftStates, folder: str | None
-    ) -> ResponseStore | AcceptanceStore:
-        """Return the responses that an acceptance head is trained on, from `folder` where it is given."""
-
-
-class Online(config_training.Online, Source):
+class Online(config_training.Online):
     """The frozen models run inside the training step."""
 
     def drafter_rows(
@@ -91,7 +78,7 @@ class Online(config_training.Online, Source):
         return store
 
 
-class Offline(config_training.Offline, Source):
+class Offline(config_training.Offline):
     """The outputs of the frozen models were stored beforehand, by data_prep.activations or data_prep.acceptance."""
 
     def drafter_rows(self, config: Mapping, target: TargetModel, layers: tuple[int, ...]) -> RowData:
@@ -141,6 +128,9 @@ class Offline(config_training.Offline, Source):
                 f"mixing_share={kept:g}, or label anew with data_prep.acceptance"
             )
         return store
+
+
+Source = Online | Offline
 
 
 def head_sampling(config: Mapping, store: ResponseStore | AcceptanceStore) -> Sampling:

@@ -167,7 +167,6 @@ def test_training_from_the_store_is_training_with_the_target_beside_it(capture, 
     assert len(online) == 6
     np.testing.assert_allclose(offline, online, rtol=0, atol=1e-5)
     np.testing.assert_allclose(curve("offline", "eval/loss"), curve("online", "eval/loss"), rtol=0, atol=1e-5)
-    assert all(0 <= share < 1 for share in curve("offline", "train/wait_share"))
     taus = [json.loads(Path(name, "result.json").read_text())["tau"] for name in ("online", "offline")]
     assert taus[0] == taus[1]
     assert json.loads(Path("offline/source.json").read_text())["activations"][0] == str(store)
