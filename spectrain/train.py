@@ -79,8 +79,7 @@ def train(options: Train, run: RunFolder) -> None:
     if not trainer.is_global_zero:
         return
     best, weights, steps = run.best.read(), run.best.weights(), trainer.global_step
-    # Killed behind its last validation, a training has that validation's tau in the curve of an earlier attempt only.
-    metrics = run.metrics_at(best.step) | (final_metrics(trainer) if best.step == steps else {})
+    metrics = final_metrics(trainer) if best.step == steps else run.metrics_at(best.step)
     lengths = getattr(parts.data.train, "lengths", None)  # of stored rows
     result = {"steps": steps, "tokens": tokens_of(run.config, steps, lengths), "before": run.source.get("before", [])}
     result |= {"selected": best.facts(), "metrics": metrics}

@@ -78,7 +78,7 @@ def check_drafted(drafter: SpireDrafter, draft_vocab: int) -> None:
     """Raise UserError unless a drafter can be held to so many tokens."""
     most = drafter.config.draft_vocab or drafter.config.shape.vocab_size
     check_whole("draft_vocab", draft_vocab, 1, most)
-    if draft_vocab < most and not drafter.ranks_tokens:
+    if draft_vocab < most and drafter.kept is None:
         raise UserError(
             f"draft_vocab={draft_vocab} needs a drafter that was trained with draft_vocab=N; give null here"
         )
@@ -188,7 +188,7 @@ class Spire(ChainDrafter):
         trained, n_tokens, ready = self.trained, self.draft_vocab, {}
         if n_tokens == AUTO:
             n_tokens = FEW_TOKENS if target.device.type == "cpu" else None
-        if trained.ranks_tokens:
+        if trained.kept is not None:
             trained = trained.held_to(n_tokens)
         config = trained.config
         own = for_drafting(trained, self.draft_dtype, target.device, target.dtype)

@@ -149,7 +149,7 @@ class SpireDrafter(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         if config.unembedding == "trained":
             self.lm_head = nn.Linear(shape.hidden_size, config.draft_vocab or shape.vocab_size, bias=False)
-        self.kept: Tensor | None  # [K] int64, the tokens that it can draft, see `ranks_tokens`; None: all
+        self.kept: Tensor | None  # [K] int64, the tokens that it can draft, the most frequent ones first; None: all
         self.register_buffer("kept", torch.arange(config.draft_vocab) if config.draft_vocab else None)
         if config.has_one_table:
             self.lm_head.weight = self.embed_tokens.weight
@@ -214,14 +214,6 @@ class SpireDrafter(nn.Module):
         other = copy.copy(self)
         other._modules = {**self._modules, **modules}
         return other
-
-    @property
-    def ranks_tokens(self) -> bool:
-        """Whether `kept` has special tokens and then the most frequent ones first.
-
-        In exports from before 2026-11-25, and after `held_to`, they stand by number.
-        """
-        return self.kept is not None and bool((self.kept.diff() < 0).any())
 
     def held_to(self, n_tokens: int | None) -> SpireDrafter:
         """Return the drafter as one that drafts the first n of its tokens alone (None: all), which it has by number.

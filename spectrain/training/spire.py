@@ -159,10 +159,10 @@ class SpireExperiment(Experiment):
         folder, asked = self.config["init"], self.config["draft_vocab"]
         drafter = load_spire(Path(folder), self.target, "init")
         n_tokens = drafter.config.draft_vocab
-        if isinstance(asked, int) and drafter.ranks_tokens and 0 < asked < n_tokens:
+        if isinstance(asked, int) and n_tokens is not None and asked < n_tokens:
             drafter = drafter.cut_to(asked)
         elif asked not in (None, n_tokens):
-            fewer = f", or give fewer than {n_tokens}" if drafter.ranks_tokens else ""
+            fewer = "" if n_tokens is None else f", or give fewer than {n_tokens}"
             raise UserError(
                 f"init={folder} has draft_vocab={shown(n_tokens)}, not {asked}; leave draft_vocab out{fewer}"
             )
