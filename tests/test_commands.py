@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,8 +17,7 @@ from lightning import Callback
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain import train
-from spectrain.decoding import fingerprint, load_target
+from spectrain.decoding import load_target
 from spectrain.stores.texts import train_tokenizer
 from spectrain.training import fit as fitting
 from spectrain.training.runs import RunFolder, read_csv
@@ -158,31 +156,6 @@ def test_a_run_killed_behind_its_export_ends_by_the_same_command(run, small, exp
     code, _, err = run("train", f"+exp={exp}", *small, "seed=1", "run_dir=other", "out=made")
     assert code == 2
     assert "out=made exists already" in err
-
-
-def test_training_leaves_the_target_as_it_was(run, small, shared):
-    def digest() -> str:
-        return hashlib.sha256((shared / "target/model.safetensors").read_bytes()).hexdigest()
-
-    before, seen = digest(), []
-    fit = train.fit
-
-    def watched(run, parts, *rest):
-        target = parts.module.target
-        prints = [fingerprint(target.model, target.tokenizer)]
-        weights = {name: p.clone() for name, p in target.model.named_parameters()}
-        trainer = fit(run, parts, *rest)
-        prints.append(fingerprint(target.model, target.tokenizer))
-        seen.append(all(torch.equal(p, weights[name]) for name, p in target.model.named_parameters()) and prints)
-        return trainer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "fit", watched)
-        assert run("train", "+exp=spire", *small, "run_dir=r")[0] == 0
-    ((one, other),) = seen
-    assert one == other == json.loads(Path("r/source.json").read_text())["target"]
-    assert digest() == before
-    assert not any("target" in name for name in torch.load("r/checkpoints/step-00000006.ckpt")["state_dict"])
 
 
 def test_target_is_trained_from_scratch(run, small):

@@ -33,6 +33,7 @@ from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings
 from tests.conftest import random_prompts
 from tests.models.test_artifacts import export_spire, export_vanilla
+from tests.models.test_head import export_head
 
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 N_ROWS = 30
@@ -106,7 +107,7 @@ def small(made) -> list[str]:
     ]
 
 
-def test_a_head_is_trained_and_used(run, small, made):
+def test_a_head_is_trained_exported_and_used(run, typed, small, made):
     code, out, err = run("train", *small)
     assert code == 0, err
     assert "KL of labels and predictions" in out
@@ -122,6 +123,14 @@ def test_a_head_is_trained_and_used(run, small, made):
     result = json.loads((run_folder / "result.json").read_text())
     assert result["metrics"].keys() >= {"eval/loss", "eval/kl_binary", "eval/calibration_error", "eval/label"}
     assert sum(b["positions"] for b in result["reliability"]) > 50
+
+    assert typed("export", f"run={run_folder}", "out=again")[0] == 0  # as training exported it
+    names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert names == {str(file.relative_to("again")) for file in Path("again").rglob("*") if file.is_file()}
+    assert {"drafter/model.safetensors", "drafter/spectrain.json"} <= names
+    for name in names - {"README.md"}:  # the cards differ in their own folders' names
+        assert Path("again", name).read_bytes() == (folder / name).read_bytes(), name
+    shutil.rmtree("again")
 
     sampled = ["sampling.temperature=0.8", "sampling.top_k=50"]
     code, out, err = run("generate", "method=specdecpp", "prompt=def f", "max_new_tokens=9", "baseline=false", *sampled)
@@ -140,21 +149,9 @@ def test_a_head_is_trained_and_used(run, small, made):
     assert "is used for greedy" in Path("b/report.html").read_text()
 
 
-def test_a_head_is_exported_from_its_run_as_training_exported_it(run, typed, small):
-    code, _, err = run("train", *small, "run_dir=head", "out=trained")
-    assert code == 0, err
-    assert typed("export", "run=head", "out=again")[0] == 0
-    trained, again = Path("trained"), Path("again")
-    names = {str(file.relative_to(trained)) for file in trained.rglob("*") if file.is_file()}
-    assert names == {str(file.relative_to(again)) for file in again.rglob("*") if file.is_file()}
-    assert {"drafter/model.safetensors", "drafter/spectrain.json", "README.md"} <= names
-    for name in names - {"README.md"}:  # the cards differ in their own folders' names
-        assert (again / name).read_bytes() == (trained / name).read_bytes(), name
-
-
-def test_a_head_finds_the_drafter_that_it_brings_along(run, small, made):
-    code, _, err = run("train", *small, "run_dir=head", "out=moved")
-    assert code == 0, err
+def test_a_head_finds_the_drafter_that_it_brings_along(run, made, shared):
+    export_head(Path("moved"), load_target(shared / "target"), made / "vanilla")
+    shutil.copytree(made / "vanilla", "moved/drafter")
     facts = json.loads(Path("moved/config.json").read_text())
     facts["drafter"]["path"] = "gone"
     Path("moved/config.json").write_text(json.dumps(facts))

@@ -22,10 +22,7 @@ from tests.models.test_spire import make as make_spire
 
 SAMPLINGS = {
     "unwarped": Sampling(1.0),
-    "temperature": Sampling(0.7),
     "top_k": Sampling(0.8, top_k=5),
-    "top_p": Sampling(1.3, top_p=0.8),
-    "min_p": Sampling(1.0, min_p=0.1),
     "all": Sampling(1.2, top_k=12, top_p=0.9, min_p=0.05),
     "greedy": Sampling(),
 }

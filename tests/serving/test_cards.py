@@ -16,7 +16,7 @@ from spectrain.serving.exporting import engine_path, named
 CONFIG = {"corpus": {"held_out_share": 0.05}, "data": {"row_tokens": 64, "batch_size": 2}}
 TRAINED = {"steps": 3, "tokens": 384}
 STORE = {"documents": 1, "tokens": 5, "built_from": {"keep": "all"}}
-ODD_NAMES = ["no", "1.0", "- a: b", "it's", 'a "b" c', "<script>alert(1)</script>", "{{ 7 * 7 }}", "$(id)", "x#y"]
+ODD_NAMES = ["no", "- a: b", "it's", 'a "b" c', "{{ 7 * 7 }}", "$(id)"]
 
 
 @pytest.mark.parametrize(

@@ -175,8 +175,7 @@ def train(tmp_path, *callbacks, ckpt_path=None, **options):
     return weights, losses, trainer
 
 
-@pytest.mark.parametrize("step", [2, 4, 7])
-@pytest.mark.parametrize("options", [{}, PROJECTED, PREVIOUS], ids=["trained", "projected", "previous"])
+@pytest.mark.parametrize(("options", "step"), [({}, 4), (PREVIOUS, 7)], ids=["trained", "previous"])
 def test_interrupted_training_goes_on_bit_for_bit(tmp_path, options, step):
     expected, whole, _ = train(tmp_path, **options)
     folder = CheckpointFolder(tmp_path / "checkpoints")
