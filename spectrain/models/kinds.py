@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,5 @@ OTHERS = {
 
 
 def about(kind: str) -> Kind:
-    """Describe a kind of artifact; one that is not known here, as a folder of another version may have, by its name."""
-    if kind in OTHERS:
-        return OTHERS[kind]
-    is_module = kind.isidentifier() and find_spec(f"spectrain.models.{kind}") is not None
-    known = getattr(import_module(f"spectrain.models.{kind}"), "KIND", None) if is_module else None
-    return known or Kind("drafter", kind, f"spectrain.train +exp={kind}")
+    """Describe a kind of artifact."""
+    return OTHERS[kind] if kind in OTHERS else import_module(f"spectrain.models.{kind}").KIND

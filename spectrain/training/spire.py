@@ -17,8 +17,7 @@ from spectrain.decoding.target import Features
 from spectrain.errors import UserError
 from spectrain.methods.spire import Spire
 from spectrain.models.artifacts import WEIGHTS, load_spire, read_manifest, save_spire
-from spectrain.models.input_fit import FIT_TOKENS, InputFit
-from spectrain.models.pruned_init import NEW, last_layers, new_drafter
+from spectrain.models.pruned_init import FIT_TOKENS, NEW, InputFit, last_layers, new_drafter
 from spectrain.models.rollout import rollout, root_of_epoch
 from spectrain.models.spire import SpireConfig, SpireDrafter
 from spectrain.stores.folder import digest, sha256

@@ -1,26 +1,13 @@
-"""The fitted input of a SPIRe drafter: the regression by hand, and what it is made of."""
+"""The fitted input of a SPIRe drafter finds the linear map that made its data."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from spectrain.models import input_fit
-from spectrain.models.input_fit import InputFit, RidgeRegression
+from spectrain.models.pruned_init import InputFit
 from tests.conftest import VOCAB_SIZE
 from tests.models.test_spire import make
-
-
-def test_the_regression_is_the_direct_solution():
-    """Least squares over the samples and one more for each input, whose weight is to be 0."""
-    inputs, outputs = torch.randn(50, 4, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64)
-    inputs[:, 2] *= 100  # a penalty is relative to its input
-    regression = RidgeRegression(4, 3, inputs.device)
-    for part in (slice(0, 20), slice(20, 50)):
-        regression.add(inputs[part], outputs[part])
-    penalties = (input_fit.RIDGE * inputs.square().sum(0)).sqrt().diag()
-    whole = torch.cat([inputs, penalties]), torch.cat([outputs, torch.zeros(4, 3, dtype=torch.float64)])
-    torch.testing.assert_close(regression.solve(), torch.linalg.lstsq(*whole).solution.T)
 
 
 @pytest.mark.parametrize("kind", ["projected", "trained"])
