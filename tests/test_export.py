@@ -1,4 +1,4 @@
-"""`python -m spectrain.export`: a run as training exported it, lookup methods with their datastores, the hub.
+"""`python -m spectrain.export`: a run as training exported it, lookup methods with their datastores.
 
 DeepSpeed's checkpoints are exported in tests/training/test_strategies.py, where ranks have written some, heads in
 tests/test_train_head.py.
@@ -7,19 +7,16 @@ tests/test_train_head.py.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub.errors import HfHubHTTPError
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain import export as hub
 from spectrain import load_method
 from spectrain.cli import run as run_command
 from spectrain.decoding import generate, load_target
@@ -263,49 +260,3 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
     assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
     assert "was built with the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's
     assert "does not exist" in refused(*lookup(shared, tmp_path / "nowhere"))
-
-
-class StandInHub:
-    """What of `HfApi` is used."""
-
-    calls: list[tuple] = []  # noqa: RUF012
-    error: Exception | None = None
-
-    def create_repo(self, name: str, private: bool, exist_ok: bool) -> None:
-        self.calls.append(("create", name, private, exist_ok))
-
-    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        if self.error is not None:
-            raise self.error
-        self.calls.append(("upload", repo_id, sorted(os.listdir(folder_path))))
-
-
-def test_a_folder_is_uploaded_only_when_asked_and_privately(trained, tmp_path, typed, monkeypatch):
-    monkeypatch.setattr(hub, "HfApi", StandInHub)
-    monkeypatch.setattr(StandInHub, "calls", [])
-    monkeypatch.setattr(hub, "get_token", lambda: "a token")
-    run = f"run={trained / 'vanilla'}"
-    assert typed("export", run, f"out={tmp_path / 'a'}")[0] == 0
-    assert StandInHub.calls == []
-    code, _, err = typed("export", run, f"out={tmp_path / 'b'}", "push_to_hub=me/small")
-    assert code == 0, err
-    assert "https://huggingface.co/me/small" in err
-    create, upload = StandInHub.calls
-    assert create == ("create", "me/small", True, True)
-    assert upload == ("upload", "me/small", sorted(os.listdir(tmp_path / "b")))
-
-
-def test_what_the_hub_refuses_is_one_sentence(trained, tmp_path, typed, monkeypatch):
-    run, out = f"run={trained / 'vanilla'}", f"out={tmp_path / 'a'}"
-    monkeypatch.setattr(hub, "HfApi", StandInHub)
-    monkeypatch.setattr(hub, "get_token", lambda: None)
-    assert "is no name of a repository" in said(typed, run, out, "push_to_hub=a/b/c")
-    assert "names no user; give <user>/small" in said(typed, run, out, "push_to_hub=small")
-    assert "needs a token" in said(typed, run, out, "push_to_hub=me/small")
-    assert not (tmp_path / "a").exists()  # known before anything was written
-    monkeypatch.setattr(hub, "get_token", lambda: "a token")
-    monkeypatch.setattr(StandInHub, "error", hub.NETWORK_ERROR("no route\nto host"))
-    line = said(typed, run, out, "push_to_hub=me/small")
-    assert line.endswith(f"(HTTPError: no route); try again with `hf upload me/small {tmp_path / 'a'}`")
-    assert issubclass(HfHubHTTPError, hub.NETWORK_ERROR)
-    assert (tmp_path / "a" / "README.md").is_file()

@@ -264,8 +264,6 @@ class Export:
     target: Named = group(Named)
     datastore: str | None = option(None, "of a lookup method; null: the newest that fits", path=True)
     out: str | None = option(None, "folder to create; null: exported/<name of the run or method>", path=True)
-    push_to_hub: str | None = option(None, "<user>/<name>: also upload the folder to the Hugging Face hub")
-    private: bool = option(True, "whether a newly created repository is private")
 
 
 @dataclass

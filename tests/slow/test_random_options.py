@@ -26,7 +26,7 @@ VALUES = {  # by the type of the default, and of which none is meant to be more 
 MISTYPED = ("unknown=1", "+unknown=1", "~seed", "seed", "seed=", "=5", "--foo", "seed==1")
 # Values that ask for minutes of work or for another machine.
 LONG = {
-    *("corpus.path", "target.path", "max_steps", "hours", "trainer.max_epochs", "push_to_hub", "endpoint", "server"),
+    *("corpus.path", "target.path", "max_steps", "hours", "trainer.max_epochs", "endpoint", "server"),
     *("trainer.num_nodes", "trainer.devices", "logger", "epochs", "checkpoint_s", "trainer.max_time"),
 }
 

@@ -12,7 +12,7 @@ from spectrain.training import losses
 from spectrain.training.data import RowData, TokenRows
 from spectrain.training.losses import LossSettings
 from spectrain.training.optim import OptimizerSettings
-from spectrain.training.spire import drafted_tokens, expected_shares
+from spectrain.training.spire import drafted_tokens
 from spectrain.training.sums import ValidationSums
 from spectrain.training.vanilla import LanguageModelTraining
 from tests.conftest import VOCAB_SIZE, noisy_copy, tiny_model
@@ -106,29 +106,11 @@ def test_the_most_frequent_tokens_of_responses_are_kept_and_special_ones_always(
     assert kept(len(ends) + 1) == [*special, 5]
     assert kept(len(ends) + 2) == [*special, 5, 9]
     assert kept("auto") == [*special, 5, 9, 7]
-    # Once: 7. Twice: 9. A third of each count is taken for the tokens that are not there, so they are needed, too.
-    new = torch.tensor([[5, 5, 5, 5, 9, 9, 7]], dtype=torch.int32)
-    assert len(drafted_tokens("auto", TokenRows(new), target)) > len({5, 7, 9} | ends)
     of_response = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
     assert kept("auto", of_response) == [*special, 9]
     assert drafted_tokens(None, TokenRows(tokens), target) is None
     with pytest.raises(UserError, match="draft_vocab=62 is more than the target's 61 tokens"):
         kept(62)
-
-
-def test_the_share_of_new_text_is_estimated_and_not_that_of_the_counted_text():
-    generator, vocab_size = torch.Generator().manual_seed(0), 5000
-    shares = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
-    shares /= shares.sum()
-    text = torch.multinomial(shares, 20_000, replacement=True, generator=generator)
-    counts = torch.bincount(text, minlength=vocab_size)
-    order, expected = counts.argsort(descending=True, stable=True), expected_shares(counts)
-    assert float(expected.sum()) == pytest.approx(1)
-    for n_kept in (100, 1000, 2500):
-        kept = order[:n_kept]
-        assert float(expected[kept].sum()) == pytest.approx(float(shares[kept].sum()), abs=0.02)
-    assert float(counts[order[:2500]].sum()) / 20_000 > float(shares[order[:2500]].sum()) + 0.05
-    assert expected_shares(torch.tensor([3, 1, 1])).tolist() == [0.6, 0.2, 0.2]  # every token occurs
 
 
 @pytest.mark.parametrize("kind", ["mixed", "hard"])
