@@ -118,11 +118,10 @@ def test_a_drafter_is_trained_further(run, typed, small):
     assert json.loads(Path("unfinished/spectrain.json").read_text())["trained"]["before"] == before
 
 
-@pytest.mark.parametrize("exp", ["spire", "vanilla"])
-def test_what_is_exported_and_measured_is_the_best_not_the_last(run, small, exp, monkeypatch):
+def test_what_is_exported_and_measured_is_the_best_not_the_last(run, small, monkeypatch):
     expected, compute = iter([2.5, 2.25]), ValidationSums.compute  # at step 4, at the end
     monkeypatch.setattr(ValidationSums, "compute", lambda one: compute(one) | {"eval/tau_expected": next(expected)})
-    code, _, err = run("train", f"+exp={exp}", *small, "run_dir=r", "out=made")
+    code, _, err = run("train", "+exp=spire", *small, "run_dir=r", "out=made")
     assert code == 0, err
     result = json.loads(Path("r/result.json").read_text())
     assert result["steps"] == 6
@@ -132,48 +131,39 @@ def test_what_is_exported_and_measured_is_the_best_not_the_last(run, small, exp,
     kept, made = (
         load_file(name) for name in ("r/checkpoints/best/step-00000004.safetensors", "made/model.safetensors")
     )
-    inner = {"spire": "drafter", "vanilla": "model"}[exp]
-    assert all(torch.equal(made[name], kept[f"{inner}.{name}"].to(made[name].dtype)) for name in made)
+    assert all(torch.equal(made[name], kept[f"drafter.{name}"].to(made[name].dtype)) for name in made)
 
 
-@pytest.mark.parametrize("exp", ["spire", "target"])
-def test_a_run_killed_behind_its_export_ends_by_the_same_command(run, small, exp, monkeypatch):
+def test_a_run_killed_behind_its_export_ends_by_the_same_command(run, small, monkeypatch):
     def die(*_):
         raise KeyboardInterrupt
 
     sizes = ["model.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"]
-    arguments = [f"+exp={exp}", *small, *(sizes if exp == "target" else []), "run_dir=r", "out=made"]
+    arguments = ["+exp=target", *small, *sizes, "run_dir=r", "out=made"]
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "finish", die)
         code, _, err = run("train", *arguments)
     assert (code, err.splitlines()[-1]) == (130, "interrupted; run the same command again")
+    assert AutoModelForCausalLM.from_pretrained("made").dtype == torch.bfloat16
+    assert len(AutoTokenizer.from_pretrained("made")) == 300
     (before,) = Path("made").glob("*.safetensors")
     weights = before.read_bytes()
     code, _, err = run("train", *arguments)  # though out= exists
     assert code == 0, err
     assert before.read_bytes() == weights
     assert [attempt["done_steps"] for attempt in json.loads(Path("r/run.json").read_text())["attempts"]] == [0, 6]
-    code, _, err = run("train", f"+exp={exp}", *small, "seed=1", "run_dir=other", "out=made")
+    code, _, err = run("train", "+exp=spire", *small, "run_dir=other", "out=made")
     assert code == 2
     assert "out=made exists already" in err
 
 
-def test_target_is_trained_from_scratch(run, small):
-    sizes = ["model.vocab_size=300", "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"]
-    code, _, err = run("train", "+exp=target", *small, *sizes, "out=made")
-    assert code == 0, err
-    assert AutoModelForCausalLM.from_pretrained("made").dtype == torch.bfloat16
-    assert len(AutoTokenizer.from_pretrained("made")) == 300
-
-
-@pytest.mark.parametrize("exp", ["spire", "vanilla"])
-def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, exp, monkeypatch):
+def test_an_interrupted_run_goes_on_exactly_by_the_same_command(run, small, monkeypatch):
     class Interrupt(Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
             if trainer.global_step == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    arguments = [f"+exp={exp}", *small]
+    arguments = ["+exp=spire", *small]
     assert run("train", *arguments, "run_dir=whole", "out=whole_out")[0] == 0
     callbacks = fitting.callbacks
     with monkeypatch.context() as patch:

@@ -196,18 +196,6 @@ def test_memory_of_training_grows_linearly_in_the_row():
     assert 1.8 < third / second < 2.05
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"input": "projected", "unembedding": "target"}, {"input": "trained"}, PREVIOUS], ids=str
-)
-def test_gradient_reaches_every_parameter(options):
-    target, drafter = make(**options)
-    drafter.requires_grad_(True)
-    tokens = torch.randint(0, VOCAB_SIZE, (1, 24))
-    drafter.logits(rollout(drafter, tokens, target.features(tokens).captured)).log_softmax(-1)[..., 5].sum().backward()
-    without = [name for name, p in drafter.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
-
-
 def test_targets_that_are_not_llama_like_are_named():
     with pytest.raises(UserError, match="gpt_neox is not computed like Llama"):
         shape_of(tiny_model("gpt_neox"))
