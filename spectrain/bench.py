@@ -18,7 +18,6 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from spectrain.cli import in_multirun, interruptible, open_target
+from spectrain.cli import interruptible, open_target
 from spectrain.config import plain
 from spectrain.config.commands import Bench
 from spectrain.decoding import Drafter, Generation, Sampling, TargetModel, fingerprint, generate
@@ -46,7 +45,7 @@ from spectrain.stores.environment import device_facts, provenance
 from spectrain.stores.files import read_object, write_json
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.prompts import Question, conversation_ids
-from spectrain.training.runs import FinishedRun, RunFolder
+from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +62,7 @@ def main(options: Bench) -> None:
     of_methods = {name: OmegaConf.to_container(OmegaConf.create(method)) for name, method in methods.items()}
     measured = {"methods": of_methods, "questions": questions.digest(asked)}
     config = plain(options) | {"run_dir": options.out, "measured": measured}
-    with ExitStack() as claim:
-        try:
-            run = claim.enter_context(RunFolder.claim(config, result="results.json"))
-        except FinishedRun as finished:
-            if not in_multirun():
-                raise
-            log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
-            return
+    with RunFolder.claim(config, result="results.json") as run:
         measure(options, run, sampling, methods, asked)
 
 

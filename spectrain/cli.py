@@ -38,7 +38,7 @@ from rich.table import Table
 
 from spectrain import config
 from spectrain.config import COMMANDS, conf_dir
-from spectrain.errors import AllRanksError, UserError
+from spectrain.errors import AllRanksError, FinishedRun, UserError
 from spectrain.stores.files import naming_a_full_disk
 from spectrain.stores.signals import EXIT_CODES, SIGNALS, Terminated
 
@@ -86,6 +86,9 @@ def run(module: str) -> None:
             except UserError as error:
                 if not in_multirun():
                     raise
+                if isinstance(error, FinishedRun):  # an interrupted sweep goes on with what is left
+                    log.info("already finished, skipping: %s", error)
+                    return
                 failed.append(f"{' '.join(HydraConfig.get().overrides.task)}: {error}")
                 log.error("this job failed, the others go on: %s", failed[-1])
             finally:

@@ -17,6 +17,10 @@ class AllRanksError(UserError):
     """An error that every rank raises alike, so that one of them can print it for all."""
 
 
+class FinishedRun(AllRanksError):
+    """What was asked for is finished already: a sweep leaves it out, on all ranks or on none."""
+
+
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise UserError unless the option `name` is a whole number of at least `least`, and at most `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

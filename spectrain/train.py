@@ -18,8 +18,6 @@ if __name__ == "__main__":  # first, so that --help and a wrong option are answe
 
     run("spectrain.train")
 
-import logging
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -44,24 +42,15 @@ from spectrain.serving.exporting import Export, tokens_of, write_export
 from spectrain.training.base import Experiment, Parts
 from spectrain.training.fit import final_metrics, fit, target_device
 from spectrain.training.loggers import publish
-from spectrain.training.runs import FinishedRun, RunFolder
+from spectrain.training.runs import RunFolder
 from spectrain.training.strategies import precision_of
-
-log = logging.getLogger(__name__)
 
 
 def main(options: Train) -> None:
     if not options.experiment:
         raise UserError("nothing to train; give +exp=spire, +exp=vanilla, +exp=specdecpp or +exp=target")
     options.trainer["precision"] = precision_of(options.trainer)  # runs are named by what they compute
-    with ExitStack() as claim:
-        try:
-            run = claim.enter_context(RunFolder.claim(plain(options)))
-        except FinishedRun as finished:
-            if not in_multirun():
-                raise
-            log.info("already finished, skipping: %s", finished)  # an interrupted sweep goes on with what is left
-            return
+    with RunFolder.claim(plain(options)) as run:
         if rank_zero_only.rank == 0:
             with run.export_folder(options.out):  # a folder that cannot be made is refused before the training
                 pass

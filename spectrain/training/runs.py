@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from spectrain.config import TYPED_COMMAND, Target
-from spectrain.errors import AllRanksError, UserError
+from spectrain.errors import FinishedRun, UserError
 from spectrain.stores.files import read_json, read_yaml, strict, write_json
 from spectrain.stores.folder import digest, locked, refuse_existing, remove_leftovers, write_folder
 from spectrain.stores.locations import CHECKPOINTS
@@ -47,10 +47,6 @@ CONFIG, FACTS, SOURCE, EXPORT = "config.yaml", "run.json", "source.json", "expor
 NOT_HASHED = ("run_dir", "fresh", "logger", "out", "tau", "vanilla", "checkpoint_s", "export_dtype")
 # A run may go on with another number of ranks.
 NOT_HASHED_OF_TRAINER = ("devices", "num_nodes", "log_every_n_steps", "activation_checkpointing")
-
-
-class FinishedRun(AllRanksError):
-    """The requested run is finished already: a sweep leaves it out, on all ranks or on none."""
 
 
 @dataclass(frozen=True)
