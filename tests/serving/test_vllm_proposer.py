@@ -27,7 +27,7 @@ CONFIG = json.dumps(
     }
 )
 LENGTHS, NEW = [3, 20, 9, 17, 8, 30, 5], [30, 12, 40, 25, 6, 33, 20]
-MAX_MODEL_LEN = 60  # the sixth request ends at 63: its last tokens are decoded without room for drafts
+MAX_MODEL_LEN = 65  # the sixth request ends at 63: its last tokens are decoded with little room for drafts
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +62,6 @@ def exported(folder: Path, target: TargetModel, method: str, prompts, own) -> Pa
     return export_lookup(folder / method, target, method, documents + random_prompts([20] * 10, seed=5))
 
 
-def served(target, folder: Path, monkeypatch, prompts, max_model_len: int = 200) -> tuple[StandInEngine, list]:
-    monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
-    engine = StandInEngine(target, CONFIG, max_rows=3, max_model_len=max_model_len)
-    return engine, engine.serve(prompts, [*NEW, NEW[1]])
-
-
-@pytest.mark.parametrize("method", OPTIONS)
-def test_served_text_is_the_targets_own_and_drafts_are_accepted(method, target, prompts, own, tmp_path, monkeypatch):
-    folder = exported(tmp_path, target, method, prompts, own)
-    engine, outputs = served(target, folder, monkeypatch, prompts)
-    assert outputs == own
-    without_drafts = sum(NEW) + NEW[1] + sum((len(prompt) - 1) // 8 for prompt in prompts)
-    share = 0.85 if (folder / "datastore").is_dir() else 0.95  # a random model seldom repeats itself
-    assert engine.n_forwards < share * without_drafts
-
-
 def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> list[int]:
     """The likeliest branch of the tree that a drafter, which has just read the text, proposes in our loop.
 
@@ -99,14 +83,22 @@ def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) ->
 
 
 @pytest.mark.parametrize("method", OPTIONS)
-def test_drafts_are_those_of_our_loop_however_rows_move(method, target, prompts, own, tmp_path, monkeypatch):
-    folder = exported(tmp_path, target, method, prompts, own)
-    engine, _ = served(target, folder, monkeypatch, prompts, MAX_MODEL_LEN + 5)
+def test_served_text_is_the_targets_own_and_drafts_are_those_of_our_loop(
+    method, target, prompts, own, tmp_path, monkeypatch
+):
+    """However rows move; a random model seldom repeats itself, so without a datastore few drafts are accepted."""
+    documents = [prompt + text for prompt, text in zip(prompts, own, strict=True)][::2]  # half of the answers
+    folder = export_lookup(tmp_path / method, target, method, documents + random_prompts([20] * 10, seed=5))
+    monkeypatch.setenv("SPECTRAIN_LOOKUP", str(folder))
+    engine = StandInEngine(target, CONFIG, max_rows=3, max_model_len=MAX_MODEL_LEN)
+    assert engine.serve(prompts, [*NEW, NEW[1]]) == own
+    without_drafts = sum(NEW) + NEW[1] + sum((len(prompt) - 1) // 8 for prompt in prompts)
+    assert engine.n_forwards < (0.9 if (folder / "datastore").is_dir() else 0.97) * without_drafts
     drafter = load_method(folder, target)
     compared, cut = 0, 0
     for call in engine.calls:
         for text, sampled, drafts in zip(call.texts, call.sampled, call.drafts, strict=True):
-            room = min(5, MAX_MODEL_LEN + 5 - len(text))
+            room = min(5, MAX_MODEL_LEN - len(text))
             cut += room < 5
             expected = by_our_loop(drafter, target, text, room) if sampled and room > 0 else []
             assert drafts == expected

@@ -45,9 +45,8 @@ def test_precision_is_what_the_processor_multiplies_the_fastest(monkeypatch, mul
     assert strategies.precision_of({**trainer, "precision": "bf16-true"}) == "bf16-true"
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "16"])
-def test_float16_is_refused(precision):
-    config = config_of("+exp=spire", f"trainer.precision={precision}")
+def test_float16_is_refused():
+    config = config_of("+exp=spire", "trainer.precision=16-mixed")
     with pytest.raises(UserError, match="would round gradients before they are scaled; give bf16-mixed"):
         build_trainer(config, 1, [], [])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,18 +87,6 @@ def test_interrupted_training_equals_uninterrupted(tmp_path, step, optimizer):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("died_at", [4, 8, 11])
-def test_a_run_that_died_goes_on_from_its_periodic_checkpoint(tmp_path, died_at):
-    """As after kill -9: the last checkpoint, written at no signal, is enough."""
-
-    expected, expected_losses = train(tmp_path)
-    with pytest.raises(MemoryError):
-        train(tmp_path, Checkpoints(CheckpointFolder(tmp_path), every_s=0.0), Die("on_train_batch_start", died_at))
-    found, losses = train(tmp_path, ckpt_path=CheckpointFolder(tmp_path).newest())
-    assert losses == expected_losses[died_at:]
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_an_accumulated_gradient_is_never_cut(tmp_path):
     """The signal strikes between the two batches of a step; the step is finished before anything is saved."""
 
@@ -114,13 +101,6 @@ def test_an_accumulated_gradient_is_never_cut(tmp_path):
     found, losses = train(tmp_path, ckpt_path=CheckpointFolder(tmp_path).newest(), accumulate=2, max_steps=6)
     assert losses
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_relative_folder_keeps_its_newest_checkpoint_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = CheckpointFolder(Path("checkpoints"))
-    train(tmp_path, Checkpoints(folder, every_s=0.0), max_steps=6)
-    assert [file.name for file in folder.path.iterdir()] == ["step-00000006.ckpt"]
 
 
 @pytest.mark.parametrize(("number", "what"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
