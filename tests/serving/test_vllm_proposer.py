@@ -56,12 +56,6 @@ def own(target, prompts) -> list[list[int]]:
     return texts
 
 
-def exported(folder: Path, target: TargetModel, method: str, prompts, own) -> Path:
-    """With a datastore in which half of the answers stand."""
-    documents = [prompt + text for prompt, text in zip(prompts, own, strict=True)][::2]
-    return export_lookup(folder / method, target, method, documents + random_prompts([20] * 10, seed=5))
-
-
 def by_our_loop(drafter, target: TargetModel, text: list[int], n_drafts: int) -> list[int]:
     """The likeliest branch of the tree that a drafter, which has just read the text, proposes in our loop.
 
@@ -93,7 +87,7 @@ def test_served_text_is_the_targets_own_and_drafts_are_those_of_our_loop(
     engine = StandInEngine(target, CONFIG, max_rows=3, max_model_len=MAX_MODEL_LEN)
     assert engine.serve(prompts, [*NEW, NEW[1]]) == own
     without_drafts = sum(NEW) + NEW[1] + sum((len(prompt) - 1) // 8 for prompt in prompts)
-    assert engine.n_forwards < (0.9 if (folder / "datastore").is_dir() else 0.97) * without_drafts
+    assert engine.n_forwards < (0.85 if (folder / "datastore").is_dir() else 0.95) * without_drafts
     drafter = load_method(folder, target)
     compared, cut = 0, 0
     for call in engine.calls:
