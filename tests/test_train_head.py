@@ -11,92 +11,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from lightning import Callback
 from safetensors.torch import load_file
 
 from spectrain.cli import run as run_command
-from spectrain.decoding import Sampling, fingerprint, load_target, tokenizer_fingerprint
+from spectrain.decoding import Sampling, load_target
 from spectrain.methods.specdecpp import open_drafter
 from spectrain.models.head import HeadConfig, HeadFacts
-from spectrain.stores.rows import (
-    LABEL_COLUMNS,
-    AcceptanceManifest,
-    ResponseManifest,
-    open_acceptance,
-    save_rows,
-    write_responses,
-)
+from spectrain.stores.rows import open_acceptance
 from spectrain.training import fit as fitting
 from spectrain.training.data import TextRows, text_rows
 from spectrain.training.head import HeadTraining
 from spectrain.training.optim import OptimizerSettings
-from tests.conftest import random_prompts
+from tests.data_prep.conftest import RESPONSES_SAMPLING, save_responses
 from tests.models.test_artifacts import export_spire, export_vanilla
 from tests.models.test_head import export_head
 
-SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 N_ROWS = 30
 
 
 @pytest.fixture(scope="module")
 def made(shared, tmp_path_factory) -> Path:
-    """Drafters of the tiny target, its responses, and labels of the vanilla one."""
+    """Drafters of the tiny target, and its responses."""
     root = tmp_path_factory.mktemp("made")
     target = load_target(shared / "target")
     torch.manual_seed(0)
     export_vanilla(root / "vanilla", target)
     export_spire(root / "spire", target, k=2, window_tokens=16)
-    texts = random_prompts([12 + i for i in range(N_ROWS)])
-    prints = {
-        "target": "tiny",
-        "target_fingerprint": fingerprint(target.model, target.tokenizer),
-    }
-    rows = [
-        {
-            "id": f"q{i}",
-            "category": "q",
-            "prompt": text[:5],
-            "response": text[5:],
-            "finish_reason": "length",
-            "sampling": SAMPLING,
-            "seed": 0,
-            "number": i,
-        }
-        for i, text in enumerate(texts)
-    ]
-    manifest = ResponseManifest(
-        **prints,
-        tokenizer_fingerprint=tokenizer_fingerprint(target.tokenizer),
-        sampling=SAMPLING,
-        max_new_tokens=50,
-        config={},
-        counts={"prompts": N_ROWS, "responses": N_ROWS, "failed": 0, "tokens": 1},
-    )
-    write_responses(root / "responses", rows, manifest)
-    write_labels(root, texts, prints, open_drafter(target, "vanilla", str(root / "vanilla")).facts)
+    save_responses(root / "responses", target, N_ROWS, [(5, 7 + i) for i in range(N_ROWS)])
     return root
-
-
-def write_labels(root: Path, texts: list[list[int]], prints: dict, drafter) -> None:
-    rows = {name: [] for name in LABEL_COLUMNS}
-    for i, text in enumerate(texts):
-        drafts, labels = torch.randint(4, 60, (2, len(text) - 5)), torch.rand(2, len(text) - 5)
-        values = {"id": f"q{i}", "prompt": text[:5], "response": text[5:], "drafts": drafts.tolist()}
-        values |= {"p": labels.tolist(), "q": labels.tolist(), "labels": labels.tolist()}
-        for name, value in values.items():
-            rows[name].append(value)
-    manifest = AcceptanceManifest(
-        **prints,
-        drafter={"kind": drafter.kind, "path": drafter.path, "fingerprint": drafter.fingerprint},
-        rollout_tokens=None,
-        sampling=SAMPLING,
-        draws=2,
-        responses="responses",
-        config={},
-        counts={"rows": N_ROWS, "positions": 1, "tokens": 1, "mean_label": 0.5, "below_half": 0.5},
-    )
-    save_rows(root / "labels", Dataset.from_dict(rows, features=LABEL_COLUMNS), manifest)
 
 
 @pytest.fixture
@@ -112,11 +55,11 @@ def test_a_head_is_trained_exported_and_used(run, typed, small, made):
     assert code == 0, err
     assert "KL of labels and predictions" in out
     (folder,) = Path("checkpoints").iterdir()
-    assert "warped for temperature 0.8, top_k 50" in " ".join(out.split())
+    assert "warped for temperature 0.8, top_k 40" in " ".join(out.split())
     names = {f.name for f in folder.iterdir()}
     assert names >= {"model.safetensors", "config.json", "spectrain.json", "tokenizer.json", "README.md", "drafter"}
     facts = json.loads((folder / "config.json").read_text())
-    assert facts["sampling"] == {**SAMPLING, "draws": "inverse"}
+    assert facts["sampling"] == {**RESPONSES_SAMPLING, "draws": "inverse"}
     assert facts["drafter"]["kind"] == "vanilla"
     run_folder = Path("runs") / folder.name
     assert (run_folder / "calibration.png").stat().st_size > 5000
@@ -132,13 +75,13 @@ def test_a_head_is_trained_exported_and_used(run, typed, small, made):
         assert Path("again", name).read_bytes() == (folder / name).read_bytes(), name
     shutil.rmtree("again")
 
-    sampled = ["sampling.temperature=0.8", "sampling.top_k=50"]
+    sampled = ["sampling.temperature=0.8", "sampling.top_k=40"]
     code, out, err = run("generate", "method=specdecpp", "prompt=def f", "max_new_tokens=9", "baseline=false", *sampled)
     assert code == 0, err
     assert "was trained for" not in err
     code, out, err = run("generate", "method=specdecpp", "prompt=def f", "max_new_tokens=9", "baseline=false")
     assert code == 0, err
-    assert "was trained for temperature 0.8, top_k 50 and is used for greedy" in err
+    assert "was trained for temperature 0.8, top_k 40 and is used for greedy" in err
 
     Path("asked.jsonl").write_text(json.dumps({"prompt": "def read_config(path):"}) + "\n")
     code, out, err = run("bench", "methods=[specdecpp]", "prompts=asked.jsonl", "max_new_tokens=6", "out=b")
@@ -205,7 +148,7 @@ def test_a_head_learns_from_stored_states_without_running_a_model(run, small, ma
     module = HeadTraining(head, states, target, OptimizerSettings(name="adamw", lr=1e-3))
     for row_tokens in (1024, 30):
         rows = TextRows(text_rows(store.rows, row_tokens))
-        batch = rows[[0, 3, 1]]
+        batch = rows[[0, 25, 1]]
         for epoch in (0, 1, 2):
             hidden, labels = module.examples(batch, epoch)
             drafted, draw = batch.drafted[:, epoch % 2], epoch % 2
@@ -220,9 +163,14 @@ def test_a_head_learns_from_stored_states_without_running_a_model(run, small, ma
     code, _, err = run("train", *arguments, "data=offline", "data.path=s", "mixing_share=0.2", "out=head")
     assert code == 0, err
     assert json.loads(Path("head/config.json").read_text())["mixing_share"] == 0.2
-    code, _, err = run("train", *arguments, "data=offline", "data.path=s", "out=other")
-    assert code == 2
-    assert "data.path=s holds states of texts with mixing_share=0.2, not 0.15; give mixing_share=0.2, or" in err
+    other = "spire" if kind == "vanilla" else "vanilla"
+    for option, message in {
+        "mixing_share=0.15": "data.path=s holds states of texts with mixing_share=0.2, not 0.15; give mixing_share=0.2, or",
+        "sampling=t1": "was labelled for temperature 0.8, top_k 40, not",
+        f"drafter={made / other}": f"are of the {kind} drafter",
+    }.items():
+        code, _, err = run("train", *arguments, "data=offline", "data.path=s", "mixing_share=0.2", option, "out=other")
+        assert (code, message in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
@@ -233,8 +181,6 @@ def test_a_head_learns_from_stored_states_without_running_a_model(run, small, ma
         (["responses={made}/vanilla"], "responses={made}/vanilla"),
         (["held_out_share=0.0001"], "0 held-out rows"),
         (["data.batch_size=100"], "fewer than one batch of 100"),
-        (["data=offline", "data.path={made}/labels", "sampling=t1"], "was labelled for temperature 0.8, top_k 50, not"),
-        (["data=offline", "data.path={made}/labels", "drafter={made}/spire"], "are of the vanilla drafter"),
         (["mixing_share=null"], "mixing_share=null must be a number of at least 0 and below 1"),
         (["data=offline", "data.path={made}/nowhere"], "data.path={made}/nowhere does not exist"),
     ],

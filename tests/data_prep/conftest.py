@@ -56,14 +56,16 @@ def ready(made, tmp_path_factory) -> Path:
     return root
 
 
-def save_responses(folder: Path, target, n_rows: int) -> None:
+def save_responses(folder: Path, target, n_rows: int, lengths: list[tuple[int, int]] | None = None) -> None:
+    """`lengths` are the tokens of prompt and response of each row."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(n_tokens: int) -> list[int]:
         return torch.randint(4, 300, (n_tokens,), generator=generator).tolist()
 
-    lengths = [tuple(length(i) for length in LENGTHS) for i in range(n_rows)]
-    lengths[LONG] = (200, 60)
+    if lengths is None:
+        lengths = [tuple(length(i) for length in LENGTHS) for i in range(n_rows)]
+        lengths[LONG] = (200, 60)
     rows = [
         {
             "id": f"q{i}",
