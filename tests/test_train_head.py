@@ -165,7 +165,7 @@ def test_a_head_learns_from_stored_states_without_running_a_model(run, small, ma
     assert json.loads(Path("head/config.json").read_text())["mixing_share"] == 0.2
     other = "spire" if kind == "vanilla" else "vanilla"
     for option, message in {
-        "mixing_share=0.15": "data.path=s holds states of texts with mixing_share=0.2, not 0.15; give mixing_share=0.2, or",
+        "mixing_share=0.15": "s holds states of texts with mixing_share=0.2, not 0.15; give mixing_share=0.2, or",
         "sampling=t1": "was labelled for temperature 0.8, top_k 40, not",
         f"drafter={made / other}": f"are of the {kind} drafter",
     }.items():
