@@ -19,7 +19,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -42,14 +41,12 @@ from spectrain.methods.auto import Auto
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.stores.environment import device_facts, provenance
-from spectrain.stores.files import read_object, write_json
 from spectrain.stores.folder import MANIFEST, sha256
 from spectrain.stores.prompts import Question, conversation_ids
 from spectrain.training.runs import RunFolder
 
 log = logging.getLogger(__name__)
 
-STORES = "datastores.json"  # which ones a run began with
 TABLE_COLUMNS = 100  # where the output is no terminal
 
 
@@ -78,9 +75,10 @@ def measure(
     penalty = getattr(target.model.generation_config, "repetition_penalty", None)
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
         log.warning("the target's generation config asks for repetition_penalty=%s, which is not applied here", penalty)
-    run.begin(fingerprint(target.model, target.tokenizer))
+    run.begin()
     stores = {name: store.folder for name, one in drafters.items() if (store := getattr(one, "store", None))}
-    keep_to_stores(run, stores)
+    found = {f"the datastore of {name}": [str(one), sha256(one / MANIFEST)] for name, one in stores.items()}
+    run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | found)
     drawing = {"sampling": sampling, "seed": options.seed}
     decoding = drawing | {"batch_size": options.batch_size, "verification": options.verification}
     decoders = {name: partial(generate, target, drafter, **decoding) for name, drafter in drafters.items()}
@@ -140,20 +138,6 @@ def build_baselines(
         )
     model = own_model(target) if peers else None
     return {name: build_baseline(name, target, lookup, speculative, model) for name in peers}
-
-
-def keep_to_stores(run: RunFolder, stores: Mapping[str, Path]) -> None:
-    """Note which datastores a run began with. Raises UserError where a resumed run finds other ones."""
-    found = {name: [str(folder), sha256(folder / MANIFEST)] for name, folder in stores.items()}
-    file = run.path / STORES
-    begun = read_object(file, dict[str, tuple[str, str]], "remove it") if file.is_file() else {}
-    for name, (folder, _) in begun.items():
-        if found.get(name) != begun[name]:
-            raise UserError(
-                f"{run.path} was started with {name} drafting from {folder} as it was then, not from what was found "
-                "now; give that datastore, or another out"
-            )
-    write_json(file, found)
 
 
 def facts(options: Bench, target: TargetModel, n_questions: int) -> dict:

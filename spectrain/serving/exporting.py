@@ -67,7 +67,7 @@ def run_export(experiment: Experiment, which: str) -> Export:
     step, weights = run.weights(which)
     log.info("step %d of %s", step, run.path)
     if target is not None:
-        run.keep_to({"target": fingerprint(target.model, target.tokenizer)})
+        run.keep_to(run.source | {"target": fingerprint(target.model, target.tokenizer)})
     return Export(experiment, weights, trained_facts(run, step))
 
 

@@ -148,16 +148,17 @@ class RunFolder:
 
     @rank_zero_only
     def keep_to(self, source: dict) -> None:
-        """Note what a training reads besides its config. Raises UserError where a resumed run reads other things."""
+        """Note what a run reads besides its config. Raises UserError where a resumed one reads other things."""
         begun, source = self.source, strict(source)
         if not begun:
             write_json(self.path / SOURCE, source)
             return
-        for name, found in source.items():
-            if (before := begun.get(name)) != found:
+        for name in sorted(begun.keys() | source.keys()):
+            before, found = begun.get(name), source.get(name)
+            if before != found:
                 raise UserError(
                     f"{self.path} was started with {name} {before}, but now {found} is found; give the former, or "
-                    "another run_dir"
+                    "another folder"
                 )
 
     @property
