@@ -113,6 +113,7 @@ def runs(small, shared, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["few tokens", "vanilla"])
 def test_the_last_weights_are_validated_before_they_are_kept(runs, name):
     best = json.loads((runs / name / "checkpoints" / "best" / "best.json").read_text())
