@@ -258,5 +258,5 @@ def test_a_lookup_method_that_no_engine_can_use_is_said(shared, stored, tmp_path
     assert "with last_logits=true needs" in refused(*lookup(shared, stored, "method.last_logits=true", method="sssd"))
     assert "max_nodes=1 must be" in refused(*lookup(shared, stored, "method.max_nodes=1"))
     assert "is nothing that this method takes" in refused(*lookup(shared, stored, method="pld"))
-    assert "was built with the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's
+    assert "is of the tokenizer of" in refused(f"datastore={stored}", "method=rest")  # the bundled target's
     assert "does not exist" in refused(*lookup(shared, tmp_path / "nowhere"))
