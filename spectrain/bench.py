@@ -76,7 +76,7 @@ def measure(
     if penalty not in (None, 1.0):  # every method must sample from the same distribution
         log.warning("the target's generation config asks for repetition_penalty=%s, which is not applied here", penalty)
     run.begin()
-    stores = {name: store.folder for name, one in drafters.items() if (store := getattr(one, "store", None))}
+    stores = {name: store.folder for name, one in drafters.items() if (store := one.store)}
     found = {f"the datastore of {name}": [str(one), sha256(one / MANIFEST)] for name, one in stores.items()}
     run.keep_to({"target": fingerprint(target.model, target.tokenizer)} | found)
     drawing = {"sampling": sampling, "seed": options.seed}

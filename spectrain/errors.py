@@ -23,10 +23,15 @@ class FinishedRun(AllRanksError):
 
 def check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise UserError unless the option `name` is a whole number of at least `least`, and at most `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise UserError(f"{name}={value} must be a whole number of at least {least}")
     if most is not None and value > most:
         raise UserError(f"{name}={value} must be at most {most}; lower it")
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Return whether a value is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_number(name: str, value: object, interval: str) -> None:

@@ -34,7 +34,7 @@ from transformers import (
 
 from spectrain import cli
 from spectrain.decoding import TargetModel, tokenizer_fingerprint
-from spectrain.methods import budget
+from spectrain.methods import seconds as seconds_table
 from spectrain.retrieval.calibration import calibrate
 from spectrain.retrieval.datastore import Datastore, Manifest, write_manifest, write_shard
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
@@ -136,7 +136,7 @@ def table_of(folder: Path, forward: dict[int, float], draft: dict[int, float]) -
     """Write a table of seconds by nodes and by reads, which are those of any method, sampling and number of rows."""
     seconds = {"forward of chains": forward, "forward of trees": forward, "*": draft}
     file = folder / "seconds.json"
-    file.write_text(json.dumps({"kind": "seconds", "schema": budget.SCHEMA, "machine": {}, "seconds": seconds}))
+    file.write_text(json.dumps({"kind": "seconds", "schema": seconds_table.SCHEMA, "machine": {}, "seconds": seconds}))
     return file
 
 
@@ -144,9 +144,9 @@ def table_of(folder: Path, forward: dict[int, float], draft: dict[int, float]) -
 def _seconds_of_a_made_up_machine(tmp_path_factory):
     """Nothing is timed: a further node costs a tenth of the first, and a token of a draft model as much."""
     file = table_of(tmp_path_factory.mktemp("seconds"), {1: 1.0, 64: 7.3}, {0: 0.01, 10: 1.0})
-    os.environ[budget.FILE] = str(file)
+    os.environ[seconds_table.FILE] = str(file)
     yield
-    del os.environ[budget.FILE]
+    del os.environ[seconds_table.FILE]
 
 
 @pytest.fixture(autouse=True)

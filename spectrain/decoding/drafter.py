@@ -33,10 +33,17 @@ class Drafter(ABC):
     target: TargetModel | None = None  # what `generate` and `stream` decode; the registry sets it
     max_positions = 2**31  # tokens of the longest text that it can follow
     draws = "inverse"  # how tokens are drawn unless the user says it: see `Sampling.draws`
+    store = None  # the datastore that it drafts from
     joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
     warning: str | None = None  # what a reader of its numbers must know
     why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
+    # What is measured of its steps, and what is chosen by that (`methods/seconds.py`, `methods/budget.py`).
+    budget = None  # chooses how much it drafts; None: that is fixed
+    reads = 0  # of a draft model, in this step
+    timed_reads: Sequence[int] = (0,)  # of which the seconds are measured
+    timed_as = ""  # under which name
+    drafts_chains = False  # which are scored faster than trees
     pace: int | None = None  # the size of its next draft, while its steps are timed; None: it chooses by itself
 
     def prepare(self, target: TargetModel, sampling: Sampling | RowSampling, n_rows: int) -> None:  # noqa: B027

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, TargetModel, TargetOutput, Verified
 from spectrain.decoding.generation import Choice
-from spectrain.methods.budget import ChainBudget, Costs, Table
+from spectrain.methods.autoregressive import Autoregressive
+from spectrain.methods.seconds import Costs, Table
 
 PLAIN = "autoregressive"
 FIRST_STEPS = 16  # of each method, before it is judged
@@ -45,7 +46,7 @@ class Arm:
     """A method, or plain decoding, and what its steps have been like of late."""
 
     name: str
-    drafter: Drafter | None  # None: plain decoding
+    drafter: Drafter
     n_steps: int = 0  # that it has run
     failures: int = 0  # trials in a row after which another one was still faster
     next_trial: int = 0  # number of the step
@@ -56,11 +57,6 @@ class Arm:
     # Tokens of each row that the drafter knew when it ran last; rows at the end may not have joined yet.
     known: list[int] = field(default_factory=list)
 
-    @property
-    def budget(self) -> ChainBudget | None:
-        budget = getattr(self.drafter, "budget", None)
-        return budget if isinstance(budget, ChainBudget) else None
-
     def cost(self, n_rows: int) -> float:
         """Seconds of its steps over those of plain decoding."""
         n_steps, _, nodes, reads = self.sums
@@ -70,15 +66,11 @@ class Arm:
 
     def speed(self, n_rows: int) -> float:
         """Tokens of a row in the time of a plain step; inf: it was never run, and may be faster."""
-        if self.drafter is None:
+        if self.name == PLAIN:
             return 1.0
         if self.sums[0]:
             return self.sums[1] / self.sums[0] / self.cost(n_rows)
-        if self.budget is None:
-            return float("inf")
-        gained, places = self.budget.gained(0 if len(self.budget.own) < n_rows else n_rows), np.arange(self.budget.most)
-        seconds = self.costs.forward_s(n_rows)[2 + places] + self.costs.draft_s(n_rows)[1 + places]
-        return float(((1 + gained[1:] / n_rows) / seconds).max() * self.costs.forward_s(n_rows)[1])
+        return float("inf") if self.drafter.budget is None else self.drafter.budget.first_speed(n_rows)
 
 
 class Auto(Drafter):
@@ -89,8 +81,9 @@ class Auto(Drafter):
     """
 
     def __init__(self, methods: Mapping[str, Drafter]):
-        self.arms = [*(Arm(name, drafter) for name, drafter in methods.items()), Arm(PLAIN, None)]
-        self.plain = self.active = self.leader = self.arms[-1]  # `active` runs, and `leader` was the fastest
+        self.tried = [Arm(name, drafter) for name, drafter in methods.items()]
+        self.plain = self.active = self.leader = Arm(PLAIN, Autoregressive())  # `active` runs, `leader` was the fastest
+        self.arms = [*self.tried, self.plain]
         self.taking_part = self.arms  # in this generation
         self.n_steps = self.n_rows = self._left = 0  # `_left`: steps until methods are compared again
         self._rows_before = 0  # when they were compared last
@@ -98,22 +91,20 @@ class Auto(Drafter):
         draws = {one.draws for one in methods.values()}
         self.draws = draws.pop() if len(draws) == 1 else Drafter.draws
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
-        self.store = next((store for one in methods.values() if (store := getattr(one, "store", None))), None)
+        self.store = next((store for one in methods.values() if (store := one.store)), None)
         self.warning = next((one.warning for one in methods.values() if one.warning), None)
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
         """Of this generation: states that a method reads cost time in each step, also while it sleeps."""
-        return tuple(dict.fromkeys(x for arm in self.taking_part if arm.drafter for x in arm.drafter.capture_layers))
+        return tuple(dict.fromkeys(x for arm in self.taking_part for x in arm.drafter.capture_layers))
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:
         table = Table.of(target)
-        for arm in self.arms:
-            # Plain decoding has the forwards of the first method, so that no others need to be timed.
-            is_known = arm.drafter is None and len(self.arms) > 1
-            arm.costs = self.arms[0].costs if is_known else table.costs(target, sampling, n_rows, arm.drafter)
-            if (budget := getattr(arm.drafter, "budget", None)) is not None:
-                budget.costs = arm.costs
+        for arm in self.tried:
+            arm.costs = table.costs(target, sampling, n_rows, arm.drafter)
+            if arm.drafter.budget is not None:
+                arm.drafter.budget.costs = arm.costs
         self._retry(n_rows)
         self.taking_part = [arm for arm in self.arms if not self._rests(arm)]
         if self.active not in self.taking_part:
@@ -121,21 +112,19 @@ class Auto(Drafter):
 
     def _rests(self, arm: Arm) -> bool:
         """Whether a method takes no part in the next generation."""
-        if arm.drafter is None or not arm.drafter.capture_layers or arm is self.leader:
-            return False
-        return arm.next_trial > self.n_steps + RESTING
+        reads_states = bool(arm.drafter.capture_layers)
+        return reads_states and arm is not self.leader and arm.next_trial > self.n_steps + RESTING
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
         self._end_block()
         self.n_rows = 0
         for arm in self.arms:
             arm.known = []
-            if arm.drafter is not None and arm in self.taking_part:
+            if arm in self.taking_part:
                 arm.drafter.start(target, cache)
 
     def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
-        reading = [arm.drafter for arm in self.taking_part if arm.drafter is not None and arm.drafter.capture_layers]
-        asked = [drafter.read_of_prompts(lengths) for drafter in reading]
+        asked = [arm.drafter.read_of_prompts(lengths) for arm in self.taking_part if arm.drafter.capture_layers]
         if not asked or any(one is None for one in asked):
             return None
         most = max(asked, key=lambda one: one.shape[1])
@@ -145,7 +134,7 @@ class Auto(Drafter):
         self._end_block()
         self.n_rows = rows.stop
         for arm in self.taking_part:
-            if arm.drafter is not None and (arm is self.active or not arm.drafter.joins_late):
+            if arm is self.active or not arm.drafter.joins_late:
                 arm.drafter.prefill(context, self._seen_by(arm.drafter, output), rows)
                 arm.known += [context.n_tokens[row] for row in rows]
 
@@ -156,23 +145,23 @@ class Auto(Drafter):
         self.n_steps += 1
         self.active.n_steps += 1
         drafter = self.active.drafter
-        tree = DraftTree.root_only(context.roots) if drafter is None else drafter.propose(context)
-        self._size = tree.shape[1], getattr(drafter, "reads", 0)
+        tree = drafter.propose(context)
+        self._size = tree.shape[1], drafter.reads
         return tree
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
         active = self.active.drafter
         for arm in self.taking_part:
             drafter = arm.drafter
-            if drafter is not None and drafter is not active and drafter.capture_layers:
+            if drafter is not active and drafter.capture_layers:
                 drafter.watch(context, self._seen_by(drafter, output), verified)
-        return active and active.observe(context, tree, self._seen_by(active, output), verified)
+        return active.observe(context, tree, self._seen_by(active, output), verified)
 
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
         arm = self.active
-        if arm.drafter is None:
+        if arm is self.plain:
             return
-        expected = getattr(getattr(arm.drafter, "budget", None), "expected", None)
+        expected = None if arm.drafter.budget is None else arm.drafter.budget.expected
         arm.drafter.extend(context, emitted, asked)
         tokens = sum(map(len, emitted)) / len(emitted)
         arm.drafted += (self._size[0] - 1) * len(emitted)
@@ -184,9 +173,7 @@ class Auto(Drafter):
 
     def free(self, row: int) -> None:
         self._end_block()
-        for arm in self.arms:
-            if arm.drafter is None:
-                continue
+        for arm in self.tried:
             if len(arm.known) == self.n_rows:
                 arm.drafter.free(row)
                 arm.known[row] = arm.known[-1]
@@ -200,11 +187,11 @@ class Auto(Drafter):
     @property
     def why_plain(self) -> str | None:
         """Why hardly anything was drafted, as one sentence; None: something was."""
-        tried = [arm for arm in self.arms if arm.drafter is not None]
-        if not tried or 5 * sum(arm.n_steps for arm in tried) > self.n_steps:
+        if not self.tried or 5 * sum(arm.n_steps for arm in self.tried) > self.n_steps:
             return None
-        n_rows = min(len(self.plain.costs.forwards), max(1, self._rows_before)) if self.plain.costs else 1
-        best = max(tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
+        costs = self.tried[0].costs
+        n_rows = min(len(costs.forwards), max(1, self._rows_before)) if costs else 1
+        best = max(self.tried, key=lambda arm: arm.speed(n_rows) if arm.n_steps else 0.0)
         if not best.n_steps:
             return "nothing was drafted: by the measured seconds no draft can be faster than plain decoding here"
         nodes, share = best.sums[2] / best.sums[0], best.accepted / max(1, best.drafted)
@@ -219,7 +206,7 @@ class Auto(Drafter):
     def _retry(self, n_rows: int) -> None:
         """Try all methods sooner: text or batch are others now."""
         best = self.leader.speed(n_rows)
-        for arm in self.arms:
+        for arm in self.tried:
             arm.failures = 0
             arm.next_trial = min(arm.next_trial, self.n_steps + self._wait(arm, best, n_rows))
 
@@ -239,8 +226,9 @@ class Auto(Drafter):
         speeds = {arm: arm.speed(n_rows) for arm in self.taking_part}
         best = max(speeds, key=lambda arm: speeds[arm] * (LEAD if arm is self.leader else 1))
         best = self.leader = best if speeds[best] > 1 else self.plain
-        new = [arm for arm in speeds if arm.drafter and arm.n_steps < FIRST_STEPS and speeds[arm] > 1]
-        due = [arm for arm in speeds if arm.drafter and arm is not best and arm.next_trial <= self.n_steps]
+        tried = [arm for arm in speeds if arm is not self.plain]
+        new = [arm for arm in tried if arm.n_steps < FIRST_STEPS and speeds[arm] > 1]
+        due = [arm for arm in tried if arm is not best and arm.next_trial <= self.n_steps]
         if new:
             arm, why, self._left = min(new, key=lambda arm: arm.n_steps), "first", TRIAL_STEPS
         elif due:
@@ -250,12 +238,12 @@ class Auto(Drafter):
             arm, why, self._left = best, "fastest", BLOCK_STEPS
             arm.failures = 0
         if arm is self.plain:
-            trials = [other.next_trial - self.n_steps for other in speeds if other.drafter]
+            trials = [other.next_trial - self.n_steps for other in tried]
             self._left = max(1, min([PLAIN_STEPS, *trials]))
         else:
             arm.next_trial = self.n_steps + TRIAL_STEPS + self._wait(arm, speeds[best], n_rows)
-            if arm.budget is not None:
-                arm.budget.must_draft = why != "fastest"
+            if arm.drafter.budget is not None:
+                arm.drafter.budget.must_draft = why != "fastest"
         if arm is not before:
             before.known, self.active = list(context.n_tokens), arm
             self._catch_up(arm, context)
@@ -263,7 +251,7 @@ class Auto(Drafter):
         self.choice = Choice(arm.name, why, speed if speed < float("inf") else None)
 
     def _catch_up(self, arm: Arm, context: Context) -> None:
-        if arm.drafter is None:
+        if arm is self.plain:
             return
         if late := range(len(arm.known), context.n_rows):
             arm.drafter.prefill(context, None, late)

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectrain.decoding.drafter import Context, Drafter
-from spectrain.decoding.kv_cache import KVCache
-from spectrain.decoding.target import TargetModel, TargetOutput
+from spectrain.decoding.drafter import Context
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
-from spectrain.errors import UserError, check_whole
-from spectrain.methods.budget import AUTO, ChainBudget
+from spectrain.errors import UserError
+from spectrain.methods.budget import AUTO, ChainBudget, CountingDrafter
 from spectrain.methods.stopping import StopRule
 
 # Tokens [n, g], what they were drawn from, as `DraftTree.chain` takes it (None: they are the likeliest), and how many
@@ -31,7 +29,7 @@ class DraftStep:
     hidden: Tensor | None = None  # [n, D] final state of the token that was read, what the unembedding takes
 
 
-class ChainDrafter(Drafter):
+class ChainDrafter(CountingDrafter):
     """A method that drafts a chain. It defines `draft`.
 
     Args:
@@ -46,7 +44,6 @@ class ChainDrafter(Drafter):
     def __init__(self, gamma: int, adapts: bool = False, acceptance: float | None = None):
         self.gamma = gamma
         self.budget = ChainBudget(gamma, acceptance) if adapts else None
-        self.reads = 0  # tokens of this step's chains
 
     @property
     def timed_reads(self) -> tuple[int, ...]:
@@ -56,14 +53,6 @@ class ChainDrafter(Drafter):
     @abstractmethod
     def draft(self, context: Context, gamma: int) -> DraftTree:
         """Draft chains of at most so many tokens."""
-
-    def start(self, target: TargetModel, cache: KVCache) -> None:
-        if self.budget is not None:
-            self.budget.begin_rows(cache.max_rows)
-
-    def prefill(self, context: Context, output: TargetOutput, rows: range) -> None:
-        if self.budget is not None:
-            self.budget.join(rows, context.sampling)
 
     def propose(self, context: Context) -> DraftTree:
         gamma = self.gamma if self.budget is None else self.budget.choose(context.n_rows)
@@ -76,14 +65,6 @@ class ChainDrafter(Drafter):
     def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
         if self.budget is not None:
             self.budget.learn(emitted, self.reads)
-
-    def free(self, row: int) -> None:
-        if self.budget is not None:
-            self.budget.free(row)
-
-    def forget(self) -> None:
-        if self.budget is not None:
-            self.budget.sampling = None  # what the next rows are decoded under is then new to it
 
 
 def lengths_of(gamma: int | None, max_nodes: int | str | None, fastest: int | None, most: int) -> tuple[int, bool]:
@@ -102,16 +83,11 @@ def lengths_of(gamma: int | None, max_nodes: int | str | None, fastest: int | No
 
 def gamma_within(gamma: int, max_nodes: int | None) -> int:
     """Return the draft length that a budget of `max_nodes` nodes, root and drafted tokens, leaves of `gamma`."""
-    check_whole("gamma", gamma, 1)
-    if max_nodes is None:
-        return gamma
-    check_whole("max_nodes", max_nodes, 2)
-    return min(gamma, max_nodes - 1)
+    return gamma if max_nodes is None else min(gamma, max_nodes - 1)
 
 
 def candidates_within(min_candidates: int, max_candidates: int, max_nodes: int | str | None) -> int:
     """Return the longest draft of a rule that drafts at least min_candidates tokens; "auto" leaves it to the rule."""
-    check_whole("min_candidates", min_candidates, 1)
     gamma = gamma_within(max_candidates, None if max_nodes == AUTO else max_nodes)
     if min_candidates > gamma:
         raise UserError(f"min_candidates={min_candidates} must not exceed max_candidates={gamma}; lower min_candidates")

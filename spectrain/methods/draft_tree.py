@@ -27,7 +27,6 @@ from torch import Tensor
 from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Source, TargetModel, TargetOutput, Verified
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import ROOT_PARENT
-from spectrain.errors import check_whole
 from spectrain.methods.budget import AUTO
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.methods.model_candidates import (
@@ -56,7 +55,6 @@ from spectrain.models.artifacts import load_spire
 from spectrain.retrieval.datastore import open_datastore
 
 BRANCHES, LEVELS = 4, 5
-PAPERS_NODES = 60  # EAGLE-2
 NEXT_LEVEL = 0.7  # of the chance that a level is reached: that one more token is accepted there, before it is read
 
 
@@ -70,11 +68,9 @@ def build(
     levels: Whole | None = None,
     draft_dtype: Dtype = "auto",
     draft_vocab: Whole | Literal["auto"] | None = AUTO,
-    max_nodes: Nodes = AUTO,
+    max_nodes: Nodes = 60,  # EAGLE-2
 ) -> TreeDrafter:
     """Build trees over a trained drafter; conf/method/spire_tree.yaml explains the options."""
-    check_whole("branches", branches, 1)
-    check_whole("levels", LEVELS if levels is None else levels, 1)
     if tree == "spire":
         loaded = load_spire(Path(drafter), target)
         levels = min(LEVELS, loaded.config.window_tokens) if levels is None else levels
@@ -126,7 +122,6 @@ class TreeDrafter(LookupDrafter):
         self.capture_layers, self.joins_late = model.capture_layers, model.joins_late
         self.max_positions = model.max_positions
         self.store = None if lookup is None else lookup.store
-        self.reads = 0  # draft steps of this step's tree
         self.timed_reads = (*range(lookup is None, levels + 1),)
         self.asking = Asking()
         self._stops = np.zeros(0, dtype=np.int64)  # tokens that end a text

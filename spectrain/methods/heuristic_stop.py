@@ -23,7 +23,7 @@ def build(
     threshold: Annotated[float, "(0, inf)"],
     min_candidates: Whole = 1,
     max_candidates: Whole = 20,
-    max_nodes: Nodes = None,
+    max_nodes: Nodes | None = None,
     draft_dtype: Dtype = "auto",
 ) -> Speculative:
     """Build the method from a draft model, a Hugging Face folder or id.

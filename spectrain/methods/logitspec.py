@@ -25,7 +25,6 @@ from spectrain.retrieval.datastore import open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 from spectrain.retrieval.ngram_table import PositionTable
 
-PAPERS_NODES = 64
 # Ranks count from 0, and the root keeps its own, as in the reference implementation.
 RANKS = (1, 2, 3, 4, 6, 10, 18, 34)  # of candidates of the last logits that are alike, where a new kind begins
 RANK_PRIORS = (0.25, 0.25, 0.12, 0.08, 0.05, 0.03, 0.015, 0.008, 0.003)

@@ -38,7 +38,7 @@ class Lookahead(ProbingDrafter):
         ngram_tokens: Annotated[int, 2] = 5,
         max_guesses: Whole = 15,
         pool_from_output: bool = True,
-        max_nodes: Nodes = None,
+        max_nodes: Nodes | None = None,
     ):
         self.max_guesses, self.pool_from_output = max_guesses, pool_from_output
         all_nodes = (ngram_tokens - 1) * (window_columns + max_guesses)

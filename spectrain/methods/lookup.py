@@ -14,14 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.decoding import Context, Drafter, DraftTree, KVCache, TargetModel, TargetOutput, Verified
+from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import PADDING_PARENT
-from spectrain.errors import check_whole
-from spectrain.methods.budget import AUTO, TreeBudget
+from spectrain.methods.budget import AUTO, CountingDrafter, TreeBudget
 from spectrain.methods.ranking import Ranking
 from spectrain.retrieval.candidate_tree import NO_PROBES, CandidateTree, ProbeShape, as_drafts
-from spectrain.retrieval.datastore import Datastore
 
 MOST_NODES = 64  # of a tree under `auto`
 
@@ -33,31 +31,30 @@ class RowState(Protocol):
         """The row's text went on by these tokens, the last of which is the new root."""
 
 
-class LookupDrafter(Drafter):
+class LookupDrafter(CountingDrafter):
     """A method that looks its guesses up. It defines `new_row` and `propose_row`, or `propose`.
 
     Args:
         max_nodes: nodes of a tree: root, guesses and probes. "auto" chooses them step by step, by what acceptance has
             been so far and what steps cost here (`budget.py`); `self.max_nodes` is then the most. See `rank`, too.
-
-    Raises:
-        UserError: max_nodes has no room for a guess.
     """
 
-    store: Datastore | None = None  # that it drafts from
+    budget: TreeBudget | None = None  # where max_nodes is "auto"
     n_ranked = 0  # tokens of each row's last logits that it wants to know
     probe_shape: ProbeShape = NO_PROBES  # of the probes, which stand at nodes 1..P of every row
     joins_late = True
     priors: Sequence[float] = (0.4,)  # of the kinds of its candidates, see `Ranking`
 
     def __init__(self, max_nodes: int | str):
-        self.budget: TreeBudget | None = None  # where max_nodes is "auto"
         if max_nodes == AUTO:
             self.budget, max_nodes = TreeBudget(self.priors, MOST_NODES), MOST_NODES
-        check_whole("max_nodes", max_nodes, 2)
         self.max_nodes, self.ranking = max_nodes, self.budget
         self.rows: list[RowState] = []
         self.ranked: list[list[int]] = []  # by row: the likeliest tokens of its last logits, best first
+
+    @property
+    def counts(self) -> Ranking | None:
+        return self.ranking
 
     def rank(self) -> None:
         """Score the likeliest candidates, by what has been accepted so far; not the first in the method's own order."""
@@ -95,21 +92,15 @@ class LookupDrafter(Drafter):
         return self.drafted(context, *as_drafts(trees))
 
     def start(self, target: TargetModel, cache: KVCache) -> None:
+        super().start(target, cache)
         self.rows, self.ranked = [], []
-        if self.ranking is not None:
-            self.ranking.begin_rows(cache.max_rows)
 
     def prefill(self, context: Context, output: TargetOutput | None, rows: range) -> None:
-        if self.ranking is not None:
-            self.ranking.join(rows, context.sampling)
+        super().prefill(context, output, rows)
         for row in rows:
             self.rows.append(self.new_row(context.tokens[row, : context.n_tokens[row]].tolist()))
         if self.n_ranked:
             self.ranked += self._likeliest(context)[rows.start :].tolist()
-
-    def forget(self) -> None:
-        if self.ranking is not None:
-            self.ranking.sampling = None  # what the next rows are decoded under is then new to it
 
     def observe(self, context: Context, tree: DraftTree, output: TargetOutput, verified: Verified) -> Tensor | None:
         return self._likeliest(context) if self.n_ranked else None
@@ -130,8 +121,7 @@ class LookupDrafter(Drafter):
             self.ranked = self._likeliest(context).tolist()
 
     def free(self, row: int) -> None:
-        if self.ranking is not None:
-            self.ranking.free(row, len(self.rows) - 1)
+        super().free(row)
         for values in (self.rows, self.ranked):
             if values:
                 values[row] = values[-1]

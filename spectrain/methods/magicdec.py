@@ -33,9 +33,6 @@ class MagicDec(ChainDrafter):
         positions: "cache" numbers the view 0, 1, 2, .. and turns the copied keys accordingly, as StreamingLLM does;
             "text" keeps keys and positions of the text.
         max_nodes: nodes that the target may score, root and drafted tokens; caps gamma. None: gamma + 1.
-
-    Raises:
-        UserError: an option is out of its range.
     """
 
     joins_late = True
@@ -46,7 +43,7 @@ class MagicDec(ChainDrafter):
         sink_tokens: Annotated[int, 0] = 1,
         window_tokens: Annotated[int, 0] = 64,
         positions: Literal["cache", "text"] = "cache",
-        max_nodes: Nodes = None,
+        max_nodes: Nodes | None = None,
     ):
         super().__init__(*lengths_of(gamma, max_nodes, GAMMA, MOST))
         self.sink_tokens = sink_tokens

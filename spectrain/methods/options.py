@@ -14,11 +14,11 @@ from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from spectrain.config.fields import WORDS, shown
-from spectrain.errors import UserError, is_in
+from spectrain.errors import UserError, is_in, is_whole
 
 Whole = Annotated[int, 1]
 Share = Annotated[float, "(0, 1)"]
-Nodes = Annotated[int, 2] | Literal["auto", "paper"] | None  # a step's: root, guesses and probes
+Nodes = Annotated[int, 2] | Literal["auto", "paper"]  # a step's: root, guesses and probes
 Dtype = Literal["auto", "float32", "bfloat16", "int8"]
 
 
@@ -61,9 +61,7 @@ def _members(kind: object) -> Sequence[object]:
 def _fits(value: object, kind: object) -> bool:
     if get_origin(kind) is Annotated:
         of, limit = get_args(kind)
-        if of is int:
-            return _fits(value, int) and value >= limit
-        return is_in(value, limit)
+        return is_whole(value, limit) if of is int else is_in(value, limit)
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if kind is float:

@@ -15,7 +15,6 @@ from spectrain.retrieval.candidate_tree import CandidateTree
 from spectrain.retrieval.ngram_table import PositionTable
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
-PAPERS_NODES = 11
 
 
 class PromptLookup(LookupDrafter):

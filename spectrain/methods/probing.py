@@ -15,7 +15,7 @@ from random import Random
 from torch import Tensor
 
 from spectrain.decoding import Context, DraftTree, KVCache, TargetModel, TargetOutput, Verified
-from spectrain.errors import UserError, check_whole
+from spectrain.errors import UserError
 from spectrain.methods.lookup import LookupDrafter
 from spectrain.retrieval.candidate_tree import ProbeShape
 
@@ -37,13 +37,12 @@ class ProbingDrafter(LookupDrafter):
         all_nodes: nodes of the largest tree.
 
     Raises:
-        UserError: max_nodes has no room for one column and a guess, or an n-gram is a single token.
+        UserError: max_nodes has no room for one column and a guess.
     """
 
     first_node = 1  # of the columns; 0: the first cell is the root itself
 
     def __init__(self, max_nodes: int | str, most_columns: int, ngram_tokens: int, all_nodes: int):
-        check_whole("ngram_tokens", ngram_tokens, 2)
         super().__init__(max_nodes)
         self.most_columns, self.levels = most_columns, ngram_tokens - 1
         n_probes = self.max_nodes if self.max_nodes >= all_nodes else min(self.max_nodes // 2, self.max_nodes - 2)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from spectrain.decoding.sampling import Sampling
+from spectrain.decoding.sampling import RowSampling, Sampling
 from spectrain.decoding.tree import PADDING_PARENT
 
 TOKENS, PARENTS, SOURCES, KINDS = range(4)  # of a draft [4, N]
@@ -182,7 +182,43 @@ def cut(drafts, sizes, n_probes, order, width, kept):
     return deepest, chains and n_probes == 0
 
 
-class Ranking:
+class Counts:
+    """How often what was drafted was right: for all rows together, and for each row beside what was expected of it.
+
+    They serve many generations. What was learnt under one sampling is forgotten under another.
+
+    Args:
+        shape: of hits and trials.
+        own_shape: of what is counted for each row.
+    """
+
+    def __init__(self, shape: tuple[int, ...], own_shape: tuple[int, ...]):
+        self.hits, self.trials = np.zeros(shape), np.zeros(shape)
+        self.own, self.n_rows = np.zeros((0, *own_shape)), 0
+        self.sampling: Sampling | RowSampling | None = None
+
+    def begin_rows(self, n_rows: int) -> None:
+        """Begin a generation of at most so many rows."""
+        self.own, self.n_rows = np.zeros((n_rows, *self.own.shape[1:])), 0
+
+    def join(self, rows: range, sampling: Sampling | RowSampling) -> None:
+        """New rows are decoded under this sampling."""
+        self.own[rows.start : rows.stop], self.n_rows = 0, rows.stop
+        if sampling != self.sampling:
+            self.sampling = sampling
+            self.hits[:] = self.trials[:] = 0
+
+    def free(self, row: int) -> None:
+        """A row ended: the last one moves into its place."""
+        self.n_rows -= 1
+        self.own[row] = self.own[self.n_rows]
+
+    def forget(self) -> None:
+        """Forget everything when the next rows join."""
+        self.sampling = None
+
+
+class Ranking(Counts):
     """Chooses the likeliest nodes of a step, and learns from what became of them. It serves many generations.
 
     Args:
@@ -191,29 +227,17 @@ class Ranking:
     """
 
     def __init__(self, priors: Sequence[float], most_nodes: int):
-        shape = len(priors), DEPTHS + 1
+        super().__init__((len(priors), DEPTHS + 1), (2, 2))
         self.most_nodes = most_nodes
-        self.learnt = np.zeros(shape), np.zeros(shape), np.array(priors, dtype=np.float64)
-        self.own = np.zeros((0, 2, 2))  # see `chances`
-        self.sampling: Sampling | None = None
+        self.learnt = self.hits, self.trials, np.array(priors, dtype=np.float64)  # see `chances`
         self.n_candidates = CANDIDATES * most_nodes  # that are worth looking for
         self.value = 0.0  # tokens that the step's trees may gain on average, less what its nodes must gain
         # What the emitted tokens of this step are learnt from: drafts, sizes, probes, and the first kind that counts.
         self._last: list[tuple[np.ndarray, np.ndarray, int, int]] = []
 
     def begin_rows(self, n_rows: int) -> None:
-        """Begin a generation of at most so many rows."""
-        self.own, self._last = np.zeros((n_rows, 2, 2)), []
-
-    def join(self, rows: range, sampling: Sampling) -> None:
-        """New rows are decoded under this sampling; what was learnt under another one is forgotten."""
-        self.own[rows.start : rows.stop] = 0
-        if sampling != self.sampling:
-            self.sampling = sampling
-            self.learnt[0][:] = self.learnt[1][:] = 0
-
-    def free(self, row: int, last: int) -> None:
-        self.own[row] = self.own[last]
+        super().begin_rows(n_rows)
+        self._last = []
 
     def trees(self, drafts: np.ndarray, sizes: np.ndarray, n_probes: int = 0) -> tuple[np.ndarray, int, bool]:
         """Choose among the candidates of all rows.

@@ -3,10 +3,10 @@
 `generate`, `bench`, exports, serving and the tests find methods here and nowhere else. The `_target_` of a yaml is a
 class or function that builds the method, and the rest of the yaml are its options. Its signature says what it takes:
 the target, where it has a parameter `target`; folders, where it has `drafter`, `head` or `datastore`, which are found
-or asked for here; and the options with their types (`options.py`). The module may say more by three constants:
+or asked for here; and the options with their types (`options.py`). The default of `max_nodes` is that of the paper;
+None: all, or gamma + 1. The module may say more by two constants:
 
     DRAFTER = "spire"      the kind of its drafter: spire or vanilla; trees have an option `tree` for it
-    PAPERS_NODES = 64      max_nodes in the paper; without it: all, or gamma + 1
     TOKENS_ONLY = True     it drafts from tokens alone, so that a serving engine can run it
 
 Every builder raises UserError where options contradict each other, or a folder is missing, damaged or does not fit.
@@ -230,7 +230,7 @@ def build_method(
     chooses = options.get("max_nodes") == AUTO and options.get("gamma") is None
     ranks = ranks and target is not None and type(options.get("max_nodes")) is int
     if options.get("max_nodes") == PAPER:
-        options["max_nodes"] = getattr(module_of(method), "PAPERS_NODES", None)
+        del options["max_nodes"]
     kinds = artifact_kinds(method)
     for option, kind in kinds.items():
         options[option] = _folder(option, kind, options.get(option), artifacts.get(kind), target)

@@ -19,7 +19,6 @@ from spectrain.retrieval.datastore import Datastore, open_datastore
 from spectrain.retrieval.fusion import RetrievalOptions, Retriever, store_priors
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
-PAPERS_NODES = 65
 
 
 def build(

@@ -90,7 +90,7 @@ def build(
     min_candidates: Whole = 1,
     max_candidates: Whole = 20,
     judge: Literal["current", "previous"] = "current",
-    max_nodes: Nodes = None,
+    max_nodes: Nodes | None = None,
     draft_dtype: Dtype = "auto",
 ) -> Drafter:
     """Build the method from the folders of an exported head and of the drafter that it was trained on.

@@ -12,7 +12,7 @@ from spectrain.retrieval.fusion import RetrievalOptions, Retriever
 def build(
     target: TargetModel,
     datastore: str,
-    max_nodes: Nodes = None,
+    max_nodes: Nodes | None = None,
     max_suffix: Whole = 16,
     min_suffix: Whole = 1,
     max_matches: Whole = 100,

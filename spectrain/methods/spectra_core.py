@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spectrain.decoding import Source, TargetModel
 from spectrain.decoding.transfer import to_device
-from spectrain.errors import UserError, check_number
+from spectrain.errors import UserError
 from spectrain.methods.options import Nodes, Whole
 from spectrain.methods.probing import AGE_PRIORS, ProbingDrafter, prompt_random, remember
 from spectrain.retrieval.candidate_tree import CandidateTree, ProbeShape
@@ -29,7 +29,7 @@ from spectrain.retrieval.fusion import Retriever, store_priors
 BACKWARD = len(AGE_PRIORS)  # the kind of the backward guess, behind those of forward guesses by age
 
 
-def build(max_nodes: Nodes = None, **options: CoreOptions) -> SpectraCore:
+def build(max_nodes: Nodes | None = None, **options: CoreOptions) -> SpectraCore:
     """Build the method."""
     return SpectraCore(CoreOptions(**options), max_nodes)
 
@@ -39,7 +39,7 @@ class CoreOptions:
     """Sizes of the core, and what is left out for an ablation.
 
     Raises:
-        UserError: an option is out of range, or nothing is left to guess from.
+        UserError: nothing is left to guess from.
     """
 
     ngram_tokens: Annotated[int, 2] = 5  # N, tokens of a candidate
@@ -57,7 +57,6 @@ class CoreOptions:
     pool_from_output: bool = True  # False: those of the text that was written do not, as in the paper
 
     def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, "[0, 1]")
         if not (self.forward or self.backward):
             raise UserError("forward=False and backward=False leave nothing to guess from; set one of them to true")
 

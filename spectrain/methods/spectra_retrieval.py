@@ -20,7 +20,7 @@ def build(
     datastore: str,
     max_guesses: Whole = 15,
     ngram_tokens: Whole = 5,
-    max_nodes: Nodes = None,
+    max_nodes: Nodes | None = None,
     max_suffix: Whole = 16,
     min_suffix: Whole = 1,
     max_matches: Whole = 100,

@@ -32,7 +32,7 @@ def build(
     target: TargetModel,
     drafter: str,
     gamma: Whole | None = None,
-    max_nodes: Nodes = None,
+    max_nodes: Nodes | None = None,
     draft_dtype: Dtype = "auto",
 ) -> Speculative:
     """The method from a Hugging Face folder or id; see `load_draft_model`.

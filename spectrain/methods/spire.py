@@ -40,7 +40,7 @@ def build(
     target: TargetModel,
     drafter: str,
     gamma: Whole | None = None,
-    max_nodes: Nodes = None,
+    max_nodes: Nodes | None = None,
     draft_dtype: Dtype = "auto",
     draft_vocab: Whole | Literal["auto"] | None = AUTO,
 ) -> Spire:

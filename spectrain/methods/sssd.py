@@ -36,7 +36,6 @@ from spectrain.retrieval.fusion import (
 )
 
 TOKENS_ONLY = True  # a serving engine can run it; see loading.py
-PAPERS_NODES = 64
 Scale = Annotated[float, "[0, inf)"]
 DISCOUNTS = (
     "input_scale",

@@ -79,7 +79,7 @@ class Shuffled(Auto):
             arm.n_steps, arm.next_trial = auto.FIRST_STEPS, self.n_steps + 1
         lots = {arm: self.random.random() + 1 for arm in self.arms}
         for arm in self.arms:
-            arm.speed = lambda n_rows, lot=lots[arm], arm=arm: lot if arm.drafter or lot < 1.5 else 2.0
+            arm.speed = lambda n_rows, lot=lots[arm], arm=arm: lot if arm.name != PLAIN or lot < 1.5 else 2.0
         super()._choose(context)
         self._left = self.random.choice(self.lengths)
 

@@ -12,11 +12,12 @@ import pytest
 
 from spectrain.decoding import Drafter, Sampling, TargetModel, generate
 from spectrain.errors import UserError
-from spectrain.methods import budget
+from spectrain.methods import seconds
 from spectrain.methods.auto import Auto
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.budget import ChainBudget, Table, TreeBudget, curve, doubt
+from spectrain.methods.budget import ChainBudget, TreeBudget
 from spectrain.methods.registry import method_names
+from spectrain.methods.seconds import Table, curve, doubt
 from tests.conftest import random_prompts, table_of, tiny_model
 from tests.methods.every import Artifacts, build_auto
 from tests.methods.test_ranking import draft_of
@@ -36,7 +37,7 @@ def table(request, tmp_path, monkeypatch) -> Table:
 
 def use(name: str, folder: Path, monkeypatch) -> Table:
     file = table_of(folder, *TABLES[name])
-    monkeypatch.setenv(budget.FILE, str(file))
+    monkeypatch.setenv(seconds.FILE, str(file))
     return Table.read(file, is_given=True)
 
 
@@ -52,7 +53,7 @@ def prompts() -> list[list[int]]:
     return [row[:7] * 3 + row for row in random_prompts([9, 20, 13], seed=1)]
 
 
-def costs_of(table: Table, target: TargetModel, n_rows: int) -> budget.Costs:
+def costs_of(table: Table, target: TargetModel, n_rows: int) -> seconds.Costs:
     return table.costs(target, Sampling(), n_rows, Autoregressive())
 
 
@@ -220,8 +221,8 @@ def test_seconds_that_the_shape_does_not_allow_are_noticed(changes, says):
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
     """The table of a process of its own, whose steps take made-up seconds; some of the first are disturbed."""
-    monkeypatch.delenv(budget.FILE)
-    monkeypatch.setattr(budget, "CHECKPOINTS", tmp_path)
+    monkeypatch.delenv(seconds.FILE)
+    monkeypatch.setattr(seconds, "CHECKPOINTS", tmp_path)
     runs = []
 
     def run(target, sampling, n_rows, paced, n_rounds):
@@ -233,11 +234,11 @@ def timed(monkeypatch, tmp_path):
         nonlocal disturbed
         disturbed = is_disturbed
         runs.clear()
-        budget._of_process.clear()
+        seconds._of_process.clear()
         return Table.of(target)
 
     disturbed = None
-    monkeypatch.setattr(budget, "_run", run)
+    monkeypatch.setattr(seconds, "_run", run)
     open_table.runs = runs
     return open_table
 
@@ -281,18 +282,18 @@ def test_an_unreadable_file_is_timed_again_and_said_in_the_log(timed, llama_targ
 
 
 def test_a_file_that_the_user_names_and_cannot_be_read_is_refused(tmp_path, monkeypatch, llama_target):
-    monkeypatch.setenv(budget.FILE, str(tmp_path / "none.json"))
+    monkeypatch.setenv(seconds.FILE, str(tmp_path / "none.json"))
     with pytest.raises(UserError, match="is no table of seconds"):
         Table.of(llama_target)
 
 
 @pytest.mark.parametrize("name", ["pld", "spire", "spire_sssd", "specdecpp"])
 def test_real_steps_of_every_size_are_timed_before_the_generation(name, artifacts, monkeypatch, tmp_path, caplog):
-    monkeypatch.delenv(budget.FILE)
-    monkeypatch.setattr(budget, "CHECKPOINTS", tmp_path)
-    monkeypatch.setattr(budget, "MOST_S", 0.0)
-    monkeypatch.setattr(budget, "DEAR", float("inf"))  # a busy machine makes any size dear
-    budget._of_process.clear()
+    monkeypatch.delenv(seconds.FILE)
+    monkeypatch.setattr(seconds, "CHECKPOINTS", tmp_path)
+    monkeypatch.setattr(seconds, "MOST_S", 0.0)
+    monkeypatch.setattr(seconds, "DEAR", float("inf"))  # a busy machine makes any size dear
+    seconds._of_process.clear()
     drafter = build_auto(name, artifacts)
     assert isinstance(drafter, Auto)
     with caplog.at_level(logging.INFO):
@@ -302,8 +303,8 @@ def test_real_steps_of_every_size_are_timed_before_the_generation(name, artifact
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     again = drafted(build_auto(name, artifacts), artifacts.target, 2)  # which knows the seconds
     assert [one.drafted for one in found] == [one.drafted for one in again]  # nothing is learnt from timed drafts
-    seconds = Table.of(artifacts.target).seconds
-    assert all(one.keys() >= {1, 2, 3, 8} for key, one in seconds.items() if key.startswith("forward"))
-    reads = [set(one) for key, one in seconds.items() if not key.startswith("forward")]
+    known = Table.of(artifacts.target).seconds
+    assert all(one.keys() >= {1, 2, 3, 8} for key, one in known.items() if key.startswith("forward"))
+    reads = [set(one) for key, one in known.items() if not key.startswith("forward")]
     assert len(reads) == 2
     assert all(len(one) == 1 if name == "pld" else len(one) > 2 for one in reads)

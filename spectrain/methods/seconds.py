@@ -1,0 +1,339 @@
+"""The table of seconds by which methods choose how much they draft (`budget.py`).
+
+It holds the seconds of a step's forward by (rows, nodes) and of its draft by (rows, reads of the draft model). They are
+timed once for target, drafter and machine before a generation starts, and kept in
+`checkpoints/seconds-<target>-<machine>.json`.
+
+The environment variable SPECTRAIN_SECONDS names a file with another table, from which all seconds are read; nothing is
+timed then. Its "*" stands for all that it does not name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spectrain.decoding import Context, Drafter, DraftTree, KVCache, Sampling, Source, TargetModel, fingerprint, stream
+from spectrain.errors import UserError
+from spectrain.stores.environment import cpu_name
+from spectrain.stores.files import load_json, write_json
+from spectrain.stores.folder import digest
+from spectrain.stores.locations import CHECKPOINTS
+
+log = logging.getLogger(__name__)
+
+FILE = "SPECTRAIN_SECONDS"
+SCHEMA = 1  # of the file; another one also where steps have become faster, so that all is timed again
+MOST_NODES = 128  # up to which forwards are known
+MOST_READS = 32
+NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+MOST_SCORED = 1024  # nodes of all rows in a timed forward; larger ones are extrapolated
+DEAR = 5.0  # larger trees than the first that costs so many forwards of one node are not timed
+# In each round a size is visited twice; more than the first rounds only while the seconds disagree.
+ROUNDS, MOST_ROUNDS = 3, 12
+MOST_S = 4.0  # after which no more rounds begin
+SPREAD, TOLERANCE_S = 1.2, 5e-5  # of the two fastest visits of one size
+MASK_S = 5e-4  # that the mask of several nodes may take, which a single one does not have
+CONTEXT_TOKENS = 160  # of the timed text, at its beginning
+TEXT = (
+    "def read_config(path):\n    with open(path) as file:\n        return json.load(file)\n\nThe next day, she said: "
+)
+
+Seconds = dict[str, dict[int, float]]  # by what was timed, and its size
+_of_process: WeakKeyDictionary[PreTrainedModel, dict[str, Table]] = WeakKeyDictionary()
+
+
+class Costs:
+    """Seconds of the steps of one generation, by the number of active rows.
+
+    Args:
+        forward: seconds by nodes of one row, and of the most rows.
+        draft: seconds by reads, likewise.
+        n_rows: the most rows.
+    """
+
+    def __init__(self, forward: Sequence[Mapping[int, float]], draft: Sequence[Mapping[int, float]], n_rows: int):
+        self.forwards = _between(*(curve(one, MOST_NODES) for one in forward), n_rows)  # [rows, nodes + 1]
+        self.drafts = _between(*(curve(one, MOST_READS) for one in draft), n_rows)  # [rows, reads + 1]
+
+    def forward_s(self, n_rows: int) -> np.ndarray:
+        """Seconds by nodes of all of a step but its draft."""
+        return self.forwards[n_rows - 1]
+
+    def draft_s(self, n_rows: int) -> np.ndarray:
+        """Seconds by reads of a draft."""
+        return self.drafts[n_rows - 1]
+
+    def step_s(self, n_rows: int, n_nodes: float, n_reads: float) -> float:
+        """Seconds of a step, or of steps that have so many nodes and reads on average."""
+        of = ((self.forward_s(n_rows), n_nodes), (self.draft_s(n_rows), n_reads))
+        return float(sum(np.interp(size, np.arange(len(seconds)), seconds) for seconds, size in of))
+
+
+def curve(seconds: Mapping[int, float], most: int) -> np.ndarray:
+    """Return the seconds of sizes 0..most, which never fall; beyond the timed ones they go on along the last line."""
+    sizes = np.array(sorted(seconds))
+    # A larger size bounds a smaller one: other work on the machine only ever adds to a time.
+    values = np.minimum.accumulate(np.array([seconds[size] for size in sizes])[::-1])[::-1]
+    slope = (values[-1] - values[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+    wanted = np.arange(most + 1)
+    return np.interp(wanted, sizes, values) + slope * np.maximum(0, wanted - sizes[-1])
+
+
+def _between(one: np.ndarray, all_rows: np.ndarray, n_rows: int) -> np.ndarray:
+    """Interpolate between the seconds of one row and those of n rows, [n, sizes]."""
+    return one + np.linspace(0, 1, n_rows)[:, None] * (all_rows - one) if n_rows > 1 else one[None]
+
+
+class Table:
+    """The seconds of one target on one machine.
+
+    Args:
+        file: that keeps them.
+        seconds: that are known.
+        is_given: whether the user gave them, so that nothing is timed.
+    """
+
+    def __init__(self, file: Path, seconds: Seconds, is_given: bool = False):
+        self.file, self.seconds, self.is_given = file, seconds, is_given
+        self.spoiled: set[str] = set()  # what cannot be right: used, but not kept
+
+    @classmethod
+    def of(cls, target: TargetModel) -> Table:
+        """The table of the file that the user gave, of this process, or of the file in `checkpoints/`."""
+        if given := os.environ.get(FILE):
+            return cls.read(Path(given), is_given=True)
+        machine = machine_of(target)
+        known = _of_process.setdefault(target.model, {})
+        if (key := digest(machine)) not in known:
+            known[key] = cls.read(CHECKPOINTS / f"seconds-{fingerprint(target.model, target.tokenizer)}-{key}.json")
+        return known[key]
+
+    @classmethod
+    def read(cls, file: Path, is_given: bool = False) -> Table:
+        """Read a file. One that is missing or unreadable holds nothing, unless the user gave it."""
+        try:
+            values = load_json(file)
+            if values["kind"] != "seconds" or values["schema"] != SCHEMA:
+                raise ValueError(f"kind {values['kind']}, schema {values['schema']}")
+            seconds = {key: {int(n): float(s) for n, s in one.items()} for key, one in values["seconds"].items()}
+            if not all(one and min(one.values()) >= 0 for one in seconds.values()):
+                raise ValueError("seconds are missing or below 0")
+            return cls(file, seconds, is_given)
+        except FileNotFoundError:
+            problem = "it does not exist"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+            problem = str(error)
+            log.warning("%s cannot be used (%s); its steps are timed again", file, problem)
+        if is_given:
+            raise UserError(f"{FILE}={file} is no table of seconds ({problem}); give another file or unset {FILE}")
+        return cls(file, {})
+
+    def costs(self, target: TargetModel, sampling: Sampling, n_rows: int, drafter: Drafter) -> Costs:
+        """Return what steps of up to n rows cost, and time what is not known.
+
+        Args:
+            target: of the table.
+            sampling: of the generation; verifying takes longer where tokens are drawn.
+            n_rows: the most rows.
+            drafter: whose drafts are asked for.
+        """
+        most = 1 << (n_rows - 1).bit_length()
+        is_chain = drafter.drafts_chains
+        what = "forward of chains" if is_chain else "forward of trees"
+        forward = [self._seconds(what, target, sampling, n, partial(_forward_steps, is_chain)) for n in (1, most)]
+        before = Costs(forward, [{0: 0.0}] * 2, most)
+
+        def steps(target: TargetModel, sampling: Sampling, n: int) -> Paced:
+            if drafter.budget is not None:
+                drafter.budget.costs = before
+            return Paced(drafter, drafter.timed_reads)
+
+        name = drafter.timed_as or type(drafter).__name__
+        return Costs(forward, [self._seconds(name, target, sampling, n, steps) for n in (1, most)], most)
+
+    def _seconds(self, what: str, target: TargetModel, sampling: Sampling, n_rows: int, steps) -> dict[int, float]:
+        kind = f"{'greedy' if sampling.greedy else 'sampled'}, rows {n_rows}"
+        key = f"{what}, {kind}"
+        if self.is_given:
+            found = next((self.seconds[one] for one in (key, what, "*") if one in self.seconds), None)
+            if found is None:
+                raise UserError(f'{FILE}={self.file} has no seconds of "{key}"; add them, or those of "{what}" or "*"')
+            return found
+        if key not in self.seconds:
+            began = time.perf_counter()
+            self.seconds[key], problem = timed(target, sampling, n_rows, steps(target, sampling, n_rows))
+            log.info("timed %s in %.1f s", key, time.perf_counter() - began)
+            if problem:
+                self.spoiled.add(key)
+                log.warning("the seconds of %s look disturbed (%s); they are timed again next time", key, problem)
+            self._keep(machine_of(target))
+        return self.seconds[key]
+
+    def _keep(self, machine: Mapping) -> None:
+        kept = {key: one for key, one in self.seconds.items() if key not in self.spoiled}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.file, {"kind": "seconds", "schema": SCHEMA, "machine": machine, "seconds": kept})
+        except (OSError, UserError) as error:
+            log.warning("%s could not be written (%s); steps are timed again next time", self.file, error)
+
+
+def machine_of(target: TargetModel) -> dict[str, object]:
+    """Return what seconds depend on: device, dtype, number of threads, engine."""
+    device = target.device
+    if device.type == "cuda":
+        n_devices = len({p.device for p in target.model.parameters()})
+        name, threads = f"{n_devices} x {torch.cuda.get_device_name(device)}", None
+    else:
+        name, threads = f"{cpu_name()} ({device.type})", torch.get_num_threads()
+    dtype, graphs = str(target.dtype).removeprefix("torch."), target.graphs is not None
+    return {"device": name, "dtype": dtype, "threads": threads, "engine": target.engine, "graphs": graphs}
+
+
+class Paced(Drafter):
+    """Drafts with a method, each size in its turn, and notes what the draft and the rest of each step took.
+
+    Args:
+        inner: the method. With several sizes, it takes the size of its next draft by `inner.pace`.
+        sizes: reads of the drafts, or nodes of the trees.
+        times_rest: whether not the draft is timed but the rest of the step.
+    """
+
+    def __init__(self, inner: Drafter, sizes: Sequence[int], times_rest: bool = False):
+        self.inner, self.times_rest = inner, times_rest
+        self.capture_layers = inner.capture_layers
+        self.taken: dict[int, list[float]] = {size: [] for size in sizes}
+        self.order, self.turns = Random(0), []
+        self.rounds_left = 0
+
+    def start(self, target: TargetModel, cache: KVCache) -> None:
+        self.wait = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
+        self.inner.start(target, cache)
+
+    def read_of_prompts(self, lengths: Tensor) -> Tensor | None:
+        return self.inner.read_of_prompts(lengths)
+
+    def prefill(self, context: Context, output, rows: range) -> None:
+        self.inner.prefill(context, output, rows)
+
+    def _now(self) -> float:
+        self.wait()
+        return time.perf_counter()
+
+    def propose(self, context: Context) -> DraftTree:
+        if not self.turns:
+            # Twice in a row: a step of another size left other data in the caches.
+            self.turns = [size for size in self.order.sample([*self.taken], len(self.taken)) for _ in range(2)]
+            self.rounds_left -= 1
+        self.inner.pace = self.size = self.turns.pop()
+        began = self._now()
+        tree = self.inner.propose(context)
+        self._drafted = self._now()
+        self._draft_s = self._drafted - began
+        return tree
+
+    def observe(self, context: Context, tree: DraftTree, output, verified) -> Tensor | None:
+        began = self._now()
+        asked = self.inner.observe(context, tree, output, verified)
+        self._observe_s = self._now() - began
+        return asked
+
+    def extend(self, context: Context, emitted: Sequence[list[int]], asked: Sequence[list[int]]) -> None:
+        began = self._now()
+        self.inner.extend(context, emitted, asked)
+        own_s = self._observe_s + self._now() - began
+        rest_s = began - self._drafted - self._observe_s
+        size = self.size if self.times_rest else self.inner.reads
+        self.taken.setdefault(size, []).append(rest_s if self.times_rest else self._draft_s + own_s)
+
+    def free(self, row: int) -> None:
+        self.inner.free(row)
+
+    def drop_dear(self) -> None:
+        """Leave out sizes beyond the first that is dear: nobody scores so many nodes."""
+        best = {size: min(taken) for size, taken in self.taken.items() if taken}
+        dear = [size for size in sorted(best) if best[size] > DEAR * best[min(best)]]
+        for size in dear[1:]:
+            del self.taken[size]
+        self.turns = [size for size in self.turns if size in self.taken]
+
+
+class _AnyTrees(Drafter):
+    """Chains, or binary trees, of any tokens."""
+
+    pace = 1
+
+    def __init__(self, is_chain: bool):
+        self.is_chain = is_chain
+
+    def propose(self, context: Context) -> DraftTree:
+        n_nodes, places = self.pace, torch.arange(self.pace, device=context.device)
+        if n_nodes == 1:
+            return DraftTree.root_only(context.roots)
+        tokens = (context.roots[:, None] + places) % 7
+        if self.is_chain:
+            return DraftTree.chain(context.roots, tokens[:, 1:], source=Source.INPUT)
+        tokens[:, 0] = context.roots
+        parents = (places - 1).div(2, rounding_mode="floor").expand(context.n_rows, -1)  # -1 at the root
+        source = torch.full_like(tokens, int(Source.INPUT))
+        return DraftTree(tokens, parents, source, max_depth=n_nodes.bit_length() - 1)
+
+
+def _forward_steps(is_chain: bool, target: TargetModel, sampling: Sampling, n_rows: int) -> Paced:
+    sizes = [n for n in NODES if n <= 4 or n * n_rows <= MOST_SCORED]
+    return Paced(_AnyTrees(is_chain), sizes, times_rest=True)
+
+
+def timed(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced) -> tuple[dict[int, float], str | None]:
+    """Run steps in turns, and return the fastest of each size; and why they cannot be right, if they cannot."""
+    _run(target, sampling, n_rows, paced, 1)  # which compile, record and warm up
+    if paced.times_rest:
+        paced.drop_dear()
+    n_rounds, problem, began = 0, "nothing was timed", time.perf_counter()
+    while problem and n_rounds < MOST_ROUNDS and (not n_rounds or time.perf_counter() - began < MOST_S):
+        _run(target, sampling, n_rows, paced, ROUNDS)
+        n_rounds += ROUNDS
+        problem = doubt(paced.taken)
+    paced.inner.pace = None
+    paced.inner.forget()  # its drafts were only timed
+    return {size: min(taken) for size, taken in sorted(paced.taken.items()) if taken}, problem
+
+
+def _run(target: TargetModel, sampling: Sampling, n_rows: int, paced: Paced, n_rounds: int) -> None:
+    room = target.max_positions - NODES[-1]
+    length = max(1, min(CONTEXT_TOKENS, room // 2))
+    text = target.tokenizer(TEXT)["input_ids"] if target.tokenizer is not None else [*range(min(61, target.vocab_size))]
+    prompts = [[*text[row % len(text) :], *text * length][: max(1, length - row % 8)] for row in range(n_rows)]
+    paced.rounds_left, paced.turns = n_rounds, []
+    while True:
+        options = {"batch_size": n_rows, "stop_token_ids": (), "seed": 1}
+        for _ in stream(target, paced, prompts, max(2, min(room - length, 512)), sampling, **options):
+            if not (paced.rounds_left or paced.turns):
+                return
+
+
+def doubt(taken: Mapping[int, Sequence[float]]) -> str | None:
+    """Say what cannot be right about the seconds of some sizes: something disturbed them; None: nothing is wrong."""
+    best = {size: sorted(seconds) for size, seconds in sorted(taken.items()) if seconds}
+    first = next((size for size in best if size), 0)
+    lower = [seconds[0] for seconds in best.values()]
+    for i, (size, seconds) in enumerate(best.items()):
+        if len(seconds) > 1 and seconds[1] > SPREAD * seconds[0] + TOLERANCE_S:
+            return f"size {size} took {seconds[0]:.2g} s and {seconds[1]:.2g} s"
+        if seconds[0] > SPREAD * min(lower[i:]) + TOLERANCE_S:
+            return f"size {size} took longer than a larger one"
+        if size > first and seconds[0] > SPREAD * size / max(1, first) * best[first][0] + MASK_S:
+            return f"size {size} took more than {size} times size {first}"
+    return None
