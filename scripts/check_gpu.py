@@ -54,14 +54,8 @@ from spectrain.measure.baselines import own_model
 from spectrain.measure.benchmark import resident_bytes
 from spectrain.measure.tables import MISSING, as_markdown, fixed, show, size, table_of
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.registry import (
-    BASELINE,
-    build_method,
-    find_artifact,
-    method_config,
-    method_names,
-    with_papers_nodes,
-)
+from spectrain.methods.folders import find_artifact
+from spectrain.methods.registry import BASELINE, build_method, method_config, method_names, with_papers_nodes
 from spectrain.methods.speculative import Speculative
 from spectrain.models.vanilla import new_vanilla
 from spectrain.stores.environment import device_facts, provenance

@@ -38,6 +38,8 @@ from spectrain.measure.results import nodes_of, summarise
 from spectrain.measure.tables import terminal_table
 from spectrain.methods import registry
 from spectrain.methods.auto import Auto
+from spectrain.methods.folders import given_artifacts
+from spectrain.methods.options import names
 from spectrain.methods.pld import PromptLookup
 from spectrain.methods.speculative import Speculative
 from spectrain.stores.environment import device_facts, provenance
@@ -92,7 +94,11 @@ def measure(
     if not measured[registry.BASELINE]["questions"]:
         raise UserError(f"no question was answered ({rows[0].error}); see {run.path}/questions.jsonl")
     for name, drafter in drafters.items():
-        measured[name] |= {"max_nodes": nodes_of(drafter), "warning": drafter.warning, "why_plain": drafter.why_plain}
+        measured[name] |= {
+            "max_nodes": nodes_of(drafter),
+            "warning": drafter.warning(sampling),
+            "why_plain": drafter.why_plain,
+        }
     folders = {name: str(folder) for name, folder in stores.items()}
     results = known | {"methods": measured, "skipped": skipped, "datastores": folders}
     write_report(run.path / "report.html", results, [dataclasses.asdict(row) for row in rows])
@@ -104,7 +110,7 @@ def measure(
 
 def check(options: Bench) -> None:
     """Raise UserError where options contradict each other."""
-    for name in registry.names(options.peers):
+    for name in names(options.peers):
         if name not in BASELINES:
             raise UserError(f"peers={name} is unknown; choose among {', '.join(BASELINES)}")
     if options.peers and options.batch_size != 1:
@@ -126,7 +132,7 @@ def build_baselines(
     options: Bench, target: TargetModel, drafters: Mapping[str, Drafter]
 ) -> dict[str, Callable[..., list[Generation]]]:
     """Build the generation of Hugging Face, with the options and the draft model of our methods."""
-    peers = registry.names(options.peers)
+    peers = names(options.peers)
     methods = [arm.drafter for d in drafters.values() for arm in (d.arms if isinstance(d, Auto) else [])]
     methods += drafters.values()
     lookup = next((d for d in methods if isinstance(d, PromptLookup)), None) or PromptLookup()
@@ -134,7 +140,7 @@ def build_baselines(
     if "hf_assisted" in peers and speculative is None:
         config = registry.with_papers_nodes(registry.method_config("speculative"))
         speculative = registry.build_method(
-            config, target, registry.given_artifacts(options.drafter, options.head, options.datastore)
+            config, target, given_artifacts(options.drafter, options.head, options.datastore)
         )
     model = own_model(target) if peers else None
     return {name: build_baseline(name, target, lookup, speculative, model) for name in peers}

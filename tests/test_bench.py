@@ -19,7 +19,8 @@ from spectrain.errors import UserError
 from spectrain.measure.baselines import BASELINES
 from spectrain.measure.benchmark import Benchmark
 from spectrain.measure.questions import STDLIB_CHARACTERS, read_questions
-from spectrain.methods.registry import artifact_kinds, build_methods, method_config, method_configs, method_names
+from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.registry import build_methods, method_config, method_configs, method_names
 from spectrain.stores.folder import locked
 from spectrain.stores.prompts import conversation_ids
 from spectrain.stores.texts import STDLIB_HELD_OUT, is_held_out

@@ -17,7 +17,7 @@ from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Choice
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.loop import Emitted, stream
-from spectrain.decoding.sampling import RowSampling, Sampling
+from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.target import TargetModel, TargetOutput
 from spectrain.decoding.text import Pieces, Prompt, Reply, prompt_ids
 from spectrain.decoding.tree import DraftTree
@@ -35,7 +35,6 @@ class Drafter(ABC):
     draws = "inverse"  # how tokens are drawn unless the user says it: see `Sampling.draws`
     store = None  # the datastore that it drafts from
     joins_late = False  # whether `prefill` reads only the context, so that it may be called some steps later
-    warning: str | None = None  # what a reader of its numbers must know
     why_plain: str | None = None  # why hardly anything was drafted, in a sentence
     choice: Choice | None = None  # that it made for this step, where it chooses among methods
     # What is measured of its steps, and what is chosen by that (`methods/seconds.py`, `methods/budget.py`).
@@ -46,7 +45,11 @@ class Drafter(ABC):
     drafts_chains = False  # which are scored faster than trees
     pace: int | None = None  # the size of its next draft, while its steps are timed; None: it chooses by itself
 
-    def prepare(self, target: TargetModel, sampling: Sampling | RowSampling, n_rows: int) -> None:  # noqa: B027
+    def warning(self, sampling: Sampling) -> str | None:
+        """What a reader of its numbers under this sampling must know."""
+        return None
+
+    def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:  # noqa: B027
         """Measure or load what it must know of this machine, before a generation of at most n rows starts."""
 
     def start(self, target: TargetModel, cache: KVCache) -> None:  # noqa: B027

@@ -20,7 +20,7 @@ from spectrain.decoding.context import Context
 from spectrain.decoding.generation import Clock, Ending, Generation
 from spectrain.decoding.kv_cache import KVCache
 from spectrain.decoding.memory import is_out_of_memory, out_of_memory_advice
-from spectrain.decoding.sampling import Sampling, row_generator, sampling_of
+from spectrain.decoding.sampling import Sampling, row_generator
 from spectrain.decoding.target import TargetModel
 from spectrain.decoding.tree import DraftTree, Source
 from spectrain.decoding.verify import Verified, verify
@@ -112,7 +112,8 @@ def stream(
     n_slots = min(batch_size, len(prompts))
     stop_ids = frozenset(target.eos_ids if stop_token_ids is None else stop_token_ids)
     ending = Ending(frozenset(target.eos_ids), stop_ids, tuple(stop_strings), target.tokenizer)
-    drafter.prepare(target, sampling_of(samplings), n_slots)
+    # The steps of a batch in which one row draws take as long as if all did.
+    drafter.prepare(target, next((one for one in samplings if not one.greedy), samplings[0]), n_slots)
     target = target.with_capture(drafter.capture_layers)
     longest = max(map(len, prompts)) + max_new_tokens
     cache = target.new_cache(n_slots, cache_block_tokens, longest + MOST_NODES)

@@ -92,12 +92,14 @@ class Auto(Drafter):
         self.draws = draws.pop() if len(draws) == 1 else Drafter.draws
         self.artifacts = {kind: path for one in methods.values() for kind, path in one.artifacts.items()}
         self.store = next((store for one in methods.values() if (store := one.store)), None)
-        self.warning = next((one.warning for one in methods.values() if one.warning), None)
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
         """Of this generation: states that a method reads cost time in each step, also while it sleeps."""
         return tuple(dict.fromkeys(x for arm in self.taking_part for x in arm.drafter.capture_layers))
+
+    def warning(self, sampling: Sampling) -> str | None:
+        return next(filter(None, (arm.drafter.warning(sampling) for arm in self.tried)), None)
 
     def prepare(self, target: TargetModel, sampling: Sampling, n_rows: int) -> None:
         table = Table.of(target)

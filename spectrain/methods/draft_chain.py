@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
+from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.transfer import to_device
 from spectrain.decoding.tree import DraftTree
 from spectrain.errors import UserError
@@ -40,6 +41,7 @@ class ChainDrafter(CountingDrafter):
     """
 
     drafts_chains = True
+    stop: StopRule | None = None  # ends drafts before gamma tokens
 
     def __init__(self, gamma: int, adapts: bool = False, acceptance: float | None = None):
         self.gamma = gamma
@@ -49,6 +51,9 @@ class ChainDrafter(CountingDrafter):
     def timed_reads(self) -> tuple[int, ...]:
         """Lengths of chains whose seconds are measured."""
         return tuple(g for g in (0, 1, 2, 3, 4, 6, 8, 12, 16, 20) if g <= self.gamma)
+
+    def warning(self, sampling: Sampling) -> str | None:
+        return None if self.stop is None else self.stop.warning(sampling)
 
     @abstractmethod
     def draft(self, context: Context, gamma: int) -> DraftTree:

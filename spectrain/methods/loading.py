@@ -19,8 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
 from spectrain.errors import UserError
 from spectrain.methods.budget import AUTO
-from spectrain.methods.options import option_types
-from spectrain.methods.registry import FOLDERS, build_function, build_given, method_config, method_names, module_of
+from spectrain.methods.folders import FOLDERS
+from spectrain.methods.options import build_function, module_of, option_types
+from spectrain.methods.registry import build_given, method_config, method_names
 from spectrain.models.artifacts import (
     check_artifact,
     check_tokenizer,

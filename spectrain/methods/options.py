@@ -8,10 +8,14 @@ class says so by `**options: TheClass`.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from types import UnionType
+from types import ModuleType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+import hydra
+from omegaconf import ListConfig, OmegaConf
 
 from spectrain.config.fields import WORDS, shown
 from spectrain.errors import UserError, is_in, is_whole
@@ -20,6 +24,26 @@ Whole = Annotated[int, 1]
 Share = Annotated[float, "(0, 1)"]
 Nodes = Annotated[int, 2] | Literal["auto", "paper"]  # a step's: root, guesses and probes
 Dtype = Literal["auto", "float32", "bfloat16", "int8"]
+
+
+def build_function(method: Mapping) -> Callable:
+    """The class or function that a yaml's `_target_` names."""
+    return hydra.utils.get_object(method["_target_"])
+
+
+def module_of(method: Mapping) -> ModuleType:
+    return sys.modules[build_function(method).__module__]
+
+
+def plain_options(method: Mapping) -> dict:
+    """The options in a yaml: all but what builds the method."""
+    values = OmegaConf.to_container(OmegaConf.create(dict(method)))
+    return {key: value for key, value in values.items() if not key.startswith("_")}
+
+
+def names(value: str | float | ListConfig | Sequence[str | float] | None) -> list:
+    """The values of an option that takes one name or number, or a list of them."""
+    return [value] if isinstance(value, str | float | int) else list(value or [])
 
 
 def option_types(build: Callable) -> dict[str, object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +20,12 @@ from spectrain.decoding import Drafter, TargetModel, fingerprint
 from spectrain.decoding.weights import Int8Linear, RowsLinear, draft_dtype_of, on_cpu
 from spectrain.errors import UserError
 from spectrain.methods.draft_chain import candidates_within
+from spectrain.methods.folders import find_artifact
 from spectrain.methods.options import Dtype, Nodes, Share, Whole
-from spectrain.methods.registry import find_artifact
 from spectrain.methods.stopping import HeadStop, StopRule
+from spectrain.models.artifacts import check_weights
 from spectrain.models.draft_states import DraftStates
-from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, read_head_facts
+from spectrain.models.head import AcceptanceHead, DrafterFacts, HeadFacts, load_head, own_drafter, read_head_facts
 from spectrain.models.kinds import about
 
 
@@ -85,7 +87,7 @@ def open_given_drafter(given: Mapping[str, str], target: TargetModel, rollout_to
 def build(
     target: TargetModel,
     head: str,
-    drafter: str,
+    drafter: str | None = None,
     threshold: Share = 0.5,
     min_candidates: Whole = 1,
     max_candidates: Whole = 20,
@@ -95,11 +97,21 @@ def build(
 ) -> Drafter:
     """Build the method from the folders of an exported head and of the drafter that it was trained on.
 
+    drafter: None takes the one inside the head's folder, else the one that it was trained on, else the one that fits.
+
     The draft ends once the probability of a rejection is above the threshold h; see `HeadStop`. `max_nodes` counts the
     root, too, and caps max_candidates.
     """
     gamma = candidates_within(min_candidates, max_candidates, max_nodes)
     facts = read_head_facts(Path(head), fingerprint(target.model, target.tokenizer))
-    opened = replace(open_drafter(target, facts.drafter.kind, drafter), draft_dtype=draft_dtype)
-    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge)
-    return opened.with_stop(gamma, rule)
+    kind, inside = facts.drafter.kind, own_drafter(head)
+    if inside is not None:
+        check_weights(inside, "drafter")
+    recorded = inside or (facts.drafter.path if Path(facts.drafter.path).exists() else None)
+    folder = str(drafter or recorded or find_artifact(kind, target))
+    opened = replace(open_drafter(target, kind, folder), draft_dtype=draft_dtype)
+    why_off = partial(facts.why_off, head)
+    rule = HeadStop(opened.open_head(Path(head), facts), threshold, min_candidates, judge, why_off)
+    method = opened.with_stop(gamma, rule)
+    method.artifacts = {"head": head, kind: folder}
+    return method

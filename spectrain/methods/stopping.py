@@ -9,11 +9,14 @@ On a CPU a rule may be part of the program that drafts a whole chain: it appends
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from spectrain.decoding.drafter import Context
 from spectrain.decoding.forward import DecoderProgram
+from spectrain.decoding.sampling import Sampling
 from spectrain.decoding.weights import RowsLinear
 from spectrain.errors import check_number
 from spectrain.kernels import GOING, LENGTH, ROOM
@@ -31,6 +34,10 @@ class StopRule:
     compiles = False  # whether a program can end drafts by this rule, through `append`
     min_candidates = 1
     draft_forwards = 0  # of the drafter, for all rows of a batch together, as `draft_chain` counts them
+
+    def warning(self, sampling: Sampling) -> str | None:
+        """Why its verdicts may be off under this sampling."""
+        return None
 
     def begin(self, context: Context) -> None:
         """A new draft of all rows of `context`."""
@@ -111,17 +118,29 @@ class HeadStop(StopRule):
         threshold: h, in (0, 1).
         min_candidates: tokens that are drafted whatever the head says; the reference has 2.
         judge: see above.
+        why_off: says of a sampling why the head's probabilities are off under it.
     """
 
     needs_hidden = True
 
-    def __init__(self, head: AcceptanceHead, threshold: float, min_candidates: int = 1, judge: str = "current") -> None:
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        threshold: float,
+        min_candidates: int = 1,
+        judge: str = "current",
+        why_off: Callable[[Sampling], str | None] | None = None,
+    ) -> None:
         self.head = head.eval()
+        self.why_off = why_off
         self.least_accepted = 1 - threshold  # stops below it
         self.min_candidates, self.judge = min_candidates, judge
         self.compiles = isinstance(head, AcceptanceHead) and all(
             isinstance(block, RowsLinear) and block.fits for block in head.blocks
         )
+
+    def warning(self, sampling: Sampling) -> str | None:
+        return None if self.why_off is None else self.why_off(sampling)
 
     def begin(self, context: Context) -> None:
         self._accepted = [1.0] * context.n_rows  # probability that every token so far is accepted

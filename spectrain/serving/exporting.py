@@ -20,7 +20,8 @@ from spectrain.decoding import fingerprint, tokenizer_fingerprint
 from spectrain.decoding.loading import first_line, read_config, read_tokenizer
 from spectrain.errors import UserError
 from spectrain.methods.loading import token_methods
-from spectrain.methods.registry import instantiate, method_config, plain_options
+from spectrain.methods.options import plain_options
+from spectrain.methods.registry import instantiate, method_config
 from spectrain.models.artifacts import (
     CORPUS,
     DATASTORE,

@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain.decoding import TargetModel
 from spectrain.decoding.sampling import Uniforms, row_generator
 from spectrain.errors import UserError
-from spectrain.methods.registry import given_artifacts
+from spectrain.methods.folders import given_artifacts
 from spectrain.methods.specdecpp import open_given_drafter
 from spectrain.models.draft_states import DraftStates
 from spectrain.models.head import AcceptanceHead, HeadConfig, HeadFacts, save_drafter, save_head

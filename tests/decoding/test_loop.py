@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from spectrain.decoding import Drafter, Sampling, Source, TargetModel, generate, stream
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.registry import artifact_kinds, method_config, method_names
+from spectrain.methods.folders import artifact_kinds
+from spectrain.methods.registry import method_config, method_names
 from spectrain.methods.speculative import Speculative
 from tests.conftest import EOS_ID, FAMILIES, noisy_copy, random_prompts, tiny_model
 from tests.decoding.reference import (

@@ -12,7 +12,8 @@ import torch
 from spectrain import load_method
 from spectrain.decoding import TargetModel, generate
 from spectrain.errors import UserError
-from spectrain.methods.registry import method_config, method_names, plain_options
+from spectrain.methods.options import plain_options
+from spectrain.methods.registry import method_config, method_names
 from spectrain.methods.speculative import Speculative
 from spectrain.methods.spire import Spire
 from spectrain.methods.stopping import HeadStop

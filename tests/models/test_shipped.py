@@ -13,7 +13,7 @@ from spectrain import load_method, load_target
 from spectrain.decoding import generate
 from spectrain.errors import UserError
 from spectrain.methods.autoregressive import Autoregressive
-from spectrain.methods.registry import find_artifact
+from spectrain.methods.folders import find_artifact
 from spectrain.retrieval.datastore import newest_datastore, open_datastore
 from spectrain.stores.locations import SHIPPED, SHIPPED_STORES, shipped_folders
 from tests.models.test_artifacts import export_spire

@@ -1,0 +1,112 @@
+"""The folders that methods draft with: drafters, acceptance heads and datastores.
+
+A method takes a folder by a parameter `drafter`, `head` or `datastore` of what builds it. It gets the one that its own
+options name, else the one that the user gave, else the one that fits best of those below `checkpoints/` and those that
+come with spectrain.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from spectrain.decoding import Drafter, TargetModel, fingerprint, tokenizer_fingerprint
+from spectrain.errors import UserError
+from spectrain.methods.budget import AUTO
+from spectrain.methods.options import build_function, module_of, names
+from spectrain.models.artifacts import default_artifact, is_export, read_manifest
+from spectrain.models.kinds import about
+from spectrain.retrieval.datastore import newest_datastore
+from spectrain.stores.locations import CHECKPOINTS
+
+log = logging.getLogger(__name__)
+
+FOLDERS = ("drafter", "head", "datastore")  # options that name folders
+
+
+def artifact_kinds(method: Mapping) -> dict[str, str]:
+    """The folders that a method takes: their kinds, by the option that names them.
+
+    A head brings its drafter, so that of a method with a head is not among them.
+    """
+    takes, kinds = inspect.signature(build_function(method)).parameters, {}
+    if "head" in takes:
+        kinds["head"] = "head"
+    elif "drafter" in takes:
+        kinds["drafter"] = method.get("tree") or module_of(method).DRAFTER
+    if "datastore" in takes and method.get("datastore_source", True):
+        is_wanted = takes["datastore"].default is inspect.Parameter.empty or method.get("datastore") is not None
+        kinds |= {"datastore": "datastore"} if is_wanted else {}
+    return kinds
+
+
+def given_artifacts(
+    drafter: str | Sequence[str] | None, head: str | None = None, datastore: str | None = None
+) -> dict[str, str]:
+    """The folders of `drafter=`, `head=` and `datastore=`, by kind. Raises UserError where two are of one kind.
+
+    A drafter that is none of our exports is a plain Hugging Face model, of kind vanilla.
+    """
+    given = {kind: folder for kind, folder in {"head": head, "datastore": datastore}.items() if folder}
+    for folder in names(drafter):
+        kind = read_manifest(Path(folder)).kind if is_export(folder) else "vanilla"
+        option = about(kind).option
+        if option != "drafter":
+            raise UserError(f"drafter={folder} is of kind {kind}; give it as {option}={folder}")
+        if kind in given:
+            raise UserError(f"drafter={folder} and drafter={given[kind]} are both {kind} drafters; give one per kind")
+        given[kind] = folder
+    return given
+
+
+def check_taken(
+    given: Mapping[str, str], methods: Iterable[Mapping], built: Iterable[Drafter], by_baselines: Iterable[str] = ()
+) -> None:
+    """Raise UserError where the user gave a folder that none of the methods, nor a baseline, takes.
+
+    Args:
+        given: folders by kind.
+        methods: the yamls of what was asked for, built or not.
+        built: the built methods: only then is it known which kind of drafter a head takes.
+        by_baselines: kinds.
+    """
+    taken = {kind for options in methods for kind in artifact_kinds(options).values()} | set(by_baselines)
+    taken |= {kind for drafter in built for kind in drafter.artifacts}
+    for kind in given.keys() - taken:
+        one = about(kind)
+        raise UserError(f"{one.option}={given[kind]} is a {one.noun}, which none of the methods takes; remove it")
+
+
+def chosen_folder(option: str, kind: str, own: str | None, given: str | None, target: TargetModel) -> str | None:
+    """The folder of a method. `own`: as the method's options name it; "auto": one if there is one."""
+    if own not in (None, AUTO):  # of a variant or an exported folder
+        if given and own != given:
+            log.warning("the method's own %s=%s is used instead of %s", option, own, given)
+        return own
+    if given:
+        return given
+    try:
+        return find_artifact(kind, target)
+    except UserError as error:
+        if own is None:
+            raise
+        log.info("%s", error)
+        return None
+
+
+def find_artifact(kind: str, target: TargetModel) -> str:
+    """The best folder of this kind that fits, of those below `checkpoints/` and those that come with spectrain.
+
+    Raises UserError where there is none.
+    """
+    print_ = fingerprint(target.model, target.tokenizer)
+    if kind == "datastore":
+        if target.tokenizer is None:
+            raise UserError("a datastore is of a tokenizer, which this target does not have; give datastore=<folder>")
+        folder = newest_datastore(CHECKPOINTS, tokenizer_fingerprint(target.tokenizer), print_)
+    else:
+        folder = default_artifact(CHECKPOINTS, kind, print_)
+    log.info("%s: %s", about(kind).option, folder)
+    return str(folder)
